@@ -236,6 +236,22 @@ def test_token_files_keep_quotes_and_say_what_is_no_text(tmp_path: Path, caplog:
     assert not holds_pictures(str(folder / "captions.txt"))
 
 
+def test_quotes_that_enclose_nothing_swallow_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_folder(tmp_path / "set")
+    file = folder / "captions.tsv"
+    begun = 'image\tcaption\npics/00.png\t"a dog\npics/01.png\ta "big" cat\npics/02.png\t'
+    for end in ('a hen"\n', "a hen\n", '"a hen"\n'):
+        file.write_text(begun + end)
+        assert load_pairs(str(folder))["caption"][:] == [['"a dog'], ['a "big" cat'], [end.strip()]]
+        assert "is not closed on its line ('pics/00.png\\t\"a dog'); quotes are read as a part of their text" in caplog.text
+    caplog.clear()
+    file.write_text('image\tcaption\npics/00.png\t"a ""big"" dog\non two lines"\npics/01.png\t"a\ttab"\n')
+    assert load_pairs(str(folder))["caption"][:] == [['a "big" dog\non two lines'], ["a\ttab"]] and not caplog.text
+    file.write_text('image\tcaption\npics/00.png\t"a dog\npics/01.png\ta cat"\npics/02.png\t"a hen\nat home"\n')
+    assert load_pairs(str(folder))["caption"][:] == [["a dog\npics/01.png\ta cat"], ["a hen\nat home"]]
+    assert "what is between quotes is read as one field, of several lines" in caplog.text
+
+
 def test_two_captions_files_are_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "set")
     (folder / "captions.csv").write_text("image,caption\npics/00.png,a\n")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, IMAGE, IMAGE_COLUMNS
-from xcompat.data.text_files import first_line, text_encoding
+from xcompat.data.text_files import first_line, table_lines, text_encoding
 from xcompat.errors import XcompatError
+from xcompat.progress import notice_once
 
 _SEPARATORS = ",;\t|"
 _TOKEN_LINE = re.compile(r"([^\t]+\.\w+)#\d+\t")
@@ -33,11 +34,48 @@ def csv_options(file: Path) -> dict[str, Any]:
         columns = {"names": [IMAGE, CAPTION], "converters": {IMAGE: _without_number, CAPTION: str}}
         return options | columns | {"header": None, "sep": "\t", "quoting": csv.QUOTE_NONE}
     separator = _separator(line, "\t" if ".tsv" in file.name.lower() else ",")
+    if separator == "\t" and _quotes_are_text(file, encoding):
+        options |= {"quoting": csv.QUOTE_NONE}
     return options | {
         "dtype": str,
         "sep": separator,
         "skipinitialspace": separator == "|",
     }  # Flickr30k: `image_name| comment_number| comment`
+
+
+def _quotes_are_text(file: Path, encoding: str) -> bool:
+    """Return whether quotes in a table of tabs enclose nothing: one stands open at a line's end, and each line is a whole row.
+
+    A reader that takes such a quote for the start of a field reads the rows up to the next one as a part of it. Where lines
+    differ in their number of tabs, as those of a quoted text of several lines do, a quote encloses what is behind it.
+    """
+    lines = (line for line in table_lines(file, encoding) if line)
+    tabs = next(lines, "").count("\t")
+    opened, swallowed, inside, whole = "", "", False, tabs > 0
+    for line in lines:
+        was_inside, inside = inside, _is_open(line, inside)
+        whole = whole and line.count("\t") == tabs
+        if inside and not was_inside:
+            opened = line
+        if was_inside and line.count("\t") == tabs:
+            swallowed = swallowed or opened
+    unclosed = swallowed or (opened if inside else "")
+    if not unclosed or not tabs:
+        return False
+    told = "quotes are read as a part of their text" if whole else "what is between quotes is read as one field, of several lines"
+    notice_once(f"{file}: a quote is not closed on its line ({unclosed[:100]!r}); {told}")
+    return whole
+
+
+def _is_open(line: str, inside: bool) -> bool:
+    """Return whether a quoted field goes on behind a line, as it may have before it; two quotes in it stand for one."""
+    if not inside and '"' not in line:
+        return False
+    for field in line.split("\t"):
+        starts = not inside and field.startswith('"')
+        if inside or starts:
+            inside = '"' not in field[starts:].replace('""', "")
+    return inside
 
 
 def is_captions_text(file: Path) -> bool:

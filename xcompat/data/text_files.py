@@ -134,6 +134,18 @@ def first_line(file: Path, encoding: str, errors: str = "strict") -> str:
         raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
 
 
+def table_lines(file: Path, encoding: str) -> Iterator[str]:
+    """Yield every line of a table, without its end; of a line of more than :data:`LONGEST_LINE` characters, its parts.
+
+    Args:
+        file: text, gzip if it is called ``.gz``.
+        encoding: of the text, which is found to be that (:func:`text_encoding`).
+    """
+    with (gzip.open if _is_packed(file) else open)(file, "rt", encoding=encoding) as handle:
+        while line := handle.readline(LONGEST_LINE):
+            yield line.rstrip("\n")
+
+
 def text_encoding(file: Path) -> str:
     """Return a file's encoding: UTF-8 or, where it is none and holds no character of it, Windows-1252, which holds latin-1.
 
