@@ -88,6 +88,8 @@ class Candidate:
         return ", ".join([self.kind, *settings])
 
 
+LEAST_SPREAD = 1e-12
+"""Least variance within classes, a dimension, of embeddings that differ there: that of rounding in float32 is smaller."""
 OF_ITEMS = 60.0, 0.8
 """β and λ of a memory of stored items, in the middle of what is tried for others: without questions nothing can choose them."""
 GUESS = Candidate("procrustes")
@@ -127,6 +129,14 @@ class Known:
         pairs = self.pairs
         assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
         new, old = (ClassStatistics.of(side, pairs.labels_N, pairs.n_classes) for side in (pairs.new_ND, pairs.old_Nd))
+        return new, old
+
+    def differ(self) -> tuple[bool, bool]:
+        """Return whether new, and old, embeddings of labelled items differ within classes.
+
+        The keys of a memory are compared by how the new ones do, and a metric of queries is solved from how the old ones do.
+        """
+        new, old = (float(side.within_dd.diagonal().mean()) > LEAST_SPREAD for side in self._statistics)
         return new, old
 
     @cached_property

@@ -25,7 +25,7 @@ class Choice:
         trials: all, in the order of trying.
         chosen: the best of them (:attr:`objective`).
         without_new_model: the old model with the metric and the memory of the best, the part of its gain that needs no new model;
-            None if the best has neither.
+            None if the best has neither, or the old model can have no such memory.
         floor: protocol -> metric -> value of old queries.
         n_queries: protocol -> number of queries.
         learned_at_most: the number of items, or captioned images, that each fold learned from, if there were more; else None.
@@ -38,6 +38,7 @@ class Choice:
         of_galleries: whether the maps are of stored embeddings, not of queries.
         of_agreement: whether what old queries find was what all looked for (:func:`~xcompat.mapping.agreement.agree`).
         remembers: whether what is chosen has a memory, its own or one that came with the map.
+        left_out: sentences about candidates that could not be solved, and were not tried.
         by_chance: whether what is chosen finds no more than chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
     """
 
@@ -56,6 +57,7 @@ class Choice:
     of_agreement: bool = False
     remembers: bool = False
     by_chance: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def objective(self) -> str:
@@ -138,7 +140,8 @@ def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Tria
         return better((trials[each] for each in candidates), than).candidate
 
     best = best_of([*alone, *(replace(line, power=power) for line in alone for power in held.powers)])
-    best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
+    if held.shares:
+        best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
     if best.power is not None:
         best_of([best, *(replace(best, damping=damping) for damping in DAMPINGS)])
     return list(trials.values())
@@ -186,7 +189,9 @@ def choose(
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     without_new_model = None
     if chosen.candidate.power is not None or chosen.candidate.share:  # with a line alone, old queries are the floor itself
-        without_new_model = held.with_old_queries().try_(replace(chosen.candidate, line="procrustes"))
+        beside = held.with_old_queries()
+        if beside.shares or not chosen.candidate.share:
+            without_new_model = beside.try_(replace(chosen.candidate, line="procrustes"))
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
     if brought := held.known[0].line(chosen.candidate.line).memory is not None:
         no_confidence = "what they remember came with the map, and was calibrated where that was made, if anywhere"
@@ -209,4 +214,5 @@ def choose(
         of_galleries=held.of_galleries,
         remembers=brought or chosen.candidate.share > 0,
         by_chance=held.is_by_chance(chosen.candidate),
+        left_out=held.left_out,
     )

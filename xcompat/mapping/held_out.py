@@ -27,6 +27,7 @@ CHANCE_LEVEL = 0.99
 """Of the interval that tells a candidate from chance: one map in 200 that is chance goes unnoticed."""
 POWERS = (0.15, 0.25, 0.35, 0.5)
 RECALLS = (1, 5, 10)
+_ALIKE = "embeddings do not differ within their classes."
 _STANDARD_ERRORS = 1.96  # half the width of a 95 % interval
 Values = dict[str, dict[str, np.ndarray]]
 """Protocol -> metric -> value of each query."""
@@ -101,6 +102,8 @@ class HeldOut(ABC):
     shares: Sequence[float]
     powers: Sequence[float]
     of_galleries = False
+    left_out: tuple[str, ...] = ()
+    """Sentences about the candidates that cannot be solved, and are not tried."""
     learned_rows: list[NDArray[np.int64]]
     """Rows, or groups, that each fold learns from."""
 
@@ -194,8 +197,9 @@ class HeldOut(ABC):
 class HeldOutClasses(HeldOut):
     """Items that search items of their own class."""
 
-    sharpnesses, shares = (20.0, 30.0, 40.0), (0.3, 0.5, 0.8, 1.2)
+    sharpnesses = (20.0, 30.0, 40.0)
     powers: Sequence[float] = POWERS
+    shares: Sequence[float] = (0.3, 0.5, 0.8, 1.2)
 
     def __init__(self, pairs: PairedEmbeddings, searched: Searched, lines: Mapping[str, Solver], seed: int) -> None:
         assert pairs.labels_N is not None
@@ -203,6 +207,13 @@ class HeldOutClasses(HeldOut):
         self.folds = list(folds(pairs.labels_N, searched, seed))
         self.learned_rows = [fold.fit_F for fold in self.folds]
         super().__init__(lines, seed)
+        new, old = (all(differ) for differ in zip(*(each.differ() for each in self.known), strict=True))
+        if self.powers and not old:
+            self.powers = ()
+            self.left_out += (f"No metric is tried: old {_ALIKE}",)
+        if not new:
+            self.shares = ()
+            self.left_out += (f"No memory is tried: {'old' if self.of_galleries else 'new'} {_ALIKE}",)
 
     @override
     def learned(self) -> Iterable[Paired]:

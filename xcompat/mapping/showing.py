@@ -63,6 +63,7 @@ def said_of(choice: Choice) -> list[str]:
             f"What was tried learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
             "ridge regression is left out, and the rest is weak evidence. Give more items."
         )
+    held += choice.left_out
     sure = _said_of_confidence(choice)
     if choice.of_agreement:
         return [*held, _said_of_agreement(choice)]
@@ -130,6 +131,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "too_few_for_ridge": choice.too_few_for_ridge,
         "of_agreement": choice.of_agreement,
         "by_chance": choice.by_chance,
+        "left_out": list(choice.left_out),
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
