@@ -17,6 +17,8 @@ import pytest
 from xcompat import XcompatError, arrays
 from xcompat.embedding import embed_images
 from xcompat.mapping import load_paired
+from xcompat.mapping.asked import Asked
+from xcompat.mapping.sides import side_files
 from xcompat.models.stored import StoredModel
 from xcompat.training.evaluate_command import load_embedding_folder
 from xcompat.vectors import is_stored, is_table, read_vectors, stored_at
@@ -234,6 +236,21 @@ def test_an_evaluation_reads_tables_in_place_of_arrays(tmp_path: Path) -> None:
     found = load_embedding_folder(tmp_path)
     assert found.image_ids == found.text_ids == IDS
     np.testing.assert_array_equal(found.image_embeds_ND, made())
+
+
+def test_scales_and_offsets_are_among_the_files_that_make_a_map(tmp_path: Path) -> None:
+    file = tmp_path / "old.npy"
+    np.save(file, np.full((ITEMS, DIM), 50, np.int8))
+    np.save(tmp_path / "new.npy", made())
+    told = []
+    for name, steps in {
+        "old_scale.npy": 1.0,
+        "old_offset.npy": np.full((1, DIM), 0.5),
+        "old_scale": np.full((1, DIM), 2),
+    }.items():
+        np.save(tmp_path / name, np.array(steps, np.float32))
+        told.append(Asked(file, tmp_path / "new.npy", tmp_path / "map").inputs["old"])
+    assert len(set(told)) == 3 and [each.name for each in side_files(file)] == ["old.npy", "old_scale.npy", "old_offset.npy"]
 
 
 def test_a_lost_model_is_known_by_a_table(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
 
-ID, SCALE = "id", "scale"
+ID, SCALE, OFFSET = "id", "scale", "offset"
 EMBEDDING_COLUMNS = ("embedding", "values", "vector")
 ARRAY, PARQUET = ".npy", ".parquet"
 JSON = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
@@ -138,6 +138,11 @@ def stored_at(place: Path) -> Path | None:
     return next((file for file in files if file.is_file()), place if _shards(place) else None)
 
 
+def steps_beside(path: Path) -> list[Path]:
+    """Return where the scale and the offset of an array of int8 lie, if it has them; those of tables are columns."""
+    return [path.with_name(f"{path.stem}_{what}{ARRAY}") for what in (SCALE, OFFSET)] if path.name.endswith(ARRAY) else []
+
+
 def _shards(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name.endswith(TABLES)) if folder.is_dir() else []
 
@@ -145,13 +150,12 @@ def _shards(folder: Path) -> list[Path]:
 def _unquantised(path: Path, rows_ND: NDArray[Any]) -> NDArray[Any]:
     if rows_ND.ndim != 2:
         raise XcompatError(f"{path} holds {rows_ND.dtype} of shape {rows_ND.shape}; embeddings are N x D")
-    scale = _steps(path, "scale", rows_ND.shape)
+    scale, offset = (_steps(file, rows_ND.shape) for file in steps_beside(path))
     if scale is None:
         raise XcompatError(
             f"{path} holds int8 without a scale: write what a step is worth beside it, as {path.stem}_scale.npy, of shape (1, D) "
             "for each dimension or (N, 1) for each row; 1.0 alone, if all steps are alike"
         )
-    offset = _steps(path, "offset", rows_ND.shape)
     spool = _Spool(np.float16)
     for start in range(0, len(rows_ND), BLOCK):
         part = slice(start, start + BLOCK)
@@ -161,9 +165,8 @@ def _unquantised(path: Path, rows_ND: NDArray[Any]) -> NDArray[Any]:
     return spool.mapped()
 
 
-def _steps(path: Path, what: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+def _steps(file: Path, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
     """Read the scales or the offsets beside an array as a matrix of one or N rows and one or D columns."""
-    file = path.with_name(f"{path.stem}_{what}.npy")
     if not file.is_file():
         return None
     steps = np.array(map_array(file), np.float32)
@@ -171,8 +174,9 @@ def _steps(path: Path, what: str, shape: tuple[int, ...]) -> NDArray[np.float32]
         steps = steps.reshape(1, -1)
     if steps.ndim != 2 or any(have not in (1, want) for have, want in zip(steps.shape, shape, strict=True)):
         raise XcompatError(f"{file} has shape {steps.shape}; for {shape} embeddings it has (1, {shape[1]}), or ({shape[0]}, 1)")
-    if not np.isfinite(steps).all() or (what == "scale" and not (steps > 0).all()):
-        raise XcompatError(f"{file} holds {'values that are not finite' if what == 'offset' else 'a scale that is not above 0'}")
+    is_scale = file.stem.endswith(f"_{SCALE}")
+    if not np.isfinite(steps).all() or (is_scale and not (steps > 0).all()):
+        raise XcompatError(f"{file} holds {'a scale that is not above 0' if is_scale else 'values that are not finite'}")
     return steps
 
 

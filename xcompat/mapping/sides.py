@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from xcompat.arrays import forget_pages, read_lines
 from xcompat.errors import XcompatError
 from xcompat.files import files_below
-from xcompat.vectors import EMBEDDING_COLUMNS, ID, SUFFIXES, is_table, read_vectors, require_unit, stored_at
+from xcompat.vectors import EMBEDDING_COLUMNS, ID, SUFFIXES, is_table, read_vectors, require_unit, steps_beside, stored_at
 
 KINDS = ("image", "text")
 BARE = "row"
@@ -105,6 +105,7 @@ def side_files(path: Path) -> list[Path]:
     kinds = require_side(path)
     places = [place for kind in kinds for place in (_files_of(path, kind)[0], path / f"{kind}_ids.txt")]
     places = [*places, path / LABELS] if kinds else [path]
+    places += [file for place in places for file in steps_beside(place)]
     return [file for place in places for file in (files_below(place) if place.is_dir() else [place]) if file.is_file()]
 
 
