@@ -18,7 +18,7 @@ from xcompat import XcompatError, arrays
 from xcompat.embedding import embed_images
 from xcompat.mapping import load_paired
 from xcompat.mapping.asked import Asked
-from xcompat.mapping.sides import side_files
+from xcompat.mapping.sides import read_sides, side_files
 from xcompat.models.stored import StoredModel
 from xcompat.training.evaluate_command import load_embedding_folder
 from xcompat.vectors import is_stored, is_table, read_vectors, stored_at
@@ -251,6 +251,18 @@ def test_scales_and_offsets_are_among_the_files_that_make_a_map(tmp_path: Path) 
         np.save(tmp_path / name, np.array(steps, np.float32))
         told.append(Asked(file, tmp_path / "new.npy", tmp_path / "map").inputs["old"])
     assert len(set(told)) == 3 and [each.name for each in side_files(file)] == ["old.npy", "old_scale.npy", "old_offset.npy"]
+
+
+def test_of_two_files_for_one_kind_neither_is_taken(tmp_path: Path) -> None:
+    np.save(tmp_path / "image_embeds.npy", made())
+    assert stored_at(tmp_path / "image_embeds") == tmp_path / "image_embeds.npy"
+    parquet(tmp_path / "image_embeds.parquet", made())
+    with pytest.raises(XcompatError, match=r"holds image_embeds.npy and image_embeds.parquet; keep the one that is meant"):
+        read_sides(tmp_path)
+    (tmp_path / "image_embeds.npy").unlink()
+    shards(tmp_path / "image_embeds", made())
+    with pytest.raises(XcompatError, match=r"holds image_embeds.parquet and image_embeds; keep"):
+        stored_at(tmp_path / "image_embeds")
 
 
 def test_a_lost_model_is_known_by_a_table(tmp_path: Path) -> None:

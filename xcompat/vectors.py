@@ -133,9 +133,15 @@ def stored_at(place: Path) -> Path | None:
 
     Returns:
         The file or folder; None if there is none.
+
+    Raises:
+        XcompatError: there are several, and nothing says which of them is meant.
     """
-    files = (place.with_name(place.name + suffix) for suffix in SUFFIXES)
-    return next((file for file in files if file.is_file()), place if _shards(place) else None)
+    files = [file for suffix in SUFFIXES if (file := place.with_name(place.name + suffix)).is_file()]
+    found = [*files, *([place] if _shards(place) else [])]
+    if len(found) > 1:
+        raise XcompatError(f"{place.parent} holds {' and '.join(each.name for each in found)}; keep the one that is meant there")
+    return found[0] if found else None
 
 
 def steps_beside(path: Path) -> list[Path]:
