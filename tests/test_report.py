@@ -156,9 +156,32 @@ def test_plots_are_pictures(folder: Path) -> None:
 def test_rendering_again_changes_nothing(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (folder / "report.html").unlink()
-    (folder / "plots" / "stale.png").write_bytes(b"")
+    (folder / "plots" / "loss-7.png").write_bytes(b"")
     render_report(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_what_a_user_put_there_stays(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})
+    shutil.copytree(folder, tmp_path / "run" / "report")
+    theirs = [tmp_path / "run" / "report" / name for name in ("notes.txt", "plots/thesis.pdf", "plots/recall-mine.png")]
+    for path in theirs:
+        path.write_text("mine")
+    render_report(tmp_path / "run")
+    assert [path.read_text() for path in theirs] == ["mine"] * 3
+    assert not list((tmp_path / "run" / "report" / "plots").glob("cases-*")), "an old plot would be taken for one of this report"
+
+
+def test_a_users_folder_beside_an_earlier_versions_report_is_not_replaced(folder: Path, tmp_path: Path) -> None:
+    for name in ("report.json", "report_data.safetensors"):
+        shutil.copy2(folder / name, tmp_path / name)
+    (tmp_path / "report" / "plots").mkdir(parents=True)
+    for name in ("report/report.html", "report/plots/thesis.pdf"):
+        (tmp_path / name).write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(XcompatError, match="report is where the report goes, and is none that could be replaced; move it"):
+        render_report(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_without_the_data_file_tables_remain(folder: Path, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from xcompat.report.pages import render_html
 from xcompat.report.plots import draw_plots, figure_png
 from xcompat.report.storage import (
     DATA_NAME,
+    DIRECTIONS,
     FOLDER_NAME,
     JSON_NAME,
     is_report,
@@ -26,6 +28,8 @@ from xcompat.report.tsne import project
 
 HTML_NAME = "report.html"
 PLOTS_NAME = "plots"
+_DRAWN = re.compile(rf"(cases|recall|cmc|success|confidence)-({'|'.join(DIRECTIONS)})\.png|(tsne|loss)-\d+\.png")
+"""Names of plots, of which those of an earlier report give way."""
 
 
 def write_report(directory: str | Path, content: ReportContent) -> Path:
@@ -78,12 +82,14 @@ def render_report(directory: str | Path) -> Path:
         The path of ``report.html``.
 
     Raises:
-        XcompatError: the folder holds no report.
+        XcompatError: the folder holds no report; see also :func:`require_report_place`.
     """
     file = report_file(directory)
     report = load_report(file)
     stored = [each for each in (file, file.with_name(DATA_NAME)) if each.exists()]
-    return _publish(file.parent.parent if file.parent.name == FOLDER_NAME else file.parent, report, stored)
+    parent = file.parent.parent if file.parent.name == FOLDER_NAME else file.parent
+    require_report_place(parent)
+    return _publish(parent, report, stored)
 
 
 def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Path:
@@ -105,12 +111,19 @@ def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Pa
         if not stored:
             save_report(folder, report)
         for file in stored:
-            shutil.copy2(file, folder / file.name)
-        for other in place.iterdir() if place.is_dir() else ():
-            if other.name not in (JSON_NAME, DATA_NAME, HTML_NAME, PLOTS_NAME):
-                _copy(other, folder / other.name)
+            shutil.copy2(file, folder / (DATA_NAME if file.name == DATA_NAME else JSON_NAME))
+        for other in _of_the_user(place):
+            _copy(other, folder / other.relative_to(place))
     _retire(directory)
     return place / HTML_NAME
+
+
+def _of_the_user(place: Path) -> Iterator[Path]:
+    """List what a report's folder and its plots hold beside the report."""
+    if place.is_dir():
+        yield from (each for each in place.iterdir() if each.name not in (JSON_NAME, DATA_NAME, HTML_NAME, PLOTS_NAME))
+    if (place / PLOTS_NAME).is_dir():
+        yield from (each for each in (place / PLOTS_NAME).iterdir() if not _DRAWN.fullmatch(each.name))
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -125,7 +138,7 @@ def _retire(directory: Path) -> None:
     if not is_report(directory):
         return
     for plot in listed(directory / PLOTS_NAME, "*.png"):
-        if plot.name.startswith(("cases-", "recall-", "cmc-", "tsne-")):
+        if _DRAWN.fullmatch(plot.name):
             plot.unlink()
     with suppress(OSError):  # missing, or not empty
         (directory / PLOTS_NAME).rmdir()

@@ -29,7 +29,7 @@ FOLDER_NAME = "report"
 JSON_NAME = "report.json"
 DATA_NAME = "report_data.safetensors"
 _THUMBNAIL_PIXELS = 160
-_DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text", "text-to-text", VERIFICATION, IDENTIFICATION)
+DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text", "text-to-text", VERIFICATION, IDENTIFICATION)
 
 
 class _Run(BaseModel):
@@ -59,8 +59,8 @@ class _Document(BaseModel):
     @model_validator(mode="after")
     def _every_metric_has_its_interval(self) -> _Document:
         for case in self.cases:
-            if case.direction not in _DIRECTIONS:
-                raise ValueError(f"a case has the direction {case.direction!r}; known: {', '.join(_DIRECTIONS)}")
+            if case.direction not in DIRECTIONS:
+                raise ValueError(f"a case has the direction {case.direction!r}; known: {', '.join(DIRECTIONS)}")
             if missing := case.metrics.keys() - case.ci95.keys():
                 raise ValueError(f"{case.label} has no interval of {min(missing)}")
         return self
