@@ -496,10 +496,11 @@ def test_another_model_is_not_replaced(finished: Run, hub: Hub, on_hub: dict[str
 def test_what_lies_beside_a_model_stays_and_its_old_weights_go(finished: Run, hub: Hub) -> None:
     folder = finished()
     push(folder, "me/pair")
-    extra = {"LICENSE": b"mine", "model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
-    hub.repos["me/pair"].commit(hub.files("me/pair") | extra)
+    theirs = {"LICENSE", "experiments/other/model.safetensors", "galleries/first.safetensors"}
+    old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "lora/old.safetensors"}
+    hub.repos["me/pair"].commit(hub.files("me/pair") | dict.fromkeys(theirs | old, b"mine"))
     push(folder, "me/pair")
-    assert {name for name in extra if name in hub.files("me/pair")} == {"LICENSE"}
+    assert {name for name in theirs | old if name in hub.files("me/pair")} == theirs
 
 
 def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:

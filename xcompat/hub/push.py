@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,8 @@ from xcompat.hub.card import ModelFacts, RunFacts, model_card
 from xcompat.hub.endpoint import PUSHED, Repository, hub_errors, public_name, published, read_repository
 
 CONFIG = "config.json"
+_WEIGHTS = re.compile(rf"({LORA}/)?[^/]+\.safetensors(\.index\.json)?")
+"""Weights where the model's own lie."""
 _BESIDE_A_MODEL = {".gitattributes", "README.md", "LICENSE"}
 
 
@@ -153,7 +156,7 @@ def _upload(
 ) -> CommitInfo:
     """Push every file of a folder in one commit, without sending again what an interrupted push has sent.
 
-    With ``replace``, files of the repository that are not in the folder are deleted; without it, only weights are.
+    With ``replace``, files of the repository that are not in the folder are deleted; without it, only weights of the model are.
     """
     api = HfApi(library_name="xcompat", token=token)
     commit["commit_message"] = commit.get("commit_message") or "Upload model"
@@ -162,8 +165,8 @@ def _upload(
             api.create_branch(repo, branch=revision, exist_ok=True)
         given = {path.relative_to(folder).as_posix(): path for path in files_below(folder) if path.is_file()}
         stale = sorted(_content(api, repo, revision).files - given.keys() - {".gitattributes"})
-        if not replace:  # old weights would be loaded; a picture or a licence belongs to the user
-            stale = [name for name in stale if name.endswith((".safetensors", ".safetensors.index.json"))]
+        if not replace:  # old weights would be loaded; a picture, a licence or a model in another folder belongs to the user
+            stale = [name for name in stale if _WEIGHTS.fullmatch(name)]
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in given.items()]
         deleted = [CommitOperationDelete(path_in_repo=name) for name in stale]
         try:
