@@ -36,7 +36,7 @@ from xcompat.models.embedder import load_embedder
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
-from xcompat.training.push import Form, Remembered, find_model, push
+from xcompat.training.push import Form, Remembered, find_model, push, shown
 
 
 @pytest.fixture
@@ -256,11 +256,14 @@ def finished(hub: Hub, tmp_path: Path, on_hub: dict[str, str]) -> Run:
         model.export(folder / "pair" / "model")
         data = {
             "pairs": {"path": "nlphuji/flickr30k"},
+            "images": {"path": "photos/../../../home/alice"},
             "test": {"path": str(tmp_path / "photos")},
             "texts": [{"path": "my/texts"}],
         }
         for name, projection in (("phi", None), ("pair", "stage:phi")):
             recipe = {"name": name, "method": method, "projection": projection, "data": data, "training": {"max_steps": 7}}
+            recipe["old"] = {"name": "sentence-transformers:/home/alice/secret/old"}
+            recipe["new"] = {"name": "hf-hub:laion/clip"}
             (folder / name / "recipe.yaml").write_text(yaml.safe_dump(recipe))
             environment = {"machine": {"device": "A Processor, 2 cores"}, "versions": {"torch": "2.15"}, "command": str(tmp_path)}
             (folder / name / "environment.json").write_text(json.dumps(environment))
@@ -347,8 +350,31 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
     assert compatible or "- Failed: text to image R@1: new/old 40.0 % <= old/old 50.0 %" in text
     recipes = list(yaml.safe_load_all(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0]))
     assert [recipe["name"] for recipe in recipes] == ["phi", "pair"] and recipes[1]["training"] == {"max_steps": 7}
+    assert (recipes[1]["old"], recipes[1]["new"]) == ({"name": "old"}, {"name": "hf-hub:laion/clip"})
+    assert "home" not in text and "secret" not in text
     for name, content in hub.files("me/pair").items():
         assert str(tmp_path).encode() not in content, f"{name} names a folder of this machine"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sentence-transformers:/home/alice/secret/e5", "e5"),
+        ("hf-hub:/home/alice/secret/clip", "clip"),
+        ("sentence-transformers:../models/e5", "models/e5"),
+        ("sentence-transformers:intfloat/e5-small", "sentence-transformers:intfloat/e5-small"),
+        ("file:///home/alice/0.tar", "0.tar"),
+        ("photos/../../../home/alice", "alice"),
+        ("../../home/alice", "alice"),
+        ("/photos/../home/alice/train", "train"),
+        ("./photos/../texts", "texts"),
+        ("pipe:/home/alice/bin/fetch 0.tar", "pipe:fetch ..."),
+        ("stage:phi", "stage:phi"),
+        ("a photo of a {}..", "a photo of a {}.."),
+    ],
+)
+def test_names_are_shown_without_the_folders_of_this_machine(name: str, expected: str) -> None:
+    assert shown(name) == expected
 
 
 def test_a_report_of_another_model_is_left_out(finished: Run, hub: Hub) -> None:

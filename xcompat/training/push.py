@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from xcompat.data import addresses
-from xcompat.data.addresses import SCHEMES
+from xcompat.data.addresses import PIPE, SCHEMES
 from xcompat.encoders import load_encoder, reading_model
 from xcompat.errors import XcompatError
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.card import ModelFacts, RunFacts
-from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, public_name
+from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, plain_name, public_name
 from xcompat.hub.metadata import Gain
 from xcompat.hub.push import push_model, record_push
 from xcompat.mapping.showing import gains_written
@@ -231,10 +232,20 @@ def shown(name: str) -> str:
         ('train', 'shared/flickr/*.tar', 'nlphuji/flickr30k')
         >>> shown("https://me:secret@shards.example/0.tar?signature=secret")
         'https://shards.example/0.tar'
+        >>> shown("sentence-transformers:/home/me/models/e5"), shown("photos/../../../home/me"), shown("file:///home/me/0.tar")
+        ('e5', 'me', '0.tar')
     """
+    if name.startswith(PIPE):
+        return PIPE + shown(addresses.shown(name).removeprefix(PIPE))
     if name.startswith(SCHEMES):
         return addresses.shown(name)
-    return public_name(name) if name.startswith(("/", "~")) else re.sub(r"^(\.\.?/)+", "", name)
+    local = plain_name(name).removeprefix("file:")
+    if ".." in Path(local).parts:
+        local = os.path.normpath(local)
+    if local.startswith(("/", "~", "../..")):  # further up lie folders that only this machine has
+        return public_name(local)
+    below = re.sub(r"^(\.\.?/)+", "", local)
+    return name if below == plain_name(name) else below  # a model's name keeps its library
 
 
 def _shown(value: Any) -> Any:  # noqa: ANN401 - nested YAML
