@@ -79,7 +79,7 @@ def test_a_pushed_model_is_tagged_by_what_it_is_made_for(method: str, hub: Hub, 
     assert {each for each in metadata.tags if each.startswith("embeds:")} == {tag(EMBEDS, each.digest) for each in own}
     assert all(len(each) <= 64 for each in metadata.tags)
     for new in ("base/clip",) if model.embeds_in_memory else ("me/model",):
-        assert [each.name for each in find_maps(OLD.digest, new)] == ["me/model"]
+        assert [each.name for each in find_maps(OLD.digest, new).found] == ["me/model"]
 
 
 def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_path: Path) -> None:
@@ -118,10 +118,24 @@ def test_both_models_must_fit_and_all_pages_are_read(hub: Hub) -> None:
     card(hub, "me/again", **stated(**{"model-index": index(*GAINS)}))
     hub.page = 1
     wanted = {SEARCHES: Fingerprint.from_string("old").digest, EMBEDS: Fingerprint.from_string("new").digest}
-    both, again = search(wanted)
+    both, again = search(wanted).found
     assert (both.name, both.method, both.gains, both.finds_more) == ("me/both", "ridge", [], None)
     assert again.gains == GAINS and again.finds_more is False and again.least == GAINS[1]
-    assert search({**wanted, EMBEDS: OLDER.digest}) == []
+    assert search({**wanted, EMBEDS: OLDER.digest}).found == []
+
+
+def test_no_more_cards_are_read_than_are_promised(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.hub.search.MOST", 2)
+    old, new = (Fingerprint.from_string(name).digest for name in ("old", "new"))
+    for number in range(3):
+        card(hub, f"me/{number}", **stated())
+        code, said = found("--old", old)
+        assert code == 0 and ("name both models to see fewer" in said) == (number == 2), "only where more are there"
+    hub.asked.clear()
+    code, said = found("--old", old, "--new", new)
+    assert "most downloaded were looked at." in said and "name both" not in said
+    assert len([asked for asked in hub.asked if asked.startswith("GET /api/models/me/")]) == 2
+    assert len(json.loads(found("--old", old, "--json")[1])) == 2
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -165,7 +179,7 @@ def test_a_card_that_was_made_to_look_alike_is_left_out(hub: Hub) -> None:
     old = Fingerprint.from_string("old").digest
     alike = old[:32] + OLDER.digest[32:]
     card(hub, "me/alike", **stated(compatible_with=[{"name": "old", "fingerprint": alike, "dim": 8}]))
-    assert find_maps(old, None) == [] and search({SEARCHES: old})[0].is_other
+    assert find_maps(old, None).found == [] and search({SEARCHES: old}).found[0].is_other
 
 
 def test_what_a_stranger_writes_is_shown_and_not_obeyed(hub: Hub) -> None:
@@ -220,7 +234,7 @@ def test_a_model_that_is_gone_meanwhile_has_no_results(hub: Hub, monkeypatch: py
         return look(self, name)
 
     monkeypatch.setattr(HfApi, "model_info", too_late)
-    assert find_maps(Fingerprint.from_string("old").digest, None) == [Found("me/map", "", downloads=0, likes=0)]
+    assert find_maps(Fingerprint.from_string("old").digest, None).found == [Found("me/map", "", downloads=0, likes=0)]
 
 
 def test_what_is_found_knows_its_least_gain() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, HfApi, ModelInfo
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -76,7 +76,19 @@ class Found:
         return min(self.gains, key=lambda gain: gain.mean, default=None)
 
 
-def search(wanted: Mapping[str, str], token: str | bool | None = None) -> list[Found]:
+class Listed(NamedTuple):
+    """What was found on the Hub.
+
+    Args:
+        found: the checkpoints, the most downloaded first.
+        is_cut: whether the Hub lists more than :data:`MOST`, of which these are the first.
+    """
+
+    found: list[Found]
+    is_cut: bool
+
+
+def search(wanted: Mapping[str, str], token: str | bool | None = None) -> Listed:
     """List the checkpoints that were made for some models.
 
     Args:
@@ -85,7 +97,7 @@ def search(wanted: Mapping[str, str], token: str | bool | None = None) -> list[F
         token: access token; None for the one of `hf auth login`.
 
     Returns:
-        The checkpoints, the most downloaded first, :data:`MOST` of them at most.
+        The checkpoints, :data:`MOST` of them at most.
 
     Raises:
         XcompatError: a beginning fits several models, or the Hub cannot be reached.
@@ -101,7 +113,7 @@ def search(wanted: Mapping[str, str], token: str | bool | None = None) -> list[F
             raise XcompatError(
                 f"{len(meant)} models have a fingerprint that begins with {digest}, such as {some}; give more digits"
             )
-    return [_look_at(api, info, wanted) for info in listed]
+    return Listed([_look_at(api, info, wanted) for info in listed[:MOST]], len(listed) > MOST)
 
 
 def _tags(info: ModelInfo) -> list[str]:

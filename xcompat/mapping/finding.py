@@ -17,7 +17,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import listed
 from xcompat.hub.endpoint import CONFIGS
 from xcompat.hub.metadata import EMBEDS, SEARCHES
-from xcompat.hub.search import MOST, Found, search
+from xcompat.hub.search import MOST, Found, Listed, search
 from xcompat.markdown import one_line
 from xcompat.metric_names import metric_name
 from xcompat.paths import model_folder
@@ -27,7 +27,7 @@ from xcompat.report.wording import gain_with_interval
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
-def find_maps(old: str | None, new: str | None) -> list[Found]:
+def find_maps(old: str | None, new: str | None) -> Listed:
     """List checkpoints on the Hub that search one model's galleries with another's queries.
 
     Args:
@@ -47,7 +47,8 @@ def find_maps(old: str | None, new: str | None) -> list[Found]:
         _require_model(name)
     silence_libraries()
     wanted = {role: _digest_of(name) for role, name in given.items() if name is not None}
-    return [each for each in search(wanted) if not each.is_other]
+    maps = search(wanted)
+    return maps._replace(found=[each for each in maps.found if not each.is_other])
 
 
 def _require_model(name: str) -> None:
@@ -78,11 +79,11 @@ def _is_model(folder: Path) -> bool:
     return any((Path(model_folder(folder)) / name).exists() for name in CONFIGS)
 
 
-def print_found(found: list[Found], old: str | None, new: str | None, json_only: bool) -> bool:
+def print_found(maps: Listed, old: str | None, new: str | None, json_only: bool) -> bool:
     """Print what was found, or in one line what to do instead.
 
     Args:
-        found: by :func:`find_maps`.
+        maps: by :func:`find_maps`.
         old: what it was asked for.
         new: what it was asked for.
         json_only: whether a program reads.
@@ -90,12 +91,14 @@ def print_found(found: list[Found], old: str | None, new: str | None, json_only:
     Returns:
         Whether anything was found.
     """
+    found = maps.found
     if json_only:
         console.out(json.dumps(as_json(found), indent=1), highlight=False)  # control characters are spelled out
     elif found:
         console.print(found_table(found))
-        if len(found) == MOST:
-            console.print(f"[dim]These are the {MOST} most downloaded; name both models to see fewer.[/]", soft_wrap=True)
+        if maps.is_cut:
+            fewer = "" if old is not None and new is not None else "; name both models to see fewer"
+            console.print(f"[dim]Only the {MOST} most downloaded were looked at{fewer}.[/]", soft_wrap=True)
         console.print("[dim]To judge one on your own sample: xcompat map … --start-from NAME[/]", soft_wrap=True)
     else:
         asked = (("queries of", new), ("galleries of", old))
