@@ -401,6 +401,31 @@ def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: 
     assert hub.repos["me/gated"].private and not hub.repos["me/public"].private
     AutoModel.from_pretrained(folder / "pair" / "model").push_to_hub("me/python")
     assert hub.repos["me/python"].private
+    base.gated = False
+    push(folder, "me/gated")
+    assert hub.repos["me/gated"].private, "stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("is_private", "wanted", "is_gated", "reason"),
+    [
+        (False, True, False, "me/pair is public, and --private, or a base .* asks for private; make it private .* --public"),
+        (False, None, True, "me/pair is public, and --private, or a base that is gated or private, asks for private"),
+        (True, False, False, "me/pair is private, and --public asks for public; make it public .* --private"),
+    ],
+)
+def test_a_repository_that_exists_is_as_private_as_asked_or_refused(
+    is_private: bool, wanted: bool | None, is_gated: bool, reason: str, finished: Run, hub: Hub
+) -> None:
+    folder = finished()
+    hub.repos["me/pair"] = Repository(is_private)
+    hub.repos["me/pair"].commit({".gitattributes": b""})
+    hub.repos["base/clip"].gated = is_gated
+    for overwrite in (False, True):
+        with pytest.raises(XcompatError, match=reason):
+            push(folder, "me/pair", private=wanted, overwrite=overwrite)
+    assert len(hub.repos["me/pair"].commits) == 1 and hub.repos["me/pair"].private == is_private
+    push(folder, "me/pair", private=is_private)
 
 
 def test_a_map_over_embeddings_alone_has_a_card(hub: Hub, folder_of: dict[str, str]) -> None:

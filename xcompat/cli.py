@@ -267,7 +267,7 @@ def push(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A finished run's folder, or a checkpoint's.")],
     name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub (or on HF_ENDPOINT).")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository; private by default where the base is gated.")
+        bool | None, typer.Option("--private/--public", help="Of the repository; a new one is private where the base is gated.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model that is there.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Fold LoRA into the weights.")] = False,

@@ -54,11 +54,13 @@ class Repository(NamedTuple):
         files: names of its files.
         config: configuration of its model; None if it holds no model.
         fingerprint: the model's fingerprint on its card; None if there is none.
+        private: whether only its owners see it.
     """
 
     files: set[str]
     config: dict[str, Any] | None
     fingerprint: str | None
+    private: bool
 
 
 @contextmanager
@@ -191,9 +193,10 @@ def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
     files = {sibling.rfilename for sibling in info.siblings or []}
     file = next((name for name in CONFIGS if name in files), None)
     if file is None:
-        return Repository(files, None, None)
+        return Repository(files, None, None, bool(info.private))
     card: dict[str, Any] = info.card_data.to_dict() if info.card_data else {}
-    return Repository(files, read_config(api.hf_hub_download(repo, file, revision=info.sha)), card.get("fingerprint"))
+    config = read_config(api.hf_hub_download(repo, file, revision=info.sha))
+    return Repository(files, config, card.get("fingerprint"), bool(info.private))
 
 
 def look_up(name: str, revision: str | None = None, token: str | bool | None = None) -> HubModel | None:

@@ -46,7 +46,7 @@ def push_model(
         config: configuration of a compatible model, or of a plain encoder.
         write: writes all files of the model but the card into a folder.
         run: facts about the run for the card.
-        private: whether a new repository is private; None for private if the base is gated or private.
+        private: whether the repository is private; None if it is to be only where the base is gated or private.
         overwrite: whether to replace another model in the repository, and delete files beside it.
         revision: the branch, made if missing; None for the default branch.
         license: the licence for the card.
@@ -58,7 +58,8 @@ def push_model(
         The commit; as text, its URL.
 
     Raises:
-        XcompatError: the repository holds another model, or the Hub refuses or cannot be reached.
+        XcompatError: the repository holds another model, is public where it is to be private or the other way round, or the Hub
+            refuses or cannot be reached.
     """
     base = model.look_up_base(token)
     private = True if private is None and base is not None and base.restricted else private
@@ -97,6 +98,12 @@ def _open_repository(
         api = HfApi(library_name="xcompat", token=token)
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
         content = _content(api, repo, revision)
+    if private is not None and private != content.private:
+        now, asked = ("public", "private") if private else ("private", "public")
+        why = "--private, or a base that is gated or private," if private else "--public"
+        raise XcompatError(
+            f"{repo} is {now}, and {why} asks for {asked}; make it {asked} there, or push with --{now} (private={not private})"
+        )
     if overwrite:
         return repo
     mend = "choose another name, or replace it with --overwrite (overwrite=True)"

@@ -99,7 +99,7 @@ class PushableModel(LearningModel):
         Args:
             repo_id: ``user/name``.
             overwrite: whether another model at that address may be replaced.
-            private: whether a new repository is private; by default it is if the base is gated or private.
+            private: whether the repository is private; by default it is if the base is gated or private.
             license: the licence that the card states.
             tags: further tags of the card.
             max_shard_size: of one file of weights.
@@ -109,7 +109,8 @@ class PushableModel(LearningModel):
             The address of the commit.
 
         Raises:
-            XcompatError: the address holds another model, or the Hub refuses or cannot be reached.
+            XcompatError: the address holds another model, is public where it is to be private or the other way round, or the Hub
+                refuses or cannot be reached.
         """
         return push_model(
             repo_id,

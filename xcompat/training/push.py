@@ -64,7 +64,7 @@ def push(
         target: a run's folder, or a checkpoint's.
         repo: ``user/name``.
         form: whether adapters are merged, or pushed without their base.
-        private: whether a new repository is private; if None, it is private if the base is gated or private.
+        private: whether the repository is private; None if it is to be only where the base is gated or private.
         overwrite: whether another model in the repository may be replaced.
         revision: the branch, made if missing; None for the default one.
         license: the license on the card.
@@ -74,8 +74,8 @@ def push(
         The address of the commit.
 
     Raises:
-        XcompatError: there is no model, it cannot take the form, the repository holds another one, or the Hub refuses or cannot
-            be reached.
+        XcompatError: there is no model, it cannot take the form, the repository holds another one, is public where it is to be
+            private or the other way round, or the Hub refuses or cannot be reached.
     """
     folder = find_model(Path(target))
     pushed = _checkpoint(folder, form, memory) if is_checkpoint(str(folder)) else _encoder(folder, form, memory)
