@@ -741,3 +741,23 @@ def test_a_folder_that_was_pushed_is_named_by_its_place(hub: Hub, on_hub: dict[s
     assert lines("me/v2")[:2] == ["me/v2 (ridge)", "  me/v1 (ridge)"]
     assert AutoModel.from_pretrained("me/v2").fingerprint() == AutoModel.from_pretrained(second).fingerprint()
     assert "pushed.json" not in hub.files("me/base").keys() | hub.files("me/v2").keys()
+
+
+def test_a_folder_with_another_model_than_was_pushed_keeps_its_own_name(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+    first, second = (str(tmp_path / name / "model") for name in ("v1", "v2"))
+    model = build("ridge", on_hub)
+    model.export(first)
+    push(first, "me/v1")
+    shake(model)
+    shutil.copy(tmp_path / "v1" / "model" / "pushed.json", tmp_path)
+    shutil.rmtree(first)
+    model.export(first)
+    shutil.move(tmp_path / "pushed.json", first)
+    METHODS["ridge"].from_encoder("base/clip", old=load_embedder(first).describe_old()).export(second)
+    push(second, "me/v2")
+    assert json.loads(hub.files("me/v2")["config.json"])["old"]["name"] == "v1"
+    assert ModelCard(hub.files("me/v2")["README.md"].decode()).data.to_dict()["compatible_with"][0]["name"] == "v1"
+    record = tmp_path / "v1" / "model" / "pushed.json"
+    record.write_text(json.dumps({"name": "me/v1", "revision": None}))
+    push(second, "me/v2")
+    assert json.loads(hub.files("me/v2")["config.json"])["old"]["name"] == "me/v1", "as an earlier version recorded it"

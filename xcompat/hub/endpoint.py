@@ -142,13 +142,17 @@ def public_name(name: str) -> str:
 
 
 def published(described: dict[str, Any]) -> dict[str, Any]:
-    """Replace a local folder by its name and commit on the Hub in the description of a model, if it has been pushed.
+    """Replace a local folder by its name and commit on the Hub in the description of a model that was pushed from it.
 
     Args:
         described: ``name``, ``fingerprint`` and others, as a configuration describes another model.
     """
     record = Path(plain_name(described["name"])) / PUSHED
-    return described | read_json(record) if record.exists() else described
+    if not record.exists():
+        return described
+    pushed = read_json(record)
+    known = pushed.pop("fingerprints", [described["fingerprint"]])  # earlier versions recorded none
+    return described | pushed if described["fingerprint"] in known else described
 
 
 def is_dataset(name: str) -> bool:

@@ -73,9 +73,16 @@ def push_model(
         return _upload(folder, repo, revision, overwrite, token, **commit)
 
 
-def record_push(folder: str | Path, commit: CommitInfo) -> None:
-    """Record in a model's folder where it was pushed, so that newer models refer to that repository and not to the folder."""
-    write_json(Path(folder) / PUSHED, {"name": commit.repo_url.repo_id, "revision": commit.oid})
+def record_push(folder: str | Path, commit: CommitInfo, fingerprints: Sequence[str]) -> None:
+    """Record in a model's folder where it was pushed, so that newer models refer to that repository and not to the folder.
+
+    Args:
+        folder: the model's.
+        commit: of the push.
+        fingerprints: digests by which others know the model: another one may be saved in that folder later.
+    """
+    record = {"name": commit.repo_url.repo_id, "revision": commit.oid, "fingerprints": sorted(set(fingerprints))}
+    write_json(Path(folder) / PUSHED, record)
 
 
 def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:

@@ -40,12 +40,13 @@ _PARTS = ("images", "pairs", "text_pairs", "remembered", "texts", "queries", "ga
 
 
 class _Pushed(NamedTuple):
-    """The first arguments of :func:`~xcompat.hub.push.push_model`."""
+    """The first arguments of :func:`~xcompat.hub.push.push_model`, and the digests by which others know the model."""
 
     facts: ModelFacts
     config: dict[str, Any]
     write: Callable[[Path], object]
     run: RunFacts
+    fingerprints: list[str]
 
 
 def push(
@@ -78,10 +79,10 @@ def push(
             private or the other way round, or the Hub refuses or cannot be reached.
     """
     folder = find_model(Path(target))
-    pushed = _checkpoint(folder, form, memory) if is_checkpoint(str(folder)) else _encoder(folder, form, memory)
-    commit = push_model(repo, *pushed, private=private, overwrite=overwrite, revision=revision, license=license)
+    facts, config, write, run, known = (_checkpoint if is_checkpoint(str(folder)) else _encoder)(folder, form, memory)
+    commit = push_model(repo, facts, config, write, run, private=private, overwrite=overwrite, revision=revision, license=license)
     if form != "merged" and memory == "all":  # else the pushed model is not the one whose galleries exist
-        record_push(folder, commit)
+        record_push(folder, commit, known)
     return str(commit)
 
 
@@ -104,7 +105,7 @@ def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, embeds=[known.digest], **about)
     config = next(read_json(folder / name) for name in CONFIGS if (folder / name).exists())
     write = partial(shutil.copytree, folder, ignore=shutil.ignore_patterns("README.md", PUSHED))
-    return _Pushed(facts, config, write, run_facts(folder, known))
+    return _Pushed(facts, config, write, run_facts(folder, known), [known.digest])
 
 
 def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
@@ -114,6 +115,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     with reading_model(str(folder)):
         model: CompatModel = AutoModel.from_pretrained(str(folder))
     run = run_facts(folder, model.written_fingerprint())
+    known = [model.fingerprint(), model.written_fingerprint(), model.embeds_fingerprint(), model.stored_fingerprint()]
     if memory != "all":
         model = _forgetting(model, folder, memory)
         run = _measured(run, "before what queries remember was left out")
@@ -132,7 +134,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
         console.print(
             f"[yellow]its base {literal(base)} is a folder of this machine: who pulls the map can apply it to embeddings alone[/]"
         )
-    return _Pushed(facts, model.config.to_dict(), model.save_pretrained, run)
+    return _Pushed(facts, model.config.to_dict(), model.save_pretrained, run, [each.digest for each in known])
 
 
 def _measured(run: RunFacts, when: str) -> RunFacts:
