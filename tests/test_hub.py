@@ -571,6 +571,18 @@ def test_a_plain_encoder_is_pushed_as_it_is(hub: Hub, folder_of: dict[str, str],
         push(other, "me/clip", "adapters")
 
 
+def test_of_a_plain_encoders_folder_only_the_model_is_pushed(hub: Hub, folder_of: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folder_of["clip"], folder)
+    model = {path.name for path in folder.iterdir()}
+    (folder / "checkpoint-5").mkdir()
+    for name in ("optimizer.pt", ".env", "notes.txt", "checkpoint-5/model.safetensors", "LICENSE"):
+        (folder / name).write_text("mine")
+    push(folder, "me/clip")
+    assert hub.files("me/clip").keys() - model == {"LICENSE", "README.md", ".gitattributes", "xcompat_checksums.json"}
+    assert model <= hub.files("me/clip").keys()
+
+
 @pytest.mark.parametrize(
     ("method", "form", "reason"),
     [

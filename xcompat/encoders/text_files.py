@@ -53,6 +53,11 @@ def first_module(folder: Path) -> str:
     return _modules(folder)[0]["path"] if (folder / MODULES).exists() else ""
 
 
+def module_folders(folder: Path) -> list[Path]:
+    """List the folders in a model's folder that hold its modules; none if it is no model of sentence-transformers."""
+    return [folder / each["path"] for each in _modules(folder) if each["path"]] if (folder / MODULES).exists() else []
+
+
 def _modules(folder: Path) -> list[dict[str, Any]]:
     modules = read_json(folder / MODULES)
     if not isinstance(modules, list) or not modules or not all(map(_is_module, modules)):

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,11 +17,14 @@ import yaml
 from xcompat.data import addresses
 from xcompat.data.addresses import PIPE, SCHEMES
 from xcompat.encoders import load_encoder, reading_model
+from xcompat.encoders.model_files import PATTERNS
+from xcompat.encoders.text_files import ABOUT, MODULES, module_folders
 from xcompat.errors import XcompatError
-from xcompat.files import read_json
+from xcompat.files import listed, read_json
 from xcompat.fingerprint import Fingerprint
+from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.card import ModelFacts, RunFacts
-from xcompat.hub.endpoint import CONFIGS, PUSHED, is_dataset, plain_name, public_name
+from xcompat.hub.endpoint import CONFIGS, is_dataset, plain_name, public_name
 from xcompat.hub.metadata import Gain
 from xcompat.hub.push import push_model, record_push
 from xcompat.mapping.showing import gains_written
@@ -36,6 +40,8 @@ from xcompat.training.yaml_files import read_yaml
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
 HELD_OUT = "what was held out of its training set"
+_OF_ENCODERS = (*PATTERNS, MODULES, ABOUT, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+"""Name patterns of the files that a plain encoder is pushed with."""
 _PARTS = ("images", "pairs", "text_pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
 
 
@@ -104,8 +110,18 @@ def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     about: dict[str, Any] = {"embeds_texts": encoder.has_text, "embeds_images": encoder.has_images, "library": encoder.library}
     facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, embeds=[known.digest], **about)
     config = next(read_json(folder / name) for name in CONFIGS if (folder / name).exists())
-    write = partial(shutil.copytree, folder, ignore=shutil.ignore_patterns("README.md", PUSHED))
+    write = partial(_copy_model, folder)
     return _Pushed(facts, config, write, run_facts(folder, known), [known.digest])
+
+
+def _copy_model(folder: Path, target: Path) -> None:
+    """Copy the files of a plain encoder, and nothing else that lies in its folder, such as an optimizer's state or secrets."""
+    for place in [folder, *module_folders(folder)]:
+        copied = target / place.relative_to(folder)
+        copied.mkdir(parents=True)
+        for file in listed(place):
+            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _OF_ENCODERS):
+                shutil.copy2(file, copied / file.name)
 
 
 def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
