@@ -773,3 +773,15 @@ def test_a_folder_with_another_model_than_was_pushed_keeps_its_own_name(hub: Hub
     record.write_text(json.dumps({"name": "me/v1", "revision": None}))
     push(second, "me/v2")
     assert json.loads(hub.files("me/v2")["config.json"])["old"]["name"] == "me/v1", "as an earlier version recorded it"
+
+
+def test_a_push_from_a_folder_that_cannot_be_written_to_succeeds(
+    hub: Hub, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("xcompat.training.push.record_push", fail)
+    assert hub.url in push(folder_of["clip"], "me/clip") and "model.safetensors" in hub.files("me/clip")
+    said = "".join(capsys.readouterr())
+    assert "cannot be written to (Read-only file system): newer models will name this folder and not me/clip" in said

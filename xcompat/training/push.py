@@ -88,7 +88,11 @@ def push(
     facts, config, write, run, known = (_checkpoint if is_checkpoint(str(folder)) else _encoder)(folder, form, memory)
     commit = push_model(repo, facts, config, write, run, private=private, overwrite=overwrite, revision=revision, license=license)
     if form != "merged" and memory == "all":  # else the pushed model is not the one whose galleries exist
-        record_push(folder, commit, known)
+        try:
+            record_push(folder, commit, known)
+        except OSError as error:  # the push itself has succeeded
+            said = f"{folder} cannot be written to ({error.strerror}): newer models will name this folder and not {repo}"
+            console.print(f"[yellow]{literal(said)}[/]", soft_wrap=True)
     return str(commit)
 
 
