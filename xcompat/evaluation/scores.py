@@ -31,7 +31,7 @@ _FEW = 1 / 64  # below this share of all pairs, scoring one by one is faster tha
 _MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one: 128 MB
 _FARTHEST = 500
 """Most times that a row may be farther from the gallery's middle than rows usually are, to be ranked with others by L2."""
-_SAMPLE = 4096  # most rows of a side, spread evenly, that say what is usual
+_SAMPLE = 4096  # most rows of a side, spread evenly, that say what is usual; as many are looked at at once
 SCORE_BITS = 54
 """Bits of a score, with its sign, in a sort key; of the others, 8 hold the row and 1 a mark."""
 
@@ -170,7 +170,8 @@ def _require_alike(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
     # queries of a model that the gallery was not made for may all be far out, which spoils no rank
     usual = max(float(np.median(np.linalg.norm(some_SD - middle_D, axis=1))) for some_SD in samples)
     for what, rows_ND in (("query", queries_QD), ("gallery", gallery_GD)):
-        far_N = np.linalg.norm(rows_ND - middle_D, axis=1)
+        chunks = (rows_ND[chunk] - middle_D for chunk in blocks(len(rows_ND), _SAMPLE))
+        far_N = np.concatenate([np.linalg.norm(rows_BD, axis=1) for rows_BD in chunks])
         row = int(far_N.argmax())
         if usual > 0 and far_N[row] > _FARTHEST * usual:
             raise XcompatError(
