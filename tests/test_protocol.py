@@ -328,3 +328,10 @@ def test_an_error_names_the_case(models: Contestants[EmbeddedPairs]) -> None:
     broken = replace(models.new, text_embeds_MD=np.full((61, 24), np.nan))
     with pytest.raises(XcompatError, match="new/new image-to-text: gallery hold NaN"):
         evaluate(replace(models, new=broken))
+
+
+def test_labels_of_another_count_are_refused_by_name() -> None:
+    embeds, ids = np.eye(6, 4, dtype=np.float32), list("abcdef")
+    images = EmbeddedImages("old", Fingerprint.from_string("old"), embeds, embeds, ids, ids, [0, 1], [0, 0, 1, 1, 2, 2])
+    with pytest.raises(XcompatError, match="query_labels: 6 rows but 2 ids; give one id per row"):
+        images.directions([1])

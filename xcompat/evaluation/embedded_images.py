@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -110,16 +110,14 @@ class EmbeddedImages:
     def _most_searched(self) -> int:
         """Return the most gallery items that count for a query with a match: its own do not, nor its class's of its camera."""
 
+        def rows(side: str, n_rows: int, what: Sequence[str]) -> list[tuple[Any, ...]]:
+            named = (f"{side}_{each}" for each in what)
+            return list(zip(*(as_ids(getattr(self, name), n_rows, name) for name in named), strict=True))
+
         def alike(*what: str) -> np.ndarray:
             """Return how many gallery items equal each query in all of these."""
-            asked, searched = (
-                list(
-                    zip(*(as_ids(ids, len(ids), each) for each in what for ids in [getattr(self, f"{side}_{each}")]), strict=True)
-                )
-                for side in ("query", "gallery")
-            )
-            counts = Counter(searched)
-            return np.array([counts[one] for one in asked])
+            counts = Counter(rows("gallery", len(self.gallery_embeds_GD), what))
+            return np.array([counts[row] for row in rows("query", len(self.query_embeds_QD), what)])
 
         n_Q, matches_Q = len(self.gallery_embeds_GD) - alike("ids"), alike("labels") - alike("labels", "ids")
         if self.query_cameras is not None:
