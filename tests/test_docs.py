@@ -1,8 +1,7 @@
-"""What the documents say is so: the tree is the disk, links lead somewhere, tables are complete, and marked examples run."""
+"""Documents match the code: links lead somewhere, tables are complete, and marked examples run."""
 
 from __future__ import annotations
 
-import fnmatch
 import gzip
 import importlib.metadata
 import json
@@ -37,7 +36,6 @@ RESULTS, METHOD_PAGES, TUTORIALS = (
 )
 LINKING = [*PAGES, *METHOD_PAGES, *TUTORIALS, *RESULTS, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 README_LINES, README_WIDTH = 250, 150
-IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line] + [".git"]
 EXAMPLES = [
     (name, language, code)
     for name, page in PAGES.items()
@@ -59,44 +57,6 @@ RECIPES = [
 ]
 
 
-def tree_of(page: str) -> dict[str, str]:
-    """Return path -> caption of every line of a page's tree; folders end in a slash."""
-    block = re.search(r"```\n\.\n(.*?)```", page, re.DOTALL)
-    assert block is not None, "the page has no tree"
-    captions: dict[str, str] = {}
-    parents: list[str] = []
-    for line in block[1].splitlines():
-        found = re.fullmatch(r"(?P<indent>(?:│   |    )*)[├└]── (?P<name>\S+)\s+(?P<caption>\S.*)", line)
-        assert found is not None, f"no name and caption in {line!r}"
-        depth = len(found["indent"]) // 4
-        parents[depth:] = [found["name"]]
-        path = "".join(parents)
-        assert path not in captions, f"{path} stands there twice"
-        captions[path] = found["caption"]
-    return captions
-
-
-def on_disk(folder: Path) -> set[str]:
-    """Return the entries of a folder that belong to the project, as the tree writes them."""
-    kept = (path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, pattern) for pattern in IGNORED))
-    prefix = "" if folder == ROOT else f"{folder.relative_to(ROOT).as_posix()}/"
-    return {f"{prefix}{path.name}{'/' if path.is_dir() else ''}" for path in kept}
-
-
-def test_the_tree_is_the_disk() -> None:
-    told = set(tree_of(PAGES["docs/structure.md"]))
-    folders = [ROOT, *(path for path in sorted((ROOT / "xcompat").rglob("*")) if path.is_dir() and path.name != "__pycache__")]
-    there = set().union(*(on_disk(folder) for folder in [*folders, ROOT / "xcompat"]))
-    assert told - there == set(), "in docs/structure.md, but not on the disk"
-    assert there - told == set(), "on the disk, but without a caption in docs/structure.md"
-
-
-def test_the_readme_shows_the_tree_down_to_the_packages() -> None:
-    tree = tree_of(PAGES["docs/structure.md"])
-    upper = {path: caption for path, caption in tree.items() if re.fullmatch(r"[^/]+/?|xcompat/[^/]+/", path)}
-    assert tree_of(PAGES["README.md"]) == upper
-
-
 def test_the_readme_is_read_in_five_minutes() -> None:
     lines = PAGES["README.md"].splitlines()
     assert len(lines) <= README_LINES
@@ -111,11 +71,6 @@ def test_the_results_list_every_study_once() -> None:
     index = (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\) \|", index, re.MULTILINE)
     assert sorted(f"docs/results/{name}" for name in ["README.md", *listed]) == RESULTS
-
-
-def test_the_tree_is_read_as_it_is_written() -> None:
-    drawn = "```\n.\n├── a/   first\n│   └── b.py   inside\n└── c   last\n```"
-    assert tree_of(drawn) == {"a/": "first", "a/b.py": "inside", "c": "last"}
 
 
 def anchors_of(page: str) -> set[str]:
