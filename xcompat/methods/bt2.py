@@ -39,6 +39,7 @@ class Bt2Config(PrototypedConfig):
     model_type = "xcompat-bt2"
 
     extra_dim: int = 32
+    dim: int | None = None
     independent_weight: Annotated[float, Field(ge=0)] = 1.0
     compat_weight: Annotated[float, Field(ge=0)] = 10.0
     old_weight: Annotated[float, Field(ge=0)] = 5.0
