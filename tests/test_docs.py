@@ -232,3 +232,30 @@ def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "clip-b32@" in printed, "the versions whose indexes may be searched"
     assert "(2, 8)" in printed, "rows of the cache"
+
+
+def test_the_example_method_trains_from_a_recipe(
+    tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str
+) -> None:
+    """As the page says: one file and one line in the package, then a dry run, then a training."""
+    package = tmp_path / "package" / "xcompat"
+    shutil.copytree(ROOT / "xcompat", package, ignore=shutil.ignore_patterns("__pycache__"))
+    example = next(code for page, _, code in EXAMPLES if page == "docs/add_a_method.md" and "class LineModel" in code)
+    (package / "methods" / "line.py").write_text(f'"""A line."""\n\n{example}', encoding="utf-8")
+    registry = package / "methods" / "__init__.py"
+    listed = registry.read_text(encoding="utf-8").replace(
+        "        XbtModel,\n    )", "        XbtModel,\n        LineModel,\n    )"
+    )
+    head, future, rest = listed.partition("from __future__ import annotations\n")
+    registry.write_text(f"{head}{future}from xcompat.methods.line import LineConfig, LineModel\n{rest}", encoding="utf-8")
+    recipe = tmp_path / "line.yaml"
+    data = {"embeddings_of": "images", "pairs": {"path": pairs_folder}, "test": {"path": pairs_folder}}
+    training = {"max_steps": 2, "per_device_train_batch_size": 8}
+    raw = {"method": "line", "old": old_folder, "new": folder_of["clip"], "options": {"bias": False}, "data": data}
+    recipe.write_text(yaml.safe_dump(raw | {"training": training}), encoding="utf-8")
+    program = f"import sys; sys.path.insert(0, {str(package.parent)!r}); from xcompat import cli; cli.main()"
+    for more in (["--dry-run"], []):
+        done = warm.run("-c", program, "train", recipe, *more, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "runs/line/model/config.json").read_text(encoding="utf-8"))
+    assert (saved["model_type"], saved["bias"]) == ("xcompat-line", False)

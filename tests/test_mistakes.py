@@ -12,7 +12,9 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 import yaml
+from pydantic import ValidationError
 
+from xcompat.encoders.scratch import QUICK
 from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.retrieval.manifest import CURRENT
@@ -243,6 +245,21 @@ def test_what_is_declared_is_what_is_imported() -> None:
     assert method_names() == sorted(METHODS)
     for name, model in METHODS.items():
         assert declared_options(name) == set(usual_options(name)) and is_solved(name) == model.is_solved
+
+
+def test_a_method_registered_by_a_program_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnConfig(METHODS["ridge"].config_class):  # type: ignore[misc,name-defined]
+        model_type = "xcompat-own"
+        depth: int = 3
+
+    own = type("OwnModel", (METHODS["ridge"],), {"config_class": OwnConfig})
+    monkeypatch.setitem(METHODS, "own", own)
+    assert "own" in method_names() and is_solved("own")
+    assert declared_options("own") == set(usual_options("own")) == {*usual_options("ridge"), "depth"}
+    settings = StageRecipe.model_validate({"method": "own", "options": {"depth": 2}}, context=QUICK)
+    assert settings.options == {"depth": 2}
+    with pytest.raises(ValidationError, match=r"options.depth: Input should be a valid integer"):
+        StageRecipe.model_validate({"method": "own", "options": {"depth": "deep"}}, context=QUICK)
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

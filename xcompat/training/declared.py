@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
+
+if TYPE_CHECKING:
+    from xcompat.models import CompatModel
 
 PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN_TYPES: dict[str, Any] = {"Any": Any, "Annotated": Annotated, "Field": Field, "Literal": Literal, "__builtins__": {}}
@@ -47,15 +52,15 @@ def trackers() -> list[str]:
 
 
 def method_names() -> list[str]:
-    """Return the names of all methods.
+    """Return the names of all methods: those in the package's source, and those that a program has registered.
 
     Example:
         >>> "xbt" in method_names()
         True
     """
-    return sorted(
-        found[1] for text in _texts().values() if (found := re.search(rf'^    model_type = "{PREFIX}(.+)"', text, re.M))
-    )
+    declared = (re.search(_assignment("model_type", rf"{PREFIX}([\w-]+)"), text, re.M) for text in _texts().values())
+    imported = getattr(sys.modules.get("xcompat.methods"), "METHODS", ())
+    return sorted({*(found[1] for found in declared if found), *imported})
 
 
 def method_options(method: str) -> dict[str, Any]:
@@ -69,10 +74,11 @@ def method_options(method: str) -> dict[str, Any]:
         ['train_encoder', 'train_projection']
     """
     found: dict[str, Any] = {}
-    name = _declared(f'model_type = "{PREFIX}{method}"')
-    while name != BASE:
-        found = _fields(_class(name)) | found
-        name = ast.unparse(_class(name).bases[0])
+    configuration = _find_class("model_type", f"{PREFIX}{method}")
+    if (ancestry := _read_ancestry(configuration)) is None:
+        return _import_options(method)
+    for declared in ancestry:
+        found = _fields(declared) | found
     return found
 
 
@@ -86,13 +92,47 @@ def is_solved(method: str) -> bool:
         >>> is_solved("procrustes"), is_solved("xbt")
         (True, False)
     """
-    configuration = _declared(f'model_type = "{PREFIX}{method}"')
-    name = _declared(f"config_class = {configuration}")
+    name = _find_class("config_class", _find_class("model_type", f"{PREFIX}{method}"))
+    if name not in _texts():
+        return _import_method(method).is_solved
     while name in _texts():
-        if "is_solved = True" in map(ast.unparse, _class(name).body):
+        if re.search(r"^    is_solved\b.*= True\b", _texts()[name], re.M):
             return True
-        name = ast.unparse(_class(name).bases[0])
+        name = _base_of(_class(name))
     return False
+
+
+def _read_ancestry(name: str) -> list[ast.ClassDef] | None:
+    """Return a configuration and its parents below :data:`BASE`, or None if a parent's source is not in the package."""
+    ancestry = []
+    while name != BASE:
+        if name not in _texts():
+            return None
+        ancestry.append(_class(name))
+        name = _base_of(ancestry[-1])
+    return ancestry
+
+
+def _base_of(declared: ast.ClassDef) -> str:
+    return ast.unparse(declared.bases[0]) if declared.bases else ""
+
+
+def _import_method(method: str) -> type[CompatModel]:
+    from xcompat.methods import METHODS
+
+    return METHODS[method]
+
+
+def _import_options(method: str) -> dict[str, Any]:
+    """Return a method's options and their types from its class: its source was not found."""
+    import torch
+
+    from xcompat.models import CompatConfig
+
+    configuration = _import_method(method).config_class
+    own = {field.name for field in fields(configuration)} - {field.name for field in fields(CompatConfig)}
+    hints = get_type_hints(configuration, localns={"torch": torch}, include_extras=True)
+    return {name: hints[name] for name in own}
 
 
 @cache
@@ -103,10 +143,16 @@ def _texts() -> dict[str, str]:
     return {found[1]: part for part in parts if (found := re.match(r"class (\w+)", part))}
 
 
+def _assignment(name: str, value: str) -> str:
+    """Return a pattern for a line of a class that assigns a value, with or without quotes, a type and a comment."""
+    return rf"""^    {name}(?:: [^=]+)? = ["']?{value}["']?(?:\s*#.*)?$"""
+
+
 @cache
-def _declared(line: str) -> str:
-    """Return the name of the class that has a line of its own body."""
-    return next(name for name, text in _texts().items() if re.search(rf"^    {re.escape(line)}$", text, re.M))
+def _find_class(name: str, value: str) -> str:
+    """Return the name of the class in whose body a value is assigned to a name; empty if there is none."""
+    pattern = _assignment(name, re.escape(value))
+    return next((found for found, text in _texts().items() if re.search(pattern, text, re.M)), "")
 
 
 @cache
