@@ -1,4 +1,4 @@
-"""Callbacks that add to the stock Trainer: one progress bar, a stop at NaN, a checkpoint at Ctrl-C, a file of what was logged."""
+"""Callbacks that add to the stock Trainer: a progress bar, a stop at divergence, a checkpoint at Ctrl-C, a log file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 from rich.progress import Progress, TaskID
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xcompat.distributed import is_distributed, mean_over_ranks
+from xcompat.distributed import is_distributed, mean_over_ranks, sum_over_ranks
 from xcompat.errors import TrainingDivergedError
 from xcompat.files import write_json
 from xcompat.interrupts import Interrupts
 from xcompat.progress import Waiting, console, literal, progress_bar
+
+MOST_FALLS = 10
+"""Falls of fp16's gradient scale after which training stops, once the scale is below 1: from 65,536 that takes 17 steps."""
 
 
 class ProgressCallback(TrainerCallback):
@@ -97,12 +102,28 @@ class EpochCallback(TrainerCallback):
 
 
 class DivergenceCallback(TrainerCallback):
-    """Stop at a loss or gradient that is not finite; checkpoints written before it stay."""
+    """Stop if the loss or a weight is not finite, or if fp16's gradient scale keeps falling; earlier checkpoints stay.
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
+    A single infinite gradient norm is no reason to stop: the scaler of fp16 skips that step and lowers its scale.
+    """
+
+    def __init__(self) -> None:
+        self._falls = 0
+        self._lowest_scale = math.inf
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,  # noqa: ANN401 - accelerate's wrapper of an optimiser
+        **_: Any,  # noqa: ANN401
+    ) -> None:
         """Log the loss, and so check it, before every checkpoint and at the end."""
         if state.global_step >= state.max_steps or (args.save_strategy == "steps" and state.global_step % state.save_steps == 0):
             control.should_log = True
+        if getattr(optimizer, "step_was_skipped", False) and getattr(optimizer, "scaler", None) is not None:
+            self._check_scale(float(optimizer.scaler.get_scale()), args, state)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Log the loss, and so check it, before a checkpoint that an epoch ends with."""
@@ -115,16 +136,43 @@ class DivergenceCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
+        model: nn.Module | None = None,
         **_: Any,  # noqa: ANN401
     ) -> None:
-        """Raise if the logged loss or gradient norm is not finite."""
-        for key in ("loss", "grad_norm"):
-            if not math.isfinite(float((logs or {}).get(key, 0.0))):
-                raise TrainingDivergedError(
-                    f"the {key.replace('_', ' ')} is {logs[key] if logs else ''} at step {state.global_step}; the last good "
-                    f"checkpoint is kept in {args.output_dir}: look at the data and start again to continue from it, or choose a "
-                    "lower training.learning_rate and another output_dir"
-                )
+        """Raise if the logged loss is not finite, or if an infinite gradient has reached the weights."""
+        loss, norm = (float((logs or {}).get(key, 0.0)) for key in ("loss", "grad_norm"))
+        if not math.isfinite(loss):
+            raise self._diverged(f"the loss is {loss}", args, state)
+        if not math.isfinite(norm):
+            if state.log_history:
+                state.log_history[-1].pop("grad_norm", None)  # JSON has no infinity, and no step was taken with it
+            if model is not None and has_bad_weights(model):
+                raise self._diverged(f"the gradient norm is {norm} and has reached the weights", args, state)
+
+    def _check_scale(self, scale: float, args: TrainingArguments, state: TrainerState) -> None:
+        """Count the falls of the gradient scale since it last grew; the scaler has just skipped a step."""
+        self._falls = self._falls + 1 if scale < self._lowest_scale else 1
+        self._lowest_scale = scale
+        if self._falls >= MOST_FALLS and scale < 1:
+            raise self._diverged(f"fp16 skipped {self._falls} steps and its gradient scale fell to {scale:g}", args, state)
+
+    @staticmethod
+    def _diverged(reason: str, args: TrainingArguments, state: TrainerState) -> TrainingDivergedError:
+        return TrainingDivergedError(
+            f"{reason} at step {state.global_step}; the last good checkpoint is kept in {args.output_dir}: check the data and "
+            "start again to continue from it, or choose a lower training.learning_rate and another output_dir"
+        )
+
+
+def has_bad_weights(model: nn.Module) -> bool:
+    """Return whether a weight is not finite in any process: a collective call.
+
+    Args:
+        model: sharded or not.
+    """
+    local = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
+    bad = float(any(not bool(weight.detach().isfinite().all()) for weight in local))
+    return bool(sum_over_ranks(torch.tensor(bad, device=next(model.parameters()).device)) > 0)
 
 
 class HistoryCallback(TrainerCallback):
