@@ -442,6 +442,30 @@ def test_other_pictures_under_the_same_names_are_refused_or_replaced(
     assert run("add", gallery, tmp_path / "other", "--model", model)[0] == 0
 
 
+def test_photos_embedded_on_their_side_are_named_and_replaced(
+    run: Run, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos, gallery = tmp_path / "photos", tmp_path / "gallery"
+    photos.mkdir()
+    for number in range(20):
+        pixels = np.random.default_rng(number).integers(0, 255, (4, 3, 3), dtype=np.uint8)
+        upright = Image.fromarray(pixels).resize((48, 64), Image.Resampling.BILINEAR)
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        stored = upright.rotate(90, expand=True) if number < 6 else upright
+        stored.save(photos / f"{number:02d}.png", exif=exif if number < 6 else Image.Exif())
+    with monkeypatch.context() as before:  # as earlier versions did
+        before.setattr("xcompat.data.images.turn_upright", lambda image: image)
+        before.setattr("xcompat.encoders.processor.turn_upright", lambda image: image)
+        run("build", photos, "--model", old_folder, "--out", gallery)
+    code, out, _ = run("add", gallery, photos, "--model", old_folder)
+    assert code == 0 and "holds '00.png' and 5 more on their side" in out.replace("\n", " ")
+    code, out, _ = run("add", gallery, photos, "--model", old_folder, "--replace")
+    assert code == 0 and "6 pictures added" in out
+    code, out, _ = run("add", gallery, photos, "--model", old_folder)
+    assert code == 0 and "on their side" not in out and "20 were there already" in out
+
+
 def test_an_interrupted_build_keeps_what_is_embedded(
     run: Run, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

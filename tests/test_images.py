@@ -15,6 +15,7 @@ from PIL import Image
 
 from xcompat.data import load_pairs, open_image, to_rgb
 from xcompat.data.images import MAX_ASPECT, MAX_PIXELS, UnusableSampleError
+from xcompat.errors import XcompatError
 from xcompat.models.embedder import load_embedder
 from xcompat.progress import notice_once
 
@@ -192,3 +193,136 @@ def test_a_data_set_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out.splitlines()
     assert kept == [[0]]
     assert [line.split(": ")[0] for line in said] == ["! skipped b.png", "! skipped c.png"]
+
+
+def photo(orientation: int | None, form: str = "JPEG") -> bytes:
+    """A picture whose top left is red and whose bottom right is blue once it is turned as `orientation` says."""
+    from PIL import ImageOps
+    from PIL.ExifTags import Base
+
+    upright = Image.new("RGB", (64, 48), "white")
+    upright.paste("red", (0, 0, 24, 24))
+    upright.paste("blue", (40, 24, 64, 48))
+    exif, buffer = Image.Exif(), io.BytesIO()
+    if orientation is not None:
+        turns = {6: 8, 8: 6}.get(orientation, orientation)
+        stored = upright.copy()
+        stored.getexif()[Base.Orientation] = turns
+        upright = ImageOps.exif_transpose(stored)
+        exif[Base.Orientation] = orientation
+    options = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100}}.get(form, {})
+    upright.save(buffer, form, exif=exif, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(form: str, orientation: int) -> None:
+    expected, found = (np.asarray(open_image(photo(each, form)), np.int16) for each in (None, orientation))
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).mean() < 4
+
+
+def test_pictures_are_never_turned_twice() -> None:
+    once = open_image(photo(6))
+    assert np.array_equal(np.asarray(open_image(once)), np.asarray(once))
+    assert once.size == (64, 48)
+
+
+def test_damaged_exif_leaves_the_picture_readable() -> None:
+    data = photo(6)
+    assert open_image(data.replace(b"Exif\0\0", b"Exif\0\0" + b"\xff" * 4)).width in (48, 64)
+
+
+def test_processors_turn_pillow_images(folder_of: dict[str, str]) -> None:
+    processor = load_embedder(folder_of["clip"]).processor
+    stored, upright = Image.open(io.BytesIO(photo(6, "PNG"))), Image.open(io.BytesIO(photo(None, "PNG")))
+    np.testing.assert_allclose(processor.images(stored.convert("RGB")), processor.images(upright), atol=1e-6)
+    assert processor.describe_all()["orientation"] == "exif"
+
+
+@pytest.mark.parametrize("table", ["folder", "captions", "parquet", "datasets", "webdataset"])
+def test_every_source_gives_upright_pictures(table: str, tmp_path: Path) -> None:
+    import tarfile
+
+    import datasets
+
+    from xcompat.data import PairSource, iterate_images
+
+    data, path = photo(6), tmp_path / "photos"
+    path.mkdir()
+    if table in ("folder", "captions"):
+        (path / "a.jpg").write_bytes(data)
+    if table == "captions":
+        (path / "captions.csv").write_text("image,caption\na.jpg,two squares\n")
+    rows = datasets.Dataset.from_dict({"image": [{"bytes": data, "path": None}], "id": ["a"]})
+    if table == "parquet":
+        rows.to_parquet(path / "a.parquet")
+    elif table == "datasets":
+        rows.cast_column("image", datasets.Image()).save_to_disk(str(path))
+    elif table == "webdataset":
+        with tarfile.open(path / "a.tar", "w") as tar:
+            member = tarfile.TarInfo("a.jfif")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    loaded = load_pairs(PairSource(path=str(path), captions=False))
+    [(_, [picture])] = list(iterate_images(loaded))
+    assert picture.size == (64, 48)
+    assert picture.getpixel((5, 5))[0] > 200 > picture.getpixel((5, 5))[1]
+
+
+def test_every_file_of_a_folder_is_read_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").write_bytes(photo(None))  # without a suffix
+    (tmp_path / "b.jfif").write_bytes(photo(None))
+    (tmp_path / "c.avif").write_bytes(photo(None, "AVIF"))
+    (tmp_path / "d.large").write_bytes(photo(None, "PNG"))
+    for name in (".DS_Store", "Thumbs.db", "notes.txt", "BMW", "e.json", "f.mov"):
+        (tmp_path / name).write_text("BM is a text")
+    from xcompat.data import PairSource
+
+    loaded = load_pairs(PairSource(path=str(tmp_path), captions=False))
+    assert loaded["id"][:] == ["a", "b.jfif", "c.avif", "d.large"]
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "6 files (BMW, e.json, f.mov, notes.txt, .DS_Store and 1 more) are left out" in said
+
+
+def test_heic_without_its_reader_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xcompat.data import PairSource, images, picture_files
+
+    for module in (images, picture_files):
+        monkeypatch.setattr(module, "can_read_heic", lambda: False)
+    images._register_heic.cache_clear()
+    header = b"\0\0\0\x18ftypheic" + bytes(200)
+    (tmp_path / "a.heic").write_bytes(header)
+    (tmp_path / "b").write_bytes(header)
+    with pytest.raises(XcompatError, match=r"2 pictures cannot be read; HEIC pictures need pillow-heif: pip install"):
+        load_pairs(PairSource(path=str(tmp_path), captions=False))
+    (tmp_path / "c.jpg").write_bytes(photo(None))
+    assert load_pairs(PairSource(path=str(tmp_path), captions=False))["id"][:] == ["c.jpg"]
+    assert "2 pictures (a.heic, b) are left out; HEIC pictures need pillow-heif" in capsys.readouterr().out.replace("\n", " ")
+    with pytest.raises(UnusableSampleError, match="HEIC pictures need pillow-heif"):
+        open_image(header)
+    images._register_heic.cache_clear()
+
+
+def test_heic_is_read() -> None:
+    heif = pytest.importorskip("pillow_heif", reason="needs pillow-heif")
+    buffer = io.BytesIO()
+    heif.from_pillow(open_image(photo(None))).save(buffer, quality=100)
+    assert np.abs(np.asarray(open_image(buffer.getvalue()), np.int16) - np.asarray(open_image(photo(None)), np.int16)).mean() < 4
+
+
+def test_names_that_are_not_utf8_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import os
+
+    from xcompat.data import PairSource
+
+    (tmp_path / "a.jpg").write_bytes(photo(None))
+    try:
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jpg")).write_bytes(photo(None))
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+    assert load_pairs(PairSource(path=str(tmp_path), captions=False))["id"][:] == ["a.jpg"]
+    assert "1 picture (caf\\udce9.jpg) is left out, as names must be UTF-8" in capsys.readouterr().out.replace("\n", " ")

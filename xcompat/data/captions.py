@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xcompat.data import coco
 from xcompat.data.delimited import csv_options
 from xcompat.data.lists import read_image_list
+from xcompat.data.picture_files import image_files
 from xcompat.data.schema import (
     CAMERA,
     CAPTION,
@@ -26,7 +27,7 @@ from xcompat.data.schema import (
     is_blank,
     pick_column,
 )
-from xcompat.data.sources import PairSource, has_suffix, image_files
+from xcompat.data.sources import PairSource, has_suffix
 from xcompat.data.text_files import UNREADABLE, json_lines, require_table
 from xcompat.errors import XcompatError
 

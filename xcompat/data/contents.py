@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.data.loading import EXTRA_IMAGE_COLUMNS, load_raw
+from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.sources import (
     CAPTION_TEXT_SUFFIXES,
-    IMAGE_SUFFIXES,
     PairSource,
     captions_files,
     expand_folders,

@@ -1,8 +1,10 @@
-"""Decode the image that a data set stores, in any form, to an RGB picture, or say why that is not possible."""
+"""Decoding of pictures in any form to upright RGB pictures."""
 
 from __future__ import annotations
 
 import io
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+from xcompat.data.picture_files import INSTALL_HEIC, can_read_heic, has_brand, read_head
 from xcompat.errors import XcompatError
+from xcompat.orientation import has_orientation, turn_upright
 from xcompat.progress import notice_once
 
 MAX_PIXELS = 2**27
@@ -90,14 +94,14 @@ def _white(mode: str, low: float, high: float) -> float:
 
 
 def open_image(value: Any, max_pixels: int = MAX_PIXELS) -> Image.Image:  # noqa: ANN401 - data sets store images in many forms
-    """Decode an image as a data set stores it; an animation gives its first picture.
+    """Decode an image as a data set stores it, and turn it upright; an animation gives its first picture.
 
     Args:
         value: ``{"bytes": ..., "path": ...}`` (``datasets.Image(decode=False)``), bytes, a path or a PIL image.
         max_pixels: larger pictures are refused before they are decoded.
 
     Returns:
-        The decoded picture in mode RGB.
+        The decoded picture in mode RGB, turned as its EXIF orientation says.
 
     Raises:
         UnusableSampleError: the file is missing, damaged, cut short or no image; it has more than ``max_pixels``, or one side is
@@ -112,16 +116,28 @@ def open_image(value: Any, max_pixels: int = MAX_PIXELS) -> Image.Image:  # noqa
             value = io.BytesIO(value)
         elif not isinstance(value, (str, Path)):
             raise UnusableSampleError(f"expected image bytes or a path, not {type(value).__name__}")
+        _register_heic()
         with Image.open(value) as image:
             return _decoded(image, max_pixels)
     except UnusableSampleError:
         raise
     except UnidentifiedImageError as error:
-        raise UnusableSampleError("its bytes are no image in a known format") from error
+        raise UnusableSampleError(_explain_unknown(value)) from error
     except Image.DecompressionBombError as error:  # Pillow's limit, far above ours
         raise UnusableSampleError(f"more than the {max_pixels:,} pixels that are decoded; make it smaller") from error
     except Exception as error:  # decoders raise whatever their format module happens to raise on damaged bytes
         raise UnusableSampleError(f"unreadable image ({type(error).__name__}: {error})") from error
+
+
+def stores_orientation(value: Any) -> bool:  # noqa: ANN401 - data sets store images in many forms
+    """Return whether a picture, in any form that :func:`open_image` takes, has an EXIF orientation other than upright."""
+    if isinstance(value, dict):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    with suppress(Exception):  # pictures that cannot be read have none
+        _register_heic()
+        with Image.open(io.BytesIO(value) if isinstance(value, bytes) else value) as image:
+            return has_orientation(image)
+    return False
 
 
 def _decoded(image: Image.Image, max_pixels: int) -> Image.Image:
@@ -134,4 +150,25 @@ def _decoded(image: Image.Image, max_pixels: int) -> Image.Image:
     if not 0 < max(width, height) <= MAX_ASPECT * min(width, height):
         raise UnusableSampleError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; cut it into pieces")
     image.load()  # raises if the file is cut short
-    return to_rgb(image)
+    return to_rgb(turn_upright(image))
+
+
+@cache
+def _register_heic() -> bool:
+    """Teach Pillow to read HEIC; return whether pillow-heif is installed."""
+    if not can_read_heic():
+        return False
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    return True
+
+
+def _explain_unknown(value: io.BytesIO | str | Path) -> str:
+    """Say why Pillow does not know a picture's format."""
+    head = value.getvalue() if isinstance(value, io.BytesIO) else read_head(Path(value))
+    if has_brand(head, avif=False):
+        return "damaged HEIC picture" if _register_heic() else INSTALL_HEIC
+    if has_brand(head, avif=True):
+        return "damaged AVIF picture, or Pillow reads no AVIF; fetch the picture again, or install Pillow 11.3 or later"
+    return "its bytes are no image in a known format"

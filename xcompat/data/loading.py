@@ -13,6 +13,7 @@ from xcompat.data.addresses import addresses
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.captions import read_captions, read_images, read_listed, read_market1501
 from xcompat.data.cifar import SUFFIX, cifar_version, read_cifar
+from xcompat.data.picture_files import image_files
 from xcompat.data.problems import Problems
 from xcompat.data.schema import (
     CAMERA,
@@ -34,7 +35,6 @@ from xcompat.data.sources import (
     PairSource,
     captions_files,
     files_with,
-    image_files,
     is_saved_dataset,
     locate,
     refuse_hub_fields,

@@ -20,7 +20,7 @@ from xcompat.data.text_files import parse_json
 from xcompat.errors import XcompatError, nearest
 from xcompat.progress import notice
 
-IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
+IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp", "jfif", "avif", "heic", "heif", "gif", "bmp", "tif", "tiff")
 CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")
 CLASS_MEMBER = "cls"
 LARGEST_SAMPLE = 2**29
@@ -42,7 +42,7 @@ class ShardColumns:
     """The member of a sample for each column.
 
     Args:
-        image: member with the image; the first of jpg, jpeg, png, webp if None.
+        image: member with the image; the first of `IMAGE_MEMBERS` if None.
         caption: member (``txt``) or key of a JSON member (``json.title``); the first of `CAPTION_MEMBERS` if None.
         id: the same for the id; ``__key__`` if None.
         label: the same for the class; no label column if None.
@@ -65,7 +65,7 @@ class ShardColumns:
         """Turn the members of one sample into a row; raise `_SampleError` if one is missing or unusable."""
         row: dict[str, Any] = {}
         if self.with_image:
-            name = self.image or next((m for m in IMAGE_MEMBERS if m in sample), "image (jpg, jpeg, png, webp)")
+            name = self.image or next((m for m in IMAGE_MEMBERS if m in sample), "image (jpg, jpeg, png, webp, heic, avif)")
             if not sample.get(name):
                 raise _SampleError(f"no {name}")
             row[IMAGE] = {"bytes": sample[name], "path": f"{sample['__key__']}.{name}"}

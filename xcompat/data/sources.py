@@ -6,7 +6,7 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from xcompat.data.addresses import is_address, shown
 from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
 from xcompat.data.lists import is_image_list
+from xcompat.data.picture_files import IMAGE_SUFFIXES, images_below
 from xcompat.errors import XcompatError
 from xcompat.files import files_below
 from xcompat.paths import is_local, is_misspelt, nearest_path
@@ -28,7 +29,6 @@ CAPTION_STEMS = ("captions", "metadata", "labels")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 CAPTION_TEXT_SUFFIXES = (*TEXT_SUFFIXES, ".token")
 """Text files that hold captions if their first line says so."""
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 EMBEDDED = "glyphs:"
 """Prefix of the data that every installation has: ``glyphs:train`` and so on."""
@@ -351,30 +351,3 @@ def _holds_captions(file: Path) -> bool:
     if has_suffix(file, (*CAPTION_SUFFIXES, coco.SUFFIX)):
         return True
     return has_suffix(file, CAPTION_TEXT_SUFFIXES) and is_captions_text(file)
-
-
-def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
-    """List image files below folders, each with its id: the path relative to its folder, with forward slashes.
-
-    Raises:
-        XcompatError: there is none.
-    """
-    found = [
-        (file, file.relative_to(path if path.is_dir() else path.parent).as_posix())
-        for path in paths
-        for file in sorted(images_below(path))
-    ]
-    if not found:
-        raise XcompatError(f"{paths[0]}: no images there; check the path")
-    return found
-
-
-def images_below(path: Path) -> Iterator[Path]:
-    """Yield a picture, or those below a folder without what file managers hide there, such as the ``._x.jpg`` of macOS."""
-    if not path.is_dir():
-        return iter([path] if has_suffix(path, IMAGE_SUFFIXES) else [])
-    return (file for file in files_below(path) if has_suffix(file, IMAGE_SUFFIXES) and not _is_hidden(file.relative_to(path)))
-
-
-def _is_hidden(inside: Path) -> bool:
-    return any(part.startswith(".") or part == "__MACOSX" for part in inside.parts)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import BatchFeature
 
 from xcompat.errors import XcompatError
+from xcompat.orientation import ORIENTATION, turn_upright
 
 
 @dataclass
@@ -76,13 +77,13 @@ class Processor(ABC):
         """Preprocess for evaluation, as the model's own authors do.
 
         Args:
-            images: one, or B of them.
+            images: one, or B of them. Each is turned upright as its EXIF orientation says.
 
         Returns:
             (B, C, H, W) float32: ``pixel_values``, as ``embed_images`` takes them.
         """
         self.require_images()
-        return self.pixels([images] if isinstance(images, Image) else list(images))
+        return self.pixels([turn_upright(image) for image in ([images] if isinstance(images, Image) else images)])
 
     def require_images(self) -> None:
         """Refuse images where there is no image tower.
@@ -110,6 +111,14 @@ class Processor(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return what belongs into a fingerprint: everything that changes pixels or tokens."""
+
+    def describe_all(self) -> dict[str, Any]:
+        """Return :meth:`describe` and the orientation of pictures.
+
+        The orientation is not part of a fingerprint: a model's embedding space does not depend on it, and photos without the tag
+        give the same embeddings. Caches of pictures are keyed by it.
+        """
+        return self.describe() | ({"orientation": ORIENTATION} if self.image_size != (0, 0) else {})
 
     def for_queries(self) -> Processor:
         """Return the processor of queries: itself, unless the model puts another prompt before queries than before passages."""

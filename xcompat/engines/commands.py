@@ -30,6 +30,7 @@ from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
 from xcompat.errors import XcompatError, without_secrets
 from xcompat.files import clear_leftovers
+from xcompat.orientation import ORIENTATION
 from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
 from xcompat.threads import map_in_threads
 from xcompat.vectors import EMBEDDING_COLUMNS, ID, PARQUET
@@ -122,6 +123,8 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
         "fingerprint": model.made.digest,
         "dtype": model.dtype,
     }
+    if model.reads == "images":
+        plan["orientation"] = ORIENTATION
     names = names_in(out)
     if PLAN in names:
         with opened(out, path_in(out, PLAN)) as file:
@@ -145,9 +148,9 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
 def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> None:
     try:
         begun = json.loads(written)
-        different = [key for key in plan if begun[key] != plan[key]]
+        different = [key for key in plan if begun.get(key) != plan[key]]
         of = without_secrets(begun["source"])  # earlier releases wrote it as it was typed
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise XcompatError(f"{out} holds a {PLAN} that `xcompat embed` did not write; choose another folder") from None
     if different:
         key = different[0]

@@ -72,7 +72,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
             {"name": version.name, "fingerprint": version.digest}
             for version in (model.compatible_with[:1] if space == "old" else [model.embeds_fingerprint()])
         ],
-        "preprocessing": json.loads(json.dumps(processor.describe(), default=str)),
+        "preprocessing": json.loads(json.dumps(processor.describe_all(), default=str)),
     }
     model = _merged(model)
     with owned_path(folder, MADE_BY, overwrite, read) as temporary:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix, local_files
+from xcompat.data.picture_files import IMAGE_SUFFIXES
+from xcompat.data.sources import has_suffix, local_files
 from xcompat.encoders import require_model
 from xcompat.encoders.model_files import is_own
 from xcompat.errors import XcompatError

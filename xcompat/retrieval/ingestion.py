@@ -15,7 +15,7 @@ from xcompat.embedding import embed_contents
 from xcompat.errors import XcompatError
 from xcompat.interrupts import Interrupts
 from xcompat.models.embedder import Embedder
-from xcompat.progress import Waiting, progress_bar, rate_of
+from xcompat.progress import Waiting, notice, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.originals import Originals, Parts
 from xcompat.retrieval.same_names import others
@@ -135,12 +135,18 @@ def _missing(
             )
     missing_n = np.array([version != embedder.fingerprint for version in place], dtype=bool)
     if (found := others(gallery, originals, wanted[~missing_n], embedder)) is not None:
-        if not replace:
+        if found.on_side and not replace:
+            notice(
+                f"{gallery.path} holds {found.named} on their side, as embedded before EXIF orientation was applied; "
+                "xcompat gallery add --replace embeds them again"
+            )
+        elif not replace:
             raise XcompatError(
                 f"{gallery.path} has other {originals.kind} under the same ids: {found.named}; {originals.tell_apart}, or "
                 "replace what is there (xcompat gallery add --replace)"
             )
-        missing_n |= np.isin(wanted, found.rows)
+        else:
+            missing_n |= np.isin(wanted, found.rows)
     missing = wanted[missing_n]
     if len(missing) or side_info is not None:  # else nothing is added, and nothing was asked for that is not there
         _require_sides(gallery, embedder, side_info)

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from xcompat.arrays import map_array, read_lines
 from xcompat.data import BadSamples
 from xcompat.data.images import UnusableSampleError, open_image
+from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.schema import ID, IMAGE, TEXT
-from xcompat.data.sources import IMAGE_SUFFIXES, has_suffix
+from xcompat.data.sources import has_suffix
 from xcompat.embedding import notice_cut_short
 from xcompat.embedding_provider import ServedMap
 from xcompat.errors import XcompatError

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.data import BadSamples
-from xcompat.data.schema import TEXT
+from xcompat.data.images import stores_orientation
+from xcompat.data.schema import IMAGE, TEXT
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.doctor import OTHER, Stored, dividing
 from xcompat.retrieval.gallery import Gallery
@@ -25,10 +26,12 @@ class Others(NamedTuple):
     Args:
         rows: their row numbers; where a sample has shown them, those of all that may be others.
         named: the first of them and how many they are, for a message.
+        on_side: whether they are photos that an earlier version of xcompat embedded on their side.
     """
 
     rows: NDArray[np.int64]
     named: str
+    on_side: bool = False
 
 
 def others(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder) -> Others | None:
@@ -49,6 +52,9 @@ def others(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embe
     unknown = rows[~kept_n]
     drawn = np.sort(np.random.default_rng(0).choice(unknown, min(LOOKED_AT, len(unknown)), replace=False))
     found = _by_embedding(gallery, originals, drawn, embedder)
+    if len(found) and all(_has_orientation(originals, row) for row in found):
+        turned = np.array([row for row in unknown if _has_orientation(originals, row)], np.int64)
+        return Others(turned, _named(originals, turned), on_side=True)
     return Others(unknown, _named(originals, found, f" of {len(drawn)} that were looked at")) if len(found) else None
 
 
@@ -77,6 +83,10 @@ def _by_embedding(gallery: Gallery, originals: Originals, rows: NDArray[np.int64
         return rows[every[cosines_n < OTHER]]
     chance = float(np.median(stored.cosines(fresh_nd[every], np.roll(every, 1))))
     return rows[every[cosines_n < dividing(cosines_n, chance)]]
+
+
+def _has_orientation(originals: Originals, row: np.int64) -> bool:
+    return IMAGE in originals.dataset.column_names and stores_orientation(originals.dataset[int(row)][IMAGE])
 
 
 def _named(originals: Originals, rows: NDArray[np.int64], of: str = "") -> str:

@@ -16,6 +16,7 @@ from xcompat.embedding_cache import StackedCaches
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
+from xcompat.orientation import ORIENTATION
 
 if TYPE_CHECKING:
     import datasets
@@ -93,14 +94,15 @@ def images_digest(pairs: datasets.Dataset) -> str:
         pairs: as :func:`xcompat.data.load_pairs` returns it.
 
     Returns:
-        SHA-256 of the data set's fingerprint and of the size and time of every file outside the data set, 64 hexadecimal digits.
+        SHA-256 of the data set's fingerprint, of the size and time of every file outside the data set, and of the way in which
+        pictures are turned upright: 64 hexadecimal digits.
     """
     import pyarrow.compute as pc
 
     images = pairs.data.column(IMAGE)
     outside = pc.filter(pc.struct_field(images, "path"), pc.is_null(pc.struct_field(images, "bytes")))
     stamps = file_stamps(path for path in outside.to_pylist() if path and Path(path).exists())
-    return hashlib.sha256(json.dumps([pairs._fingerprint, stamps]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([pairs._fingerprint, stamps, ORIENTATION]).encode()).hexdigest()
 
 
 def _folder(cache_dir: Path, kind: str, embedder: FrozenModel, digest: str) -> Path:

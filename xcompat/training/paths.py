@@ -12,7 +12,8 @@ from xcompat.data.addresses import addresses, shown
 from xcompat.data.captions import require_class_folder, require_market1501_names
 from xcompat.data.corpora import require_readable
 from xcompat.data.judgements import require_qrels
-from xcompat.data.sources import ImageSource, PairSource, files_digest, image_files, images_below, local_files, locate
+from xcompat.data.picture_files import image_files, images_below
+from xcompat.data.sources import ImageSource, PairSource, files_digest, local_files, locate
 from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError

@@ -1,0 +1,190 @@
+"""Pictures among the files of a folder, by name or content, and the names of all other files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from xcompat.errors import XcompatError
+from xcompat.files import files_below
+from xcompat.progress import notice_once
+
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".mpo", ".jp2"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+    *HEIC_SUFFIXES,
+)
+OTHER_SUFFIXES = (
+    *(".txt", ".json", ".jsonl", ".csv", ".tsv", ".xml", ".html", ".md", ".pdf", ".yaml", ".yml", ".log", ".ini", ".db", ".py"),
+    *(".gz", ".zip", ".tar", ".tgz", ".parquet", ".npy", ".npz", ".pt", ".safetensors", ".aae", ".xmp", ".svg"),
+    *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".mp3", ".wav", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
+)
+"""Files that are not pictures that Pillow reads; all others, such as those without a suffix, are looked into."""
+HIDDEN = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
+"""Names that systems leave in folders, beside those that begin with a dot."""
+INSTALL_HEIC = "HEIC pictures need pillow-heif: pip install 'xcompat[heic]'"
+SHOWN = 5  # files named in a message; the rest is counted
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_AVIF_BRANDS = (b"avif", b"avis")
+_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ")
+
+
+class FolderFiles(NamedTuple):
+    """Files of a folder.
+
+    Args:
+        pictures: files to read.
+        heic: HEIC pictures, which this installation cannot read.
+        misnamed: pictures whose names are not UTF-8.
+        others: hidden files, and files that are not pictures.
+    """
+
+    pictures: list[Path]
+    heic: list[Path]
+    misnamed: list[Path]
+    others: list[Path]
+
+
+def images_below(path: Path) -> Iterator[Path]:
+    """Yield a picture, or the pictures below a folder without hidden files, such as the ``._x.jpg`` of macOS."""
+    if not path.is_dir():
+        return iter([path] if _is_picture(path) else [])
+    return (file for file in files_below(path) if not _is_hidden(file.relative_to(path)) and _is_picture(file))
+
+
+def list_pictures(path: Path) -> FolderFiles:
+    """Sort the files below a folder, or a single file, by what can be done with them."""
+    found = FolderFiles([], [], [], [])
+    is_folder, reads_heic = path.is_dir(), can_read_heic()
+    for file in sorted(files_below(path)) if is_folder else [path]:
+        if (is_folder and _is_hidden(file.relative_to(path))) or not _is_picture(file):
+            found.others.append(file)
+        elif not _is_utf8(str(file)):
+            found.misnamed.append(file)
+        elif is_folder and not reads_heic and _is_heic(file):
+            found.heic.append(file)
+        else:
+            found.pictures.append(file)
+    return found
+
+
+def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
+    """List image files below folders, each with its id: the path relative to its folder, with forward slashes.
+
+    A notice names and counts the files that are left out.
+
+    Raises:
+        XcompatError: there is none.
+    """
+    found = []
+    for path in paths:
+        listed = list_pictures(path)
+        folder = path if path.is_dir() else path.parent
+        _notice_left_out(path, listed)
+        found += [(file, file.relative_to(folder).as_posix()) for file in listed.pictures]
+        if not found and listed.heic:
+            raise XcompatError(f"{path}: {len(listed.heic):,} pictures cannot be read; {INSTALL_HEIC}")
+    if not found:
+        raise XcompatError(f"{paths[0]}: no images there; check the path")
+    return found
+
+
+def notice_unread(folder: Path, read: Iterable[Path]) -> None:
+    """Name and count the entries of a folder that are not read.
+
+    Args:
+        folder: the folder.
+        read: the files in it that are read.
+    """
+    known = set(read)
+    left_out = sorted(
+        (entry for entry in folder.iterdir() if entry not in known), key=lambda entry: (_is_system(entry.name), entry)
+    )
+    if left_out:
+        notice_once(f"{folder}: {count_names('file', left_out, folder)} not read")
+
+
+def count_names(what: str, files: list[Path], folder: Path) -> str:
+    """Count files and name the first: ``2 files (a.txt, b.json) are``.
+
+    Example:
+        >>> count_names("file", [Path("a/x.txt"), Path("a/y.md")], Path("a"))
+        '2 files (x.txt, y.md) are'
+    """
+    names = [str(file.relative_to(folder)).encode(errors="backslashreplace").decode() for file in files[:SHOWN]]
+    more = f" and {len(files) - SHOWN:,} more" if len(files) > SHOWN else ""
+    return f"{len(files):,} {what}{'s' if len(files) > 1 else ''} ({', '.join(names)}{more}) {'are' if len(files) > 1 else 'is'}"
+
+
+def can_read_heic() -> bool:
+    """Return whether pillow-heif is installed."""
+    return find_spec("pillow_heif") is not None
+
+
+def has_picture_header(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes is a picture.
+
+    Args:
+        head: the first 16 bytes or more.
+    """
+    if head[:2] == b"BM":
+        return head[6:10] == bytes(4)  # text may begin with the same two letters
+    return head.startswith(_STARTS) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP") or has_brand(head, avif=True)
+
+
+def has_brand(head: bytes, *, avif: bool) -> bool:
+    """Return whether a file that begins with these bytes is HEIC (or, with ``avif``, HEIC or AVIF)."""
+    return head[4:8] == b"ftyp" and head[8:12] in (*_HEIC_BRANDS, *(_AVIF_BRANDS if avif else ()))
+
+
+def read_head(file: Path) -> bytes:
+    """Return the first bytes of a file; none of what is no readable file, such as a pipe."""
+    try:
+        if not file.is_file():
+            return b""
+        with file.open("rb") as handle:
+            return handle.read(32)
+    except OSError:
+        return b""
+
+
+def _is_picture(file: Path) -> bool:
+    name = file.name.lower()
+    if name.endswith(IMAGE_SUFFIXES):
+        return True
+    return not name.endswith(OTHER_SUFFIXES) and has_picture_header(read_head(file))
+
+
+def _is_heic(file: Path) -> bool:
+    head = read_head(file)
+    return has_brand(head, avif=False) or (file.name.lower().endswith(HEIC_SUFFIXES) and not has_picture_header(head))
+
+
+def _is_hidden(inside: Path) -> bool:
+    return any(map(_is_system, inside.parts))
+
+
+def _is_system(name: str) -> bool:
+    return name.startswith(".") or name in HIDDEN
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _notice_left_out(path: Path, listed: FolderFiles) -> None:
+    """Name and count the files of a folder that are not read."""
+    if listed.heic:
+        notice_once(f"{path}: {count_names('picture', listed.heic, path)} left out; {INSTALL_HEIC}")
+    if listed.misnamed:
+        notice_once(f"{path}: {count_names('picture', listed.misnamed, path)} left out, as names must be UTF-8; rename them")
+    others = sorted(listed.others, key=lambda file: (_is_hidden(file.relative_to(path)), file)) if path.is_dir() else []
+    if others:
+        notice_once(f"{path}: {count_names('file', others, path)} left out, as they are hidden or not pictures")

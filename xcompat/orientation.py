@@ -1,0 +1,45 @@
+"""Orientation of photos: cameras store them as the sensor saw them, and note in EXIF how to turn them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ORIENTATION = "exif"
+"""Value of ``orientation`` in descriptions of preprocessing: pictures are turned as their EXIF orientation says."""
+
+
+def has_orientation(image: Image) -> bool:
+    """Return whether a picture's EXIF data asks viewers to turn or mirror it."""
+    from PIL.ExifTags import Base
+
+    with suppress(Exception):  # damaged EXIF data raise many kinds of errors; the picture itself may be whole
+        return image.getexif().get(Base.Orientation) in range(2, 9)
+    return False
+
+
+def turn_upright(image: Image) -> Image:
+    """Turn or mirror a picture as its EXIF orientation says, as viewers show it.
+
+    Args:
+        image: any picture. It is not changed.
+
+    Returns:
+        An upright picture without the tag, so that it is never turned twice; the same object if it needs no turn.
+
+    Example:
+        >>> from PIL import Image
+        >>> photo = Image.new("RGB", (40, 30))
+        >>> photo.getexif()[0x0112] = 6
+        >>> turn_upright(photo).size
+        (30, 40)
+    """
+    from PIL.ImageOps import exif_transpose
+
+    if has_orientation(image):
+        with suppress(Exception):
+            return exif_transpose(image)
+    return image
