@@ -177,6 +177,10 @@ def test_filters_take_values_of_other_kinds_and_keep_them_apart(tmp_path: Path) 
             left(where)
 
 
+def ids_in(gallery: Gallery) -> set[str]:
+    return {name for segment in gallery.segments for name in segment.ids(segment.present())}
+
+
 def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
     gallery = make()
     for number in range(4):
@@ -194,6 +198,65 @@ def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
     with pytest.raises(XcompatError, match="has no generation 2"):
         gallery.rollback(2)
     assert found(Gallery.open(gallery.path), vectors(3, 7), 15) == before
+
+
+def test_each_rollback_goes_one_state_further_back(make: Make) -> None:
+    gallery = make()
+    for name in ("a", "b", "c"):
+        gallery.add(vectors(1), [name])
+        gallery.commit()
+    assert (gallery.rollback(), ids_in(gallery)) == (4, {"a", "b"})
+    assert (gallery.rollback(), ids_in(gallery)) == (5, {"a"})
+    gallery.add(vectors(1), ["d"])
+    gallery.commit()
+    assert (gallery.rollback(), ids_in(gallery)) == (7, {"a"})
+    assert (gallery.rollback(), ids_in(gallery)) == (8, set())
+    with pytest.raises(XcompatError, match="keeps no state before this one; .* --list"):
+        gallery.rollback()
+    assert (gallery.rollback(3), ids_in(gallery)) == (9, {"a", "b", "c"})
+    assert (gallery.rollback(), ids_in(gallery)) == (10, {"a", "b"})
+    gallery.compact()
+    with pytest.raises(XcompatError, match="keeps no state"):
+        gallery.rollback()
+    gallery.add(vectors(1), ["e"])
+    gallery.commit()
+    assert gallery.rollback() and ids_in(gallery) == {"a", "b"}
+
+
+def test_a_rollback_undoes_the_newest_commit_of_any_process(make: Make) -> None:
+    gallery = make()
+    gallery.add(vectors(1), ["a"])
+    gallery.commit()
+    other = Gallery.open(gallery.path)
+    other.add(vectors(1), ["b"])
+    other.commit()
+    gallery.rollback()
+    assert ids_in(gallery) == ids_in(Gallery.open(gallery.path)) == {"a"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
+    gallery, random = make(), np.random.default_rng(seed)
+    stack_of: dict[int, list[frozenset[str]]] = {0: [frozenset()]}  # generation -> its state, and those it was made from
+    for step in range(25):
+        stack, action = stack_of[gallery.generation], random.choice(["add", "add", "remove", "undo", "undo", "undo", "to"])
+        if action == "remove" and stack[-1]:
+            gallery.remove([min(stack[-1])])
+            stack = [*stack, stack[-1] - {min(stack[-1])}]
+            gallery.commit("remove")
+        elif action == "undo" and len(stack) > 1:
+            gallery.rollback()
+            stack = stack[:-1]
+        elif action == "to":
+            wanted = int(random.choice(list(stack_of)))
+            gallery.rollback(wanted)
+            stack = stack_of[wanted]
+        else:
+            gallery.add(vectors(1, step), [f"item {step}"])
+            stack = [*stack, stack[-1] | {f"item {step}"}]
+            gallery.commit()
+        stack_of[gallery.generation] = stack
+        assert ids_in(gallery) == stack[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -66,6 +66,28 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     assert code == 1 and "index.faiss has" in out
 
 
+def test_rollback_lists_states_and_returns_to_one(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "g"
+    gallery = Gallery.create(folder, Fingerprint.from_string("m"), dim=3)
+    for name in "abc":
+        gallery.add(np.eye(3)[:1], [name])
+        gallery.commit()
+    code, out, _ = run("rollback", folder)
+    assert code == 0 and "back at generation 2, which is now 4: 2 items" in out and "--to 3" in out
+    code, out, _ = run("rollback", folder)
+    assert code == 0 and "back at generation 1, which is now 5: 1 items" in out
+    code, out, _ = run("rollback", folder, "--list")
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    assert code == 0 and len(rows) == 6 and "rollback to 1" in rows[0] and "current" in rows[0]
+    assert "create" in rows[5] and "next rollback" in rows[5]
+    assert run("rollback", folder, "--to", 3)[0] == 0 and len(Gallery.open(folder)) == 3
+    assert run("rollback", folder, 2)[0] == 0 and len(Gallery.open(folder)) == 2
+    code, _, err = run("rollback", folder, 2, "--to", 3)
+    assert code == 2 and "two generations are named" in err
+    code, _, err = run("rollback", folder, "--to", 3, "--list")
+    assert code == 2 and "--list changes nothing" in err
+
+
 @pytest.mark.parametrize(("dies_in", "milvus"), [("gallery.write_manifest", False), ("segment.file_record", True)])
 def test_a_build_that_was_killed_goes_on(
     dies_in: str, milvus: bool, run: Run, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch

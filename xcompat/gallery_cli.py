@@ -294,14 +294,24 @@ def doctor(
 @app.command()
 def rollback(
     gallery: Folder,
-    generation: Annotated[
-        int | None, typer.Argument(help="As `xcompat gallery info` lists them; the one before this unless given.")
+    generation: Annotated[int | None, typer.Argument(help="Same as --to.", show_default=False)] = None,
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="N", min=0, help="Generation to return to. By default, undo the last change.")
     ] = None,
+    list_states: Annotated[bool, typer.Option("--list", help="List the states and the operations that made them.")] = False,
 ) -> None:
-    """Return to an earlier state: undo what came last, or all since a generation."""
+    """Return to an earlier state. Each call undoes one more change."""
     from xcompat.retrieval import commands
 
-    commands.rollback(_open(gallery), generation)
+    wanted = to if to is not None else generation
+    if to is not None and generation is not None:
+        raise XcompatError(f"two generations are named, {generation} and --to {to}; name one with --to")
+    if list_states:
+        if wanted is not None:
+            raise XcompatError("--list changes nothing; remove it to return to a generation, or remove the generation")
+        commands.list_states(_open(gallery))
+    else:
+        commands.rollback(_open(gallery), wanted)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.manifest import CURRENT, Manifest, VersionRecord
+from xcompat.retrieval.manifest import CURRENT, Manifest, VersionRecord, previous_generation, read_manifest
 from xcompat.retrieval.showing import Found, short, wanted_metadata
 from xcompat.retrieval.versions import fits, require_joinable, require_views
 from xcompat.spreading import Spread, led
@@ -235,10 +235,7 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
     console.print(table)
     indexes = ", ".join(sorted({segment.record.index for segment in gallery.segments})) or gallery.manifest.index
     console.print(f"metric {gallery.metric}; {_segments(gallery)}; index {literal(indexes)}; {decimal(_size(gallery))}")
-    history = Table("generation", "made", "by", "items", title="states to return to")
-    for manifest in gallery.generations():
-        history.add_row(str(manifest.generation), literal(manifest.made), literal(manifest.by), f"{manifest.rows:,}")
-    console.print(history)
+    list_states(gallery)
 
 
 def _shared(gallery: Gallery, record: VersionRecord) -> list[str]:
@@ -298,9 +295,21 @@ def _lines(finding: Finding) -> dict[str, str]:
 
 def rollback(gallery: Gallery, generation: int | None) -> None:
     """Return to an earlier state, by default to the one before the current."""
-    generation = gallery.generation - 1 if generation is None else generation
+    before = read_manifest(gallery.path).generation
     now = gallery.rollback(generation)
-    console.print(f"[green]✓[/] back at generation {generation}, which is now {now}: {len(gallery):,} items")
+    console.print(f"[green]✓[/] back at generation {gallery.manifest.restored}, which is now {now}: {len(gallery):,} items")
+    console.print(f"to undo this: `xcompat gallery rollback {literal(gallery.path)} --to {before}`")
+
+
+def list_states(gallery: Gallery) -> None:
+    """Print the states that a rollback can return to, the newest first, with the operations that made them."""
+    kept = gallery.generations()
+    previous = previous_generation(kept)
+    table = Table("generation", "made", "by", "items", "", title=f"states of {literal(gallery.path)}")
+    for manifest in reversed(kept):
+        note = "current" if manifest is kept[-1] else "next rollback" if manifest.generation == previous else ""
+        table.add_row(str(manifest.generation), literal(manifest.made), literal(manifest.by), f"{manifest.rows:,}", note)
+    console.print(table)
 
 
 def compact(gallery: Gallery) -> None:

@@ -253,11 +253,11 @@ class Gallery(Snapshot):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rollback(self, generation: int) -> int:
+    def rollback(self, generation: int | None = None) -> int:
         """Return to an earlier state by committing it as a new generation; the states in between are kept too.
 
         Args:
-            generation: number of the earlier state.
+            generation: number of the earlier state. None undoes the last change; each further call goes one state further back.
 
         Returns:
             The new generation's number.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ SEGMENTS = "segments"
 REMOVED = "removed"
 Metric = Literal["cosine", "ip", "l2"]
 _GENERATION = re.compile(r"\d{8}\.json")
+_RESTORED = re.compile(r"rollback to (\d{1,8})")
 _NAME = r"^[0-9a-f]{16}$"  # names become paths: a manipulated manifest must not lead out of the gallery's folder
 
 
@@ -144,6 +146,12 @@ class Manifest(_Record):
         """Number of embeddings, without removed ones."""
         return sum(segment.rows - segment.n_removed for segment in self.segments)
 
+    @property
+    def restored(self) -> int | None:
+        """The generation whose state a rollback restored here; None if another operation made this generation."""
+        match = _RESTORED.fullmatch(self.by)
+        return int(match[1]) if match else None
+
 
 def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
     """Read the current state of a gallery, or an earlier one.
@@ -243,6 +251,33 @@ def kept_manifests(folder: Path) -> list[Manifest]:
                 found.append(_read(_generation_path(folder, number)))
         if current == read_manifest(folder).generation or current in [manifest.generation for manifest in found]:
             return found
+
+
+def previous_generation(kept: Sequence[Manifest]) -> int | None:
+    """Return the generation that the next rollback returns to: the state from which the current one was made.
+
+    A rollback restores an older state, so the next one goes back from there: it never repeats what was undone.
+
+    Args:
+        kept: the states that are kept, the oldest first.
+
+    Returns:
+        The number of the generation that made that state; None if it is not kept.
+
+    Example:
+        >>> made_by = ["create", "add", "add", "rollback to 1"]
+        >>> kept = [Manifest(generation=number, metric="cosine", by=by) for number, by in enumerate(made_by)]
+        >>> previous_generation(kept[:3]), previous_generation(kept)
+        (1, 0)
+    """
+    states = {manifest.generation: manifest for manifest in kept}
+
+    def find_origin(number: int) -> int:
+        restored = states[number].restored
+        return find_origin(restored) if restored in states and restored < number else number
+
+    before = find_origin(max(states)) - 1
+    return find_origin(before) if before in states else None
 
 
 def require_generation(folder: Path, generation: int) -> None:

@@ -10,12 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.retrieval.adopted_index import read_state
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.lock import lock_writer
-from xcompat.retrieval.manifest import Manifest, SegmentRecord, VersionRecord, read_manifest, write_manifest
+from xcompat.retrieval.manifest import (
+    Manifest,
+    SegmentRecord,
+    VersionRecord,
+    kept_manifests,
+    previous_generation,
+    read_manifest,
+    write_manifest,
+)
 from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.versions import require_like_sides
@@ -191,17 +199,30 @@ class Staging:
         self.manifest = write_manifest(self.folder, self.manifest.model_copy(update=update))
         return self.manifest
 
-    def roll_back(self, generation: int) -> Manifest:
+    def roll_back(self, generation: int | None) -> Manifest:
         """Publish an earlier state as the next generation, and return its manifest.
+
+        Args:
+            generation: number of the state; None for the one before the current state.
 
         Raises:
             XcompatError: that state is not kept, or a file that it names is gone.
         """
+        if generation is None:
+            generation = previous_generation(kept_manifests(self.folder))
+        if generation is None:
+            raise GenerationGoneError(
+                f"{self.folder} keeps no state before this one; `xcompat gallery rollback {self.folder} --list` shows the states "
+                "that it keeps"
+            )
         wanted = read_state(self.folder, generation)
         missing = [line for record in wanted.segments for line in Segment(self.folder, record, self.backend).missing()]
         if missing:
             raise XcompatError(
-                f"generation {generation} of {self.folder} cannot be returned to: {'; '.join(missing)}; put that back, or choose "
-                f"another generation"
+                f"cannot return to generation {generation} of {self.folder}: {'; '.join(missing)}; put that back, or choose "
+                f"another generation with --to"
             )
-        return self.publish(f"rollback to {generation}", versions=wanted.versions, segments=wanted.segments)
+        state = {
+            name: getattr(wanted, name) for name in Manifest.model_fields if name not in ("generation", "by", "made", "checksum")
+        }
+        return self.publish(f"rollback to {generation}", **state)
