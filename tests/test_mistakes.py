@@ -23,7 +23,7 @@ from xcompat.training.declared import is_solved, method_names, trackers, trainer
 from xcompat.training.stage_recipe import StageRecipe, declared_options, usual_options
 
 HEAVY = (
-    *("torch", "transformers", "faiss", "datasets", "gradio", "ray", "daft"),
+    *("torch", "transformers", "faiss", "datasets", "starlette", "ray", "daft"),
     *("chromadb", "lancedb", "pymilvus", "qdrant_client", "psycopg"),
 )
 NO_GALLERY = "nowhere is no gallery: it has no gallery.json; make one with `xcompat gallery build`"

@@ -330,20 +330,28 @@ def serve(
         list[Path] | None,
         typer.Option("--images", "--texts", help="The pictures or texts that the gallery was built from; repeat it for more."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine's own need --auth.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 7860,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen at. Any but this machine's own needs a password.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0 takes any free port.")] = 7860,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in a browser.")] = False,
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Let the page upgrade, backfill and roll back the gallery.")
     ] = False,
-    auth: Annotated[str | None, typer.Option(metavar="USER:PASSWORD", help="What the page asks for before it shows.")] = None,
+    password_file: Annotated[
+        Path | None, typer.Option(help="File with the password of the page. Or set XCOMPAT_SERVE_PASSWORD.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Host name of the page, e.g. behind a proxy. Repeat it for more.")
+    ] = None,
+    auth: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Open a page to search with old and new queries side by side, on the same gallery; /healthz says when it is ready."""
     from xcompat.serve import serve_target
-    from xcompat.serve.options import Options
+    from xcompat.serve.options import Options, read_password, refuse_auth
     from xcompat.training.beforehand import require_served
 
-    (options := Options(host, port, auth, not no_browser)).credentials()  # refused before models are loaded
+    refuse_auth(auth)
+    options = Options(host, port, read_password(password_file), not no_browser, tuple(allow_host or ()))
+    options.require_password()  # before models are loaded
     require_served(target, model, images or [])
     serve_target(target, options, model, old, images or [], allow_changes)
 

@@ -1,4 +1,4 @@
-"""A page to search with old and new queries side by side; a library's parts, and no result of its own."""
+"""Page to search with old and new queries side by side."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def serve_target(
     """Serve a page until it is interrupted.
 
     Args:
-        target: as :func:`~xcompat.serve.target.load_site` takes it, and likewise all but ``options``.
-        options: where.
+        target: a gallery or a run, as for :func:`~xcompat.serve.target.load_site`.
+        options: address and password of the page.
         model: the new model.
         old: the old model.
         sources: the pictures or texts of a gallery.
@@ -30,9 +30,10 @@ def serve_target(
         XcompatError: something is missing, does not fit, or cannot be served.
     """
     try:
-        import gradio  # noqa: F401
-    except ModuleNotFoundError:
-        raise XcompatError("the page needs gradio; install it with `pip install xcompat[serve]`") from None
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise XcompatError(f"the page needs {error.name}; install it with `pip install xcompat[serve]`") from None
     from xcompat.serve.app import serve
     from xcompat.serve.target import load_site
 

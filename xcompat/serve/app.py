@@ -1,63 +1,72 @@
-"""The page as a web application: its address, its limits, and what it never does."""
+"""The page as a web application: its addresses, and the lanes in which their work is done."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
 import secrets
 import socket
 import webbrowser
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from xcompat.errors import XcompatError
 from xcompat.progress import console, literal
-from xcompat.serve.options import LOOPBACK, Options
-from xcompat.serve.site import Site
-from xcompat.serve.uploads import REQUEST_BYTES
+from xcompat.serve import queries
+from xcompat.serve.connections import make_server
+from xcompat.serve.differing import page
+from xcompat.serve.documents import main_page, report_page
+from xcompat.serve.failing import answer_failure
+from xcompat.serve.galleries import Jobs, describe_gallery, prepare_work
+from xcompat.serve.guard import PICTURE_PATH, Access, Guard
+from xcompat.serve.lane import Lane
+from xcompat.serve.login import SESSION_SECONDS, Login
+from xcompat.serve.search import answer, facets_of, restore_query
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.requests import Request
 
-CONTENT_POLICY = (
-    "default-src 'self'; img-src 'self' data: blob:; font-src 'self' data:; style-src 'self' 'unsafe-inline'; "
-    "script-src 'self' 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; object-src 'none'; base-uri 'self'; "
-    "frame-ancestors 'self'"
-)
-"""What a browser may load: this server's own files. Gradio evaluates its own scripts and templates."""
-HEADERS = (
-    (b"content-security-policy", CONTENT_POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-)
-KEEPING_FILES = ("upload", "process_recording", "component_server", "component_server/", "deep_link")
-"""What of Gradio writes to the disk what a visitor sends; no part of the page asks for it."""
+    from xcompat.serve.options import Options
+    from xcompat.serve.site import Site
+
+T = TypeVar("T")
+WAITING = 256
+"""Searches that wait for their turn."""
+WAIT_SECONDS, WORK_SECONDS = 60.0, 60.0
+OLD_PATH = "/gradio_api/call/search"
+"""Address of a search in earlier versions, for scripts that use it."""
 
 
 def serve(site: Site, options: Options) -> None:
     """Serve a page until it is interrupted.
 
     Args:
-        site: what it shows.
+        site: the page.
         options: where.
 
     Raises:
         XcompatError: the port is taken, or other machines reach the page and it has no password.
     """
-    import uvicorn
-
-    app = make_app(site, options.credentials())
+    options.require_password()
     sockets = [listen(options)]
     host, port = sockets[0].getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     console.print(f"[green]✓[/] {literal(site.title)}: {address}  [dim](Ctrl-C ends it)[/]", soft_wrap=True)
     if options.browser:
         webbrowser.open(address)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
-    server.run(sockets)
+    make_server(make_app(site, options)).run(sockets)
 
 
 def listen(options: Options) -> socket.socket:
-    """Return a socket that listens where a page is to be served.
+    """Return a socket that listens at the address of the page.
 
     Raises:
         XcompatError: it cannot listen there.
@@ -72,89 +81,163 @@ def listen(options: Options) -> socket.socket:
         ) from None
 
 
-def make_app(site: Site, credentials: tuple[str, str] | None = None) -> FastAPI:
-    """Return the application: the page, and ``/healthz``, which answers 200 as the models are loaded by now.
+def make_app(site: Site, options: Options) -> Guard:
+    """Return the application.
 
     Args:
-        site: what it shows.
-        credentials: user and password; None for a page without.
+        site: the page.
+        options: its names and its password.
     """
-    import gradio as gr
-    from fastapi import FastAPI
-    from fastapi.middleware.trustedhost import TrustedHostMiddleware
-    from fastapi.responses import PlainTextResponse
-
-    from xcompat.serve.page import make_page, theme
-    from xcompat.serve.rendering import read
-
-    app = FastAPI(title=site.title, docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.get("/healthz", response_class=PlainTextResponse)
-    def healthy() -> str:
-        return "ok"
-
-    def refuse_files() -> PlainTextResponse:
-        return PlainTextResponse("this page reads pictures in memory, and keeps no files", status_code=404)
-
-    for name in KEEPING_FILES:
-        app.add_api_route(f"/gradio_api/{name}", refuse_files, methods=["GET", "POST"])
-    app.add_middleware(_Guarded)
-    if credentials is None:  # a name that a stranger lets point at this machine is no name of it
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"], www_redirect=False)
-    return gr.mount_gradio_app(
-        app,
-        make_page(site),
-        path="/",
-        footer_links=[],
-        run_history=False,
-        auth=credentials and _checking(*credentials),
-        show_error=False,
-        ssr_mode=False,
-        enable_monitoring=False,
-        pwa=False,
-        mcp_server=False,
-        theme=theme(),
-        css=read("style.css"),
-    )
+    login = None if options.password is None else Login(options.password)
+    access = Access(options.host, options.names, login)
+    handlers = _Handlers(site, access)
+    routes = [
+        _route("/healthz", handlers.health),
+        _route("/", handlers.page),
+        _route("/login", handlers.check_login),
+        _route("/login", handlers.log_in, "POST"),
+        _route("/logout", handlers.log_out, "POST"),
+        _route("/report", handlers.report),
+        _route("/api/search", handlers.search, "POST"),
+        _route(PICTURE_PATH, handlers.search_picture, "POST"),
+        _route("/api/filters", handlers.filters, "POST"),
+        _route("/api/differing", handlers.differing, "POST"),
+        _route("/api/gallery", handlers.gallery, "POST"),
+        _route("/api/work", handlers.work, "POST"),
+        _route("/api/job", handlers.job, "POST"),
+        _route(OLD_PATH, handlers.begin_old_search, "POST"),
+        _route(f"{OLD_PATH}/{{event}}", handlers.end_old_search),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: _answer_refusal}), access)
 
 
-def _checking(user: str, password: str) -> Callable[[str, str], bool]:
-    """Return what compares a user and a password in a time that tells nothing."""
-
-    def check(given_user: str, given_password: str) -> bool:
-        same_user = secrets.compare_digest(given_user.encode(), user.encode())
-        return secrets.compare_digest(given_password.encode(), password.encode()) and same_user
-
-    return check
+async def _answer_refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return PlainTextResponse(error.detail, error.status_code, headers=error.headers)
 
 
-class _Guarded:
-    """Refuses what is larger than a picture may make it or asked by another site's page; tells browsers to load nothing else."""
-
-    def __init__(self, app: Any) -> None:  # noqa: ANN401 - an ASGI application
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - as ASGI has it
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        from fastapi.responses import PlainTextResponse
-
-        async def guarded(message: Any) -> None:  # noqa: ANN401
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *HEADERS]
-            await send(message)
-
-        refused = _refusal(dict(scope["headers"]))
-        answer = PlainTextResponse(refused[1], status_code=refused[0]) if refused is not None else self.app
-        await answer(scope, receive, guarded)
+Handler = Callable[["Request"], Awaitable[Response]]
 
 
-def _refusal(headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-    """Return status and words for a request that is not taken; None for one that is."""
-    length = headers.get(b"content-length", b"0")
-    if b"transfer-encoding" in headers or not length.isdigit() or int(length) > REQUEST_BYTES:
-        return 413, "this is more than the page reads"
-    if b"origin" in headers and urlsplit(headers[b"origin"]).netloc != headers.get(b"host"):
-        return 403, "another site's page asks; only this one may"
-    return None
+def _route(path: str, handler: Handler, method: str = "GET") -> Route:
+    """Return a route whose failures are answered in one line."""
+
+    async def answer_request(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except HTTPException:
+            raise
+        except Exception as error:
+            return answer_failure(error)
+
+    return Route(path, answer_request, methods=[method])
+
+
+@dataclass
+class _Handlers:
+    """One method for each address of the page."""
+
+    site: Site
+    access: Access
+    models: Lane = field(default_factory=lambda: Lane(WAITING, WAIT_SECONDS, WORK_SECONDS))
+    looks: Lane = field(default_factory=lambda: Lane(WAITING, WAIT_SECONDS, WORK_SECONDS))
+    jobs: Jobs = field(default_factory=lambda: Jobs(Lane(8)))
+
+    async def health(self, _: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def page(self, request: Request) -> Response:
+        response = main_page(self.site, restore_query(self.site, request.query_params.multi_items()))
+        if self.access.login is None and self.access.cookie not in request.cookies:  # so that visitors of one address take turns
+            response.set_cookie(self.access.cookie, secrets.token_urlsafe(16), httponly=True, samesite="strict")
+        return response
+
+    async def check_login(self, request: Request) -> Response:
+        token = request.cookies.get(self.access.cookie, "")
+        return Response(status_code=204 if self.access.login is None or self.access.login.has_session(token) else 401)
+
+    async def log_in(self, request: Request) -> Response:
+        given = await queries.read_json(request, queries.PasswordQuery)
+        if self.access.login is None:
+            return Response(status_code=204)
+        token = self.access.login.start_session(given.password, request.state.client.address)
+        if token is None:
+            raise HTTPException(403, "wrong password")
+        response = Response(status_code=204)
+        is_encrypted = request.headers.get("origin", "").startswith("https:")
+        response.set_cookie(
+            self.access.cookie, token, max_age=SESSION_SECONDS, httponly=True, samesite="strict", secure=is_encrypted
+        )
+        return response
+
+    async def log_out(self, request: Request) -> Response:
+        if self.access.login is not None:
+            self.access.login.end_session(request.cookies.get(self.access.cookie, ""))
+        response = Response(status_code=204)
+        response.delete_cookie(self.access.cookie, httponly=True, samesite="strict")
+        return response
+
+    async def report(self, request: Request) -> Response:
+        if self.site.report is None:
+            raise HTTPException(404, "this page has no report")
+        return await self._run(self.looks, request, lambda: self._report)
+
+    @cached_property
+    def _report(self) -> Response:
+        assert self.site.report is not None
+        return report_page(self.site.report)
+
+    async def search(self, request: Request) -> Response:
+        query = await queries.read_json(request, queries.SearchQuery)
+        if query.kind == "picture":
+            raise HTTPException(422, f"kind: send the bytes of a picture to {PICTURE_PATH}")
+        return HTMLResponse(await self._run(self.models, request, lambda: answer(self.site, query)))
+
+    async def search_picture(self, request: Request) -> Response:
+        query, picture = queries.read_parameters(request), await request.body()
+        return HTMLResponse(await self._run(self.models, request, lambda: answer(self.site, query, picture)))
+
+    async def filters(self, request: Request) -> Response:
+        query = await queries.read_json(request, queries.GalleryQuery)
+        return JSONResponse(await self._run(self.looks, request, lambda: facets_of(self.site.shelf(query.gallery))))
+
+    async def differing(self, request: Request) -> Response:
+        query = await queries.read_json(request, queries.DifferingQuery)
+        shown = await self._run(self.models, request, lambda: page(self.site, query.direction, query.order, query.page))
+        return HTMLResponse(shown)
+
+    async def gallery(self, request: Request) -> Response:
+        query = await queries.read_json(request, queries.GalleryQuery)
+        return HTMLResponse(await self._run(self.looks, request, lambda: describe_gallery(self.site, query.gallery)))
+
+    async def work(self, request: Request) -> Response:
+        query = await queries.read_json(request, queries.WorkQuery)
+        return JSONResponse({"job": self.jobs.start(request.state.client, prepare_work(self.site, query))})
+
+    async def job(self, request: Request) -> Response:
+        job = self.jobs.find((await queries.read_json(request, queries.JobQuery)).job)
+        if job is None:
+            raise HTTPException(404, "this work is not remembered any more")
+        return JSONResponse(asdict(job))
+
+    async def begin_old_search(self, request: Request) -> Response:
+        query = (await queries.read_json(request, queries.OldCall)).query()
+        return JSONResponse({"event_id": base64.urlsafe_b64encode(query.model_dump_json().encode()).decode()})
+
+    async def end_old_search(self, request: Request) -> Response:
+        try:
+            query = queries.SearchQuery.model_validate_json(base64.b64decode(request.path_params["event"], b"-_", validate=True))
+        except (binascii.Error, ValueError):
+            raise HTTPException(404, "there is no such search") from None
+        try:
+            shown = await self._run(self.models, request, lambda: answer(self.site, query))
+        except Exception as error:
+            return _event("error", bytes(answer_failure(error).body).decode())
+        return _event("complete", [shown])
+
+    async def _run(self, lane: Lane, request: Request, work: Callable[[], T]) -> T:
+        return await lane.run(request.state.client, work, request.is_disconnected)
+
+
+def _event(name: str, data: object) -> Response:
+    return Response(f"event: {name}\ndata: {json.dumps(data)}\n\n", media_type="text/event-stream")

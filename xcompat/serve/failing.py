@@ -1,30 +1,44 @@
-"""What stops an action of the page, said on the page in one line; a bug's traceback stays in the terminal."""
+"""Answers to requests that failed: one line for the visitor, and the details in the terminal."""
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec
 
+from starlette.responses import PlainTextResponse
+
+from xcompat.errors import XcompatError
 from xcompat.failures import explain, origin
-from xcompat.serve.rendering import alert
+from xcompat.progress import console, literal
+from xcompat.serve.lane import BusyError
 
-P = ParamSpec("P")
+_FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")
+FAILED = "something went wrong on the server; its terminal shows the details"
 
 
-def told(action: Callable[P, str]) -> Callable[P, str]:
-    """Return an action that gives what the page shows, and shows what stopped it."""
+def hide_folders(line: str) -> str:
+    """Return a line without the folders of absolute paths, which visitors need not know.
 
-    @wraps(action)
-    def telling(*arguments: P.args, **named: P.kwargs) -> str:
-        try:
-            return action(*arguments, **named)
-        except Exception as error:
-            if (line := explain(error)) is None:
-                error.add_note(origin(error))
-                traceback.print_exception(error)
-                line = "something went wrong that is no fault of yours; the terminal says what"
-            return alert(line)
+    Example:
+        >>> hide_folders("/home/me/photos/a.png is missing; see https://example.org/a/b")
+        'a.png is missing; see https://example.org/a/b'
+    """
+    return _FOLDERS.sub("", line)
 
-    return telling
+
+def answer_failure(error: Exception) -> PlainTextResponse:
+    """Return the answer to a request that failed.
+
+    Args:
+        error: the reason. A mistake of the visitor is explained to the visitor, a fault of the server in the terminal.
+    """
+    if isinstance(error, BusyError):
+        return PlainTextResponse(error.line, error.status, headers={"retry-after": "1"})
+    if isinstance(error, XcompatError):
+        return PlainTextResponse(hide_folders(str(error)), 400)
+    if (line := explain(error)) is not None:
+        console.print(f"[yellow]![/] {literal(line)}", soft_wrap=True)
+    else:
+        error.add_note(origin(error))
+        traceback.print_exception(error)
+    return PlainTextResponse(FAILED, 500)

@@ -1,42 +1,78 @@
-"""Where a page is served, and who may see it."""
+"""Address of the page, and its password."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 from xcompat.errors import XcompatError
+from xcompat.serve.hosts import LOOPBACK
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+VARIABLE = "XCOMPAT_SERVE_PASSWORD"
 
 
 class Options(NamedTuple):
-    """Where a page is served.
+    """Address of the page, and its password.
 
     Args:
         host: address to listen at; other machines reach it unless it is a loopback address.
         port: port to listen at; 0 for any that is free.
-        auth: ``USER:PASSWORD``; needed for a host that other machines reach.
+        password: needed for a host that other machines reach.
         browser: whether to open the page in a browser.
+        names: host names by which the page is reached, besides its address.
     """
 
     host: str = "127.0.0.1"
     port: int = 7860
-    auth: str | None = None
+    password: str | None = None
     browser: bool = True
+    names: tuple[str, ...] = ()
 
-    def credentials(self) -> tuple[str, str] | None:
-        """Return user and password; None without any.
+    def require_password(self) -> None:
+        """Refuse to serve other machines without a password.
 
         Raises:
-            XcompatError: they are not ``USER:PASSWORD``, or other machines reach the page and there are none.
+            XcompatError: other machines reach the page and it has no password.
         """
-        if self.auth is None:
-            if self.host not in LOOPBACK:
-                raise XcompatError(
-                    f"--host {self.host} can be reached from other machines: give the page a password with --auth USER:PASSWORD"
-                )
-            return None
-        user, colon, password = self.auth.partition(":")
-        if not (user and colon and password):
-            raise XcompatError("--auth is USER:PASSWORD, both not empty")
-        return user, password
+        if self.password is None and self.host not in LOOPBACK:
+            raise XcompatError(
+                f"--host {self.host} can be reached from other machines; "
+                f"set a password in {VARIABLE}, or in a file with --password-file"
+            )
+
+
+def read_password(file: Path | None) -> str | None:
+    """Return the password from a file, or from the environment, where processes that start later do not find it.
+
+    Args:
+        file: file with the password in its first line.
+
+    Raises:
+        XcompatError: the file cannot be read, or the password is empty.
+    """
+    given = os.environ.pop(VARIABLE, None)
+    place = VARIABLE
+    if file is not None:
+        place = f"--password-file {file}"
+        try:
+            given = file.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
+        except (OSError, ValueError) as error:
+            raise XcompatError(
+                f"{place} cannot be read ({error}); name a text file with the password in its first line"
+            ) from None
+    if given == "":
+        raise XcompatError(f"the password of {place} is empty")
+    return given
+
+
+def refuse_auth(given: str | None) -> None:
+    """Refuse a password on the command line, as earlier versions took it.
+
+    Raises:
+        XcompatError: there is one.
+    """
+    if given is not None:
+        raise XcompatError(
+            f"--auth shows the password in the list of processes; set it in {VARIABLE}, or in a file with --password-file"
+        )

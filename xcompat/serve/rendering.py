@@ -57,11 +57,6 @@ def read(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def alert(line: str) -> str:
-    """Return a line that says what is wrong."""
-    return render("alert.html.j2", line=line)
-
-
 def picture_uri(image: Image) -> str:
     """Return a picture, made small, as a ``data:`` URI."""
     small, buffer = image.convert("RGB"), io.BytesIO()

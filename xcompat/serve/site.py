@@ -15,6 +15,7 @@ from PIL.Image import Image
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import IMAGE, IMAGE_COLUMNS, TEXT
 from xcompat.errors import GenerationGoneError, XcompatError
+from xcompat.models.base import CompatModel
 from xcompat.paths import is_file
 from xcompat.retrieval import Gallery, Hit
 from xcompat.retrieval.originals import Originals, Pictures, load_originals, together
@@ -112,10 +113,11 @@ class Shelf:
         newest = Gallery.open(self.path)
         if newest.generation != self._generation:
             self._states, self._generation = {}, newest.generation
+        states = self._states  # another thread may replace it
         label = "" if side is None else side.label
-        if label not in self._states:
-            self._states[label] = newest if side is None else searchable_state(self.path, side.embedder)
-        return self._states[label]
+        if label not in states:
+            states[label] = newest if side is None else searchable_state(self.path, side.embedder)
+        return states[label]
 
     def search(self, side: Side, query: str | Image, top_k: int, where: Mapping[str, Any] | None) -> list[Hit]:
         """Return what one side finds, even if a compaction deletes the state that is searched."""
@@ -210,3 +212,26 @@ class Site:
     judged: dict[str, Judged] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
     allow_changes: bool = False
+
+    def shelf(self, title: str) -> Shelf:
+        """Return a gallery by its title; the first one for an empty title.
+
+        Raises:
+            XcompatError: there is no such gallery.
+        """
+        if not title:
+            return next(iter(self.shelves.values()))
+        if title not in self.shelves:
+            raise XcompatError("this page has no such gallery")
+        return self.shelves[title]
+
+    @property
+    def knows_originals(self) -> bool:
+        """Whether the pictures or texts of a gallery are known."""
+        return any(shelf.sources for shelf in self.shelves.values())
+
+    @property
+    def maps_galleries(self) -> bool:
+        """Whether the new model maps stored embeddings."""
+        model = self.sides[-1].embedder.model
+        return isinstance(model, CompatModel) and model.maps_galleries

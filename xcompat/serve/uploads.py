@@ -1,44 +1,50 @@
-"""A picture that a browser sends: read in memory, within limits, and written nowhere."""
+"""Pictures that visitors send: decoded in memory, within limits, and never written to disk."""
 
 from __future__ import annotations
 
-import base64
-import binascii
+import io
 
-from PIL.Image import Image
+from PIL import Image, UnidentifiedImageError
 from rich.filesize import decimal
 
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.errors import XcompatError
 
 UPLOAD_BYTES, UPLOAD_PIXELS = 10 * 10**6, 2**25
-"""The largest picture that is read: its file, and its pixels (33 million)."""
-TOO_LARGE = "too large"
-"""What the page sends in place of a larger file, which it does not read."""
-REQUEST_BYTES = UPLOAD_BYTES * 4 // 3 + 2**16
-"""The largest request that is read: such a picture in base64, and all else that the page sends with it."""
+"""Limits of a picture: bytes of its file, and its pixels (33 million)."""
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF")
+"""Formats of Pillow that browsers and phones make; its decoders of rare formats are not for strangers."""
 
 
-def read_upload(data_uri: str) -> Image:
+def read_upload(data: bytes) -> Image.Image:
     """Decode a picture.
 
     Args:
-        data_uri: the file as ``data:image/png;base64,...``, as a browser's ``FileReader`` gives it.
+        data: the bytes of its file.
 
     Returns:
         The picture in mode RGB.
 
     Raises:
-        XcompatError: it is no picture, damaged, or too large.
+        XcompatError: the picture is too large, damaged, or not in one of the formats.
     """
-    about, _, encoded = data_uri.partition(",")
-    if data_uri == TOO_LARGE or len(encoded) * 3 // 4 > UPLOAD_BYTES:
-        raise XcompatError(f"the picture is larger than the {decimal(UPLOAD_BYTES)} that are read; make it smaller")
-    if not about.startswith("data:") or not about.endswith(";base64"):
+    if len(data) > UPLOAD_BYTES:
+        raise XcompatError(f"the picture is larger than {decimal(UPLOAD_BYTES)}; make it smaller")
+    if not data:
         raise XcompatError("choose a picture to search with")
+    Image.init()
     try:
-        return open_image(base64.b64decode(encoded, validate=True), UPLOAD_PIXELS)
-    except binascii.Error:
-        raise XcompatError("the picture was cut short on its way; choose it again") from None
+        _require_format(data)
+        return open_image(data, UPLOAD_PIXELS)
     except UnusableSampleError as error:
         raise XcompatError(f"the picture cannot be read: {error}") from None
+
+
+def _require_format(data: bytes) -> None:
+    try:
+        with Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN]):
+            return
+    except UnidentifiedImageError:
+        raise UnusableSampleError("its bytes are no image in a known format") from None
+    except Exception as error:  # decoders raise whatever they happen to raise on damaged bytes
+        raise UnusableSampleError(f"unreadable image ({type(error).__name__})") from None

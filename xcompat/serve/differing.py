@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import gradio as gr
 from PIL.Image import Image
 
 from xcompat.data.images import UnusableSampleError
+from xcompat.errors import XcompatError
 from xcompat.evaluation.differing import Order, differing
 from xcompat.report.wording import percent
-from xcompat.serve.failing import told
 from xcompat.serve.rendering import link, picture_uri, render, words_of
-from xcompat.serve.search_tab import ONE_AT_A_TIME
 from xcompat.serve.site import Judged, Shelf, Site
 
 if TYPE_CHECKING:
     from xcompat.retrieval import Hit
 
 PER_PAGE, HITS = 10, 5
-ORDERS: dict[str, Order] = {"what the new query lost": "lost", "what it gained": "gained"}
-
-
-def build(site: Site, tab: gr.Tab) -> None:
-    """Lay out the tab, which shows its first page when it is chosen."""
-    directions = [(name.replace("-", " "), name) for name in site.judged]
-    with gr.Row():
-        direction = gr.Radio(directions, value=directions[0][1], label="Queries", scale=2)
-        order = gr.Radio(list(ORDERS), value=next(iter(ORDERS)), label="First", scale=2)
-        number = gr.Number(1, minimum=1, precision=0, label="Page", scale=0, min_width=110)
-        back = gr.Button("Previous", scale=0, min_width=110)
-        ahead = gr.Button("Next", scale=0, min_width=110)
-    shown = gr.HTML(js_on_load=None, elem_id="differing")
-    asked: list[Any] = [direction, order, number]
-
-    @told
-    def show(direction: str, order: str, number: float | None) -> str:
-        return page(site, direction, ORDERS[order], int(number or 1))
-
-    def turn(by: int) -> Callable[[str, float | None], int]:
-        return lambda direction, number: min(max(1, int(number or 1) + by), pages(site.judged[direction]))
-
-    quiet: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-    gr.on([tab.select, number.submit], show, asked, shown, api_name="differing", **ONE_AT_A_TIME)
-    for event, change in (
-        (direction.change, lambda *_: 1),
-        (order.change, lambda *_: 1),
-        (back.click, turn(-1)),
-        (ahead.click, turn(1)),
-    ):
-        event(change, [direction, number], number, **quiet).then(show, asked, shown, api_visibility="private", **ONE_AT_A_TIME)
 
 
 def pages(judged: Judged) -> int:
@@ -59,7 +25,9 @@ def pages(judged: Judged) -> int:
 
 
 def page(site: Site, direction: str, order: Order, number: int) -> str:
-    """Return one page of queries with what both models find."""
+    """Return one page of queries with the hits of both models."""
+    if direction not in site.judged:
+        raise XcompatError("this page has no such queries")
     judged = site.judged[direction]
     found = differing(judged.old_Q, judged.new_Q, order)
     number = min(max(1, number), pages(judged))

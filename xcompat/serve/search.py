@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import gradio as gr
 from PIL.Image import Image
 
 from xcompat.data.schema import TEXT
@@ -14,129 +13,51 @@ from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
 from xcompat.retrieval.showing import SEVERAL_VERSIONS, short, wanted_metadata
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place
-from xcompat.serve.failing import told
-from xcompat.serve.rendering import link, picture_uri, read, render, rest_of, words_of
+from xcompat.serve.queries import FILTERS, LONGEST, LONGEST_FILTER, MOST, TOP_K, SearchQuery
+from xcompat.serve.rendering import link, picture_uri, render, rest_of, words_of
 from xcompat.serve.site import NEW, Shelf, Side, Site
-from xcompat.serve.uploads import UPLOAD_BYTES, read_upload
+from xcompat.serve.uploads import read_upload
 
 if TYPE_CHECKING:
     from xcompat.retrieval import Hit
 
-TOP_K, MOST = 10, 50
-ONE_AT_A_TIME: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models", "show_progress": "minimal"}
-"""There is one model of each kind in memory: what asks them waits in one line."""
 FACETS_SHOWN, ABOUT = 300, 4
-LONGEST = 10_000
-"""Most characters of a text or an id."""
 
 
-class Asked(NamedTuple):
-    """What a visitor asks; also the values of a link that restores it.
-
-    Args:
-        kind: which of the next three is the query.
-        text: a text.
-        picture: a picture as a ``data:`` URI.
-        item: the id of an item of the gallery.
-        gallery: the gallery's title.
-        where: ``KEY=VALUE`` that a hit's metadata must have; of several values of one key, any.
-        k: how many hits.
-    """
-
-    kind: str
-    text: str
-    picture: str
-    item: str
-    gallery: str
-    where: Sequence[str]
-    k: int
-
-    def link(self) -> str:
-        """Return the link that restores the search; empty for a picture, which is kept nowhere."""
-        if self.kind == "picture":
-            return ""
-        values = {"kind": self.kind, self.kind: getattr(self, self.kind), "gallery": self.gallery}
-        return link({**values, "where": list(self.where), "k": self.k if self.k != TOP_K else ""})
-
-
-def build(site: Site, page: gr.Blocks) -> None:
-    """Lay out the tab, and say what happens on it."""
-    asked, button = _form(site)
-    kind, text, picture, item, gallery, where, k = asked
-    results = gr.HTML(_start(site), js_on_load=read("results.js"), elem_id="results")
-
-    @told
-    def search(*values: Any) -> str:  # noqa: ANN401 - what the components hold
-        return answer(site, Asked(*values))
-
-    def show(chosen: str) -> list[Any]:
-        return [gr.update(visible=chosen == name) for name in ("text", "picture", "item")]
-
-    def pick(event: gr.EventData) -> list[Any]:
-        chosen = event._data or {}
-        name = "item" if chosen.get("item") is not None else "text"
-        return [name, *(chosen.get(each) if each == name else gr.skip() for each in ("text", "item"))]
-
-    def restore(request: gr.Request) -> list[Any]:
-        given = request.query_params.multi_items()
-        return list(restored(site, given)) if given else [gr.skip()] * len(asked)  # a visitor may have begun to type
-
-    def begin(*values: Any) -> str:  # noqa: ANN401
-        return search(*values) if any(values[1:4]) else _start(site)
-
-    private: dict[str, Any] = {"api_visibility": "private"}
-    quiet: dict[str, Any] = {**private, "show_progress": "hidden", "queue": False}
-    begun = [button.click, text.submit, item.submit, picture.change, where.change, k.release]
-    gr.on(begun, search, asked, results, api_name="search", trigger_mode="always_last", **ONE_AT_A_TIME)
-    kind.change(show, kind, [text, picture, item], **quiet)
-    gallery.change(lambda title: _filters(site, title), gallery, where, **quiet)
-    results.click(pick, None, [kind, text, item], **quiet).then(search, asked, results, **private, **ONE_AT_A_TIME)
-    page.load(restore, None, asked, **quiet).then(begin, asked, results, **private, **ONE_AT_A_TIME)
-
-
-def _form(site: Site) -> tuple[list[Any], gr.Button]:
-    """Lay out what a visitor fills in; return the components in the order of :class:`Asked`, and the button."""
-    titles, kinds = list(site.shelves), _kinds(site)
-    with gr.Row(elem_classes="ask"):
-        with gr.Column(scale=0, min_width=320):
-            kind = gr.Radio(kinds, value=kinds[0], label="Search with")
-        with gr.Column(scale=1, min_width=320):
-            example, first = "a red running shoe", kinds[0]
-            text = gr.Textbox(label="Text", placeholder=example, visible=first == "text", max_length=LONGEST)
-            field = render("picture_input.html", limit=UPLOAD_BYTES)
-            picture = gr.HTML("", html_template=field, js_on_load=read("picture_input.js"), visible=first == "picture")
-            item = gr.Textbox(label="Id of an item", visible=first == "item", max_length=LONGEST)
-        button = gr.Button("Search", variant="primary", scale=0, min_width=110)
-    with gr.Row():
-        gallery = gr.Dropdown(titles, value=titles[0], label="Gallery", visible=len(titles) > 1, scale=1)
-        facets = facets_of(site.shelves[titles[0]])
-        named = "Only hits with (KEY=VALUE)"
-        where = gr.Dropdown(facets, value=[], label=named, multiselect=True, allow_custom_value=True, scale=3)
-        k = gr.Slider(1, MOST, value=TOP_K, step=1, label="Hits", scale=1)
-    return [kind, text, picture, item, gallery, where, k], button
-
-
-def _kinds(site: Site) -> list[str]:
+def list_kinds(site: Site) -> list[str]:
+    """Return the types of queries that at least one model embeds."""
     texts = any(side.reads_texts for side in site.sides)
     pictures = any(side.reads_pictures for side in site.sides)
     return [*(["text"] if texts else []), *(["picture"] if pictures else []), "item"]
 
 
-def restored(site: Site, given: Sequence[tuple[str, str]]) -> Asked:
-    """Return what a link asks; what does not fit is left out."""
+def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
+    """Return the search that a link names; what does not fit is left out.
+
+    Args:
+        site: the page.
+        given: names and values of the link.
+    """
     values = dict(given)
-    kinds, titles = _kinds(site), list(site.shelves)
-    kind = values.get("kind", "")
+    kinds, titles = list_kinds(site), list(site.shelves)
     k = values.get("k", "")
-    return Asked(
-        kind if kind in kinds else kinds[0],
-        values.get("text", ""),
-        "",
-        values.get("item", ""),
-        values["gallery"] if values.get("gallery") in titles else titles[0],
-        [value for key, value in given if key == "where"],
-        min(max(int(k), 1), MOST) if k.isdecimal() and len(k) < 10 else TOP_K,
+    filters = [value for key, value in given if key == "where" and len(value) <= LONGEST_FILTER]
+    return SearchQuery(
+        kind=kinds[0] if values.get("kind") not in kinds else values["kind"],  # type: ignore[arg-type]
+        text=values.get("text", "")[:LONGEST],
+        item=values.get("item", "")[:LONGEST],
+        gallery=values["gallery"] if values.get("gallery") in titles else titles[0],
+        where=filters[:FILTERS],
+        k=min(max(int(k), 1), MOST) if k.isdecimal() and len(k) < 10 else TOP_K,
     )
+
+
+def link_to(query: SearchQuery) -> str:
+    """Return the link that restores a search; empty for a picture, which is kept nowhere."""
+    if query.kind == "picture":
+        return ""
+    values = {"kind": query.kind, query.kind: getattr(query, query.kind), "gallery": query.gallery}
+    return link({**values, "where": list(query.where), "k": query.k if query.k != TOP_K else ""})
 
 
 def facets_of(shelf: Shelf) -> list[str]:
@@ -145,21 +66,24 @@ def facets_of(shelf: Shelf) -> list[str]:
     typed = ((key, values) for key, values in found if "=" not in key)  # which a filter takes for its end
     plain = [(key, value) for key, values in typed for value in values if not isinstance(value, dict | list)]
     spelled = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain]
-    return list(dict.fromkeys(spelled))[:FACETS_SHOWN]  # the text "true" and a true value are one filter
+    return [each for each in dict.fromkeys(spelled) if len(each) <= LONGEST_FILTER][
+        :FACETS_SHOWN
+    ]  # the text "true" and a true value are one filter
 
 
-def _filters(site: Site, title: str) -> Any:  # noqa: ANN401 - an update of gradio
-    return gr.update(choices=facets_of(site.shelves[title]), value=[])
+def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
+    """Search with every model, and return the results as HTML.
 
+    Args:
+        site: the page.
+        asked: the search.
+        picture: the bytes of the picture, where that is the query.
 
-def _start(site: Site) -> str:
-    return render("start.html.j2", examples=site.examples)
-
-
-def answer(site: Site, asked: Asked) -> str:
-    """Search with every model, and return what the page shows."""
-    shelf = site.shelves[asked.gallery]
-    query = _query(shelf, asked)
+    Raises:
+        XcompatError: the query is empty, unknown or unreadable, or a filter does not fit.
+    """
+    shelf = site.shelf(asked.gallery)
+    query = _read_query(shelf, asked, picture)
     where = wanted_metadata(asked.where)
     found = {side.label: _found(shelf, side, query, where) for side in site.sides}
     if not any(found.values()):
@@ -173,9 +97,9 @@ def answer(site: Site, asked: Asked) -> str:
     )
 
 
-def _query(shelf: Shelf, asked: Asked) -> str | Image:
+def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image:
     if asked.kind == "picture":
-        return read_upload(asked.picture)
+        return read_upload(picture)
     if asked.kind == "item":
         if not asked.item.strip():
             raise XcompatError("give the id of an item, as hits show it")
@@ -197,7 +121,7 @@ def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any]) 
         return str(error)
 
 
-def shown(site: Site, shelf: Shelf, asked: Asked, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
+def shown(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
     """Return what the template of the results fills in."""
     newest = shelf.gallery().generation
     lists = {label: hits for label, hits in found.items() if isinstance(hits, list)}
@@ -225,7 +149,7 @@ def shown(site: Site, shelf: Shelf, asked: Asked, found: dict[str, list[Hit] | s
         "several_versions": SEVERAL_VERSIONS if ranked_by_standing else "",
         "without": _without_picture(shelf, columns),
         "summary": _summary(columns),
-        "restore": asked.link(),
+        "restore": link_to(asked),
     }
 
 
@@ -237,11 +161,11 @@ def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
         return ""
     hits = f"{len(lacking)} hit{' has' if len(lacking) == 1 else 's have'} no picture"
     return (
-        f"{hits}: --images knows only those of {' and '.join(str(source.path) for source in shelf.sources)}, if they can be read"
+        f"{hits}: --images knows only those of {' and '.join(source.path.name for source in shelf.sources)}, if they can be read"
     )
 
 
-def _card(shelf: Shelf, side: Side, placed: Placed, asked: Asked, compared: bool) -> dict[str, Any]:
+def _card(shelf: Shelf, side: Side, placed: Placed, asked: SearchQuery, compared: bool) -> dict[str, Any]:
     hit = placed.hit
     picture = shelf.picture(hit.id, hit.metadata)
     move, moved, state = _move(placed, side.label == NEW) if compared else ("", "", "")
@@ -255,7 +179,7 @@ def _card(shelf: Shelf, side: Side, placed: Placed, asked: Asked, compared: bool
         "words": words_of(hit.metadata),
         "about": dict(list(rest_of(hit.id, hit.metadata).items())[:ABOUT]),
         "version": public_name(hit.version.name),
-        "link": asked._replace(kind="item", item=hit.id).link(),
+        "link": link_to(asked.model_copy(update={"kind": "item", "item": hit.id})),
     }
 
 

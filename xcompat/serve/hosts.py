@@ -1,0 +1,61 @@
+"""Names of the page in `Host` headers, and addresses of its visitors."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EVERY_ADDRESS = ("0.0.0.0", "::")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+
+
+def is_own_host(header: str, host: str, names: Sequence[str] = ()) -> bool:
+    """Return whether a `Host` header names this page: a stranger's name that points at this machine does not.
+
+    Args:
+        header: value of the header.
+        host: address that the server listens at. At all addresses of a machine, any IP address is a name of the page.
+        names: further host names of the page.
+
+    Example:
+        >>> names = ["photos.example"]
+        >>> [is_own_host(header, "127.0.0.1", names) for header in ("localhost:80", "photos.example", "evil.example")]
+        [True, True, False]
+    """
+    if (found := _HOST.fullmatch(header)) is None:
+        return False
+    name = found[1].strip("[]").lower()
+    if name in (known.lower() for known in (host, *names)):
+        return True
+    if host in LOOPBACK:
+        return name in LOOPBACK
+    return host in EVERY_ADDRESS and (name in (*LOOPBACK, socket.gethostname().lower()) or _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def client_address(host: str) -> str:
+    """Return the address by which a client is counted: a network of 64 bits for IPv6, where one client has many addresses.
+
+    Example:
+        >>> client_address("203.0.113.7"), client_address("2001:db8::1:2"), client_address("::ffff:203.0.113.7")
+        ('203.0.113.7', '2001:db8::', '203.0.113.7')
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)).network_address)

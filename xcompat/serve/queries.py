@@ -1,0 +1,146 @@
+"""Requests of the page's own API: every field has one type and a limit, and there are no others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from xcompat.errors import visible_line
+from xcompat.progress import snippet
+
+TOP_K, MOST = 10, 50
+LONGEST = 10_000
+"""Most characters of a text or an id."""
+LONGEST_FILTER, FILTERS = 500, 50
+
+Query = Annotated[str, Field(max_length=LONGEST)]
+Title = Annotated[str, Field(max_length=500)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SearchQuery(_Strict):
+    """Search of one gallery.
+
+    Args:
+        kind: type of the query. The bytes of a picture are sent apart from this.
+        text: the query if it is a text.
+        item: the query if it is an item of the gallery, by its id.
+        gallery: title of the gallery; empty for the first.
+        where: filters `KEY=VALUE`.
+        k: number of hits.
+    """
+
+    kind: Literal["text", "picture", "item"]
+    text: Query = ""
+    item: Query = ""
+    gallery: Title = ""
+    where: list[Annotated[str, Field(max_length=LONGEST_FILTER)]] = Field(default=[], max_length=FILTERS)
+    k: int = Field(default=TOP_K, ge=1, le=MOST)
+
+
+class DifferingQuery(_Strict):
+    """Page of test queries that differ most between the two models."""
+
+    direction: Title
+    order: Literal["lost", "gained"]
+    page: int = Field(default=1, ge=1, le=10**9)
+
+
+class GalleryQuery(_Strict):
+    """Gallery to look at."""
+
+    gallery: Title
+
+
+class WorkQuery(_Strict):
+    """Work on a whole gallery.
+
+    Args:
+        gallery: title of the gallery.
+        verb: the work.
+        side: label of the model, for the doctor.
+        budget: number of items to backfill.
+        generation: state to return to.
+        dry_run: whether to report only the effort.
+    """
+
+    gallery: Title
+    verb: Literal["verify", "doctor", "upgrade", "backfill", "rollback"]
+    side: Title = ""
+    budget: int = Field(default=1000, ge=1, le=10**9)
+    generation: int | None = Field(default=None, ge=0, le=10**9)
+    dry_run: bool = False
+
+
+class JobQuery(_Strict):
+    """Work that was started before."""
+
+    job: Annotated[str, Field(max_length=100)]
+
+
+class PasswordQuery(_Strict):
+    """Login."""
+
+    password: Annotated[str, Field(max_length=1000)]
+
+
+class OldCall(_Strict):
+    """Search as earlier versions of the page sent it: the values of its form, in order."""
+
+    data: list[Any] = Field(min_length=7, max_length=7)
+
+    @model_validator(mode="after")
+    def _has_query(self) -> OldCall:
+        self.query()
+        return self
+
+    def query(self) -> SearchQuery:
+        """Return the search; pictures are sent to another address now."""
+        kind, text, picture, item, gallery, where, k = self.data
+        if picture not in ("", None) or kind == "picture":
+            raise ValueError("send the bytes of a picture to /api/search/picture")
+        return SearchQuery(kind=kind, text=text, item=item, gallery=gallery, where=where, k=k)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_json(request: Request, model: type[M]) -> M:
+    """Return the body of a request as a model.
+
+    Raises:
+        HTTPException: the body has another type (415), or does not fit the model (422).
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "send application/json")
+    try:
+        return model.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise _unprocessable(error) from None
+
+
+def read_parameters(request: Request) -> SearchQuery:
+    """Return the search that the address of a picture's request names.
+
+    Raises:
+        HTTPException: a parameter does not fit (422).
+    """
+    given = request.query_params
+    values: dict[str, Any] = {**given, "where": given.getlist("where"), "kind": "picture"}
+    try:
+        return SearchQuery.model_validate(values, strict=False)
+    except ValidationError as error:
+        raise _unprocessable(error) from None
+
+
+def _unprocessable(error: ValidationError) -> HTTPException:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    said = first["msg"].removeprefix("Value error, ")
+    return HTTPException(422, snippet(visible_line(f"{place}: {said}" if place else said), 300))
