@@ -22,6 +22,7 @@ from xcompat.stores import Store, migration
 from xcompat.stores.mapping import Mapping
 
 pymilvus = pytest.importorskip("pymilvus")
+server_manager_instance = pytest.importorskip("milvus_lite.server_manager").server_manager_instance
 N, OLD_DIM, NEW_DIM = 60, 8, 12
 OLD = Fingerprint.from_string("the old model")
 
@@ -121,13 +122,33 @@ def test_everything_beside_the_vector_is_copied(place: MilvusPlace, vectors: np.
 
 def half_written(folder: Path) -> int:
     """End the Milvus Lite of a folder and cut its indexes in half, as a kill in the middle of a write does; count them."""
-    from milvus_lite.server_manager import server_manager_instance
-
     server_manager_instance.release_server(str(folder / "milvus.db"))
     indexes = list((folder / "milvus.db").rglob("*.idx"))
     for index in indexes:
         index.write_bytes(index.read_bytes()[: index.stat().st_size // 2])
     return len(indexes)
+
+
+def test_every_verb_works_after_milvus_lite_has_ended(tmp_path: Path, vectors: np.ndarray, model: RidgeModel) -> None:
+    """The command line runs one verb in a process, and Milvus Lite releases all collections when its process ends."""
+    file, mapping = str(tmp_path / "milvus.db"), Mapping(model)
+    with closing(pymilvus.MilvusClient(file)) as client:
+        MilvusPlace(f"milvus://{file}", client).fill(vectors)
+
+    def restarted() -> Store:
+        server_manager_instance.release_server(file)
+        return xcompat.stores.open(f"milvus://{file}?collection=items&field=vector")
+
+    restarted().name_model("items", OLD)
+    migration.start(restarted(), mapping)
+    assert migration.status(restarted()) == (migration.migration_of(restarted()), 0)
+    assert migration.verify(restarted(), mapping).passed
+    migration.switch(restarted(), mapping)
+    migration.rollback(restarted())
+    migration.switch(restarted(), mapping)
+    migration.finish(restarted())
+    assert restarted().describe()["fingerprint"] == mapping.made[0].digest
+    assert restarted().search(mapping(vectors[3:4]), 1)[0][0].id == "3"
 
 
 @pytest.mark.parametrize("name", ["items", "an_alias"])

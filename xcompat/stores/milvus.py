@@ -46,9 +46,9 @@ class MilvusStore(Store):
         self.space = uri.require("collection")
         self._lease = Lease(self)
         with explained(uri):
+            self._load(RECORDS)  # first: it names the others
             for name in {self.space, *self.added_spaces()}:
-                if self._is_there(name):
-                    load_collection(self.client, name, lite_file(uri))
+                self._load(name)
         halfway = not self._is_there(self.space) and self._is_there(self.space + BEFORE)  # between the two names of a switch
         made = self._described(self.space + BEFORE if halfway else self.space)
         self.key, self.numeric = next(
@@ -60,6 +60,11 @@ class MilvusStore(Store):
         self._searched: dict[str, Space] = {}
 
     # ------------------------------------------------------------------------------------------------- collections
+
+    def _load(self, name: str) -> None:
+        """Load a collection if it exists: Milvus Lite releases all of them when its process ends."""
+        if self._is_there(name):
+            load_collection(self.client, name, lite_file(self.uri))
 
     def _is_there(self, name: str) -> bool:
         with explained(self.uri):
