@@ -113,6 +113,10 @@ class Place(Readable):
     def note(self, item: str, value: str | None) -> None:
         """Set the field ``about`` of an item and leave its vector; None empties it."""
 
+    def empty(self, item: str) -> None:
+        """Remove the vector of an item, where the store allows it."""
+        raise NotImplementedError
+
     @abstractmethod
     def delete(self, item: str) -> None:
         """Delete an item, as a service does."""
@@ -183,6 +187,10 @@ class PostgresPlace(Place):
         """Set a column of a row, which the table gets when it is first needed."""
         self.connection.execute("ALTER TABLE items ADD COLUMN IF NOT EXISTS about text")
         self.connection.execute("UPDATE items SET about = %s WHERE id = %s", (value, item))
+
+    def empty(self, item: str) -> None:
+        """Set the column to NULL."""
+        self.connection.execute("UPDATE items SET embedding = NULL WHERE id = %s", (item,))
 
     def delete(self, item: str) -> None:
         """Delete a row."""
@@ -369,6 +377,15 @@ class LancePlace(Place):
         if "about" not in self.table.schema.names:
             self.table.add_columns(pa.field("about", pa.string()))
         self.table.update(where=f"id = {item}", values={"about": value})
+
+    def empty(self, item: str) -> None:
+        """Replace the row by one without a vector."""
+        row = self.table.search().where(f"id = {item}").to_arrow()
+        place = row.schema.get_field_index("embedding")
+        none = pa.nulls(1, row.schema.field(place).type)
+        self.table.merge_insert("id").when_matched_update_all().execute(
+            row.set_column(place, row.schema.field(place), none), on_bad_vectors="null"
+        )
 
     def delete(self, item: str) -> None:
         """Delete a row."""
@@ -596,6 +613,13 @@ class QdrantPlace(Place):
         with self.client() as client:
             client.set_payload("items", {"about": value}, [int(item)])
 
+    def empty(self, item: str) -> None:
+        """Write the point without a vector."""
+        from qdrant_client import models
+
+        with self.client() as client:
+            client.upsert("items", [models.PointStruct(id=int(item), vector={}, payload={"price": 1})])
+
     def delete(self, item: str) -> None:
         """Delete a point."""
         with self.client() as client:
@@ -621,8 +645,8 @@ class QdrantPlace(Place):
         """Read a collection, as directions: the local mode brings vectors to length 1 only when it searches."""
         with self.client() as client:
             points, _ = client.scroll(space, limit=100_000, with_vectors=True)
-        found = {str(point.id): np.array(point.vector) for point in points}
-        return {item: (vector / np.linalg.norm(vector)).astype(np.float32) for item, vector in found.items()}
+        found = {str(point.id): np.array(point.vector) for point in points if isinstance(point.vector, list)}
+        return {item: (vector / (np.linalg.norm(vector) or 1)).astype(np.float32) for item, vector in found.items()}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
         """Replace a vector, and leave the payload."""

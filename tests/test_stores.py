@@ -459,6 +459,78 @@ def test_rows_are_embedded_anew_from_what_they_hold(
 # ----------------------------------------------------------------------------------------------------- bad input
 
 
+def test_rows_with_a_zero_vector_are_skipped_and_named(
+    place: Place, model: RidgeModel, vectors: np.ndarray, tmp_path: Path
+) -> None:
+    """They are zeros in the new space, and mapped as soon as a service writes a vector."""
+    zeros = np.isin(np.arange(N), (7, 70))[:, None]
+    place.fill(np.where(zeros, np.float32(0), vectors))
+    store = place.open()
+    store.name_model(space := store.space, OLD)
+    with pytest.raises(XcompatError, match=r"2 of 300 rows of .*'70' is zero and has no direction; .* raise --max-bad-share"):
+        migration.start(store, Mapping(model), place.into, max_bad_share=0.001)
+    model.save_pretrained(tmp_path / "map")
+    place.close()
+    uri, named = place.uri(), ["--model", str(tmp_path / "map")]
+    code, line = said("migrate", "plan", uri, *named)
+    assert code == 0 and "2 of the first rows have no usable vector: '7' is zero" in line
+    code, line = said("migrate", "start", uri, *named, "--max-bad-share", "0.01")
+    assert code == 0 and "2 rows have no usable vector, and zeros in the new space: '7' is zero" in line
+    code, line = said("migrate", "verify", uri, *named)
+    assert code == 0 and "300 rows, 0 of them without a new vector 2 of them have no usable old vector" in line
+    place.open()
+    place.put("7", vectors[7])
+    migration.switch(store := place.open(), Mapping(model))
+    new, expected = place.vectors(space), Mapping(model)(vectors)
+    expected[70] = 0
+    np.testing.assert_allclose(np.stack([new[str(row)] for row in range(N)]), expected, atol=1e-5)
+    migration.finish(store)
+    assert place.open().count() == N, "no row is lost"
+
+
+@pytest.mark.parametrize("place", ["postgresql", "lancedb", "qdrant"], indirect=True)
+def test_rows_without_a_vector_are_counted_and_named(
+    store: Store, place: Place, model: RidgeModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.empty("5")
+    assert store.ids_without_vector(3) == ["5"]
+    with pytest.raises(XcompatError, match="1 of 300 rows of .* have no usable vector, more than the share 0: '5' has none"):
+        migration.start(store, Mapping(model), place.into, max_bad_share=0)
+    commands.plan(store, Mapping(model), "float32")
+    commands.start(store, Mapping(model), place.into)
+    assert capsys.readouterr().out.count("1 rows hold no vector and get none ('5')") == 2
+    assert commands.verify(store, Mapping(model))
+    migration.switch(store, Mapping(model))
+    assert len(place.vectors(store.space)) == N - 1
+    assert place.open().count() == N
+
+
+@pytest.mark.parametrize("width", [20, 32], ids=["narrower than the new vectors", "wider"])
+def test_padded_vectors_are_mapped_and_searched(
+    place: Place, vectors: np.ndarray, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    """Services pad to a fixed width: where the new vectors fit into it, they are padded too."""
+    model = map_of_galleries(vectors, NEW_DIM)
+    padded = np.pad(vectors, ((0, 0), (0, width - OLD_DIM)))
+    padded[9] = vectors[0, 0]
+    place.fill(padded)
+    store, mapping = place.open(), Mapping(model)
+    store.name_model(space := store.space, OLD)
+    assert [hits[0].id for hits in store.find(vectors[:5], OLD, 1)] == ["0", "1", "2", "3", "4"]
+    commands.plan(store, mapping, "float32")
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"the last {width - OLD_DIM} of {width} numbers are padding: the map reads the first 16" in out
+    assert "'9' has other numbers than zeros after its first 16" in out
+    migration.start(store, mapping, place.into)
+    assert migration.verify(store, mapping).passed
+    migration.switch(store, mapping)
+    store = place.open()
+    assert store.describe()["dim"] == max(width, NEW_DIM) == place.vectors(space)["3"].size
+    np.testing.assert_allclose(place.vectors(space)["3"][:NEW_DIM], mapping(vectors[3:4])[0], atol=1e-5)
+    assert [hits[0].id for hits in store.find(mapping(vectors[:5]), model, 1)] == ["0", "1", "2", "3", "4"]
+    migration.finish(store)
+
+
 def test_what_cannot_be_migrated_is_refused_and_left_as_it_was(
     store: Store, place: Place, model: RidgeModel, vectors: np.ndarray
 ) -> None:

@@ -33,6 +33,11 @@ Images = Annotated[
     str | None, typer.Option("--images", help="Likewise, the field with their pictures, or the paths of these below --pictures.")
 ]
 
+MaxBadShare = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Largest share of rows without a usable vector (none, zeros, not finite). Default: 0.1."),
+]
+
 
 @app.command()
 def plan(
@@ -44,6 +49,7 @@ def plan(
     pictures: Pictures = None,
     texts: Texts = None,
     images: Images = None,
+    max_bad_share: MaxBadShare = None,
 ) -> None:
     """Say what is there, what a migration takes, and what each way gives; the vectors stay as they are."""
     from xcompat.progress import console, literal
@@ -54,7 +60,7 @@ def plan(
     _require(uri, model, embed, pictures if embed else None)
     filling, store = _filling(model, embed, pictures if embed else None), _open(uri)
     commands.name_model(store, from_, held)
-    commands.plan(store, filling, dtype)
+    commands.plan(store, filling, dtype, max_bad_share)
     if report_file(model).is_file():
         print_ways(load_report(model), console, mapped=embed is None)
     else:
@@ -74,6 +80,7 @@ def start(
     pictures: Pictures = None,
     texts: Texts = None,
     images: Images = None,
+    max_bad_share: MaxBadShare = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
@@ -87,7 +94,7 @@ def start(
         store = _open(uri)
         commands.name_model(store, from_, held)
         rate = {"batch": batch, "rows_per_second": rows_per_second}
-        commands.start(store, filling, into, **rate, dtype=dtype, spread=spread)
+        commands.start(store, filling, into, **rate, dtype=dtype, max_bad_share=max_bad_share, spread=spread)
 
     held = _held(from_, texts, images, embed, pictures)
     where = Workers(engine, workers, gpus_per_worker)

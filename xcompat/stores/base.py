@@ -16,6 +16,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric, VersionRecord
 from xcompat.retrieval.versions import as_float32, identity, query_view
+from xcompat.stores.padding import is_padded, pad_vectors
 from xcompat.stores.uri import StoreUri
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Store(ABC):
     locks: ClassVar[bool] = False
     tells: ClassVar[bool] = False
     _known: Space | None = None
+    _padded: tuple[Space, int] | None = None
+    """The space whose vectors are padded, and their dimension without padding."""
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -105,6 +108,18 @@ class Store(ABC):
             space: its rows; None for all.
             without: counts only rows that have no vector in this space, or one of what they were before they changed.
         """
+
+    def count_zeros(self, space: str) -> int:
+        """Return the number of rows whose vector in a space is zero."""
+        return sum(int((~rows.vectors_ND.any(1)).sum()) for rows in self.rows(10_000, space=space))
+
+    def ids_without_vector(self, count: int) -> list[str]:
+        """Return the ids of the first rows that have no vector in the space that is searched.
+
+        Args:
+            count: most of them.
+        """
+        return []
 
     @abstractmethod
     def search(
@@ -220,7 +235,18 @@ class Store(ABC):
                 f"queries of {identity(model)} cannot be compared with {self.space} of {self.uri}, which {own.fingerprint} made; "
                 "take that model, or one that is compatible with it"
             )
-        return view
+        return self._padded_queries(view, own)
+
+    def _padded_queries(self, queries_QD: NDArray[np.float32], own: Space) -> NDArray[np.float32]:
+        """Return queries as wide as the stored vectors, where services padded these with zeros."""
+        dim = queries_QD.shape[-1]
+        if own.dim is None or dim >= own.dim:
+            return queries_QD
+        if self._padded != (own, dim):
+            if not is_padded(self, dim, own.name):
+                return queries_QD
+            self._padded = own, dim
+        return pad_vectors(np.atleast_2d(queries_QD), own.dim)
 
     def queries(self, vectors_QD: ArrayLike, own: Space) -> NDArray[np.float32]:
         """Return queries as (Q, D) float32, one of them as one row.

@@ -86,9 +86,10 @@ def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
     """Compare a sample with what a model makes of it; refuse a model that clearly did not make the vectors."""
     from xcompat.retrieval.doctor import SAME
     from xcompat.stores.doctor import examine_store
+    from xcompat.stores.padding import is_padded
 
     own, found = store.spaces()[store.space], examine_store(store, embedder, held)
-    if own.dim not in (None, embedder.dim):
+    if own.dim not in (None, embedder.dim) and not is_padded(store, embedder.dim):
         raise XcompatError(
             f"{embedder.name} did not make {own.name} of {store.uri}: it is {found.note}; name another with --from"
         )
@@ -107,15 +108,44 @@ def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
     console.print(f"{mark} {literal(embedder.name)} made {literal(said)} (cosine {found.cosine:.4f}){rest}", soft_wrap=True)
 
 
-def plan(store: Store, mapping: Filling, dtype: str) -> None:
+def plan(store: Store, mapping: Filling, dtype: str, max_bad_share: float | None = None) -> None:
     """Print what is there and what it takes."""
-    found = migration.plan(store, mapping, dtype)
+    found = migration.plan(store, mapping, dtype, max_bad_share)
     own = store.spaces()[store.space]
     table = Table("", "rows", "vectors", "dimensions", "numbers", "bytes", show_header=True)
     table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")
     table.add_row("new", "", f"{found.vectors:,}", str(found.dim), dtype, decimal(found.nbytes))
     console.print(table)
     console.print(f"reading and making them take about {found.seconds / 60:,.1f} minutes, writing comes on top")
+    _print_empty(found.rows - found.vectors, found.empty)
+    if found.unusable:
+        first = "; ".join(f"{item!r} {reason}" for item, reason in list(found.unusable.items())[: migration.SHOWN])
+        _warn(f"{len(found.unusable):,} of the first rows have no usable vector: {first}; their new vectors will be zeros")
+    own_dim, new = mapping.old_dim, mapping.made[1]
+    if found.width is not None and own_dim is not None and found.width > own_dim:
+        then = f"padded to {found.dim} too" if found.dim > new else f"not padded: your services must write {new} numbers"
+        _warn(
+            f"the last {found.width - own_dim} of {found.width} numbers are padding: the map reads the first {own_dim}, "
+            f"and the new vectors are {then}"
+        )
+
+
+def _warn(line: str) -> None:
+    console.print(f"[yellow]![/] {literal(line)}", soft_wrap=True)
+
+
+def _print_empty(count: int, first: list[str]) -> None:
+    """Print how many rows have no vector, and which are the first."""
+    if count:
+        named = f" ({', '.join(map(repr, first))}{', …' if count > len(first) else ''})" if first else ""
+        _warn(f"{count:,} rows hold no vector and get none{named}")
+
+
+def _print_skipped(count: int, named: list[str]) -> None:
+    """Print how many old vectors cannot be used, and which are the first."""
+    if count:
+        more = "; …" if count > len(named) else ""
+        _warn(f"{count:,} rows have no usable vector, and zeros in the new space: {'; '.join(named)}{more}")
 
 
 def start(store: Store, mapping: Filling, into: str | None, **options: Any) -> None:  # noqa: ANN401
@@ -125,6 +155,8 @@ def start(store: Store, mapping: Filling, into: str | None, **options: Any) -> N
         f"[green]✓[/] {literal(done.into)} of {literal(store.uri)} is filled: {done.written:,} rows written; "
         "`xcompat migrate verify` and `switch` come next"
     )
+    _print_skipped(done.skipped, done.named)
+    _print_empty(store.count() - store.count(store.space), store.ids_without_vector(migration.SHOWN))
 
 
 def status(store: Store) -> None:
@@ -132,12 +164,15 @@ def status(store: Store) -> None:
     found, lacking = migration.status(store)
     done = f"{found.written:,} rows written, {lacking:,} lack a new vector"
     console.print(f"{literal(found.space)} → {literal(found.into)}: {found.state}, {done}")
+    _print_skipped(found.skipped, found.named)
 
 
 def verify(store: Store, mapping: Filling) -> bool:
     """Check a filled space; return whether it may be switched to."""
     found = migration.verify(store, mapping)
     console.print(f"{found.rows:,} rows, {found.missing:,} of them without a new vector")
+    if found.skipped:
+        console.print(f"{found.skipped:,} of them have no usable old vector, and zeros in the new space")
     console.print(f"{found.compared:,} vectors made anew, {found.wrong:,} differ from what is stored")
     if found.overlap is not None:
         console.print(

@@ -19,6 +19,7 @@ from xcompat.retrieval.originals import Originals, Pictures, Texts
 from xcompat.stores.base import UNKNOWN, Rows, Store
 from xcompat.stores.embedding import contained
 from xcompat.stores.gallery import GalleryStore
+from xcompat.stores.padding import is_padded
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def examine_store(store: Store, embedder: Embedder, held: Held | None, sample: i
         raise XcompatError(f"{store.uri} is a gallery: name its folder, {store.gallery.path}, and what it was built from")
     own = store.spaces()[store.space]
     found = Finding(own.fingerprint or UNKNOWN, store.count(store.space), claimed=own.fingerprint in (None, embedder.fingerprint))
-    if own.dim not in (None, embedder.dim):
+    if own.dim not in (None, embedder.dim) and not is_padded(store, embedder.dim):
         return replace(found, note=f"of {own.dim} dimensions, and {embedder.name} makes {embedder.dim}")
     if held is None or not found.items:
         return replace(found, note="no field was named that holds what they were made of" if found.items else "there are none")
@@ -75,4 +76,4 @@ def examine_store(store: Store, embedder: Embedder, held: Held | None, sample: i
     originals.require(embedder)
     if not kept:
         return replace(found, note=f"no row that was read holds {originals.kind} in {held.content}")
-    return judged(found, Stored(originals, np.arange(len(kept)), rows.vectors_ND[kept]), embedder)
+    return judged(found, Stored(originals, np.arange(len(kept)), rows.vectors_ND[kept, : embedder.dim]), embedder)

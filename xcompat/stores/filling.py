@@ -43,6 +43,19 @@ class Filling(ABC, Generic[Given, Made]):
     def require_fit(self, store: Store, dtype: str) -> None:
         """Refuse a store whose vectors the model does not take, or that cannot take new ones."""
 
+    @property
+    def old_dim(self) -> int | None:
+        """The dimension of the old vectors that it reads, without padding; None if it reads none."""
+        return None
+
+    def dim_for(self, store: Store) -> int:
+        """Return the dimension of a store's new space."""
+        return self.made[1]
+
+    def find_unusable(self, rows: Rows) -> dict[str, str]:
+        """Return rows whose old vector has nothing to map, each with the reason. Their new vectors are zeros."""
+        return {}
+
     @abstractmethod
     def given(self, store: Store, rows: Rows) -> tuple[Rows, Given]:
         """Return the rows that get a new vector, and what the model is given of them.

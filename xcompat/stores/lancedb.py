@@ -113,6 +113,12 @@ class LanceStore(Store):
             return int(self.table.count_rows(f"{_quoted(space)} IS NOT NULL" if space is not None else None))
 
     @override
+    def ids_without_vector(self, count: int) -> list[str]:
+        with explained(self.uri):
+            asked = self.table.search().where(f"{_quoted(self.space)} IS NULL").select([self.key])
+            return _ids(asked.limit(count).to_arrow()[self.key])
+
+    @override
     def search(
         self,
         vectors_QD: ArrayLike,

@@ -16,6 +16,7 @@ from xcompat.retrieval.upgrading import Block, map_block
 from xcompat.retrieval.versions import identity, upgraded_version
 from xcompat.stores.base import Rows, Store
 from xcompat.stores.filling import Filling
+from xcompat.stores.padding import is_padded, pad_vectors
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -71,10 +72,30 @@ class Mapping(Filling[Block, Block]):
             raise XcompatError(f"nobody has said which model made {store.space} of {store.uri}; say it with --from MODEL")
         if own.fingerprint != self.old:
             raise FingerprintMismatchError(f"{own.fingerprint} made {store.space} of {store.uri}, and the map is for {self.old}")
-        dim = self.model.config.old["dim"]
-        if own.dim is not None and own.dim != dim:
-            raise XcompatError(f"{store.space} of {store.uri} has {own.dim} dimensions, and the map is for {dim}")
-        store.check_space(self.made[1], dtype)
+        width, dim = self._width(store), self.old_dim
+        if width not in (None, dim) and not is_padded(store, dim):
+            padding = "" if width < dim else f" (numbers {dim + 1} to {width} are not only zeros, so they are no padding)"
+            raise XcompatError(f"{store.space} of {store.uri} has {width} dimensions, and the map is for {dim}{padding}")
+        store.check_space(self.dim_for(store), dtype)
+
+    @property
+    @override
+    def old_dim(self) -> int:
+        return int(self.model.config.old["dim"])
+
+    def _width(self, store: Store) -> int | None:
+        """Return the dimension of stored vectors, with padding; None if there are none."""
+        own = store.spaces()[store.space]
+        return own.dim or next((rows.vectors_ND.shape[1] for rows in store.rows(1)), None)
+
+    @override
+    def dim_for(self, store: Store) -> int:
+        """Return the dimension of a store's new space: padded vectors stay padded, as services that pad expect it."""
+        return self._dim_beside(self._width(store) or self.old_dim)
+
+    def _dim_beside(self, width: int) -> int:
+        """Return the dimension of new vectors of rows whose old vectors have ``width`` numbers."""
+        return max(self.made[1], width if width > self.old_dim else 0)
 
     @property
     def made(self) -> tuple[Fingerprint, int]:
@@ -87,12 +108,29 @@ class Mapping(Filling[Block, Block]):
         return map_block(self.model, Block(vectors_ND, unit=False)).embeds_nd
 
     @override
+    def find_unusable(self, rows: Rows) -> dict[str, str]:
+        vectors_ND, dim = rows.vectors_ND, self.old_dim
+        reasons = {
+            f"has other numbers than zeros after its first {dim}": vectors_ND[:, dim:].any(1),
+            "is zero and has no direction": ~vectors_ND.any(1),
+            "is not finite": ~np.isfinite(vectors_ND).all(1),
+        }
+        return {rows.ids[row]: reason for reason, found_N in reasons.items() for row in np.flatnonzero(found_N)}
+
+    @override
     def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
-        return rows, Block(checked(store, rows), unit=False)
+        unusable_N, dim = self._unusable(rows), self.old_dim
+        vectors_ND = np.where(unusable_N[:, None], np.float32(dim**-0.5), rows.vectors_ND[:, :dim])  # any that can be mapped
+        return rows, Block(checked(store, rows._replace(vectors_ND=vectors_ND)), unit=False)
 
     @override
     def taken(self, store: Store, rows: Rows, made: Block) -> Rows:
-        return rows._replace(vectors_ND=made.embeds_nd)
+        new_ND = np.where(self._unusable(rows)[:, None], np.float32(0), made.embeds_nd)
+        return rows._replace(vectors_ND=pad_vectors(new_ND, self._dim_beside(rows.vectors_ND.shape[1])))
+
+    def _unusable(self, rows: Rows) -> NDArray[np.bool_]:
+        unusable = self.find_unusable(rows)
+        return np.array([item in unusable for item in rows.ids], np.bool_)
 
 
 def checked(store: Store, rows: Rows) -> NDArray[np.float32]:

@@ -30,6 +30,8 @@ LONGEST = 60.0
 """Seconds after which a verification has searched enough: without an index every search reads all rows."""
 ROUNDS, FEW = 3, 1_000
 """Rounds after which so few rows may be left for the moment of the switch, when nobody else writes."""
+MAX_BAD_SHARE, SHOWN = 0.1, 3
+"""Share of the rows that may have no usable vector, and how many of them are named."""
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
 """Largest difference of a stored number from what the map gives now."""
 
@@ -44,6 +46,9 @@ class Migration(BaseModel):
         state: ``filling`` until the switch, then ``switched``; one that was killed between them is in neither.
         after: rows up to this id were seen in the current round.
         written: rows written so far, in all rounds.
+        skipped: rows met so far whose old vector cannot be used; their new vectors are zeros.
+        named: the first of these rows, with the reasons.
+        max_bad_share: the share of rows that may have no usable vector.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -53,6 +58,9 @@ class Migration(BaseModel):
     state: Literal["filling", "switching", "switched", "switching back"] = "filling"
     after: str | None = None
     written: int = 0
+    skipped: int = 0
+    named: list[str] = []
+    max_bad_share: float = MAX_BAD_SHARE
 
     @property
     def before(self) -> str:
@@ -69,6 +77,9 @@ class Plan(NamedTuple):
         dim: of the new vectors.
         nbytes: of the new vectors, without an index.
         seconds: estimated from reading and mapping some rows; writing comes on top.
+        empty: the first rows without a vector, by id.
+        unusable: those of the rows that were read whose vector cannot be used, with the reason.
+        width: dimension of the old vectors, with padding.
     """
 
     rows: int
@@ -76,6 +87,9 @@ class Plan(NamedTuple):
     dim: int
     nbytes: int
     seconds: float
+    empty: list[str]
+    unusable: dict[str, str]
+    width: int | None
 
 
 class Checked(NamedTuple):
@@ -88,6 +102,7 @@ class Checked(NamedTuple):
         wrong: of these, how many differ from what is stored.
         searched: with how many of these both spaces were searched.
         overlap: the mean share of the first ten hits of those in both spaces; None if nothing was compared.
+        skipped: rows whose old vector cannot be used: zeros in the new space.
     """
 
     rows: int
@@ -96,6 +111,7 @@ class Checked(NamedTuple):
     wrong: int
     searched: int
     overlap: float | None
+    skipped: int = 0
 
     @property
     def passed(self) -> bool:
@@ -103,27 +119,34 @@ class Checked(NamedTuple):
         return not self.missing and not self.wrong and self.compared > 0
 
 
-def plan(store: Store, mapping: Filling, dtype: str = "float32") -> Plan:
+def plan(store: Store, mapping: Filling, dtype: str = "float32", max_bad_share: float | None = None) -> Plan:
     """Estimate a migration from some rows; nothing is written.
 
     Args:
         store: the store.
         mapping: the map, or the model that embeds anew.
         dtype: of the new vectors.
+        max_bad_share: share of the rows that may have no usable vector; :data:`MAX_BAD_SHARE` by default.
 
     Raises:
         FingerprintMismatchError: the map is for another model's vectors.
-        XcompatError: nobody has said which model made the vectors, or the new ones could not be indexed as they are.
+        XcompatError: nobody has said which model made the vectors, the new ones could not be indexed as they are, or too many
+            rows have no usable vector.
     """
     store.record(RECORD)  # refused where nothing can be migrated
     mapping.require_fit(store, dtype)
-    started, seen = time.perf_counter(), 0
+    share = MAX_BAD_SHARE if max_bad_share is None else max_bad_share
+    _require_vectors(store, mapping, share)
+    started, seen, unusable, width = time.perf_counter(), 0, dict[str, str](), store.spaces()[store.space].dim
     for rows in store.rows(mapping.tried, content=mapping.content):
         mapping.of(store, rows)
-        seen = len(rows.ids)
+        seen, unusable, width = len(rows.ids), mapping.find_unusable(rows), rows.vectors_ND.shape[1]
         break
-    seconds, vectors, (_, dim) = time.perf_counter() - started, store.count(store.space), mapping.made
-    return Plan(store.count(), vectors, dim, vectors * dim * np.dtype(dtype).itemsize, seconds * vectors / max(seen, 1))
+    seconds, total, vectors = time.perf_counter() - started, store.count(), store.count(store.space)
+    _require_few(store, len(unusable), vectors, share, _describe(unusable))
+    empty, dim = store.ids_without_vector(SHOWN) if vectors < total else [], mapping.dim_for(store)
+    nbytes = vectors * dim * np.dtype(dtype).itemsize
+    return Plan(total, vectors, dim, nbytes, seconds * vectors / max(seen, 1), empty, unusable, width)
 
 
 def start(
@@ -134,6 +157,7 @@ def start(
     batch: int = BATCH,
     rows_per_second: float | None = None,
     dtype: str = "float32",
+    max_bad_share: float | None = None,
     spread: Spread = here,
 ) -> Migration:
     """Fill a new space beside the old one, until no row lacks its vector; started again, it continues.
@@ -147,17 +171,19 @@ def start(
         batch: rows in a transaction.
         rows_per_second: most rows that are written in a second; None for as many as it takes.
         dtype: how the new space keeps its numbers, ``float32`` or ``float16``.
+        max_bad_share: share of the rows that may have no usable vector (none, zeros, not finite, or other than the padding of the
+            rest); :data:`MAX_BAD_SHARE` by default, and that of the first call when it continues.
         spread: where the vectors are made; this process alone reads and writes.
 
     Returns:
         The migration.
 
     Raises:
-        XcompatError: another migration runs or has begun, a vector cannot be mapped, or the store refuses.
+        XcompatError: another migration runs or has begun, too many rows have no usable vector, or the store refuses.
         FingerprintMismatchError: the map is for another model's vectors.
     """
     with store.claimed():
-        migration = _begun(store, mapping, into, dtype)
+        migration = _begun(store, mapping, into, dtype, max_bad_share)
         _fill(store, mapping, migration, batch, rows_per_second, spread)
         store.index_like(migration.into)
     return migration
@@ -167,15 +193,18 @@ def _fill(
     store: Store, mapping: Filling, migration: Migration, batch: int, rows_per_second: float | None, spread: Spread = here
 ) -> None:
     """Write the vectors of all rows that lack one, round after round."""
+    total = store.count(store.space)
     with progress_bar() as bar:
-        lacking = migration.into if migration.written else None  # of a new space all lack, and some stores read all to count
-        task = bar.add_task(f"filling {migration.into}", total=store.count(store.space, lacking), rate="")
+        left = store.count(store.space, migration.into) if migration.written else total  # some stores read all rows to count
+        task = bar.add_task(f"filling {migration.into}", total=left, rate="")
         throttle = _Throttle(rows_per_second)
         for round_ in count():
             from_first, seen, before = migration.after is None, 0, migration.written
             found = store.rows(batch, migration.after, migration.into, content=mapping.content)
             with closing(ahead(mapping.each(store, found, spread))) as blocks:
                 for read, made in blocks:
+                    _skip(migration, mapping.find_unusable(read))
+                    _require_few(store, migration.skipped, total, migration.max_bad_share, "; ".join(migration.named))
                     written = store.write(migration.into, made)
                     migration.after, migration.written = read.ids[-1], migration.written + written
                     store.set_record(RECORD, migration.model_dump())
@@ -189,6 +218,32 @@ def _fill(
             new = migration.written - before
             if from_first and (new == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
                 return
+
+
+def _skip(migration: Migration, unusable: dict[str, str]) -> None:
+    """Count rows whose vectors cannot be used, and keep the names of the first."""
+    migration.skipped += len(unusable)
+    migration.named = [*migration.named, *(f"{item!r} {reason}" for item, reason in unusable.items())][:SHOWN]
+
+
+def _require_few(store: Store, bad: int, total: int, share: float, named: str) -> None:
+    """Raise if too many rows have no usable vector."""
+    if bad > share * total:
+        raise XcompatError(
+            f"{bad:,} of {total:,} rows of {store.uri} have no usable vector, more than the share {share:g}: {named}; "
+            "fix or delete them, or raise --max-bad-share"
+        )
+
+
+def _require_vectors(store: Store, mapping: Filling, share: float) -> None:
+    """Raise if too many rows have no vector; a model that embeds contents needs none."""
+    if mapping.content is None and (empty := store.count() - store.count(store.space)):
+        first = ", ".join(map(repr, store.ids_without_vector(SHOWN)))
+        _require_few(store, empty, store.count(), share, f"{first} {'have' if empty > 1 else 'has'} none")
+
+
+def _describe(unusable: dict[str, str]) -> str:
+    return "; ".join(f"{item!r} {reason}" for item, reason in list(unusable.items())[:SHOWN])
 
 
 def status(store: Store) -> tuple[Migration, int]:
@@ -231,12 +286,14 @@ def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
         rows = rows.pick(kept)
     wrong = int((np.abs(stored_ND - mapped_ND).max(1) > tolerance).sum()) if rows.ids else 0
     shares, started = [], time.monotonic()
-    for old_D, new_D in zip(rows.vectors_ND, mapped_ND, strict=True):
+    usable_N = mapped_ND.any(1)  # zeros have no neighbours
+    for old_D, new_D in zip(rows.vectors_ND[usable_N], mapped_ND[usable_N], strict=True):
         found = store.search(old_D, NEIGHBOURS)[0], store.search(new_D, NEIGHBOURS, space=migration.into)[0]
         shares.append(len({hit.id for hit in found[0]} & {hit.id for hit in found[1]}) / len(found[0]))
         if time.monotonic() - started > LONGEST:
             break
-    return Checked(old, missing, len(rows.ids), wrong, len(shares), float(np.mean(shares)) if shares else None)
+    skipped = store.count_zeros(migration.into) if migration.skipped else 0
+    return Checked(old, missing, len(rows.ids), wrong, len(shares), float(np.mean(shares)) if shares else None, skipped)
 
 
 def switch(store: Store, mapping: Filling) -> Migration:
@@ -277,6 +334,7 @@ def _catch_up(store: Store, mapping: Filling, migration: Migration, old: str, ne
     left = 0
     for rows in store.rows(BATCH, None, new, old, mapping.content):
         made = mapping.of(store, rows)
+        _skip(migration, mapping.find_unusable(rows))
         migration.written += store.write(new, made)
         left += len(rows.ids) - len(made.ids)
     store.tidy(new, old)
@@ -354,7 +412,7 @@ def _of(store: Store, mapping: Filling) -> Migration:
     return migration
 
 
-def _begun(store: Store, mapping: Filling, into: str | None, dtype: str) -> Migration:
+def _begun(store: Store, mapping: Filling, into: str | None, dtype: str, max_bad_share: float | None = None) -> Migration:
     """Begin a migration, or continue the one that is there."""
     if store.record(RECORD) is not None:
         migration = _of(store, mapping)
@@ -362,14 +420,18 @@ def _begun(store: Store, mapping: Filling, into: str | None, dtype: str) -> Migr
             raise XcompatError(f"{store.uri} has been switched; `xcompat migrate finish` or `rollback` comes next")
         if into not in (None, migration.into):
             raise XcompatError(f"{store.uri} is being migrated into {migration.into}, not {into}; leave --into out")
+        migration.max_bad_share = migration.max_bad_share if max_bad_share is None else max_bad_share
         if migration.into in store.spaces():
             return migration
     else:
         mapping.require_fit(store, dtype)
-        migration = Migration(space=store.space, into=into or f"{store.space}_new", model=mapping.digest)
+        share = MAX_BAD_SHARE if max_bad_share is None else max_bad_share
+        _require_vectors(store, mapping, share)
+        target = into or f"{store.space}_new"
+        migration = Migration(space=store.space, into=target, model=mapping.digest, max_bad_share=share)
         if migration.into in store.spaces():
             raise XcompatError(f"{store.uri} has a space {migration.into!r} already; choose another name with --into")
-    made, dim = mapping.made
+    made, dim = mapping.made[0], mapping.dim_for(store)
     with store.alone():
         store.set_record(RECORD, migration.model_dump())
         try:

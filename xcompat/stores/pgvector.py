@@ -127,6 +127,17 @@ class PgVectorStore(Store):
         return int(self.client.ask(sql.SQL("SELECT count(*) FROM {} {}").format(self.table, where))[0][0])
 
     @override
+    def count_zeros(self, space: str) -> int:
+        asked = sql.SQL("SELECT count(*) FROM {} WHERE vector_norm({}::vector) = 0").format(self.table, sql.Identifier(space))
+        return int(self.client.ask(asked)[0][0])
+
+    @override
+    def ids_without_vector(self, count: int) -> list[str]:
+        asked = sql.SQL("SELECT {0}::text FROM {1} WHERE {2} IS NULL ORDER BY {0} LIMIT %s")
+        names = sql.Identifier(self.key), self.table, sql.Identifier(self.space)
+        return [item for (item,) in self.client.ask(asked.format(*names), count)]
+
+    @override
     def search(
         self,
         vectors_QD: ArrayLike,

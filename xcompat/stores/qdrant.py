@@ -128,6 +128,12 @@ class QdrantStore(Store):
         with explained(self.uri):
             return self.client.count(space or self.space, wanted, exact=True).count
 
+    @override
+    def ids_without_vector(self, count: int) -> list[str]:
+        with explained(self.uri):
+            found, _ = self.client.scroll(self.space, self._filter(False), count, with_payload=False)
+        return [str(record.id) for record in found]
+
     def _filter(self, has_vector: bool) -> models.Filter:
         has = models.HasVectorCondition(has_vector=self.vector)
         return models.Filter(must=[has]) if has_vector else models.Filter(must_not=[has])
