@@ -121,3 +121,36 @@ def forget_pages(array: object) -> None:
     mapped = getattr(array, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def row_lengths(rows_ND: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the Euclidean length of each row; squares neither overflow nor vanish, whatever the rows' dtype.
+
+    Example:
+        >>> row_lengths(np.array([[3e30, 4e30], [3e-22, 4e-22]], np.float32)).tolist()
+        [5.000000015047466e+30, 5.000000117391141e-22]
+    """
+    wide_ND, peak_N1 = _wide_rows(rows_ND)
+    scaled_ND = wide_ND / peak_N1
+    return np.sqrt(np.einsum("nd,nd->n", scaled_ND, scaled_ND)) * peak_N1[:, 0]
+
+
+def normalise_rows(rows_ND: NDArray[Any]) -> NDArray[np.float32]:
+    """Return rows divided by their length in float64; rows of zeros stay as they are, and rows with NaN become NaN.
+
+    Example:
+        >>> normalise_rows(np.array([[3e30, 4e30], [3e-22, 4e-22], [0, 0]], np.float32)).round(3).tolist()
+        [[0.6000000238418579, 0.800000011920929], [0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
+    """
+    wide_ND, peak_N1 = _wide_rows(rows_ND)
+    scaled_ND = wide_ND / peak_N1
+    length_N1 = np.sqrt(np.einsum("nd,nd->n", scaled_ND, scaled_ND))[:, None]
+    with np.errstate(invalid="ignore"):  # infinite rows become NaN too
+        return (scaled_ND / np.where(length_N1 == 0, 1, length_N1)).astype(np.float32)
+
+
+def _wide_rows(rows_ND: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return rows in float64, and the largest absolute number of each (N, 1), 1 where that is no divisor."""
+    wide_ND = np.asarray(rows_ND, np.float64)
+    peak_N1 = np.abs(wide_ND).max(axis=1, initial=0, keepdims=True)
+    return wide_ND, np.where(np.isfinite(peak_N1) & (peak_N1 > 0), peak_N1, 1)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xcompat.arrays import row_lengths
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IDENTIFICATION, VERIFICATION
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
@@ -157,7 +158,7 @@ def pooled_templates(embeds_ND: Embeddings, templates_N: NDArray[np.int64], medi
 
 
 def _normalised(rows_BD: np.ndarray) -> np.ndarray:
-    norms_B1 = np.linalg.norm(rows_BD, axis=1, keepdims=True)
+    norms_B1 = row_lengths(rows_BD)[:, None]
     return rows_BD / np.where(norms_B1 == 0, 1, norms_B1)
 
 

@@ -16,7 +16,7 @@ from xcompat.evaluation.counting import count_at_least
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import Hits, placed
-from xcompat.evaluation.scores import Embeddings, pair_scores
+from xcompat.evaluation.scores import Embeddings, join_ties, pair_scores
 
 Qrels = Mapping[Any, Mapping[Any, float]]
 """Query id -> item id -> gain. An item without a gain above 0 is not relevant, judged or not."""
@@ -254,8 +254,9 @@ def _rank(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged) -> tuple[Hi
     known, places_N = np.unique(columns_N, return_inverse=True)
     positions = (torch.from_numpy(each).to(pairs.device) for each in (owners_N, places_N))
     scores_N = pair_scores(pairs.queries.block(rows_B), pairs.gallery.block(known), *positions).cpu().numpy()
+    scores_N = join_ties(scores_N, owners_N, pairs.tie_margin)
     order_N = np.lexsort((-gains_N, scores_N, owners_N))  # of equal scores the lower gain ranks first: ties against you
     scores_N, gains_N = scores_N[order_N], gains_N[order_N]
-    on_device = (torch.from_numpy(each).to(pairs.device) for each in (scores_N, owners_N, counts_B))
+    on_device = (torch.from_numpy(each).to(pairs.device) for each in (scores_N - pairs.tie_margin, owners_N, counts_B))
     at_least_N = count_at_least(pairs, rows_B, *on_device).cpu().numpy()
-    return placed(rows_B, counts_B, owners_N, scores_N, at_least_N), gains_N
+    return placed(rows_B, counts_B, owners_N, scores_N, at_least_N, pairs.tie_margin), gains_N

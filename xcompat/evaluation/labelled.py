@@ -11,7 +11,7 @@ import torch
 from xcompat.distributed import my_share
 from xcompat.errors import XcompatError
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
-from xcompat.evaluation.scores import Embeddings, ExactRows, blocks, copy_score
+from xcompat.evaluation.scores import Embeddings, ExactRows, as_rows, blocks, copy_score, tie_margin, usual_distance
 
 LEFT_OUT = -(2.0**53)
 """Score of a pair that does not count: below every real score, as these are integers of at most about 2^52."""
@@ -98,6 +98,8 @@ class LabelledPairs:
             )
         self.n_queries, self.n_gallery, self.dim = len(self.queries), len(self.gallery), self.queries.dim
         self.chunk_size, self.copy_score = chunk_size, copy_score(self.queries.dim, are_lifted)
+        usual = usual_distance(as_rows(gallery.embeds_ND, "gallery")) if are_lifted else 1.0
+        self.tie_margin = tie_margin(self.dim, usual)
         self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, called)
         # Sorted by class, the positives of a block of queries are one range of the gallery, and only that range is scored.
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from xcompat.arrays import row_lengths
 from xcompat.distributed import gather_objects
 from xcompat.errors import XcompatError
 from xcompat.evaluation.identities import Ids
@@ -73,9 +74,9 @@ def first_hit_ranks(
 ) -> np.ndarray:
     """Return how many negatives rank before each query's best positive.
 
-    Ties are pessimistic: a positive ranks after every negative of the same score. Positives do not push each other down.
-    Nothing is sorted: the rank is the number of negatives that score at least as high as the best positive. Scores are exact
-    (:mod:`xcompat.evaluation.scores`), so the result does not depend on the chunk size in any bit.
+    Ties are pessimistic: a positive ranks after every negative of the same cosine. Positives do not push each other down.
+    Nothing is sorted: the rank is the number of negatives that score at least as high as the best positive, up to the rounding
+    of scores (:func:`~xcompat.evaluation.scores.tie_margin`). The result does not depend on the chunk size in any bit.
 
     Args:
         queries_QD: ``(Q, D)`` embeddings.
@@ -108,9 +109,9 @@ def _rank(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
     """Return the ranks of some queries, each with a positive, in order of their classes."""
 
     def rank(rows_B: np.ndarray) -> np.ndarray:
-        best_B, tied_B = _best_positives(pairs, rows_B)
+        lowest_B = _best_positives(pairs, rows_B) - pairs.tie_margin
         # The count includes the positives that tie with the best one; what is left are negatives.
-        return (_count_at_least(pairs, rows_B, best_B) - tied_B).cpu().numpy()
+        return (_count_at_least(pairs, rows_B, lowest_B) - _count_positives(pairs, rows_B, lowest_B)).cpu().numpy()
 
     if not len(rows_N):
         return np.zeros(0, dtype=np.int64)
@@ -120,18 +121,22 @@ def _rank(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
         return np.concatenate(list(map_over_cores(rank, parts, pairs.device)))
 
 
-def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the score of each query's best positive, and how many positives have exactly that score."""
+def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> torch.Tensor:
+    """Return the score of each query's best positive."""
     best_B = torch.full((len(rows_B),), -torch.inf, dtype=torch.float64, device=pairs.device)
-    tied_B = torch.zeros(len(rows_B), dtype=torch.int64, device=pairs.device)
     for part in blocks(len(rows_B), min(pairs.chunk_size, MATED_ROWS)):
         for scores_BC, positive_BC in pairs.class_tiles(rows_B[part]):
-            scores_BC.masked_fill_(~positive_BC, -torch.inf)
-            better_B = torch.maximum(best_B[part], scores_BC.amax(dim=1))
-            kept_B = torch.where(better_B > best_B[part], 0, tied_B[part])
-            tied_B[part] = kept_B + (scores_BC == better_B[:, None]).count_nonzero(dim=1)
-            best_B[part] = better_B
-    return best_B, tied_B
+            best_B[part] = torch.maximum(best_B[part], scores_BC.masked_fill_(~positive_BC, -torch.inf).amax(dim=1))
+    return best_B
+
+
+def _count_positives(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch.Tensor) -> torch.Tensor:
+    """Return how many positives score at least the threshold, per query."""
+    count_B = torch.zeros(len(rows_B), dtype=torch.int64, device=pairs.device)
+    for part in blocks(len(rows_B), min(pairs.chunk_size, MATED_ROWS)):
+        for scores_BC, positive_BC in pairs.class_tiles(rows_B[part]):
+            count_B[part] += (positive_BC & (scores_BC >= threshold_B[part, None])).count_nonzero(dim=1)
+    return count_B
 
 
 def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch.Tensor) -> torch.Tensor:
@@ -208,7 +213,7 @@ def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
         raise XcompatError(f"prompt embeddings must be (classes, templates, dimensions), not {tuple(prompt_embeds_CTD.shape)}")
     n_classes, n_templates, dim = prompt_embeds_CTD.shape
     prompts = as_rows(prompt_embeds_CTD.reshape(n_classes * n_templates, dim), "prompt embeddings").astype(np.float64)
-    norms = np.linalg.norm(prompts, axis=1, keepdims=True)
+    norms = row_lengths(prompts)[:, None]
     if not np.isfinite(norms).all() or (norms == 0).any():
         raise XcompatError("prompt embeddings hold NaN, infinite or all-zero rows; embed the prompts again")
     means_CD = (prompts / norms).reshape(n_classes, n_templates, dim).mean(axis=1)

@@ -279,12 +279,18 @@ def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
         return None
     rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
     owners_N = torch.repeat_interleave(positives_B)
-    at_least_N = count_at_least(pairs, rows_B, scores_N, owners_N, positives_B)
-    return placed(rows_B, *(values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N)))
+    at_least_N = count_at_least(pairs, rows_B, scores_N - pairs.tie_margin, owners_N, positives_B)
+    counted = (values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N))
+    return placed(rows_B, *counted, pairs.tie_margin)
 
 
 def placed(
-    rows_B: np.ndarray, positives_B: np.ndarray, owners_N: np.ndarray, scores_N: np.ndarray, at_least_N: np.ndarray
+    rows_B: np.ndarray,
+    positives_B: np.ndarray,
+    owners_N: np.ndarray,
+    scores_N: np.ndarray,
+    at_least_N: np.ndarray,
+    margin: float,
 ) -> Hits:
     """Turn the counts of items at or above each positive into ranks, in which only negatives push a tied positive down.
 
@@ -293,16 +299,17 @@ def placed(
         positives_B: how many positives each has, at least 1.
         owners_N: whose each positive is: a position in ``rows_B``, ascending.
         scores_N: exact scores of the positives, ascending for each owner.
-        at_least_N: how many items score at least as high as each positive, itself counted.
+        at_least_N: how many items score at least as high as each positive, less the margin; the positive itself is counted.
+        margin: the most by which scores of a tie differ.
 
     Returns:
         The positives and their ranks.
     """
     positions_N, ends_B = np.arange(len(scores_N)), np.cumsum(positives_B)
     ends_N, best_B = ends_B[owners_N], ends_B - 1
-    starts_tie_N = np.ones(len(scores_N), dtype=bool)
-    starts_tie_N[1:] = (scores_N[1:] != scores_N[:-1]) | (owners_N[1:] != owners_N[:-1])
-    tied_from_N = np.maximum.accumulate(np.where(starts_tie_N, positions_N, 0))
+    tied_from_N = np.empty(len(scores_N), dtype=np.int64)
+    for start, end in zip(ends_B - positives_B, ends_B, strict=True):
+        tied_from_N[start:end] = start + np.searchsorted(scores_N[start:end], scores_N[start:end] - margin)
     places_N = ends_N - positions_N
     ranks_N = places_N + at_least_N - (ends_N - tied_from_N)
     return Hits(rows_B, positives_B, owners_N, places_N, ranks_N, scores_N[best_B], ranks_N[best_B] - 1)

@@ -31,6 +31,7 @@ _FEW = 1 / 64  # below this share of all pairs, scoring one by one is faster tha
 _MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one: 128 MB
 _FARTHEST = 500
 """Most times that a row may be farther from the gallery's middle than rows usually are, to be ranked with others by L2."""
+_SPREAD = 100.0  # how much less than the farthest row's the usual squared distance may be before the tie margin shrinks
 _SAMPLE = 4096  # most rows of a side, spread evenly, that say what is usual; as many are looked at at once
 SCORE_BITS = 54
 """Bits of a score, with its sign, in a sort key; of the others, 8 hold the row and 1 a mark."""
@@ -188,6 +189,49 @@ def copy_score(dim: int, are_lifted: bool = False) -> float:
     same query.) Copies that are :func:`lifted` have the score 0, and the same rounding.
     """
     return (0 if are_lifted else UNIT) - (math.sqrt(dim) + 1) * _GRID
+
+
+def tie_margin(dim: int, usual: float = 1.0) -> float:
+    """Return how far apart two scores of one query may be although the exact cosines are equal.
+
+    Rounding moves each number of a row by half a grid step at most, so it moves the score of a pair by less than √D + 1 steps,
+    and the difference of two scores by less than twice as much. Scores that close together count as a tie.
+
+    Args:
+        dim: D, the dimensions of the rows.
+        usual: of rows that are :func:`lifted`, their usual distance from the middle, where the farthest is 1. The margin becomes
+            smaller beside outliers, so that it never spans distances that differ.
+
+    Example:
+        >>> tie_margin(4) / UNIT < 1e-7
+        True
+    """
+    return 2 * (math.sqrt(dim) + 1) * _GRID * min(1.0, _SPREAD * usual**2)
+
+
+def usual_distance(lifted_GD: np.ndarray) -> float:
+    """Return the median distance of :func:`lifted` gallery rows from their middle, where the farthest row has 1."""
+    return math.sqrt(2 * float(np.median(-lifted_GD[:, -4])))
+
+
+def join_ties(scores_N: np.ndarray, owners_N: np.ndarray, margin: float) -> np.ndarray:
+    """Return scores in which all that tie with their neighbours have the lowest score among them.
+
+    Args:
+        scores_N: exact scores, in any order.
+        owners_N: int64, the query of each.
+        margin: the most by which neighbours that tie differ (:func:`tie_margin`).
+
+    Example:
+        >>> join_ties(np.array([3.0, 9.0, 4.0]), np.zeros(3, np.int64), 1.0).tolist()
+        [3.0, 9.0, 3.0]
+    """
+    order_N = np.lexsort((scores_N, owners_N))
+    sorted_N, owner_N = scores_N[order_N], owners_N[order_N]
+    starts_N = np.append(True, (np.diff(sorted_N) > margin) | (np.diff(owner_N) != 0))
+    joined_N = np.empty_like(scores_N)
+    joined_N[order_N] = sorted_N[starts_N][np.cumsum(starts_N) - 1]
+    return joined_N
 
 
 def pair_scores(queries_RD: torch.Tensor, items_CD: torch.Tensor, row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:

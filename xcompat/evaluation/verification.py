@@ -14,7 +14,7 @@ from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.ranking import RankedQueries
 from xcompat.evaluation.ranking import rank as rank_pairs
-from xcompat.evaluation.scores import Embeddings, blocks, copy_score
+from xcompat.evaluation.scores import Embeddings, blocks, copy_score, tie_margin
 
 _SLACK = 2**20  # scores gathered before the lowest are dropped
 
@@ -98,7 +98,7 @@ def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
         raise XcompatError(f"no pair of {missing}, so nothing can be verified; check that both sides use the same labels")
     allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
-    bars = {rate: _bar(highest_N, n_allowed, pairs.copy_score) for rate, n_allowed in allowed.items()}
+    bars = {rate: _bar(highest_N, n_allowed, pairs.copy_score, pairs.tie_margin) for rate, n_allowed in allowed.items()}
     accepted = {rate: np.zeros(pairs.n_queries, dtype=np.int64) for rate in rates}
     for rows_B in _mated_strips(pairs):
         scores_N, owners_N = (each.cpu().numpy() for each in pairs.positives(rows_B))
@@ -120,7 +120,7 @@ def bars_of_pairs(negatives_N: np.ndarray, fars: Sequence[float], dim: int) -> d
     """
     allowed = {rate: _most_within(rate, len(negatives_N)) for rate in _as_rates(fars)}
     highest_N = np.sort(_highest([negatives_N], min(max(allowed.values()) + 1, len(negatives_N))))[::-1]
-    return {rate: _bar(highest_N, n_allowed, copy_score(dim)) for rate, n_allowed in allowed.items()}
+    return {rate: _bar(highest_N, n_allowed, copy_score(dim), tie_margin(dim)) for rate, n_allowed in allowed.items()}
 
 
 def bars_of_searches(pairs: LabelledPairs, n_positives: int, rates: Sequence[float]) -> dict[float, float]:
@@ -137,7 +137,7 @@ def bars_of_searches(pairs: LabelledPairs, n_positives: int, rates: Sequence[flo
     n_negatives = pairs.n_pairs - n_positives
     allowed = {rate: min(_most_within(rate, pairs.n_queries), n_negatives) for rate in _as_rates(rates)}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
-    return {rate: _bar(highest_N, n_allowed, pairs.copy_score) for rate, n_allowed in allowed.items()}
+    return {rate: _bar(highest_N, n_allowed, pairs.copy_score, pairs.tie_margin) for rate, n_allowed in allowed.items()}
 
 
 def share_per_query(accepted_Q: np.ndarray, positives_Q: np.ndarray) -> tuple[np.ndarray, float]:
@@ -233,7 +233,7 @@ def found_per_query(pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[
             "every query's class is in the gallery, so there is no impostor to refuse; add queries of other classes"
         )
     impostors_N = np.sort(_best_scores(pairs, np.flatnonzero(unknown_Q)))[::-1]
-    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N)), pairs.copy_score) for rate in rates}
+    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N)), pairs.copy_score, pairs.tie_margin) for rate in rates}
     within_Q = ~unknown_Q & (ranked.first_hit_ranks_Q < rank)
     return {rate: within_Q & (ranked.best_scores_Q > lowest) for rate, lowest in bars.items()}
 
@@ -263,12 +263,19 @@ def _most_within(rate: float, total: int) -> int:
     return count
 
 
-def _bar(highest_N: np.ndarray, n_allowed: int, of_copies: float) -> float:
-    """Return the score that at most ``n_allowed`` scores exceed, given the highest in descending order and that of copies."""
+def _bar(highest_N: np.ndarray, n_allowed: int, of_copies: float, margin: float) -> float:
+    """Return the score above which pairs are accepted: at most ``n_allowed`` of the negatives are, and no pair that ties with others.
+
+    Args:
+        highest_N: the highest scores of negatives, in descending order.
+        n_allowed: how many of them may be accepted.
+        of_copies: the lowest score of two copies.
+        margin: the most by which scores of a tie differ.
+    """
     if n_allowed >= len(highest_N):
         return LEFT_OUT
     lowest = float(highest_N[n_allowed])
-    return lowest if lowest < of_copies else math.inf  # all pairs of copies are equally alike
+    return lowest + margin if lowest < of_copies else math.inf  # all pairs of copies are equally alike
 
 
 def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:

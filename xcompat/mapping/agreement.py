@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import rows_of
+from xcompat.arrays import normalise_rows, rows_of
 from xcompat.errors import NothingHeldOutError
 from xcompat.evaluation import first_hit_ranks
 from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver
@@ -123,8 +123,7 @@ def choose_by_what_is_known(pairs: Paired, searched: Searched, seed: int, lines:
 
 def _unit(old_Nd: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return some rows, each divided by its length, so that none is nearer to all queries for being longer."""
-    rows_Gd = rows_of(old_Nd, rows_G).astype(np.float32)
-    return rows_Gd / np.linalg.norm(rows_Gd, axis=1, keepdims=True)
+    return normalise_rows(rows_of(old_Nd, rows_G))
 
 
 def _nearest(asked_Qd: NDArray[np.float32], old_Gd: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -21,6 +21,7 @@ from xcompat.vectors import AS_THEY_ARE
 KEY_POWER, KEY_DAMPING = 0.5, 0.1
 """Power and damping of the key metric, in which queries are compared with keys."""
 GATED = 5_000
+_TINY = 1e-300  # least length to divide by, in float64
 """Most samples that a gate is fitted on."""
 MOST, LARGE = 2**24, "SQ8"
 """Unless a codec is named: most numbers in uncompressed keys (32,768 keys of 512 dimensions), and the codec beyond."""
@@ -75,7 +76,7 @@ class ClassStatistics:
             rows_Bd = torch.from_numpy(np.array(embeds_Nd[start : start + ROWS], np.float64))
             labels_B = torch.from_numpy(np.asarray(labels_N[start : start + ROWS]))
             kept_B = rows_Bd.isfinite().all(1)
-            rows_Bd, labels_B = F.normalize(rows_Bd[kept_B], dim=1), labels_B[kept_B]
+            rows_Bd, labels_B = F.normalize(rows_Bd[kept_B], dim=1, eps=_TINY), labels_B[kept_B]
             counts_C += torch.bincount(labels_B, minlength=n_classes)
             sums_Cd.index_add_(0, labels_B, rows_Bd)
             outer_dd += rows_Bd.T @ rows_Bd
@@ -213,7 +214,7 @@ class RememberedPairs:
             return torch.cat([one(rows) for one, rows in kinds if len(rows)])  # rows ascend: captions, then images
 
         def keys(new_ND: Rows) -> Read:
-            return lambda rows: F.normalize(torch.from_numpy(np.array(new_ND[rows], np.float32)), dim=1)
+            return lambda rows: _normalised(new_ND[rows]).float()
 
         def values(old: _GroupMeans, groups_N: NDArray[np.int64]) -> Read:
             return lambda rows: F.normalize(old.centred(groups_N[rows]) @ metric.matrix_dd, dim=1)
@@ -267,7 +268,7 @@ class _GroupMeans:
 
 
 def _normalised(embeds_Nd: NDArray[np.floating]) -> Tensor:
-    return F.normalize(torch.from_numpy(np.array(embeds_Nd, np.float64)), dim=1)
+    return F.normalize(torch.from_numpy(np.array(embeds_Nd, np.float64)), dim=1, eps=_TINY)
 
 
 def _fitted_gate(
@@ -287,10 +288,10 @@ def _fitted_gate(
     if len(twice_N) == 0:
         return torch.zeros(2)  # half open: nothing shows what a known query looks like
     rows_S = np.sort(np.random.default_rng(0).permutation(twice_N)[:GATED])
-    samples_SD = torch.from_numpy(np.array(new_ND[rows_S], np.float32))
+    samples_SD = torch.from_numpy(np.array(new_ND[rows_S], np.float64))
     labels_S = torch.from_numpy(labels_N[rows_S])
     kept_S = samples_SD.isfinite().all(1) & (place_C[labels_S] >= 0)
-    samples_SD, labels_S = F.normalize(samples_SD[kept_S], dim=1), labels_S[kept_S]
+    samples_SD, labels_S = F.normalize(samples_SD[kept_S], dim=1, eps=_TINY).float(), labels_S[kept_S]
     queries_SD, own_S1 = metric(samples_SD), place_C[labels_S][:, None]
     unknown_S = torch.cat(
         [

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import SomeRows, read_lines
+from xcompat.arrays import SomeRows, normalise_rows, read_lines
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import Compares, describe_old
@@ -115,8 +115,7 @@ class _Directions(SomeRows):
 
     @override
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[np.float32]:
-        rows_Rd = np.asarray(super().__getitem__(rows), np.float32)
-        return rows_Rd / np.linalg.norm(rows_Rd, axis=1, keepdims=True)
+        return normalise_rows(super().__getitem__(rows))
 
 
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from xcompat.arrays import normalise_rows
 from xcompat.evaluation import Contestant, EmbeddedPairs
 from xcompat.evaluation.identities import as_ids
 from xcompat.evaluation.scores import as_rows
@@ -62,14 +63,12 @@ def sampled_rows(model: Contestant, count: int, seed: int) -> dict[str, np.ndarr
 def _tsne(rows_ND: np.ndarray, seed: int) -> np.ndarray:
     """Return float32 ``(N, 2)``, seeded; rows are normalised, so Euclidean neighbours are cosine neighbours."""
     from sklearn.manifold import TSNE
-    from sklearn.preprocessing import normalize
     from threadpoolctl import threadpool_limits  # scikit-learn depends on it
 
     perplexity = min(30.0, (len(rows_ND) - 1) / 3)
     # t-SNE starts from two principal components, which one-dimensional embeddings do not have.
     start = "pca" if min(rows_ND.shape) >= 2 else "random"
-    unit_ND = normalize(np.asarray(rows_ND, dtype=np.float32))
     tsne = TSNE(perplexity=perplexity, init=start, max_iter=_ITERATIONS, random_state=seed)
     # More threads do not speed up so small a map, and make it ten times slower on shared cores.
     with threadpool_limits(1):
-        return np.asarray(tsne.fit_transform(unit_ND), dtype=np.float32)
+        return np.asarray(tsne.fit_transform(normalise_rows(rows_ND)), dtype=np.float32)

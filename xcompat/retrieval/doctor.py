@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
+from xcompat.arrays import normalise_rows, row_lengths
 from xcompat.data import BadSamples, iterate_images
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
@@ -180,9 +181,8 @@ class Stored:
 
     def cosines(self, fresh_nd: NDArray[np.float32], places: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the cosines of embeddings with the stored ones at some positions; -1 for embeddings that are NaN."""
-        one, other = fresh_nd.astype(np.float64), self.vectors_nd[places].astype(np.float64)
-        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-        return np.nan_to_num(np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-12), nan=-1)
+        one, other = (normalise_rows(rows_nd).astype(np.float64) for rows_nd in (fresh_nd, self.vectors_nd[places]))
+        return np.nan_to_num(np.einsum("nd,nd->n", one, other), nan=-1)
 
 
 def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
@@ -213,7 +213,7 @@ def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
         foreign_n, note = ~own_n, "" if plain.claimed else f"made by {embedder.name} under another name"
     else:
         foreign_n, note = own_n, f"not made by {embedder.name}"
-    lengths_n = np.linalg.norm(stored.vectors_nd, axis=1)
+    lengths_n = row_lengths(stored.vectors_nd)
     zeros = int((lengths_n == 0).sum())
     return replace(
         plain,

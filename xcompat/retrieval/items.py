@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xcompat.arrays import normalise_rows, row_lengths
 from xcompat.errors import XcompatError
 from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.versions import as_float32
 
 _UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
+_LONGEST = 1e18  # the square of a longer embedding overflows in float32
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and surrogates, which UTF-8 cannot encode
 
 
@@ -103,15 +105,21 @@ def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Cal
     """
     if embeds_ND.ndim != 2:
         raise XcompatError(f"embeddings must be a matrix of rows, not an array of shape {embeds_ND.shape}")
-    length_N = np.sqrt(np.einsum("nd,nd->n", embeds_ND, embeds_ND))
-    bad = np.flatnonzero(~np.isfinite(length_N) | (length_N == 0 if metric == "cosine" else False))
+    with np.errstate(over="ignore"):
+        length_N = np.sqrt(np.einsum("nd,nd->n", embeds_ND, embeds_ND))
+    if metric == "cosine" and not (np.abs(length_N - 1) > _UNIT).any() and np.isfinite(length_N).all():
+        return embeds_ND
+    if not np.isfinite(length_N).all() or (length_N == 0).any():  # or the squares of a long or a short row say so
+        length_N = row_lengths(embeds_ND)
+    bad = np.flatnonzero(~(length_N < (np.inf if metric == "cosine" else _LONGEST)) | ((length_N == 0) & (metric == "cosine")))
     if bad.size:
-        what = "is zero and has no direction" if length_N[bad[0]] == 0 else "is not finite"
+        length = length_N[bad[0]]
+        what = "is zero and has no direction" if length == 0 else "is not finite"
+        if np.isfinite(length) and length:
+            what = f"is too long (length {length:.3g}) to be compared by {metric}, whose squares overflow"
         more = f" ({bad.size - 1} more are like it)" if bad.size > 1 else ""
         raise XcompatError(f"{name(int(bad[0]))} {what}{more}; leave it out, or embed it again")
-    if metric == "cosine" and np.abs(length_N - 1).max(initial=0) > _UNIT:
-        return embeds_ND / length_N[:, None]
-    return embeds_ND
+    return normalise_rows(embeds_ND) if metric == "cosine" else embeds_ND
 
 
 def check_ids(ids: Sequence[object]) -> None:

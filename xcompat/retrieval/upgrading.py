@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from xcompat.arrays import normalise_rows
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.fingerprint import Fingerprint
@@ -167,9 +168,8 @@ def map_block(model: CompatModel, block: Block) -> Block:
     import torch
 
     with torch.inference_mode():
-        old = torch.from_numpy(block.embeds_nd).to(model.device)
-        if not block.unit and model.metric == "cosine":
-            old = torch.nn.functional.normalize(old, dim=-1)
+        unit = block.unit or model.metric != "cosine"
+        old = torch.from_numpy(block.embeds_nd if unit else normalise_rows(block.embeds_nd)).to(model.device)
         side = torch.from_numpy(block.side_nS).to(model.device) if block.side_nS is not None else None
         mapped = model.upgrade(old, side if model.reads_side_info else None)
         new_side = model.upgrade_side(old, side).float().cpu().numpy() if side is not None and model.writes_side_info else None

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xcompat.arrays import normalise_rows, row_lengths
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
+from xcompat.vectors import UNIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -181,7 +183,17 @@ def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> ND
         if compat.stores_view:
             shared |= {older.digest for older in compat.compatible_with}
         return embeds if shared & {version.digest, *version.shares} else None
-    return _compat_view(compat, embeds, version)
+    return _compat_view(compat, _at_length_one(compat, embeds), version)
+
+
+def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the inputs of a map at length 1, as those it was fitted on; a query without a direction becomes NaN."""
+    if not model.embeds_in_memory or model.metric != "cosine":
+        return embeds_QD
+    lengths_Q = row_lengths(embeds_QD)
+    if (np.abs(lengths_Q - 1) <= UNIT).all():
+        return embeds_QD
+    return np.where(lengths_Q[:, None] == 0, np.float32("nan"), normalise_rows(embeds_QD))
 
 
 def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
@@ -234,7 +246,7 @@ def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionReco
     """Scale a model's embeddings to the length of stored ones that were never normalised; a fingerprint's stay as they are."""
     if version.length == 1 or isinstance(model, Fingerprint):
         return embeds_ND
-    return embeds_ND * (version.length / np.maximum(np.linalg.norm(embeds_ND, axis=1, keepdims=True), 1e-12))
+    return normalise_rows(embeds_ND) * np.float32(version.length)
 
 
 def remembers(model: Model, version: VersionRecord) -> bool:
@@ -262,7 +274,7 @@ def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> 
     compat = _compat(model)
     if compat is None or not compat.is_confident or not any(remembers(model, version) for version in manifest.present()):
         return None
-    return _through(cast("Callable[[Tensor], Tensor]", compat.confidence), as_float32(embeds_QD), compat)
+    return _through(cast("Callable[[Tensor], Tensor]", compat.confidence), _at_length_one(compat, as_float32(embeds_QD)), compat)
 
 
 def require_views(model: Model, manifest: Manifest) -> None:

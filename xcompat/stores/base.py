@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xcompat.arrays import normalise_rows
 from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
@@ -259,6 +260,8 @@ class Store(ABC):
             XcompatError: they have another dimension.
         """
         queries_QD = as_float32(vectors_QD)
+        if self.metric == "cosine":  # databases square in float32
+            queries_QD = normalise_rows(queries_QD)
         if own.dim is not None and queries_QD.shape[1] != own.dim:
             raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
         return queries_QD

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from xcompat.arrays import row_lengths
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.items import checked_embeddings
@@ -135,7 +136,7 @@ class Mapping(Filling[Block, Block]):
 
 def checked(store: Store, rows: Rows) -> NDArray[np.float32]:
     """Refuse vectors that cannot be mapped: of length 0, which have no direction, and of any but 1 under inner products."""
-    lengths_N = np.linalg.norm(rows.vectors_ND, axis=1)
+    lengths_N = row_lengths(rows.vectors_ND)
     if store.metric == "ip" and (wrong := np.flatnonzero(np.abs(lengths_N - 1) > UNIT)).size:
         raise XcompatError(
             f"{store.space} of {store.uri} is compared by inner products, and the vector of {rows.ids[wrong[0]]!r} is of length "
