@@ -18,7 +18,7 @@ from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
 from xcompat.migrate_cli import app as migrate_app
-from xcompat.options import Engine, GpusPerWorker, WorkerCount
+from xcompat.options import BadVectorShare, Engine, GpusPerWorker, WorkerCount
 
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
@@ -107,6 +107,7 @@ def map_(
     ] = None,
     requests_per_minute: Annotated[float | None, typer.Option(help="Most calls of --embed-with in a minute.")] = None,
     price_per_million_tokens: Annotated[float | None, typer.Option(help="Of --embed-with, for an estimate first.")] = None,
+    max_bad_share: BadVectorShare = None,
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
@@ -115,6 +116,7 @@ def map_(
     was held out decides. With --texts, --old, --new or both may be models: they embed the texts, once.
     """
     from xcompat.mapping.asked import Asked, Start, Texts
+    from xcompat.vectors import BAD_SHARE
 
     about_service = (embed_with, requests_per_minute, price_per_million_tokens)
     if texts is None and any(each is not None for each in about_service):
@@ -123,8 +125,9 @@ def map_(
         raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
     given = Texts(texts, *about_service) if texts is not None else None
     start = Start(start_from, activation) if start_from is not None else None
+    share = BAD_SHARE if max_bad_share is None else max_bad_share
     asked = Asked(
-        old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, given, start
+        old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, given, start, share
     )
     asked.require()
     from xcompat.mapping.commands import map_embeddings
@@ -199,6 +202,7 @@ def evaluate(
     by_map: Annotated[Path | None, typer.Option("--map", help="A map for --new, which are then its own embeddings.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where the report goes.")] = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
+    max_bad_share: BadVectorShare = None,
 ) -> None:
     """Judge a recipe's result, a checkpoint, or plain .npy embeddings with ids, and write a report.
 
@@ -209,13 +213,15 @@ def evaluate(
     from xcompat.training.embedding_folders import judged_folders, judged_kind, require_folders, require_testable
 
     typed = {"--data": data, "--old": old, "--new": new, "--new-own": new_own, "--independent": independent, "--qrels": qrels}
-    kind = judged_kind(target, overrides or [], typed | {"--map": by_map, "--output": output})
+    kind = judged_kind(target, overrides or [], typed | {"--map": by_map, "--output": output, "--max-bad-share": max_bad_share})
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
         from xcompat.training.evaluate_command import evaluate_embeddings
+        from xcompat.vectors import BAD_SHARE
 
-        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map)
+        share = BAD_SHARE if max_bad_share is None else max_bad_share
+        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share)
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)

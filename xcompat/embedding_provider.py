@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 import torch
@@ -229,11 +229,22 @@ def _begun_with(path: Path) -> int | None:
     return fields.get("dim") if isinstance(fields, dict) else None
 
 
-def asking(source: Embedder | ServedMap) -> CompatModel | Embedder:
-    """Return the query model: the compatible model itself, which knows its views, or else the embedder."""
+Asking = TypeVar("Asking", CompatModel, Fingerprint)
+
+
+@overload
+def asking(source: Embedder | ServedMap) -> CompatModel | Embedder: ...
+
+
+@overload
+def asking(source: Asking) -> Asking: ...
+
+
+def asking(source: Embedder | ServedMap | CompatModel | Fingerprint) -> CompatModel | Embedder | Fingerprint:
+    """Return the query model: the compatible model itself, which knows its views, or else the embedder or the name."""
     if isinstance(source, ServedMap):
         return source.model
-    return source.model if isinstance(source.model, CompatModel) else source
+    return source.model if isinstance(source, Embedder) and isinstance(source.model, CompatModel) else source
 
 
 def load_function(name: str) -> Function:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from xcompat.errors import XcompatError
-from xcompat.options import Engine, GpusPerWorker, WorkerCount
+from xcompat.options import BadVectorShare, Engine, GpusPerWorker, WorkerCount
 
 if TYPE_CHECKING:
-    from xcompat.embedding_provider import ServedMap
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
@@ -125,8 +124,12 @@ def search(
     ] = None,
     queries: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", help="Many queries: texts (a line or row each), a folder of pictures, .npy embeddings."),
+        typer.Option(
+            metavar="SOURCE",
+            help="Many queries: texts (a line or row each), a folder of pictures, or embeddings (.npy, Parquet, JSON lines).",
+        ),
     ] = None,
+    max_bad_share: BadVectorShare = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each query.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row for each hit.")] = False,
 ) -> None:
@@ -143,23 +146,24 @@ def search(
 
     with results_on_stdout() if json or csv else nullcontext():
         opened = _open_store(gallery) if is_store else _open(Path(gallery))
-        asked.require_models(model, fallback)
+        asked.require_named(model)
         from xcompat.retrieval import Gallery
-        from xcompat.retrieval.queries import Typed, load_queries
+        from xcompat.retrieval.query_sources import load_queries_and_model
         from xcompat.retrieval.showing import shower
 
-        typed = Typed(query) if query is not None else load_queries(str(queries))
+        known = opened.versions if isinstance(opened, Gallery) else [space.fingerprint for space in opened.spaces().values()]
+        typed, source = load_queries_and_model(query, queries, model, known, fallback, embed_with, max_bad_share)
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
         if not isinstance(opened, Gallery):
             from xcompat.stores.commands import search as search_store
 
-            search_store(opened, typed, _load_asking(model, embed_with), top_k, where[0] if where else None, show)
+            search_store(opened, typed, source, top_k, where[0] if where else None, show)
             return
         from xcompat.retrieval.commands import search as search_gallery
         from xcompat.retrieval.fallback import Fallback
 
         old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
-        search_gallery(opened, typed, _load_asking(model, embed_with), top_k, where or [], show, old, group_by)
+        search_gallery(opened, typed, source, top_k, where or [], show, old, group_by)
 
 
 @app.command()
@@ -386,17 +390,3 @@ def _load_map(model: str) -> CompatModel:
         asked.refuse_encoder(model)
     silence_libraries()
     return torch.nn.Module.to(load_checkpoint(model), device())
-
-
-def _load_asking(model: str, embed_with: str | None) -> Embedder | ServedMap:
-    """Load what embeds queries."""
-    from xcompat.retrieval import asked
-
-    if embed_with is None:
-        return _load(model)
-    asked.require_models(model)
-    from xcompat.embedding_provider import ServedMap
-    from xcompat.progress import silence_libraries
-
-    silence_libraries()
-    return ServedMap.load(model, embed_with)

@@ -10,4 +10,10 @@ Engine = Annotated[
     Literal["ray", "daft"] | None, typer.Option("--engine", help="What spreads the work over processes and machines.")
 ]
 WorkerCount = Annotated[int | None, typer.Option("--workers", min=1, help="Processes of the engine; one a GPU, or else a core.")]
+BadVectorShare = Annotated[
+    float | None,
+    typer.Option(
+        "--max-bad-share", min=0, max=1, help="Share of the rows of a file that may have no usable embedding (default 0.1)."
+    ),
+]
 GpusPerWorker = Annotated[float | None, typer.Option("--gpus-per-worker", min=0, help="Of each process, such as 0.5.")]

@@ -6,15 +6,16 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import forget_pages, map_array
+from xcompat.arrays import forget_pages, map_array, normalise_rows, row_lengths
 from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ PROTOTYPES, CLASSES = "prototypes", "classes.txt"
 UNIT = 1e-2
 """Largest deviation of an embedding's length from 1; float16 rounds by less."""
 BLOCK = 8192
+BAD_SHARE = 0.1
+"""Default share of the rows of a file that may have no usable embedding."""
+_NAMED = 3  # unusable rows that a message names
 LONGEST_LINE = 2**24
 """Most bytes of a line of JSON, and bytes that are read at a time."""
 
@@ -80,20 +84,107 @@ def read_vectors(path: Path) -> Vectors:
     return Vectors(_unquantised(path, rows_ND) if rows_ND.dtype == np.int8 else rows_ND)
 
 
-def require_unit(embeds_BD: Tensor, where: str, before: int = 0) -> None:
-    """Refuse embeddings that are not finite or not of length 1.
+class CheckedRows(NamedTuple):
+    """Embeddings that were looked through.
 
     Args:
-        embeds_BD: float32 embeddings.
-        where: what holds them, for the message.
-        before: number of the first row.
+        rows_ND: the embeddings, of length 1 where they are usable.
+        usable_N: (N,) bool, False for rows without a usable embedding.
+        notes: sentences for the user about rows that are left out, or that were not of length 1.
+    """
+
+    rows_ND: NDArray[Any]
+    usable_N: NDArray[np.bool_]
+    notes: tuple[str, ...]
+
+    def readable_rows(self) -> NDArray[Any]:
+        """Return the embeddings with NaN in the place of those that are not usable."""
+        if self.usable_N.all():
+            return self.rows_ND
+        return np.where(self.usable_N[:, None], self.rows_ND, np.float32("nan")).astype(np.float32)
+
+
+def check_rows(
+    rows_ND: NDArray[Any],
+    where: object,
+    ids: Sequence[str] | None = None,
+    max_bad_share: float = BAD_SHARE,
+    *,
+    keep_lengths: bool = False,
+) -> CheckedRows:
+    """Find rows without a usable embedding, and bring the others to length 1.
+
+    A row is not usable if it is missing (NaN everywhere), holds a number that is not finite, or zeros alone.
+
+    Args:
+        rows_ND: floats as they are stored; they are not changed.
+        where: the file, for messages.
+        ids: the id of each row, for messages.
+        max_bad_share: the share of rows that may be unusable.
+        keep_lengths: whether rows keep their lengths.
+
+    Returns:
+        The rows. Those that have length 1 already, up to :data:`UNIT`, stay where they are if all have.
 
     Raises:
-        XcompatError: naming the first one.
+        XcompatError: these are no rows of floats, or more of them are unusable; the message names the first ones.
     """
-    if (found := first_not_unit(embeds_BD)) is not None:
-        row, wrong = found
-        raise XcompatError(f"row {before + row} of {where} {wrong}")
+    require_floats(rows_ND, where)
+    lengths_N = np.concatenate([_lengths(rows_ND, start) for start in range(0, len(rows_ND), BLOCK)])
+    usable_N = np.isfinite(lengths_N) & (lengths_N > 0)
+    bad, notes = np.flatnonzero(~usable_N), list[str]()
+    if bad.size:
+        named = "; ".join(f"row {row}{_quote(ids, row)} {_describe_row(rows_ND[row])}" for row in bad[:_NAMED].tolist())
+        more = f"; and {bad.size - _NAMED:,} more" if bad.size > _NAMED else ""
+        found = f"{bad.size:,} of {len(rows_ND):,} rows of {where} have no usable embedding"
+        if bad.size > max_bad_share * len(rows_ND) or bad.size == len(rows_ND):
+            raise XcompatError(
+                f"{found}, more than the share {max_bad_share:g}: {named}{more}; fix them, or raise --max-bad-share"
+            )
+        notes.append(f"{found} and are left out: {named}{more}.")
+    other = np.flatnonzero(usable_N & ~(np.abs(lengths_N - 1) < UNIT))
+    if other.size and not keep_lengths:
+        row = int(other[0])
+        notes.append(
+            f"{other.size:,} of {len(rows_ND):,} rows of {where} are not of length 1 (row {row}{_quote(ids, row)}: "
+            f"{lengths_N[row]:.3g}) and are divided by their length: do the same with the vectors in your service."
+        )
+        spool = _Spool(np.float32)
+        for start in range(0, len(rows_ND), BLOCK):
+            spool.add(normalise_rows(rows_ND[start : start + BLOCK]))
+            forget_pages(rows_ND)
+        rows_ND = spool.mapped()
+    return CheckedRows(rows_ND, usable_N, tuple(notes))
+
+
+def require_floats(rows_ND: NDArray[Any], where: object) -> None:
+    """Raise unless an array is a matrix of floats with at least one row."""
+    if rows_ND.ndim != 2 or not rows_ND.size or rows_ND.dtype.kind != "f":
+        raise XcompatError(f"{where} holds {rows_ND.dtype} of shape {rows_ND.shape}; embeddings are floats, N x D")
+
+
+def _lengths(rows_ND: NDArray[Any], start: int) -> NDArray[np.float64]:
+    """Return the lengths of a block of rows; float32 sums decide where they are surely near 1."""
+    rows_BD = np.asarray(rows_ND[start : start + BLOCK])
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide_BD = rows_BD.astype(np.float32, copy=False)
+        lengths_B: NDArray[np.float64] = np.sqrt(np.einsum("bd,bd->b", wide_BD, wide_BD)).astype(np.float64)
+    odd_B = ~(np.abs(lengths_B - 1) < UNIT / 2)
+    if odd_B.any():
+        lengths_B[odd_B] = row_lengths(rows_BD[odd_B])
+    forget_pages(rows_ND)
+    return lengths_B
+
+
+def _quote(ids: Sequence[str] | None, row: int) -> str:
+    return f" ({ids[row]!r})" if ids is not None else ""
+
+
+def _describe_row(row_D: NDArray[Any]) -> str:
+    """Say why an embedding cannot be used."""
+    if np.isnan(row_D).all():
+        return "has no embedding"
+    return "holds zeros alone" if np.isfinite(row_D).all() else "holds values that are not finite"
 
 
 def first_not_unit(embeds_BD: Tensor) -> tuple[int, str] | None:
@@ -118,6 +209,20 @@ def first_not_unit(embeds_BD: Tensor) -> tuple[int, str] | None:
     elif not length:
         what, mend = "holds zeros alone", "leave such items out"
     return row, f"{what}; {mend}"
+
+
+def column_names(path: Path) -> list[str]:
+    """Return the names of the columns of a table, or of the first one of a folder of tables."""
+    file = _shards(path)[0] if path.is_dir() else path
+    if not file.name.endswith(PARQUET):
+        return list(first_object(file) or {})
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_schema(file).names)
+    except (pa.ArrowException, OSError) as error:
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); fix it, or write it again") from error
 
 
 def is_table(path: Path) -> bool:
@@ -166,7 +271,7 @@ def _unquantised(path: Path, rows_ND: NDArray[Any]) -> NDArray[Any]:
     for start in range(0, len(rows_ND), BLOCK):
         part = slice(start, start + BLOCK)
         values_BD = rows_ND[part] * (scale[part] if len(scale) > 1 else scale)
-        spool.add(_of_length_one(values_BD + (offset[part] if len(offset) > 1 else offset) if offset is not None else values_BD))
+        spool.add(normalise_rows(values_BD + (offset[part] if len(offset) > 1 else offset) if offset is not None else values_BD))
         forget_pages(rows_ND)
     return spool.mapped()
 
@@ -184,12 +289,6 @@ def _steps(file: Path, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
     if not np.isfinite(steps).all() or (is_scale and not (steps > 0).all()):
         raise XcompatError(f"{file} holds {'a scale that is not above 0' if is_scale else 'values that are not finite'}")
     return steps
-
-
-def _of_length_one(rows_BD: NDArray[np.float32]) -> NDArray[np.float32]:
-    lengths_B = np.linalg.norm(rows_BD, axis=1)
-    lengths_B[lengths_B == 0] = 1  # whoever reads the rows refuses zeros
-    return rows_BD / lengths_B.astype(np.float32)[:, None]
 
 
 class _Spool:
@@ -215,13 +314,19 @@ def _read_tables(files: list[Path]) -> Vectors:
 
     spool: _Spool | None = None
     ids: list[str] = []
+    waiting = 0  # first rows without an embedding, whose dimension is not known yet
     for file in files:
         number = 0
         try:
             for batch in _batches(file):
                 rows_BD = rows_of_batch(file, number, batch, spool.shape[1] if spool is not None else None)
-                spool = spool or _Spool(np.float16 if rows_BD.dtype == np.float16 else np.float32)
-                spool.add(rows_BD)
+                if spool is None and not rows_BD.shape[1]:
+                    waiting += len(rows_BD)
+                else:
+                    if spool is None:
+                        spool = _Spool(np.float16 if rows_BD.dtype == np.float16 else np.float32)
+                        spool.add(np.full((waiting, rows_BD.shape[1]), np.nan))
+                    spool.add(rows_BD)
                 ids += _ids(file, number, batch.column(ID))
                 number += len(rows_BD)
         except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
@@ -255,23 +360,40 @@ def _json_lines(file: Path) -> tuple[list[str], Iterator[pa.RecordBatch]]:
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
-    with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as lines:
-        line = next((line for line in iter(lambda: lines.readline(LONGEST_LINE), b"") if line.strip()), b"")
-    if not line:
+    first = first_object(file)
+    if first is None:
         return _columns(file, [ID, EMBEDDING_COLUMNS[0]]), iter(())
-    try:
-        first = json.loads(line)
-    except (ValueError, RecursionError):
-        first = None
-    if not isinstance(first, dict):
-        raise XcompatError(f'{file}: its first line is no JSON object; write lines like {{"id": "a", "embedding": [0.1, ...]}}')
     columns = _columns(file, [name for name in first if name != SCALE])
-    if not isinstance(first[columns[1]], list):
+    if not isinstance(first[columns[1]], list | None):
         raise XcompatError(_no_list(file, columns[1], type(first[columns[1]]).__name__))
     of_id = pa.int64() if isinstance(first[ID], int) else pa.string()
     schema = pa.schema([(columns[0], of_id), (columns[1], pa.list_(pa.float32()))])
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     return columns, iter(arrow_json.open_json(str(file), arrow_json.ReadOptions(block_size=LONGEST_LINE), parsing))
+
+
+def first_object(file: Path) -> dict[str, Any] | None:
+    """Return the first line of JSON lines that has an embedding, else the first line; None of a file without lines.
+
+    Raises:
+        XcompatError: the first line is no JSON object.
+    """
+    first: dict[str, Any] | None = None
+    with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as lines:
+        filled = (line for line in iter(lambda: lines.readline(LONGEST_LINE), b"") if line.strip())
+        for line in islice(filled, BLOCK):
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            if isinstance(found, dict) and any(found.get(name) is not None for name in EMBEDDING_COLUMNS):
+                return found
+            if first is None and not isinstance(found, dict):
+                raise XcompatError(
+                    f'{file}: its first line is no JSON object; write lines like {{"id": "a", "embedding": [0.1, ...]}}'
+                )
+            first = first or found
+    return first
 
 
 def _columns(file: Path, names: list[str]) -> list[str]:
@@ -293,10 +415,11 @@ def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | 
         dim: of the embeddings; that of the first one unless given.
 
     Returns:
-        (B, D), float16 of float16 and of int8, else float32.
+        (B, D), float16 of float16 and of int8, else float32; NaN for rows without an embedding, and for its empty places. D is 0
+        if no row has an embedding and no dimension is given.
 
     Raises:
-        XcompatError: the column holds no lists of numbers, or a row lacks its embedding, or has another length.
+        XcompatError: the column holds no lists of numbers, or a row has another length.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -307,20 +430,27 @@ def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | 
     if not of_lists or not (pa.types.is_floating(kind.value_type) or kind.value_type == pa.int8()):
         raise XcompatError(_no_list(where, EMBEDDING_COLUMNS[0], str(kind)))
     lengths_B = pc.list_value_length(lists).fill_null(0).to_numpy()
-    dim = dim or int(lengths_B[0])
-    other = np.flatnonzero((lengths_B != dim) | (lengths_B == 0))
+    given_B = lengths_B > 0
+    if dim is None and not given_B.any():
+        return np.empty((len(lists), 0), np.float32)
+    dim = dim or int(lengths_B[given_B][0])
+    other = np.flatnonzero(given_B & (lengths_B != dim))
     if len(other):
         row = int(other[0])
-        what = f"has {lengths_B[row]} dimensions, those before it {dim}" if lengths_B[row] else "has no embedding"
-        raise XcompatError(f"{where} row {before + row + 1:,} {what}; leave such rows out")
+        raise XcompatError(
+            f"row {before + row} of {where} has {lengths_B[row]} dimensions, those before it {dim}; remove it, or embed it again"
+        )
     values = lists.flatten()
-    if values.null_count:
-        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // dim
-        raise XcompatError(f"{where} row {before + row + 1:,} has an empty place in its embedding; leave such rows out")
-    rows_BD: NDArray[Any] = values.to_numpy(zero_copy_only=False).reshape(-1, dim)
-    if rows_BD.dtype == np.int8:
-        return _of_length_one(rows_BD * _scales(where, batch)[:, None]).astype(np.float16)
-    return rows_BD if rows_BD.dtype == np.float16 else rows_BD.astype(np.float32, copy=False)
+    is_float32 = not (pa.types.is_float16(kind.value_type) or kind.value_type == pa.int8())
+    values_nd = values.cast(pa.float32()) if values.null_count or is_float32 else values
+    rows_nd: NDArray[Any] = values_nd.to_numpy(zero_copy_only=False).reshape(-1, dim)
+    if kind.value_type == pa.int8():
+        rows_nd = normalise_rows(rows_nd * _scales(where, batch.filter(pa.array(given_B)))[:, None]).astype(np.float16)
+    if given_B.all():
+        return rows_nd
+    rows_BD = np.full((len(lists), dim), np.nan, rows_nd.dtype)
+    rows_BD[given_B] = rows_nd
+    return rows_BD
 
 
 def _scales(file: object, batch: pa.RecordBatch) -> NDArray[np.float32]:
@@ -344,7 +474,7 @@ def _ids(file: Path, before: int, column: pa.Array) -> list[str]:
 
     if column.null_count:
         row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-        raise XcompatError(f"{file} row {before + row + 1:,} has no {ID}; every item needs its own")
+        raise XcompatError(f"row {before + row} of {file} has no {ID}; every item needs its own")
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)):
         raise XcompatError(f"{file}: column {ID!r} is {kind}; an id is a string or a whole number")

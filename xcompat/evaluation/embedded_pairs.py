@@ -108,17 +108,18 @@ class EmbeddedPairs:
         return self
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return a mask of the images that could be read; texts always can."""
-        return (np.isfinite(as_rows(self.image_embeds_ND, "images")[:, 0]),)
+        """Return masks of the images and of the texts that have an embedding."""
+        sides = ((self.image_embeds_ND, "images"), (self.text_embeds_MD, "texts"))
+        return tuple(np.isfinite(as_rows(embeds, kind)[:, 0]) for embeds, kind in sides)
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedPairs:
-        """Return only the images for which the mask is True, and the captions whose id still has an image."""
-        (kept_N,) = masks
-        if kept_N.all():
+        """Return only the images and texts for which the masks are True, without captions whose id has no image left."""
+        kept_N, kept_M = masks
+        if kept_N.all() and kept_M.all():
             return self
         image_ids = [self.image_ids[row] for row in np.flatnonzero(kept_N).tolist()]
-        left = set(image_ids)
-        kept_M = np.array([text_id in left for text_id in self.text_ids])
+        left = set(image_ids) if not kept_N.all() else None
+        kept_M = kept_M & np.array([left is None or text_id in left for text_id in self.text_ids])
         text_ids = [self.text_ids[row] for row in np.flatnonzero(kept_M).tolist()]
         images_ND, texts_MD = as_rows(self.image_embeds_ND, "images")[kept_N], as_rows(self.text_embeds_MD, "texts")[kept_M]
         return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)

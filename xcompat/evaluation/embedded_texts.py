@@ -12,7 +12,7 @@ from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, telling_cut_offs
 from xcompat.evaluation.graded import Qrels, graded_per_query, unusable
 from xcompat.evaluation.identities import Ids, as_ids
-from xcompat.evaluation.scores import Embeddings
+from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 
 _KS = (10,)
@@ -65,12 +65,25 @@ class EmbeddedTexts:
         return replace(self, text_embeds_GD=None)
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return no masks: texts can always be read."""
-        return ()
+        """Return masks of the queries and of the passages that have an embedding."""
+        known_Q = np.isfinite(as_rows(self.query_embeds_QD, "queries")[:, 0])
+        if self.text_embeds_GD is None:
+            return known_Q, np.ones(len(self.text_ids), bool)
+        return known_Q, np.isfinite(as_rows(self.text_embeds_GD, "texts")[:, 0])
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedTexts:
-        """Return the same items, as all of them can be read."""
-        return self
+        """Return only the queries and passages for which the masks are True."""
+        kept_Q, kept_G = masks
+        if kept_Q.all() and kept_G.all():
+            return self
+        texts_GD = None if self.text_embeds_GD is None else as_rows(self.text_embeds_GD, "texts")[kept_G]
+        return replace(
+            self,
+            query_embeds_QD=as_rows(self.query_embeds_QD, "queries")[kept_Q],
+            text_embeds_GD=texts_GD,
+            query_ids=[self.query_ids[row] for row in np.flatnonzero(kept_Q).tolist()],
+            text_ids=[self.text_ids[row] for row in np.flatnonzero(kept_G).tolist()],
+        )
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
         """Search passages with queries; what cannot be used of the judgements is said."""

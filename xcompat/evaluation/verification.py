@@ -264,7 +264,7 @@ def _most_within(rate: float, total: int) -> int:
 
 
 def _bar(highest_N: np.ndarray, n_allowed: int, of_copies: float, margin: float) -> float:
-    """Return the score above which pairs are accepted: at most ``n_allowed`` of the negatives are, and no pair that ties with others.
+    """Return the score above which pairs are accepted: at most ``n_allowed`` negatives, and no pair that ties with the next one.
 
     Args:
         highest_N: the highest scores of negatives, in descending order.

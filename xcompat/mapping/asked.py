@@ -17,7 +17,7 @@ from xcompat.mapping.folds import Searched
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
 from xcompat.ownership import read_marker, require_replaceable
 from xcompat.progress import notice
-from xcompat.vectors import require_codec
+from xcompat.vectors import BAD_SHARE, require_codec
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]
@@ -87,6 +87,7 @@ class Asked:
         remember_items: whether queries lean towards the old embeddings of all given items that they resemble.
         texts: what a side that is a model embeds; its embeddings are cached beside ``out``.
         start: a map that exists already, tried like those that are solved.
+        max_bad_share: the share of each side's rows that may have no usable embedding.
     """
 
     old: Path
@@ -101,6 +102,7 @@ class Asked:
     remember_items: bool = False
     texts: Texts | None = None
     start: Start | None = None
+    max_bad_share: float = BAD_SHARE
 
     @cached_property
     def read(self) -> list[Path]:

@@ -11,7 +11,7 @@ from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.agreement import choose_by_what_is_known
-from xcompat.mapping.asked import MADE_BY, Asked, Texts, is_loaded
+from xcompat.mapping.asked import MADE_BY, Asked, is_loaded
 from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.confidence import Calibration
@@ -103,7 +103,7 @@ def map_embeddings(asked: Asked) -> bool:
     out, texts, remembering = asked.out, asked.texts, Remembering(asked.memory_codec, asked.remember_items)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
-        pairs = (found := _pairs(asked.old, asked.new, out, texts)).pairs
+        pairs = (found := _pairs(asked)).pairs
     remembering.require(pairs)
     _require_classes(asked.searched, pairs)
     described, encoder = _described_old(asked.old_model, asked.old, found), _described_new(asked.new_model, found)
@@ -158,11 +158,12 @@ def _decide(
     return _Decision(choice.chosen.candidate, [*about, *said_of(choice), *judged], choice)
 
 
-def _pairs(old: Path, new: Path, out: Path, texts: Texts | None) -> TextPairs:
+def _pairs(asked: Asked) -> TextPairs:
     """Read both sides, or embed texts with those that are models; caches lie beside ``out``, which is replaced as a whole."""
-    if texts is not None:
-        return pairs_of_texts(old, new, texts, out.with_name(f"{out.name}.cache"))
-    return TextPairs(load_paired(old, new), None, None)
+    if asked.texts is not None:
+        cache = asked.out.with_name(f"{asked.out.name}.cache")
+        return pairs_of_texts(asked.old, asked.new, asked.texts, cache, asked.max_bad_share)
+    return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share), None, None)
 
 
 def _described_old(name: str | None, path: Path, found: TextPairs) -> dict[str, Any]:

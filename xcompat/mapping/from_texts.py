@@ -23,6 +23,7 @@ from xcompat.mapping.paired import PairedEmbeddings, picked
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
+from xcompat.vectors import BAD_SHARE
 
 if TYPE_CHECKING:
     import datasets
@@ -49,7 +50,7 @@ class TextPairs:
     new: Embedder | None
 
 
-def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path) -> TextPairs:
+def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_share: float = BAD_SHARE) -> TextPairs:
     """Embed texts with each side that is a model, and join them with the other side by their ids.
 
     The new model embeds them as queries, because queries are what the map will be given; the old one as what a gallery holds.
@@ -60,6 +61,7 @@ def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path) -> TextP
         new: the new model, likewise; with a service, the name of its model.
         texts: the texts.
         cache_dir: folder of what is embedded; a further call continues there, and embeds nothing twice.
+        max_bad_share: the share of stored rows that may have no usable embedding.
 
     Returns:
         The pairs in the order of the texts.
@@ -67,10 +69,12 @@ def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path) -> TextP
     Raises:
         XcompatError: both sides are embeddings, or share no text.
     """
-    old_source = _source(old)
+    old_source = _source(old, max_bad_share)
     service = texts.embed_with
     new_source: Source = (
-        _source(new) if service is None else Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
+        _source(new, max_bad_share)
+        if service is None
+        else Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
     )
     if isinstance(old_source, Side) and isinstance(new_source, Side):
         raise XcompatError("--texts names what is to be embedded, and both sides are embeddings; name a model as --new")
@@ -89,11 +93,11 @@ def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path) -> TextP
     return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model)
 
 
-def _source(path: Path) -> Source:
+def _source(path: Path, max_bad_share: float) -> Source:
     """Read stored embeddings, or load a model."""
     if not holds_embeddings(path):
         return load_embedder(str(path))
-    sides = read_sides(path)
+    sides = read_sides(path, max_bad_share)
     return sides[TEXTS] if TEXTS in sides else next(iter(sides.values()))
 
 
@@ -107,9 +111,9 @@ def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
                 f"{source.path} has {len(source.embeds_ND):,} rows and {texts} {len(ids):,} texts; rows without ids are in the "
                 "order of the texts"
             )
-        return np.arange(len(ids))
+        return np.where(source.usable_N, np.arange(len(ids)), -1)
     count = Counter(source.ids)  # of texts that share an id none can be told from the others
-    place = {name: row for row, name in enumerate(source.ids) if count[name] == 1}
+    place = {name: row for row, name in enumerate(source.ids) if count[name] == 1 and source.usable_N[row]}
     places_N = np.array([place.get(name, -1) for name in ids], np.int64)
     if (places_N < 0).all():
         if shared := next((name for name in ids if name in count), None):
@@ -128,15 +132,15 @@ def _classes(source: Source, places_N: NDArray[np.int64]) -> NDArray[np.int64] |
 def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
     """Say how many texts are used, if some, or some stored embeddings, have no partner."""
     if not isinstance(source, Side) or len(kept_N) == len(ids) == len(source.embeds_ND):
-        return ()
+        return source.notes if isinstance(source, Side) else ()
     stored = f"the {len(source.embeds_ND):,} embeddings of {source.path}"
     used = f"{len(kept_N):,} of the {len(ids):,} texts of {texts} have one of {stored}."
     count, given = Counter(source.ids), set(ids)
     shared = [name for name, times in count.items() if times > 1 and name in given]
     if not shared:
-        return (used,)
+        return *source.notes, used
     alike = f"Left out are {len(shared):,} whose id several embeddings have, such as {shared[0]!r}: {OWN_ID}."
-    return used, alike
+    return *source.notes, used, alike
 
 
 def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.int64], cache_dir: Path) -> Rows:

@@ -20,6 +20,7 @@ from xcompat.errors import XcompatError
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
+from xcompat.vectors import BAD_SHARE
 
 Pick: TypeAlias = Callable[[Rows, NDArray[np.int64]], Rows]
 """From embeddings and the numbers of some rows to these rows."""
@@ -216,7 +217,7 @@ def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[s
     return number[group[images_N]], number[group[texts_M]]
 
 
-def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
+def load_paired(old: Path, new: Path, max_bad_share: float = BAD_SHARE) -> PairedEmbeddings | CaptionedEmbeddings:
     """Read both models' embeddings and bring them into one order.
 
     Args:
@@ -225,6 +226,7 @@ def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
             else that :func:`~xcompat.vectors.read_vectors` reads: tables have ids, and a bare ``.npy`` file has the same rows as
             the other side's.
         new: likewise; either side may have the classes.
+        max_bad_share: the share of each side's rows that may have no usable embedding.
 
     Returns:
         The items of both sides, in the order of the old side: images with captions if both sides have both.
@@ -232,7 +234,7 @@ def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
     Raises:
         XcompatError: a file is missing or unusable, the sides share no item, or their classes contradict each other.
     """
-    old_sides, new_sides = read_sides(old), read_sides(new)
+    old_sides, new_sides = (read_sides(side, max_bad_share) for side in (old, new))
     if (BARE in old_sides) != (BARE in new_sides):
         bare = old if BARE in old_sides else new
         raise XcompatError(f"{bare} has rows without ids, the other side has ids; give two .npy files, or two folders")
@@ -262,6 +264,10 @@ def load_paired(old: Path, new: Path) -> PairedEmbeddings | CaptionedEmbeddings:
 def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     """Return one kind of items in one order, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
+    usable_N = old.usable_N[old_rows_N] & new.usable_N[new_rows_N]
+    if not usable_N.any():
+        raise XcompatError(f"{old.path} and {new.path} have a usable embedding of no common item; embed the items again")
+    old_rows_N, new_rows_N, notes = old_rows_N[usable_N], new_rows_N[usable_N], (*old.notes, *new.notes, *notes)
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
     labels_N = numbered(labels)[1] if labels is not None else None
     new_ND, old_Nd = picked(new.embeds_ND, new_rows_N), picked(old.embeds_ND, old_rows_N)

@@ -1,4 +1,4 @@
-"""One model's stored embeddings by kind of items, with ids and classes, each checked to be of length 1."""
+"""One model's stored embeddings by kind of items, with ids and classes, brought to length 1."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import forget_pages, read_lines
+from xcompat.arrays import read_lines
 from xcompat.errors import XcompatError
 from xcompat.files import files_below
-from xcompat.vectors import EMBEDDING_COLUMNS, ID, SUFFIXES, is_table, read_vectors, require_unit, steps_beside, stored_at
+from xcompat.vectors import (
+    BAD_SHARE,
+    EMBEDDING_COLUMNS,
+    ID,
+    SUFFIXES,
+    check_rows,
+    is_table,
+    read_vectors,
+    require_floats,
+    steps_beside,
+    stored_at,
+)
 
 KINDS = ("image", "text")
 BARE = "row"
@@ -21,15 +32,25 @@ BARE = "row"
 ITEM = "item"
 """What a table holds, which does not say of what kind its items are."""
 LABELS = "labels.txt"
-_CHECKED = 8192  # rows read at a time
 
 
 @dataclass(frozen=True)
 class Side:
-    """One model's embeddings of one kind of items; without ``ids`` both models' rows are in the same order."""
+    """One model's embeddings of one kind of items; without ``ids`` both models' rows are in the same order.
+
+    Args:
+        path: the file or folder.
+        embeds_ND: the embeddings, of length 1 where they are usable.
+        usable_N: (N,) bool, False for rows without a usable embedding, which no pair gets.
+        notes: sentences for the user about such rows.
+        ids: the id of each row.
+        labels: the class of each row.
+    """
 
     path: Path
     embeds_ND: NDArray[Any]
+    usable_N: NDArray[np.bool_]
+    notes: tuple[str, ...] = ()
     ids: list[str] | None = None
     labels: list[str] | None = None
 
@@ -49,22 +70,23 @@ def holds_embeddings(path: Path) -> bool:
     return path.is_file() or is_table(path) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS)
 
 
-def read_sides(path: Path) -> dict[str, Side]:
+def read_sides(path: Path, max_bad_share: float = BAD_SHARE) -> dict[str, Side]:
     """Read one model's embeddings.
 
     Args:
         path: as :func:`~xcompat.mapping.paired.load_paired` takes each side.
+        max_bad_share: the share of rows that may have no usable embedding.
 
     Returns:
         The embeddings by kind of items: images, texts, or both; :data:`BARE` rows; or the :data:`ITEM` of tables.
 
     Raises:
-        XcompatError: a file is missing or unusable, or an embedding is not of length 1.
+        XcompatError: a file is missing or unusable, or too many rows have no usable embedding.
     """
     if kinds := require_side(path):
-        return {kind: _read_side(path, kind, len(kinds) > 1) for kind in kinds}
+        return {kind: _read_side(path, kind, len(kinds) > 1, max_bad_share) for kind in kinds}
     vectors = read_vectors(path)
-    side = Side(path, _checked(path, vectors.rows_ND), vectors.ids)
+    side = Side(path, *check_rows(vectors.rows_ND, path, vectors.ids, max_bad_share), vectors.ids)
     if side.ids is not None:
         _require_distinct(path, side.ids)
     return {BARE if side.ids is None else ITEM: side}
@@ -129,10 +151,11 @@ def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
     return stored_at(folder / f"{kind}_embeds") or folder / f"{kind}_embeds.npy", f"{kind}_ids.txt"
 
 
-def _read_side(path: Path, kind: str, captioned: bool) -> Side:
+def _read_side(path: Path, kind: str, captioned: bool, max_bad_share: float) -> Side:
     place, listed = _files_of(path, kind)
     vectors = read_vectors(place)
-    embeds_ND, ids = _checked(place, vectors.rows_ND), vectors.ids or read_lines(path / listed)
+    require_floats(vectors.rows_ND, place)
+    embeds_ND, ids = vectors.rows_ND, vectors.ids or read_lines(path / listed)
     of_items = kind == "image" or not captioned
     labels = read_labels(path / LABELS) if of_items and (path / LABELS).is_file() else None
     for name, lines in ((listed, ids), (LABELS, labels)):
@@ -140,22 +163,10 @@ def _read_side(path: Path, kind: str, captioned: bool) -> Side:
             raise XcompatError(f"{path / name} has {len(lines):,} lines, but {place.name} has {len(embeds_ND):,} rows")
     if of_items:
         _require_distinct(place if vectors.ids else path / listed, ids)
-    return Side(path, embeds_ND, ids, labels)
+    return Side(path, *check_rows(embeds_ND, place, ids, max_bad_share), ids, labels)
 
 
 def _require_distinct(file: Path, ids: list[str]) -> None:
     if len(set(ids)) < len(ids):
         twice = next(name for name, count in Counter(ids).items() if count > 1)
         raise XcompatError(f"{file} names {twice!r} more than once; an id is that of one item")
-
-
-def _checked(path: Path, embeds_ND: NDArray[Any]) -> NDArray[Any]:
-    """Check the length of each embedding."""
-    import torch
-
-    if embeds_ND.ndim != 2 or not embeds_ND.size or embeds_ND.dtype.kind != "f":
-        raise XcompatError(f"{path} holds {embeds_ND.dtype} of shape {embeds_ND.shape}; embeddings are floats, N x D")
-    for start in range(0, len(embeds_ND), _CHECKED):
-        require_unit(torch.from_numpy(np.array(embeds_ND[start : start + _CHECKED], np.float32)), str(path), start)
-        forget_pages(embeds_ND)
-    return embeds_ND

@@ -25,13 +25,12 @@ from xcompat.retrieval.versions import fits, require_joinable, require_views
 from xcompat.spreading import Spread, led
 
 if TYPE_CHECKING:
-    from xcompat.embedding_provider import ServedMap
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval.doctor import Finding
     from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.originals import Originals
-    from xcompat.retrieval.queries import Queries
+    from xcompat.retrieval.queries import Queries, Source
     from xcompat.retrieval.versions import Model
 
 
@@ -138,7 +137,7 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
 def search(
     gallery: Gallery,
     queries: Queries,
-    embedder: Embedder | ServedMap,
+    embedder: Source,
     top_k: int,
     where: list[str],
     show: Callable[[Found], None],

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import datasets as hf
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import map_array, read_lines
+from xcompat.arrays import read_lines
 from xcompat.data import BadSamples
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.picture_files import IMAGE_SUFFIXES
@@ -20,6 +20,7 @@ from xcompat.data.sources import has_suffix
 from xcompat.embedding import notice_cut_short
 from xcompat.embedding_provider import ServedMap
 from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
 from xcompat.paths import is_file
 from xcompat.progress import console, progress_bar, rate_of
 from xcompat.retrieval.originals import Originals, Pictures, Texts, load_originals
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.encoders.processor import Processor
+    from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
 
-EMBEDDINGS = ".npy"
-EMBEDDINGS_AT_ONCE = 1024
+Source: TypeAlias = "Embedder | ServedMap | CompatModel | Fingerprint"
+"""What embeds queries; a map or a name alone where they are embedded already."""
 
 
 class Asked(NamedTuple):
@@ -54,7 +56,7 @@ class Queries(Protocol):
     def __len__(self) -> int:
         """Return how many there are, also of those that cannot be read."""
 
-    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+    def embedded(self, embedder: Any) -> Iterator[Asked]:  # noqa: ANN401 - see Source
         """Embed them as queries in the model's own space, block by block; leave out and name pictures that cannot be read."""
 
     def again(self, old: Embedder, places: Sequence[int]) -> Tensor | NDArray[np.float32]:
@@ -133,49 +135,16 @@ class Listed:
             yield block, service.embed(self.originals.dataset.select_columns([TEXT])[block][TEXT])
 
 
-class Stored:
-    """Queries that are embedded already, one a row, called by their row numbers.
-
-    Args:
-        file: a ``.npy`` array (Q, D) of the model's own embeddings.
-
-    Raises:
-        XcompatError: the file is damaged, or holds something else.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file, self.embeds_QD = file, map_array(file)
-        if self.embeds_QD.ndim != 2:
-            raise XcompatError(f"{file} has the shape {self.embeds_QD.shape}; an array of embeddings has a row for each query")
-
-    def __len__(self) -> int:
-        """See :class:`Queries`."""
-        return len(self.embeds_QD)
-
-    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
-        """See :class:`Queries`."""
-        for start in range(0, len(self), EMBEDDINGS_AT_ONCE):
-            block_QD = np.array(self.embeds_QD[start : start + EMBEDDINGS_AT_ONCE], np.float32)
-            yield Asked([str(start + row) for row in range(len(block_QD))], [None] * len(block_QD), block_QD)
-
-    def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
-        """See :class:`Queries`: there is nothing that another model could embed."""
-        why = f"the fallback embeds queries anew, and {self.file} holds embeddings"
-        raise XcompatError(f"{why}; name texts or pictures, or leave the fallback out")
-
-
 def load_queries(source: str) -> Queries:
     """Read a source of many queries.
 
     Args:
-        source: ``.npy`` embeddings; plain text of one text or one path of a picture a line, which its first line decides; or
-            texts or pictures as :func:`~xcompat.retrieval.originals.load_originals` takes them.
+        source: plain text of one text or one path of a picture a line, which its first line decides; or texts or pictures as
+            :func:`~xcompat.retrieval.originals.load_originals` takes them.
 
     Raises:
         XcompatError: it is not there, or holds nothing that can be asked.
     """
-    if has_suffix(source, (EMBEDDINGS,)):
-        return Stored(Path(source))
     if has_suffix(source, (".txt",)) and is_file(source):
         lines = [line for line in read_lines(Path(source)) if line.strip()]
         if lines and has_suffix(lines[0], IMAGE_SUFFIXES):
@@ -183,7 +152,7 @@ def load_queries(source: str) -> Queries:
     return Listed(load_originals(source))
 
 
-def followed(queries: Queries, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+def followed(queries: Queries, embedder: Source) -> Iterator[Asked]:
     """Embed queries block by block, with a bar if there are many."""
     if len(queries) == 1:
         yield from queries.embedded(embedder)

@@ -18,9 +18,8 @@ from xcompat.stores import migration
 from xcompat.stores.base import Store
 
 if TYPE_CHECKING:
-    from xcompat.embedding_provider import ServedMap
     from xcompat.models.embedder import Embedder
-    from xcompat.retrieval.queries import Queries
+    from xcompat.retrieval.queries import Queries, Source
     from xcompat.stores.doctor import Held
     from xcompat.stores.migration import Filling
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 def search(
     store: Store,
     queries: Queries,
-    embedder: Embedder | ServedMap,
+    embedder: Source,
     top_k: int,
     where: str | None,
     show: Callable[[Found], None],

@@ -23,7 +23,7 @@ RUN_FILES = ("recipe.yaml", "report", "report.json")
 
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
 READ: dict[Kind, tuple[str, ...]] = {
-    "embeddings": ("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output"),
+    "embeddings": ("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output", "--max-bad-share"),
     "recipe": (),
     "run": (),
     "checkpoint": ("--data", "--old", "--output"),

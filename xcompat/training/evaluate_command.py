@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
-from xcompat.arrays import read_lines
 from xcompat.data import LabelledSource, PairSource, read_qrels
 from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
@@ -38,13 +36,14 @@ from xcompat.training.embedding_folders import (
     require_testable,
 )
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
+from xcompat.training.item_embeddings import read_embeddings
 from xcompat.training.judging import embed_new, make_report
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
-from xcompat.vectors import read_vectors, stored_at
+from xcompat.vectors import BAD_SHARE
 
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "gallery")
 """Overrides that ask for images with classes, even for a checkpoint that embeds texts."""
@@ -167,6 +166,7 @@ def evaluate_embeddings(
     output: Path,
     qrels: Path | None = None,
     by_map: Path | None = None,
+    max_bad_share: float = BAD_SHARE,
 ) -> Report:
     """Judge embeddings made elsewhere.
 
@@ -184,6 +184,7 @@ def evaluate_embeddings(
         output: where the report goes.
         qrels: which passages are relevant to which queries, as :func:`xcompat.data.read_qrels` reads it.
         by_map: folder of a map of queries, such as ``xcompat map`` writes; it is applied to ``new``.
+        max_bad_share: the share of a file's rows that may have no usable embedding; no model is judged on these items.
 
     Returns:
         The report.
@@ -194,11 +195,14 @@ def evaluate_embeddings(
     require_output(output)
     folders = judged_folders(old, new, new_own, independent, by_map)
     if qrels is not None:
-        loaded: dict[str, Any] = _judged_texts(folders, qrels)
+        loaded: dict[str, Any] = _judged_texts(folders, qrels, max_bad_share)
     elif not any(has_texts(folder) for folder in folders.values() if folder is not None):
-        loaded = _labelled_images(folders)
+        loaded = _labelled_images(folders, max_bad_share)
     else:
-        loaded = {role: load_embedding_folder(folder) for role, folder in folders.items() if folder is not None}
+        loaded = {}
+        for role, folder in folders.items():
+            if folder is not None:
+                loaded[role] = load_embedding_folder(folder, max_bad_share, loaded.get("old"))
     if by_map is not None:
         loaded["new_view"] = _mapped(loaded["new"], loaded["old"], by_map)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
@@ -223,11 +227,13 @@ def _mapped(own: C, old: C, by_map: Path) -> C:
     return map_contestant(own.queries_alone(), by_map.name, model.fingerprint().derived("view"), model.view, model.device)
 
 
-def load_embedding_folder(folder: Path) -> EmbeddedPairs:
+def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: EmbeddedPairs | None = None) -> EmbeddedPairs:
     """Read plain embeddings with ids.
 
     Args:
         folder: see :func:`evaluate_embeddings`.
+        max_bad_share: see :func:`evaluate_embeddings`.
+        like: the old model's embeddings, whose order of the items is taken.
 
     Returns:
         The embeddings; their fingerprint is the folder's name, as nothing else is known.
@@ -236,11 +242,12 @@ def load_embedding_folder(folder: Path) -> EmbeddedPairs:
         XcompatError: a file is missing, is no array of numbers, or the counts differ.
     """
     require_files(folder, ("image", "text"))
-    (images_ND, image_ids), (texts_MD, text_ids) = (_embeddings(folder, kind) for kind in ("image", "text"))
+    images_ND, image_ids = read_embeddings(folder, "image", max_bad_share, like.image_ids if like is not None else None)
+    texts_MD, text_ids = read_embeddings(folder, "text", max_bad_share, like.text_ids if like is not None else None)
     return EmbeddedPairs(folder.name, Fingerprint.from_string(str(folder.resolve())), images_ND, texts_MD, image_ids, text_ids)
 
 
-def _labelled_images(folders: dict[str, Path | None]) -> dict[str, EmbeddedImages]:
+def _labelled_images(folders: dict[str, Path | None], max_bad_share: float) -> dict[str, EmbeddedImages]:
     """Read images of every model that is given; their classes are those of the first folder, the old model's."""
     old, loaded = folders["old"], dict[str, EmbeddedImages]()
     assert old is not None
@@ -248,7 +255,7 @@ def _labelled_images(folders: dict[str, Path | None]) -> dict[str, EmbeddedImage
         if folder is None:
             continue
         require_files(folder, ("image",))
-        images_ND, ids = _embeddings(folder, "image")
+        images_ND, ids = read_embeddings(folder, "image", max_bad_share, loaded["old"].query_ids if loaded else None)
         labels = _labels(old, len(ids)) if role == "old" else loaded["old"].query_labels
         fingerprint = Fingerprint.from_string(str(folder.resolve()))
         loaded[role] = EmbeddedImages(folder.name, fingerprint, images_ND, images_ND, ids, ids, labels, labels)
@@ -262,7 +269,7 @@ def _labels(folder: Path, count: int) -> list[str]:
     return labels
 
 
-def _judged_texts(folders: dict[str, Path | None], qrels: Path) -> dict[str, EmbeddedTexts]:
+def _judged_texts(folders: dict[str, Path | None], qrels: Path, max_bad_share: float) -> dict[str, EmbeddedTexts]:
     """Read queries and passages of every model that is given; of mapped queries there may be no passages."""
     judgements, loaded = read_qrels(qrels), dict[str, EmbeddedTexts]()
     for role, folder in folders.items():
@@ -270,26 +277,14 @@ def _judged_texts(folders: dict[str, Path | None], qrels: Path) -> dict[str, Emb
             continue
         kinds = kinds_judged(role, folder)
         require_files(folder, kinds)
-        queries_QD, query_ids = _embeddings(folder, "query")
-        texts_GD, text_ids = _embeddings(folder, "text") if "text" in kinds else (None, loaded["old"].text_ids)
+        like_queries, like_texts = (loaded["old"].query_ids, loaded["old"].text_ids) if loaded else (None, None)
+        queries_QD, query_ids = read_embeddings(folder, "query", max_bad_share, like_queries)
+        texts_GD, text_ids = (
+            read_embeddings(folder, "text", max_bad_share, like_texts) if "text" in kinds else (None, loaded["old"].text_ids)
+        )
         fingerprint = Fingerprint.from_string(str(folder.resolve()))
         loaded[role] = EmbeddedTexts(folder.name, fingerprint, queries_QD, texts_GD, query_ids, text_ids, judgements)
     return loaded
-
-
-def _embeddings(folder: Path, kind: str) -> tuple[np.ndarray, list[str]]:
-    """Read embeddings of one kind and their ids."""
-    file = stored_at(folder / f"{kind}_embeds")
-    assert file is not None
-    vectors = read_vectors(file)
-    array, names = vectors.rows_ND, vectors.ids if vectors.ids is not None else read_lines(folder / f"{kind}_ids.txt")
-    if array.ndim != 2 or len(array) != len(names):
-        raise XcompatError(f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N")
-    if not array.size:
-        raise XcompatError(f"{file} holds no embeddings (shape {array.shape}, {array.dtype}); embed the items again")
-    if not np.isfinite(array).all():
-        raise XcompatError(f"{file} holds values that are not finite; leave those items out, or embed them again")
-    return array, names
 
 
 def _finish(content: ReportContent, output: Path) -> Report:

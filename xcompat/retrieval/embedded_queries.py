@@ -1,0 +1,162 @@
+"""Queries that are embedded already: read from arrays, tables and folders, with their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.arrays import read_lines
+from xcompat.data.schema import IMAGE_COLUMNS
+from xcompat.data.texts import TEXT_COLUMNS
+from xcompat.errors import XcompatError
+from xcompat.progress import notice
+from xcompat.retrieval.queries import Asked
+from xcompat.vectors import (
+    ARRAY,
+    BAD_SHARE,
+    EMBEDDING_COLUMNS,
+    SUFFIXES,
+    Vectors,
+    check_rows,
+    column_names,
+    is_table,
+    read_vectors,
+    stored_at,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xcompat.models.base import CompatModel
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.versions import Model
+
+KINDS = ("query", "text", "image")
+ROWS_AT_ONCE = 1024
+Content = Literal["embeddings", "both", "other"]
+
+
+class EmbeddedQueries:
+    """Embeddings of queries, as the model makes them, with the id of each.
+
+    Args:
+        source: a ``.npy`` file, a table with ids (Parquet, JSON lines, a folder of these), or a folder with ``query_embeds``,
+            ``text_embeds`` or ``image_embeds``. The ids of ``q.npy`` stand in ``q_ids.txt`` beside it; without that file they are
+            row numbers from 0.
+        max_bad_share: the share of rows that may have no usable embedding. Such rows are named and left out.
+
+    Raises:
+        XcompatError: the file is damaged or holds no embeddings, or too many rows have none that is usable.
+    """
+
+    def __init__(self, source: str | Path, max_bad_share: float = BAD_SHARE) -> None:
+        self.file = _find_file(Path(source))
+        vectors = read_vectors(self.file)
+        if vectors.rows_ND.ndim != 2:
+            raise XcompatError(
+                f"{self.file} has the shape {vectors.rows_ND.shape}; an array of embeddings has a row for each query"
+            )
+        ids = _read_ids(self.file, vectors)
+        rows_QD = vectors.rows_ND if vectors.rows_ND.dtype.kind == "f" else np.asarray(vectors.rows_ND, np.float32)
+        found = check_rows(rows_QD, self.file, ids, max_bad_share, keep_lengths=True)
+        for line in found.notes:
+            notice(line)
+        self.embeds_QD: NDArray[Any] = found.rows_ND
+        self.rows_Q = np.flatnonzero(found.usable_N)
+        self.ids = ids
+
+    def __len__(self) -> int:
+        """Return the number of queries that have a usable embedding."""
+        return len(self.rows_Q)
+
+    def require_fit(self, model: Model) -> None:
+        """Raise unless the embeddings have the dimension that a model makes.
+
+        Raises:
+            XcompatError: naming both dimensions, and the model that makes the right one.
+        """
+        expected = _describe_dim(model)
+        if expected is None or self.embeds_QD.shape[1] == expected[0]:
+            return
+        have, (want, advice) = self.embeds_QD.shape[1], expected
+        raise XcompatError(f"{self.file} has {have} dimensions, and the model takes {want}: {advice(have)}")
+
+    def embedded(self, _: object) -> Iterator[Asked]:
+        """See :class:`~xcompat.retrieval.queries.Queries`."""
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            rows_B = self.rows_Q[start : start + ROWS_AT_ONCE]
+            names = [str(row) if self.ids is None else self.ids[row] for row in rows_B.tolist()]
+            yield Asked(names, [None] * len(rows_B), np.array(self.embeds_QD[rows_B], np.float32))
+
+    def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
+        """See :class:`~xcompat.retrieval.queries.Queries`: there is nothing that another model could embed."""
+        raise XcompatError(
+            f"the fallback embeds queries with the old model, and {self.file} holds embeddings; use texts or pictures, "
+            "or remove --fallback"
+        )
+
+
+def find_content(source: str | Path) -> Content:
+    """Return whether a source of queries holds embeddings, both texts and embeddings, or anything else, by its names alone."""
+    path = Path(source)
+    if path.name.endswith(ARRAY) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS):
+        return "embeddings"
+    if not path.exists() or not is_table(path):
+        return "other"
+    try:
+        names = set(column_names(path))
+    except XcompatError:  # lines that are no objects may be texts, whose reader says what is wrong
+        return "other"
+    if not names & set(EMBEDDING_COLUMNS):
+        return "other"
+    return "both" if names & {*TEXT_COLUMNS, *IMAGE_COLUMNS} else "embeddings"
+
+
+def _find_file(source: Path) -> Path:
+    """Return the file or folder of tables of a source."""
+    found = [place for kind in KINDS if (place := stored_at(source / f"{kind}_embeds")) is not None]
+    if len(found) > 1:
+        raise XcompatError(f"{source} holds {' and '.join(place.name for place in found)}; choose one, such as {found[0]}")
+    if not found and not source.name.endswith(SUFFIXES) and not is_table(source):
+        raise XcompatError(f"{source} holds no embeddings; use .npy, Parquet, JSON lines, or a folder of them")
+    return found[0] if found else source
+
+
+def _read_ids(file: Path, vectors: Vectors) -> list[str] | None:
+    """Return the ids of a table, or those in the file beside an array; None without any."""
+    if vectors.ids is not None:
+        return vectors.ids
+    beside = file.with_name(f"{file.name.removesuffix(ARRAY).removesuffix('_embeds')}_ids.txt")
+    if not beside.is_file():
+        return None
+    names = read_lines(beside)
+    if len(names) != len(vectors.rows_ND):
+        raise XcompatError(f"{beside} has {len(names):,} lines, but {file.name} has {len(vectors.rows_ND):,} rows")
+    return names
+
+
+def _describe_dim(model: Model) -> tuple[int, Any] | None:
+    """Return the dimension of a model's embeddings, and what to say of another; None if only its name is known."""
+    from xcompat.fingerprint import Fingerprint
+    from xcompat.models.base import CompatModel
+
+    if isinstance(model, Fingerprint):
+        return None
+    if not isinstance(model, CompatModel):
+        return model.dim, lambda _: f"embed the queries with {model.name}"
+    return model.config.embedding_dim, lambda have: _advise(model, have)
+
+
+def _advise(model: CompatModel, have: int) -> str:
+    """Say which model makes embeddings that a map takes."""
+    if model.config.encoder is not None:
+        maker = str(model.config.encoder["name"])
+    else:
+        maker = "the new model, whose embeddings the map was fitted on" if model.embeds_in_memory else "this model"
+    looks = [version for version, dim in model.version_dims() if dim == have]
+    like = f" ({looks[0].name} has {have}: its queries need no map, search with --model {looks[0].name})" if looks else ""
+    return f"embed the queries with {maker}{like}"

@@ -1,0 +1,115 @@
+"""Choice of what a search reads its queries from, and of the model that embeds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.retrieval import asked
+from xcompat.retrieval.embedded_queries import EmbeddedQueries, find_content
+from xcompat.vectors import BAD_SHARE
+
+if TYPE_CHECKING:
+    from xcompat.models.base import CompatModel
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.queries import Queries, Source
+
+
+def load_embedded(
+    queries: str, model: str, known: Sequence[Fingerprint | None], conflict: str | None, max_bad_share: float | None
+) -> tuple[EmbeddedQueries, CompatModel | Embedder | Fingerprint] | None:
+    """Load queries that are embeddings, and the model that they are of.
+
+    Args:
+        queries: the source.
+        model: as ``--model`` names it: a map, any model, or a name that the gallery has for one.
+        known: the models whose embeddings are searched.
+        conflict: an option that embeds texts, if one is given.
+        max_bad_share: the share of rows that may have no usable embedding; None for the default.
+
+    Returns:
+        Both; None if the queries are texts or pictures, or texts beside embeddings and the model embeds texts.
+
+    Raises:
+        XcompatError: they cannot be read, have another dimension, or an option embeds texts.
+    """
+    content, owner = find_content(queries), None
+    if content == "both" and conflict is None:
+        owner = load_owner(model, known)
+        content = "embeddings" if _takes_embeddings_alone(owner) else "other"
+    if content != "embeddings":
+        return None
+    if conflict is not None:
+        raise XcompatError(f"{conflict} embeds queries, and {queries} holds embeddings: remove it, or use texts as queries")
+    embedded = EmbeddedQueries(queries, BAD_SHARE if max_bad_share is None else max_bad_share)
+    owner = owner if owner is not None else load_owner(model, known)
+    embedded.require_fit(owner)
+    return embedded, owner
+
+
+def load_queries_and_model(
+    query: str | None,
+    queries: str | None,
+    model: str,
+    known: Sequence[Fingerprint | None],
+    fallback: str = "",
+    embed_with: str | None = None,
+    max_bad_share: float | None = None,
+) -> tuple[Queries, Source]:
+    """Load what is searched for, and what embeds it.
+
+    Args:
+        query: one query.
+        queries: the source of many.
+        model: see :func:`load_embedded`.
+        known: see :func:`load_embedded`.
+        fallback: the old model.
+        embed_with: the function that embeds texts for a map of a service's embeddings.
+        max_bad_share: see :func:`load_embedded`.
+
+    Raises:
+        XcompatError: see :func:`load_embedded`; or the model is none.
+    """
+    conflict = "--embed-with" if embed_with is not None else "--fallback" if fallback else None
+    if queries is not None and (found := load_embedded(queries, model, known, conflict, max_bad_share)) is not None:
+        return found
+    if max_bad_share is not None:
+        raise XcompatError("--max-bad-share is about queries that are embeddings; remove it")
+    asked.require_models(model, fallback)
+    from xcompat.retrieval.queries import Typed, load_queries
+
+    typed = Typed(query) if query is not None else load_queries(str(queries))
+    from xcompat.distributed import device
+    from xcompat.embedding_provider import ServedMap
+    from xcompat.models.embedder import load_embedder
+    from xcompat.progress import silence_libraries
+
+    silence_libraries()
+    return typed, load_embedder(model, device()) if embed_with is None else ServedMap.load(model, embed_with)
+
+
+def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel | Embedder | Fingerprint:
+    """Load the model that made embeddings: a map without its encoder, or a name alone that a gallery has for a model."""
+    if (name := Fingerprint.from_string(model)) in known:
+        return name
+    asked.require_models(model)
+    import torch
+
+    from xcompat.distributed import device
+    from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
+    from xcompat.paths import model_folder
+    from xcompat.progress import silence_libraries
+
+    silence_libraries()
+    if not is_checkpoint(model_folder(model)):
+        return load_embedder(model, device())
+    return torch.nn.Module.to(load_checkpoint(model), device())
+
+
+def _takes_embeddings_alone(model: CompatModel | Embedder | Fingerprint) -> bool:
+    """Return whether a model is a map that knows no encoder."""
+    from xcompat.models.base import CompatModel
+
+    return isinstance(model, CompatModel) and model.embeds_in_memory and model.config.encoder is None

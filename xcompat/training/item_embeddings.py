@@ -1,0 +1,99 @@
+"""Embeddings of a folder for an evaluation: read with their ids, and brought into the order of the old model's items."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.arrays import read_lines, rows_of
+from xcompat.errors import XcompatError
+from xcompat.progress import notice
+from xcompat.vectors import check_rows, read_vectors, stored_at
+
+
+def read_embeddings(
+    folder: Path, kind: str, max_bad_share: float, like: Sequence[Hashable] | None = None
+) -> tuple[NDArray[np.floating], list[str]]:
+    """Read embeddings of one kind of items with their ids.
+
+    Args:
+        folder: holds ``KIND_embeds.npy`` and ``KIND_ids.txt``, or a table ``KIND_embeds`` with both.
+        kind: such as ``image``.
+        max_bad_share: the share of rows that may have no usable embedding, and the share of the items of ``like`` that may have
+            no row.
+        like: ids of the old model's items, whose order is taken.
+
+    Returns:
+        (N, D) embeddings of length 1, NaN for items without a usable one, and their N ids.
+
+    Raises:
+        XcompatError: the file is damaged, the counts differ, or too many items have no usable embedding.
+    """
+    file = stored_at(folder / f"{kind}_embeds")
+    assert file is not None
+    vectors = read_vectors(file)
+    array, names = vectors.rows_ND, vectors.ids if vectors.ids is not None else read_lines(folder / f"{kind}_ids.txt")
+    if array.ndim != 2 or len(array) != len(names):
+        raise XcompatError(f"{file} has shape {array.shape}, but {kind}_ids.txt has {len(names)} lines; they must be N x D and N")
+    found = check_rows(array, file, names, max_bad_share)
+    for line in found.notes:
+        notice(line)
+    rows_ND = found.readable_rows()
+    if like is None or names == list(like):
+        return rows_ND, names
+    return order_rows(rows_ND, names, [str(name) for name in like], file, max_bad_share)
+
+
+def order_rows(
+    rows_ND: NDArray[np.floating], ids: Sequence[str], like: Sequence[str], where: Path, max_bad_share: float
+) -> tuple[NDArray[np.floating], list[str]]:
+    """Bring rows into the order of other ids; rows that only one side has are counted and named.
+
+    Args:
+        rows_ND: the rows.
+        ids: the id of each.
+        like: the ids in the order that is wanted.
+        where: what holds the rows, for messages.
+        max_bad_share: the share of ``like`` that may have no row.
+
+    Returns:
+        A row for each id of ``like``, NaN where there is none, and these ids.
+
+    Raises:
+        XcompatError: too many have no row.
+
+    Example:
+        >>> rows, names = order_rows(np.array([[1.0], [2.0]]), ["a", "b"], ["b", "a"], Path("new"), 0)
+        >>> rows.tolist(), names
+        ([[2.0], [1.0]], ['b', 'a'])
+    """
+    given, wanted = Counter(ids), Counter(like)
+    place = {key: row for row, key in enumerate(_numbered_ids(ids)) if given[key[0]] == wanted[key[0]]}
+    places_N = np.array([place.get(key, -1) for key in _numbered_ids(like)], np.int64)
+    missing = [name for name, row in zip(like, places_N.tolist(), strict=True) if row < 0]
+    if len(missing) > max_bad_share * len(like) or len(missing) == len(like):
+        raise XcompatError(
+            f"{where} has no row for {len(missing):,} of the {len(like):,} items of the old model, such as {missing[0]!r}; "
+            "embed the same items with both models, or raise --max-bad-share"
+        )
+    extra = [name for name in ids if given[name] != wanted[name]]
+    for names, said in ((missing, "items of the old model have no row"), (extra, "rows have no item of the old model")):
+        if names:
+            notice(f"{where}: {len(names):,} {said} and are left out, such as {names[0]!r}")
+    if missing and rows_ND.dtype != np.float64:
+        rows_ND = np.asarray(rows_ND, np.float32)
+    ordered_ND = rows_of(rows_ND, np.maximum(places_N, 0))
+    ordered_ND[places_N < 0] = np.nan
+    return ordered_ND, list(like)
+
+
+def _numbered_ids(ids: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield each id with its number among equal ids: several captions may describe one image."""
+    seen = Counter[str]()
+    for name in ids:
+        yield name, seen[name]
+        seen[name] += 1
