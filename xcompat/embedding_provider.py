@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xcompat.arrays import normalise_rows
 from xcompat.cache_filling import Batches, fill_cache
 from xcompat.data import BadSamples
 from xcompat.distributed import from_main_process, process_state
@@ -25,13 +26,18 @@ from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint
-from xcompat.progress import Waiting, console, literal
+from xcompat.progress import Waiting, console, literal, notice
 from xcompat.vectors import first_not_unit
 
 BYTES_PER_TOKEN = 4  # of UTF-8, about, in tokenizers of today
 ATTEMPTS = 4
 SHOWN = 40  # characters of a text in a message
 LONGEST_WAIT = 60  # seconds between two attempts
+PROBES = ("The quick brown fox jumps over the lazy dog.", "opening hours and prices", "def add(a, b): return a + b")
+"""Texts whose embeddings tell whether a service still answers as it did."""
+SKETCHED = 32  # dimensions of a sketch
+ALIKE, OTHER = 0.99, 0.5
+"""Mean cosine of sketches: above the first the service answers as before; below the second another model does."""
 KEPT = "what it has answered is kept: start again to continue"
 
 Function = Callable[[list[str]], Any]
@@ -126,6 +132,10 @@ class Provider:
             raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({what_failed(error)}); {mend}") from error
         return self._checked(answer, texts, dim, before)
 
+    def sketch(self) -> list[list[float]]:
+        """Ask for the embeddings of :data:`PROBES`, and return their first numbers."""
+        return sketch_rows(self.ask(list(PROBES)))
+
     def _call(self, texts: list[str]) -> Any:  # noqa: ANN401 - whatever the function returns
         time.sleep(max(0.0, self._earliest - time.monotonic()))
         if self.requests_per_minute is not None:
@@ -168,6 +178,7 @@ class ServedMap:
 
     model: CompatModel
     provider: Provider
+    _compared: list[float] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @classmethod
     def load(cls, model: str | Path | nn.Module, embed_with: str | Function | Provider) -> Self:
@@ -210,16 +221,59 @@ class ServedMap:
         if len(asked) < len(texts):
             raise XcompatError(f"{self.provider.name} embeds texts, and nothing else; give strings that are no paths of pictures")
         size, dim = self.provider.batch, self.model.config.embedding_dim
-        rows_BD = np.empty((len(asked), dim), np.float32)
-        for start in range(0, len(asked), size):
-            answer = self.provider.ask(asked[start : start + size], before=start)
+        probes = [] if self._compared or self.model.config.service is None else list(PROBES)
+        sent = [*probes, *asked]
+        rows_BD = np.empty((len(sent), dim), np.float32)
+        for start in range(0, len(sent), size):
+            answer = self.provider.ask(sent[start : start + size], before=start - len(probes))
             if answer.shape[1] != dim:
                 wrong = f"{self.provider.name} returned {answer.shape[1]} dimensions, and the map takes {dim}"
-                raise XcompatError(f"{wrong}; name the function that it was made with")
+                raise XcompatError(f"{wrong}; {self._advice()}")
             rows_BD[start : start + size] = answer
-        own_BD = torch.from_numpy(rows_BD).to(self.model.device)
+        if probes:
+            self._require_same_service(rows_BD[: len(probes)])
+        own_BD = torch.from_numpy(rows_BD[len(probes) :]).to(self.model.device)
         with torch.inference_mode():
             return self.model.stored(own_BD) if space == "stored" else own_BD
+
+    def _require_same_service(self, rows_PD: NDArray[np.float32]) -> None:
+        """Compare answers with those that the map was fitted on."""
+        known = self.model.config.service
+        assert known is not None
+        cosine = compare_sketches(sketch_rows(rows_PD), known["sketch"])
+        said = (
+            f"{self.provider.name} does not embed as {known['name']} did when this map was fitted: mean cosine {cosine:.2f} of "
+            f"{len(PROBES)} test texts"
+        )
+        if cosine < OTHER:
+            raise XcompatError(f"{said}; {self._advice()}, or fit the map again with this one")
+        if cosine < ALIKE:
+            notice(f"{said}; {self._advice()} if the hits are poor, or fit the map again with this one")
+        self._compared.append(cosine)
+
+    def _advice(self) -> str:
+        known = self.model.config.service
+        if known is None:
+            return "name the function that it was made with"
+        return f"use the function that it was fitted with (--embed-with {known['function']}, model {known['name']})"
+
+
+def sketch_rows(rows_PD: NDArray[np.float32]) -> list[list[float]]:
+    """Return the first numbers of a few embeddings: enough to tell models apart, and short enough for a configuration."""
+    return [[round(value, 5) for value in row] for row in rows_PD[:, :SKETCHED].tolist()]
+
+
+def compare_sketches(one: list[list[float]], other: list[list[float]]) -> float:
+    """Return the mean cosine of two sketches; 0 if they have different shapes.
+
+    Example:
+        >>> compare_sketches([[1.0, 0.0], [0.0, 2.0]], [[2.0, 0.0], [1.0, 0.0]])
+        0.5
+    """
+    first, second = (np.array(rows, np.float64) for rows in (one, other))
+    if first.shape != second.shape:
+        return 0.0
+    return float((normalise_rows(first) * normalise_rows(second)).sum(axis=1).mean())
 
 
 def _begun_with(path: Path) -> int | None:

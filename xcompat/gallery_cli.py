@@ -243,6 +243,22 @@ def info(gallery: Folder, model: ModelName = "") -> None:
 
 
 @app.command()
+def alias(
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Another name of the model that made the embeddings.")],
+) -> None:
+    """Record another name of a gallery's model, so that maps made for that name (--old-model NAME) fit."""
+    if "://" in gallery:
+        from xcompat.stores.commands import alias as alias_store
+
+        alias_store(_open_store(gallery), name)
+        return
+    from xcompat.retrieval import commands
+
+    commands.alias(_open(Path(gallery)), name)
+
+
+@app.command()
 def verify(gallery: Folder) -> None:
     """Read every file and compare it with what was written; exit with code 1 if one has changed."""
     from xcompat.retrieval import commands

@@ -129,6 +129,26 @@ def require_model(source: EncoderSource | str) -> EncoderSource:
     return source
 
 
+def is_loadable(name: str) -> bool:
+    """Return whether a name means a model that can be loaded, and not only what a gallery calls one.
+
+    A path and ``owner/name`` do, and the name of a model without an owner that is in the local cache of the Hub.
+
+    Example:
+        >>> is_loadable("openai/clip-vit-base-patch32"), is_loadable("clip-b32")
+        (True, False)
+    """
+    if "/" in name or Path(name).exists():
+        return True
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
 def require_own(source: EncoderSource | str) -> EncoderSource:
     """Return the same of a model of this library; a name on the Hub passes.
 

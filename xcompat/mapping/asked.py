@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from xcompat.checksums import file_record
-from xcompat.encoders import require_model, require_own
+from xcompat.encoders import is_loadable, require_model, require_own
 from xcompat.errors import XcompatError
 from xcompat.files import files_below
 from xcompat.mapping.folds import Searched
@@ -178,16 +178,6 @@ def require_start(start: Start) -> bool:
     return False
 
 
-def is_loaded(old_model: str) -> bool:
-    """Return whether ``--old-model`` names a model that can be loaded, and not the gallery's name for one.
-
-    Example:
-        >>> is_loaded("openai/clip-vit-base-patch32"), is_loaded("clip-b32")
-        (True, False)
-    """
-    return "/" in old_model or Path(old_model).exists()
-
-
 def require_sides(
     old: Path, new: Path, texts: Texts | None, start: Start | None, old_model: str | None, new_model: str | None
 ) -> None:
@@ -215,7 +205,7 @@ def require_sides(
             require_side(side)
         else:
             require_model(str(side))
-    for name in (old_model if old_model is not None and is_loaded(old_model) else None, new_model):
+    for name in (old_model if old_model is not None and is_loadable(old_model) else None, new_model):
         if name is not None:
             require_model(name)
     if start is not None and not require_start(start):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xcompat.encoders import is_loadable
 from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.files import write_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.agreement import choose_by_what_is_known
-from xcompat.mapping.asked import MADE_BY, Asked, is_loaded
+from xcompat.mapping.asked import MADE_BY, Asked
 from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.confidence import Calibration
@@ -115,7 +117,7 @@ def map_embeddings(asked: Asked) -> bool:
     with stage("solve on everything", seconds), replacing as temporary:
         temporary.mkdir()
         model = fit(decided.candidate, Known(pairs, described, lines, remembering.codec), decided.confidence)
-        model.config.encoder = encoder
+        model.config.encoder, model.config.service = encoder, found.service
         model.save_pretrained(temporary / "model")
         asking = encoder or (texts.service_named(asked.new) if texts is not None else None)
         document = _document(decided, pairs, model, theirs) | {"old": described, "new": asking}
@@ -179,7 +181,12 @@ def _described_old(name: str | None, path: Path, found: TextPairs) -> dict[str, 
             "--old-model which it is, or what galleries call it"
         )
         return describe_old(Fingerprint.from_string(path.stem), dim)
-    if not is_loaded(name):
+    if not is_loadable(name):
+        notice(
+            f"--old-model {name} is a name: the map fits galleries that have this name for their model. For a gallery that the "
+            f"model itself built, give the model (a folder, or its full name on the Hub), or run `xcompat gallery alias GALLERY "
+            f"{shlex.quote(name)}` later"
+        )
         return describe_old(Fingerprint.from_string(name), dim)
     old = load_embedder(name)
     _require_dim(old, dim, "--old-model")

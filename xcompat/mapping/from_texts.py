@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,11 @@ from numpy.typing import NDArray
 from xcompat.arrays import numbered
 from xcompat.data import load_items_of_text
 from xcompat.data.schema import ID, TEXT
+from xcompat.distributed import from_main_process, process_state
 from xcompat.embedding import embed_texts
-from xcompat.embedding_provider import Provider, load_function
+from xcompat.embedding_provider import ALIKE, Provider, compare_sketches, load_function
 from xcompat.errors import XcompatError
+from xcompat.files import read_json, write_json
 from xcompat.mapping.asked import Texts
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.paired import PairedEmbeddings, picked
@@ -43,11 +46,13 @@ class TextPairs:
         pairs: both models' embeddings of the same texts.
         old: the old model; None if its embeddings were stored.
         new: the new model, as it embeds queries; None if its embeddings were stored, or a service made them.
+        service: the service that made them, as a map's configuration describes it; None without one.
     """
 
     pairs: Paired
     old: Embedder | None
     new: Embedder | None
+    service: dict[str, Any] | None = None
 
 
 def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_share: float = BAD_SHARE) -> TextPairs:
@@ -84,13 +89,47 @@ def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_
     kept_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
     taken = items if len(kept_N) == len(items) else items.select(kept_N)
     asked = new_source.for_queries() if isinstance(new_source, Embedder) else new_source
+    described = None
+    if isinstance(asked, Provider) and service is not None:
+        process_state()  # processes must have joined the group before one of them acts for all
+        described = from_main_process(partial(describe_service, asked, service, _cache_folder(asked, taken, cache_dir)))
     old_Nd = _embeddings(old_source, taken, old_places_N[kept_N], cache_dir)
     new_ND = _embeddings(asked, taken, new_places_N[kept_N], cache_dir)
     stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
     labels_N = _classes(stored, places_N[kept_N])
     notes = _notes(stored, ids, kept_N, texts.path)
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
-    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model)
+    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described)
+
+
+def describe_service(provider: Provider, function: str, cache: Path) -> dict[str, Any]:
+    """Describe a service by its answers to a few test texts, which must be those that a cache was begun with.
+
+    Args:
+        provider: the service.
+        function: the name of the function that asks it.
+        cache: the folder of what it embeds. If the cache is finished by the same function, nothing is asked.
+
+    Raises:
+        XcompatError: another model answered when the cache was begun.
+    """
+    record = cache.with_name(f"{cache.name}.service.json")
+    known = read_json(record) if record.exists() else None
+    if known is not None and known["function"] == function and (cache / "cache.json").exists():
+        return known
+    described = {"name": provider.name, "function": function, "sketch": provider.sketch()}
+    if known is not None and (cosine := compare_sketches(known["sketch"], described["sketch"])) < ALIKE:
+        raise XcompatError(
+            f"{function} does not embed as {known['function']} did when {cache} was begun (mean cosine {cosine:.2f}); "
+            f"use {known['function']}, or delete {cache.parent} and embed all texts again"
+        )
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_json(record, described)
+    return described
+
+
+def _cache_folder(source: Embedder | Provider, items: datasets.Dataset, cache_dir: Path) -> Path:
+    return cache_dir / f"texts-{source.fingerprint.digest[:16]}-{_digest(items)[:16]}"
 
 
 def _source(path: Path, max_bad_share: float) -> Source:
@@ -147,8 +186,7 @@ def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.in
     """Return the embeddings of texts: looked up, or computed and cached under the digests of model and texts."""
     if isinstance(source, Side):
         return picked(source.embeds_ND, places_N)
-    digest = _digest(items)
-    folder = cache_dir / f"texts-{source.fingerprint.digest[:16]}-{digest[:16]}"
+    digest, folder = _digest(items), _cache_folder(source, items, cache_dir)
     if isinstance(source, Provider):
         return source.embed_texts(items[TEXT], folder, digest)
     return embed_texts(source, items[TEXT], folder, digest)

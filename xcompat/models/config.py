@@ -55,6 +55,8 @@ class CompatConfig(PreTrainedConfig):
         memory: what queries, or mapped galleries, remember: ``entries``, ``sharpness``, ``share`` and, if true, ``confident`` of
             :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
+        service: the service whose embeddings a map was fitted on: its ``name``, the ``function`` that asked it, and the
+            ``sketch`` of its answers to a few test texts; left out if None.
 
     Raises:
         XcompatError: for an unknown key, or a value that is none of those a key has, naming the nearest known one.
@@ -70,6 +72,7 @@ class CompatConfig(PreTrainedConfig):
     logit_scale: Annotated[float, Field(gt=0)] = 1 / 0.07
     memory: dict | None = None
     started_from: dict | None = None
+    service: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
         """Refuse what transformers would accept silently, then let it set up the rest."""
@@ -104,8 +107,9 @@ class CompatConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all keys, without where the model started from if it was made here."""
         written = super().to_dict()
-        if self.started_from is None:
-            del written["started_from"]
+        for optional in ("started_from", "service"):
+            if getattr(self, optional) is None:
+                del written[optional]
         return written
 
     @classmethod

@@ -125,7 +125,7 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.ingestion import ingest
 
-    require_joinable(asking(embedder), gallery.manifest)
+    require_joinable(asking(embedder), gallery.manifest, gallery.path)
     added = ingest(gallery, originals, embedder, replace, side_info=side_info)
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
@@ -150,7 +150,7 @@ def search(
     from xcompat.retrieval.queries import followed
 
     wanted, model = wanted_metadata(where) or None, asking(embedder)
-    require_views(model, gallery.manifest)  # refuse before anything is embedded
+    require_views(model, gallery.manifest, gallery.path)  # refuse before anything is embedded
     if fallback is not None:
         fallback.require(model, gallery.manifest)
     for number, asked in enumerate(followed(queries, embedder)):
@@ -210,7 +210,7 @@ def backfill(
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.backfilling import Backfill
 
-    require_joinable(asking(embedder), gallery.manifest)
+    require_joinable(asking(embedder), gallery.manifest, gallery.path)
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
     console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: about {_duration(plan.seconds())}")
@@ -241,6 +241,25 @@ def _shared(gallery: Gallery, record: VersionRecord) -> list[str]:
     """Return whose queries find what a version stores in an older space: the names that the gallery knows, else digests."""
     named = {version.digest: short(version.fingerprint) for version in gallery.manifest.versions}
     return [f"those of {named.get(digest, f'the model with the fingerprint {digest[:12]}')}" for digest in record.shares]
+
+
+def alias(gallery: Gallery, name: str) -> None:
+    """Record another name of the model that made a gallery's embeddings."""
+    model = find_alias(name)
+    version = gallery.add_alias(model)
+    console.print(f"[green]✓[/] maps for {literal(model)} fit the {literal(version)} embeddings of {literal(gallery.path)}")
+
+
+def find_alias(name: str) -> Fingerprint:
+    """Return the fingerprint of a model that can be loaded, or that of a name."""
+    from xcompat.encoders import is_loadable
+
+    if not is_loadable(name):
+        return Fingerprint.from_string(name)
+    from xcompat.models.embedder import load_embedder
+
+    silence_libraries()
+    return load_embedder(name).fingerprint
 
 
 def verify(gallery: Gallery) -> bool:

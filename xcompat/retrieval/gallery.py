@@ -20,10 +20,11 @@ from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, write_m
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.upgrading import segments_to_map, upgrade_gallery
-from xcompat.retrieval.versions import identity, own_metric, require_metric, stored_embeddings, stored_version
+from xcompat.retrieval.versions import aliased_version, identity, own_metric, require_metric, stored_embeddings, stored_version
 from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
+    from xcompat.fingerprint import Fingerprint
     from xcompat.models.base import CompatModel
     from xcompat.retrieval.versions import Model
 
@@ -269,6 +270,29 @@ class Gallery(Snapshot):
         with self:
             self.show(self.staging().roll_back(generation))
         return self.generation
+
+    def add_alias(self, alias: Fingerprint) -> Fingerprint:
+        """Record another identity of the model that made the stored embeddings, as a new generation.
+
+        A map that was fitted for a name fits the model itself afterwards, and the other way round.
+
+        Args:
+            alias: the other identity, such as ``Fingerprint.from_string("clip-b32")``.
+
+        Returns:
+            The version that has the alias now.
+
+        Raises:
+            XcompatError: the gallery holds embeddings of several models that the alias could mean, or both identities are of
+                weights, which differ; or another process writes.
+        """
+        with self._rewriting() as staging:
+            version = aliased_version(staging.manifest.present() or staging.manifest.versions, alias)
+            if alias.digest not in (version.digest, *version.shares):
+                shared = version.model_copy(update={"shares": (*version.shares, alias.digest)})
+                versions = [shared if each.digest == version.digest else each for each in staging.manifest.versions]
+                staging.publish("alias", versions=tuple(versions))
+        return version.fingerprint
 
     def upgrade(self, model: CompatModel, batch_size: int = 65536, spread: Spread = here) -> int:
         """Map stored embeddings to the space of a newer model, without images; until a compaction a rollback undoes it.

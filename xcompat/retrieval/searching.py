@@ -112,8 +112,8 @@ class Queries(NamedTuple):
 class Search:
     """Searches one state of a gallery; samples of its versions are cached."""
 
-    def __init__(self, segments: Sequence[Segment], manifest: Manifest) -> None:
-        self.segments, self.manifest = segments, manifest
+    def __init__(self, segments: Sequence[Segment], manifest: Manifest, place: object = "GALLERY") -> None:
+        self.segments, self.manifest, self.place = segments, manifest, place
         self._samples: dict[str, NDArray[np.float32]] = {}
 
     def find(
@@ -131,7 +131,7 @@ class Search:
         if top_k < 1:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
         where = None if where is None else plain_filter(where)
-        views = query_views(model, embeds_QD, self.manifest)
+        views = query_views(model, embeds_QD, self.manifest, self.place)
         confidence_Q = query_confidence(model, embeds_QD, self.manifest)
         asked = []
         for version, queries_Qd in views:

@@ -96,5 +96,5 @@ def searchable_state(path: Path, embedder: Embedder) -> Gallery:
     for manifest in reversed(gallery.generations()):
         if manifest.rows and all(fits(model, version) for version in manifest.present()):
             return Gallery(path, manifest)
-    require_views(model, gallery.manifest)
+    require_views(model, gallery.manifest, gallery.path)
     return gallery

@@ -41,7 +41,7 @@ class Snapshot:
         self.manifest = manifest
         self.backend = open_backend(manifest)
         self.segments = [Segment(self.path, record, self.backend) for record in manifest.segments]
-        self._search = Search(self.segments, manifest)
+        self._search = Search(self.segments, manifest, self.path)
 
     def __len__(self) -> int:
         """Return the number of items."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -215,13 +216,16 @@ def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionReco
     return _through(model.self_view, embeds, model) if of_encoder else None
 
 
-def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[tuple[VersionRecord, NDArray[np.float32]]]:
+def query_views(
+    model: Model, embeds_QD: ArrayLike, manifest: Manifest, place: object = "GALLERY"
+) -> list[tuple[VersionRecord, NDArray[np.float32]]]:
     """Bring queries into the space of each version in a gallery.
 
     Args:
         model: the query model.
         embeds_QD: (Q, D) query embeddings as the model outputs them.
         manifest: the gallery's state.
+        place: the gallery's folder, for messages.
 
     Returns:
         Each version that has embeddings, with the queries in its space.
@@ -235,7 +239,7 @@ def query_views(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> list[
         if view is None:
             raise FingerprintMismatchError(
                 f"queries of {identity(model)} cannot be compared with the {version.fingerprint} embeddings of this gallery: "
-                f"{_advice(model)}"
+                f"{_advice(model, version, place)}"
             )
         views.append((version, of_length(model, view, version)))
     require_metric(model, manifest.metric)
@@ -277,12 +281,12 @@ def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> 
     return _through(cast("Callable[[Tensor], Tensor]", compat.confidence), _at_length_one(compat, as_float32(embeds_QD)), compat)
 
 
-def require_views(model: Model, manifest: Manifest) -> None:
+def require_views(model: Model, manifest: Manifest, place: object = "GALLERY") -> None:
     """Refuse a model whose queries cannot be compared with every version in a gallery (see :func:`query_views`)."""
-    query_views(model, _any_query(model), manifest)
+    query_views(model, _any_query(model), manifest, place)
 
 
-def require_joinable(model: Model, manifest: Manifest) -> None:
+def require_joinable(model: Model, manifest: Manifest, place: object = "GALLERY") -> None:
     """Refuse a model whose own embeddings would split a gallery: no one model could search them and what is there.
 
     Raises:
@@ -292,7 +296,7 @@ def require_joinable(model: Model, manifest: Manifest) -> None:
         if not fits(model, version):
             raise FingerprintMismatchError(
                 f"no one model could search embeddings of {identity(model)} beside the {version.fingerprint} embeddings of this "
-                f"gallery: {_advice(model) if _compat(model) is not None else JOINING}"
+                f"gallery: {_advice(model, version, place) if _compat(model) is not None else JOINING}"
             )
     require_metric(model, manifest.metric)
 
@@ -307,7 +311,50 @@ def _any_query(model: Model) -> NDArray[np.float32]:
     return np.ones((1, compat.config.embedding_dim if compat is not None and compat is model else 1), np.float32)
 
 
-def _advice(model: Model) -> str:
+def alias_advice(model: Model, version: VersionRecord, place: object) -> str | None:
+    """Return the command that helps if a model and a version may be one under two names; None if they are surely two.
+
+    Args:
+        model: the query model.
+        version: stored embeddings that its queries do not fit.
+        place: the gallery's folder, or the address of a store.
+    """
+    compat, own = _compat(model), version.fingerprint
+    known = compat.version_dims() if compat is not None and not compat.maps_galleries else [(identity(model), version.dim)]
+    for candidate, dim in known:
+        if dim == version.dim and (candidate.is_of_name or own.is_of_name):
+            which = "map was fitted for" if compat is not None else "queries are of"
+            called = f"the {which} {'the name ' if candidate.is_of_name else ''}{candidate.name!r}"
+            command = f"xcompat gallery alias {shlex.quote(str(place))} {shlex.quote(candidate.name)}"
+            named = f"the name {own.name!r}" if own.is_of_name else own
+            return f"{called}. If that and {named} are the same model, run `{command}`, then repeat this command"
+    return None
+
+
+def aliased_version(versions: Sequence[VersionRecord], alias: Fingerprint) -> VersionRecord:
+    """Return the version that another identity of its model is for: the only one, or the only one known by name alone.
+
+    Raises:
+        XcompatError: there is no such version, or it is of other weights than the alias.
+    """
+    matching = [version for version in versions if alias.is_of_name or version.fingerprint.is_of_name] or list(versions)
+    version = matching[0]
+    if len(matching) > 1:
+        raise XcompatError(
+            f"this gallery holds embeddings of {', '.join(str(each.fingerprint) for each in matching)}, and {alias.name!r} could "
+            "be any of them; fit the map again with the model itself as --old-model"
+        )
+    if not (alias.is_of_name or version.fingerprint.is_of_name) and alias.digest != version.digest:
+        raise XcompatError(
+            f"{alias} is another model than {version.fingerprint}, which made this gallery: weights or preprocessing differ; "
+            "fit the map again with embeddings of the gallery's model"
+        )
+    return version
+
+
+def _advice(model: Model, version: VersionRecord, place: object) -> str:
+    if (advice := alias_advice(model, version, place)) is not None:
+        return advice
     compat = _compat(model)
     if compat is None:
         return "query with the model that made them, or with one trained to be compatible with it"

@@ -16,7 +16,7 @@ from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric, VersionRecord
-from xcompat.retrieval.versions import as_float32, identity, query_view
+from xcompat.retrieval.versions import alias_advice, aliased_version, as_float32, identity, query_view
 from xcompat.stores.padding import is_padded, pad_vectors
 from xcompat.stores.uri import StoreUri
 
@@ -230,11 +230,15 @@ class Store(ABC):
         if own.fingerprint is None:
             raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
         dim = own.dim if own.dim is not None else as_float32(embeds_QD).shape[-1]
-        view = query_view(model, embeds_QD, VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim))
+        made = VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim)
+        view = query_view(model, embeds_QD, made)
+        if view is None and (aliases := self.aliases()):
+            view = query_view(model, embeds_QD, made.model_copy(update={"shares": aliases}))
         if view is None:
+            advice = alias_advice(model, made, self.uri) or "take that model, or one that is compatible with it"
             raise FingerprintMismatchError(
-                f"queries of {identity(model)} cannot be compared with {self.space} of {self.uri}, which {own.fingerprint} made; "
-                "take that model, or one that is compatible with it"
+                f"queries of {identity(model)} cannot be compared with {self.space} of {self.uri}, which {own.fingerprint} made: "
+                f"{advice}"
             )
         return self._padded_queries(view, own)
 
@@ -290,6 +294,24 @@ class Store(ABC):
         if space not in (known := self.spaces()):
             raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
         self.set_record("spaces", {**(self.record("spaces") or {}), space: {"digest": model.digest, "name": model.name}})
+
+    def aliases(self) -> tuple[str, ...]:
+        """Return the digests of other names of the model that made the searched space."""
+        return tuple((self.record("aliases") or {}).get(self.space, ()))
+
+    def add_alias(self, alias: Fingerprint) -> Fingerprint:
+        """Write down another identity of the model that made the searched space, and return that model.
+
+        Raises:
+            XcompatError: nobody has said which model made it, or both identities are of weights, which differ.
+        """
+        own = self.spaces()[self.space]
+        if own.fingerprint is None:
+            raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
+        aliased_version([VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=own.dim or 1)], alias)
+        known = dict.fromkeys((*self.aliases(), alias.digest))
+        self.set_record("aliases", {**(self.record("aliases") or {}), self.space: list(known)})
+        return own.fingerprint
 
     @abstractmethod
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:

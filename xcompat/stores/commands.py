@@ -42,6 +42,15 @@ def search(
             show(Found(query, text, each))
 
 
+def alias(store: Store, name: str) -> None:
+    """Record another name of the model that made the vectors of a store."""
+    from xcompat.retrieval.commands import find_alias
+
+    model = find_alias(name)
+    made = store.add_alias(model)
+    console.print(f"[green]✓[/] maps for {literal(model)} fit what {literal(made)} made in {literal(store.uri)}")
+
+
 def doctor(uri: str, embedder: Embedder, held: Held, sample: int) -> bool:
     """Print whether a model made the vectors of a store; return whether nothing is of another origin."""
     from xcompat.retrieval.commands import told

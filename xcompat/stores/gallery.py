@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
 from xcompat.errors import XcompatError
+from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Gallery, Hit
 from xcompat.retrieval.manifest import VersionRecord
 from xcompat.retrieval.snapshot import Snapshot
@@ -70,6 +71,10 @@ class GalleryStore(Store):
         """
         version = self.versions[space or self.space]
         return self._of(version).search(vectors_QD, version.fingerprint, top_k, _wanted(filter))
+
+    @override
+    def add_alias(self, alias: Fingerprint) -> Fingerprint:
+        return self.gallery.add_alias(alias)
 
     @override
     def find(

@@ -71,7 +71,7 @@ class Mapping(Filling[Block, Block]):
         own = store.spaces()[store.space]
         if own.fingerprint is None:
             raise XcompatError(f"nobody has said which model made {store.space} of {store.uri}; say it with --from MODEL")
-        if own.fingerprint != self.old:
+        if own.fingerprint != self.old and self.old.digest not in store.aliases():
             raise FingerprintMismatchError(f"{own.fingerprint} made {store.space} of {store.uri}, and the map is for {self.old}")
         width, dim = self._width(store), self.old_dim
         if width not in (None, dim) and not is_padded(store, dim):
