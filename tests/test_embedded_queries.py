@@ -11,10 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModel, pipeline
 from typer.testing import CliRunner
 
 from xcompat import Fingerprint, RidgeConfig, RidgeModel, XcompatError
 from xcompat.cli import app
+from xcompat.integrations.haystack import CompatVectorMapper
+from xcompat.integrations.langchain import CompatEmbeddings
+from xcompat.integrations.llamaindex import CompatEmbedding
 from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery
 
@@ -150,3 +154,31 @@ def test_options_that_embed_texts_are_refused(gallery: Path, map_folder: str, tm
     (tmp_path / "q_ids.txt").write_text("a\n")
     with pytest.raises(XcompatError, match="q_ids.txt has 1 lines, but q.npy has 5 rows"):
         search(gallery, queries, map_folder)
+
+
+def test_the_pipeline_takes_vectors_in_every_form(gallery: Path, map_folder: str) -> None:
+    find = pipeline("compatible-retrieval", model=map_folder, gallery=str(gallery))
+    for one in (NEW[2], torch.from_numpy(NEW[2]), NEW[2].tolist(), NEW[2] * 1e-22):
+        assert find(one, top_k=1)[0].id == "2"
+    for many in (NEW[:3], torch.from_numpy(NEW[:3]), list(NEW[:3])):
+        assert [hits[0].id for hits in find(many, top_k=1, batch_size=2)] == ["0", "1", "2"]
+    with pytest.raises(XcompatError, match="a query has 8 dimensions, and the model takes 12"):
+        find(OLD_ROWS[0])
+    with pytest.raises(XcompatError, match="fitted on embeddings alone"):
+        find("a red shoe")
+
+
+def test_frameworks_take_vectors(map_folder: str) -> None:
+    expected = AutoModel.from_pretrained(map_folder).view(torch.from_numpy(NEW[:1]))[0].tolist()
+    asked = (NEW[0] * 3).tolist()
+    found = {
+        "langchain": CompatEmbeddings(map_folder).map_vector(asked),
+        "llamaindex": CompatEmbedding(map_folder).map_vector(asked),
+        "haystack": CompatVectorMapper(map_folder).run(embedding=asked)["embedding"],
+    }
+    for vector in found.values():
+        np.testing.assert_allclose(vector, expected, atol=1e-6)
+    with pytest.raises(XcompatError, match="the embedding has 8 dimensions, and the model takes 12"):
+        CompatEmbeddings(map_folder).map_vector(OLD_ROWS[0].tolist())
+    with pytest.raises(XcompatError, match="map_vector"):
+        CompatEmbeddings(map_folder).embed_query("a red shoe")

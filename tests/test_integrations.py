@@ -247,7 +247,7 @@ def test_what_cannot_be_embedded_is_refused(
         CompatEmbeddings(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     alone = METHODS["ridge"](METHODS["ridge"].config_class(old=old.describe_old(), embedding_dim=16))
     with pytest.raises(XcompatError, match="fitted on embeddings alone"):
-        CompatEmbeddings(alone)
+        CompatEmbeddings(alone).embed_query("a dog")
     embeddings = CompatEmbeddings(source_of["phi"])
     for wrong in ("a text", ["a", None], [("a", "pair")]):
         with pytest.raises(XcompatError, match="documents a list of strings, not (str|NoneType|tuple)"):

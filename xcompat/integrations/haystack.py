@@ -79,6 +79,25 @@ class CompatTextEmbedder(_Embedder):
 
 
 @component
+class CompatVectorMapper(_Embedder):
+    """Brings embeddings of queries, which another component made with the new model, into the space of a store of the old one.
+
+    Args:
+        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`; a map needs no encoder.
+        version: likewise.
+        device: likewise.
+
+    Example:
+        ``pipeline.connect("openai.embedding", "mapper.embedding"); pipeline.connect("mapper.embedding", "retriever")``
+    """
+
+    @component.output_types(embedding=list[float])
+    def run(self, embedding: list[float]) -> dict[str, list[float]]:
+        """Map an embedding (see :meth:`TextEmbedder.vector`)."""
+        return {"embedding": self._ready().vector(embedding)}
+
+
+@component
 class CompatDocumentEmbedder(_Embedder):
     """Embeds documents for a store that queries of :class:`CompatTextEmbedder` search.
 

@@ -41,3 +41,7 @@ class CompatEmbeddings(Embeddings):
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Embed documents for the store (see :meth:`TextEmbedder.documents`)."""
         return self._texts.documents(texts)
+
+    def map_vector(self, embedding: list[float]) -> list[float]:
+        """Bring the embedding of a query into the store's space, for ``similarity_search_by_vector``."""
+        return self._texts.vector(embedding)

@@ -52,6 +52,10 @@ class CompatEmbedding(BaseEmbedding):
         """Return the name by which LlamaIndex knows the class."""
         return "CompatEmbedding"
 
+    def map_vector(self, embedding: list[float]) -> list[float]:
+        """Bring the embedding of a query into the store's space, for ``QueryBundle(query, embedding=...)``."""
+        return self._texts.vector(embedding)
+
     def _get_query_embedding(self, query: str) -> list[float]:
         return self._texts.query(query)
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xcompat.distributed import device as own_device
@@ -15,9 +18,12 @@ from xcompat.embedding_provider import Function, Provider, ServedMap, asking
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
-from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
+from xcompat.paths import model_folder
+from xcompat.retrieval.embedded_queries import require_dim
+from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import VersionRecord
-from xcompat.retrieval.versions import query_view, searchable_versions, stored_version
+from xcompat.retrieval.versions import as_float32, own_metric, query_view, searchable_versions, stored_version
 
 Source: TypeAlias = str | Path | CompatModel | Embedder
 """A run's folder, a checkpoint, a name on the Hub, or a model that is loaded already."""
@@ -36,7 +42,7 @@ class TextEmbedder:
         embed_with: what embeds texts, if the model is a map of a service's embeddings.
 
     Raises:
-        XcompatError: the model embeds no texts, or its queries do not fit that version.
+        XcompatError: the model embeds no texts and is no map of embeddings, or its queries do not fit that version.
     """
 
     def __init__(
@@ -46,7 +52,7 @@ class TextEmbedder:
         device: str | None = None,
         embed_with: Service | None = None,
     ) -> None:
-        self._source = _of_texts(model, device) if embed_with is None else _served(model, device, embed_with)
+        self._source = _load_source(model, device) if embed_with is None else _served(model, device, embed_with)
         self._asking = asking(self._source)
         self._stored = stored_version(self._asking, None)
         self._version = _chosen(version, self._asking)
@@ -71,7 +77,26 @@ class TextEmbedder:
             As many floats as the version's embeddings have dimensions, of length 1.
         """
         _require_texts([text])
-        view_1d = query_view(self._asking, self._own(text), self._version)
+        return self._view(self._own(text))
+
+    def vector(self, embedding: Sequence[float]) -> list[float]:
+        """Bring the embedding of a query, as the new model makes it, into the store's space.
+
+        Args:
+            embedding: D numbers of any length above 0.
+
+        Returns:
+            As many floats as the version's embeddings have dimensions, of length 1.
+
+        Raises:
+            XcompatError: it has another dimension, or no direction.
+        """
+        own_1D = as_float32(embedding)
+        require_dim(self._asking, own_1D.shape[1], "the embedding")
+        return self._view(checked_embeddings(own_1D, own_metric(self._asking), lambda _: "the embedding"))
+
+    def _view(self, own_1D: Tensor | NDArray[np.float32]) -> list[float]:
+        view_1d = query_view(self._asking, own_1D, self._version)
         assert view_1d is not None
         return view_1d[0].tolist()
 
@@ -95,13 +120,13 @@ class TextEmbedder:
             )
         if isinstance(self._source, ServedMap):
             return self._source.embed(texts, "stored").tolist()
-        return embed_in_memory(self._source, texts).tolist()
+        return embed_in_memory(_require_embedder(self._source), texts).tolist()
 
     def _own(self, text: str) -> Tensor:
         """Embed a query in the model's own space."""
         if isinstance(self._source, ServedMap):
             return self._source.embed([text])
-        queries = self._source.for_queries()
+        queries = _require_embedder(self._source).for_queries()
         return queries.embed(queries.processor.texts([text]), "own")
 
 
@@ -110,6 +135,31 @@ def _served(model: Source, device: str | None, embed_with: Service) -> ServedMap
     if device is not None:
         raise XcompatError("a service embeds on machines of its own: leave device out where embed_with is given")
     return ServedMap.load(model.model if isinstance(model, Embedder) else model, embed_with)
+
+
+def _load_source(model: Source, device: str | None) -> Embedder | CompatModel:
+    """Return what embeds texts; a map that knows no encoder as it is, for vectors alone."""
+    found: Source = model
+    if isinstance(model, str | Path) and is_checkpoint(model_folder(model)):
+        found = torch.nn.Module.to(load_checkpoint(os.fspath(model)), device or own_device())
+    inner = found.model if isinstance(found, Embedder) else found
+    if isinstance(inner, CompatModel) and inner.embeds_in_memory and inner.config.encoder is None:
+        return inner.for_inference()
+    return _of_texts(model, device)
+
+
+def _require_embedder(source: Embedder | CompatModel) -> Embedder:
+    """Return what embeds texts.
+
+    Raises:
+        XcompatError: it is a map that knows no encoder.
+    """
+    if isinstance(source, Embedder):
+        return source
+    raise XcompatError(
+        "this map was fitted on embeddings alone and embeds no texts: bring embeddings of your queries into the store's space "
+        "(map_vector), or name the function that embeds texts with embed_with"
+    )
 
 
 def _of_texts(model: Source, device: str | None) -> Embedder:

@@ -79,11 +79,7 @@ class EmbeddedQueries:
         Raises:
             XcompatError: naming both dimensions, and the model that makes the right one.
         """
-        expected = _describe_dim(model)
-        if expected is None or self.embeds_QD.shape[1] == expected[0]:
-            return
-        have, (want, advice) = self.embeds_QD.shape[1], expected
-        raise XcompatError(f"{self.file} has {have} dimensions, and the model takes {want}: {advice(have)}")
+        require_dim(model, self.embeds_QD.shape[1], self.file)
 
     def embedded(self, _: object) -> Iterator[Asked]:
         """See :class:`~xcompat.retrieval.queries.Queries`."""
@@ -98,6 +94,22 @@ class EmbeddedQueries:
             f"the fallback embeds queries with the old model, and {self.file} holds embeddings; use texts or pictures, "
             "or remove --fallback"
         )
+
+
+def require_dim(model: Model, have: int, where: object) -> None:
+    """Raise unless embeddings have the dimension that a model makes.
+
+    Args:
+        model: the model that made them; of a name alone nothing is known.
+        have: their dimension.
+        where: what holds them, for the message.
+
+    Raises:
+        XcompatError: naming both dimensions, and the model that makes the right one.
+    """
+    expected = _describe_dim(model)
+    if expected is not None and have != expected[0]:
+        raise XcompatError(f"{where} has {have} dimensions, and the model takes {expected[0]}: {expected[1](have)}")
 
 
 def find_content(source: str | Path) -> Content:

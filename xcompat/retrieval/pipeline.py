@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from transformers import AutoModel, AutoModelForZeroShotImageClassification, Pipeline
@@ -27,6 +28,7 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.outputs import CompatOutput
 from xcompat.paths import is_file
 from xcompat.progress import notice_once
+from xcompat.retrieval.embedded_queries import require_dim
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.fetching import fetch, shown_address
 from xcompat.retrieval.gallery import Gallery
@@ -55,8 +57,9 @@ class Found(dict[str, Any]):
 class CompatibleRetrievalPipeline(Pipeline):
     """Search a gallery with texts and pictures, by any model that is compatible with the stored embeddings.
 
-    A query is a text, a picture (PIL, an array or a path), or a string that is a picture's path or URL; a list of these is
-    searched at once, in batches of ``batch_size``. Hits are dictionaries with attributes (:class:`Found`): ``id``, ``score``,
+    A query is a text, a picture (PIL, an array or a path), a string that is a picture's path or URL, or a vector: the model's own
+    embedding of a query, as an array, a tensor or a list of floats. A list of queries, or a matrix of vectors, is searched at
+    once, in batches of ``batch_size``. Hits are dictionaries with attributes (:class:`Found`): ``id``, ``score``,
     ``version``, ``metadata``, ``confidence``, ``group``, ``standing``.
 
     Args:
@@ -100,7 +103,7 @@ class CompatibleRetrievalPipeline(Pipeline):
             self.asking, self._own = served.model, served.embed
         elif isinstance(self.model, CompatModel):
             self.asking = self.model.for_inference()
-            self._own = partial(_in_order, self.model.processor, self._run)
+            self._own = self._embed_own
         else:  # a plain encoder, which searches embeddings that it made itself
             self.asking = load_embedder(str(self.model.name_or_path), self.device)
             self._own = partial(_in_order, self.asking.processor, self._run)
@@ -126,6 +129,7 @@ class CompatibleRetrievalPipeline(Pipeline):
             A list of hits; for a list of queries, one such list per query.
         """
         batch_size = kwargs.pop("batch_size", None) or self._batch_size or 1
+        inputs = as_vectors(inputs)
         if not isinstance(inputs, list):
             return super().__call__(inputs, *args, **kwargs)
         if not inputs:
@@ -154,20 +158,32 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     def _read(self, query: Any) -> Any:  # noqa: ANN401 - see the class
         """Return a query's picture, or the query itself if it is a text."""
+        if isinstance(query := as_vectors(query), np.ndarray) and query.ndim == 1:
+            require_dim(self.asking, len(query), "a query")
+            return query
         picture = as_picture(query, self.allow_private_addresses)
         return query if picture is None else picture
 
-    def _embed(self, queries: Sequence[str | Image.Image]) -> dict[str, Tensor]:
-        """Embed queries, and with the old model those of which the new one is not sure."""
-        embeds_BD = self._own(queries)
+    def _embed(self, queries: Sequence[str | Image.Image | NDArray[np.float32]]) -> dict[str, Tensor]:
+        """Embed queries, and with the old model those of which the new one is not sure; vectors are taken as they are."""
+        rows = {row: query for row, query in enumerate(queries) if isinstance(query, np.ndarray)}
+        if rows and self.fallback is not None:
+            raise XcompatError("the fallback embeds queries with the old model, and a vector is embedded already; use a text")
+        others = {row: query for row, query in enumerate(queries) if not isinstance(query, np.ndarray)}
+        parts = [torch.from_numpy(np.stack([*rows.values()]))] if rows else []
+        parts += [self._own([*others.values()])] if others else []
+        embeds_BD = torch.cat(parts)[torch.from_numpy(np.argsort([*rows, *others]))] if rows else parts[0]
         if (old := self.fallback) is None:
             return {"embeds": embeds_BD}
 
         def embed(rows: list[int]) -> Tensor:
-            return _in_order(old.model.processor, old.model.embed, [queries[row] for row in rows])
+            return _in_order(old.model.processor, old.model.embed, [others[row] for row in rows])
 
         old_Bd = old.old_queries(self.asking, self.gallery.manifest, embeds_BD, embed)
         return {"embeds": embeds_BD, "old": torch.from_numpy(old_Bd)}
+
+    def _embed_own(self, queries: Sequence[str | Image.Image]) -> Tensor:
+        return _in_order(self.model.processor, self._run, queries)
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
         return self.asking.embed({name: tensor.to(self.asking.device) for name, tensor in batch.items()}).cpu()
@@ -188,6 +204,21 @@ def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]
         parts.append(embed({"pixel_values": processor.images(list(of_images.values()))}))
     order = np.argsort([*of_texts, *of_images])
     return torch.cat(parts)[torch.from_numpy(order)]
+
+
+def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches for
+    """Return a vector as a float32 array, and a matrix of vectors as a list of such; anything else as it is.
+
+    Args:
+        query: floats as an array or tensor of one or two dimensions, or as a list.
+    """
+    if isinstance(query, list) and query and all(isinstance(number, int | float) for number in query):
+        return np.array(query, np.float32)
+    if isinstance(query, Tensor) and query.ndim in (1, 2) and query.is_floating_point():
+        query = query.detach().cpu().float().numpy()
+    if isinstance(query, np.ndarray) and query.ndim in (1, 2) and query.dtype.kind == "f":
+        return query.astype(np.float32) if query.ndim == 1 else list(query.astype(np.float32))
+    return query
 
 
 def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
