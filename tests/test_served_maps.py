@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -151,3 +154,85 @@ def test_what_does_not_fit_is_one_line(
     Image.new("RGB", (8, 8)).save("photo.png")
     with pytest.raises(XcompatError, match="letters_of_texts:embed embeds texts, and nothing else"):
         searched(gallery, "photo.png", "--model", map_folder, "--embed-with", named)
+
+
+SERVICES = """
+import sys
+sys.path.insert(0, {here!r})
+import numpy as np
+from test_map_texts import Service
+
+embed = Service({dim})
+turned = np.linalg.qr(np.random.default_rng(1).standard_normal(({dim}, {dim})))[0]
+asked = []
+
+
+def another(texts):
+    asked.extend(texts)
+    return np.array(embed(texts)) @ turned
+
+
+def drifted(texts):
+    rows = np.array(embed(texts)) + 0.1
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+"""
+
+
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Write a module with a service, another one and one that has drifted; return the options of a map of the first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "of_services.py").write_text(SERVICES.format(here=str(Path(__file__).parent), dim=NEW_DIM))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"id": text, "text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "old").mkdir()
+    np.save(tmp_path / "old" / "text_embeds.npy", rotated(new(TEXTS), OLD_DIM).astype(np.float32))
+    (tmp_path / "old" / "text_ids.txt").write_text("\n".join(TEXTS))
+    yield ["map", "--old", "old", "--new", "letters", "--texts", "texts.jsonl", "--out", "made", "--old-model", OLD.name]
+    sys.modules.pop("of_services", None)
+
+
+def fit(options: list[str], function: str, *more: str) -> None:
+    done = CliRunner().invoke(app, [*options, "--embed-with", f"of_services:{function}", *more])
+    if isinstance(done.exception, XcompatError):
+        raise done.exception
+    assert not done.exit_code, done.output
+
+
+def test_another_service_behind_a_map_is_refused_and_a_drift_is_said(
+    services: list[str], gallery: Gallery, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(services, "embed")
+    asked = ("--model", "made/model", "--embed-with")
+    assert QUERY in searched(gallery, QUERY, *asked, "of_services:embed")
+    said = r"another does not embed as letters did .* mean cosine .*; use .*--embed-with of_services:embed, model letters"
+    with pytest.raises(XcompatError, match=said):
+        searched(gallery, QUERY, *asked, "of_services:another")
+    with pytest.raises(XcompatError, match=said):
+        CompatEmbeddings("made/model", embed_with="of_services:another").embed_query(QUERY)
+    caplog.clear()
+    searched(gallery, QUERY, *asked, "of_services:drifted")
+    assert "drifted does not embed as letters did" in caplog.text
+
+
+def test_a_cache_is_not_continued_by_another_service(services: list[str]) -> None:
+    fit(services, "embed")
+    with pytest.raises(XcompatError, match="another does not embed as of_services:embed did when .* was begun"):
+        fit(services, "another", "--overwrite")
+    module = sys.modules["of_services"]
+    module.embed.calls.clear()
+    fit(services, "embed", "--overwrite")
+    assert not module.embed.calls, "a finished cache asks nothing, not even test texts"
+
+
+def test_test_texts_go_with_the_first_queries_once(services: list[str]) -> None:
+    fit(services, "embed")
+    calls: list[list[str]] = []
+
+    def count(texts: list[str]) -> np.ndarray:
+        calls.append(texts)
+        return new(texts)
+
+    served = ServedMap.load("made/model", count)
+    for query in (QUERY, "a blue hat"):
+        np.testing.assert_allclose(served.embed([query]).numpy(), new([query]), atol=1e-6)
+    assert [len(texts) for texts in calls] == [4, 1]
