@@ -166,9 +166,8 @@ def test_scores_that_float32_cannot_tell_apart_are_ranked_exactly(n_far: int, di
     scores = exact_QD @ exact_GD.T
     expected_first, expected_precision = [], []
     for query, row in enumerate(scores):
-        ranks = sorted(
-            int((row[labels == query] > best).sum() + 1 + (row[labels != query] >= best - tie_margin(dim)).sum()) for best in row[labels == query]
-        )
+        own, others = row[labels == query], row[labels != query]
+        ranks = sorted(int((own > best).sum() + 1 + (others >= best - tie_margin(dim)).sum()) for best in own)
         expected_first.append(ranks[0] - 1)
         expected_precision.append(np.mean([place / rank for place, rank in enumerate(ranks, 1)]))
     ranked = ranking_per_query(queries, gallery, range(12), labels)
