@@ -258,6 +258,36 @@ def test_a_second_run_makes_what_is_missing_alone(run: Run, model: str, source: 
 
 
 @pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("byte", "part-000001.parquet has changed since it was written; it is made again"),
+        ("no checksum", "part-000001.parquet has no checksum; it is made again"),
+        ("checksum", "part-000001.parquet has a damaged checksum; it is made again"),
+    ],
+)
+def test_a_damaged_part_is_made_again(
+    run: Run, model: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str, said: str
+) -> None:
+    out, command = tmp_path / "out", (source, "--model", model, "--out", tmp_path / "out")
+    assert run(*command)[0] == 0
+    whole = files_in(out)
+    part, checksum = out / "part-000001.parquet", out / "_part-000001.parquet.json"
+    if damage == "byte":
+        content = part.read_bytes()
+        middle = len(content) // 2
+        part.write_bytes(content[:middle] + bytes([content[middle] ^ 64]) + content[middle + 1 :])
+        with pytest.raises(OSError, match="CRC"):
+            pq.read_table(part, page_checksum_verification=True)
+    elif damage == "no checksum":
+        checksum.unlink()
+    else:
+        checksum.write_text("{")
+    code, told, _ = run(*command)
+    assert code == 0 and said in told and "60 made in" in told
+    assert files_in(out) == whole and "all were there" in run(*command)[1]
+
+
+@pytest.mark.parametrize(
     ("spoil", "said"),
     [
         ("other model", "was begun with another fingerprint"),

@@ -26,13 +26,13 @@ from test_models import ADAPTERS, OLD, OLDER, build, embeddings, shake
 from transformers import AutoModel, CLIPModel
 
 from xcompat import Fingerprint, FingerprintMismatchError, ProcrustesConfig, ProcrustesModel, XcompatError
-from xcompat.encoders import load_encoder
+from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.standins import save_stand_in
 from xcompat.evaluation import Case, Criterion, Difference
 from xcompat.hub.lineage import Ancestor, require_whole, trace_lineage
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
@@ -236,6 +236,24 @@ def test_a_revision_brings_its_own_preprocessing(hub: Hub, on_hub: dict[str, str
         pulled = load.from_pretrained("me/model", revision=first)
         assert pulled.fingerprint() == model.fingerprint() and pulled.revision == first
     assert AutoModel.from_pretrained("me/model").fingerprint() != model.fingerprint()
+
+
+def test_a_name_with_a_revision_is_that_commit(hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
+    build("xbt", on_hub).export(tmp_path / "model")
+    first = hub.add("me/model", tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1] * 3}))
+    hub.add("me/model", tmp_path / "model")
+    pinned, newest = load_embedder(f"me/model@{first}"), load_embedder("me/model")
+    assert pinned.processor.mean != newest.processor.mean
+    assert is_checkpoint(f"me/model@{first}") and load_checkpoint(f"me/model@{first}").revision == first
+    assert EncoderSource(name=f"hf-hub:me/model@{first}").revision == first
+    with pytest.raises(XcompatError, match="0123456789ab may be a fingerprint that xcompat printed; name a branch"):
+        load_encoder("base/clip@0123456789ab")
+    (tmp_path / "me@home").mkdir()
+    assert EncoderSource(name=str(tmp_path / "me@home")).revision is None
+    with pytest.raises(ValueError, match="names a revision"):
+        EncoderSource(name="me/model@one", revision="two")
 
 
 # ---------------------------------------------------------------------------------------------------- the card of a run

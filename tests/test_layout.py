@@ -54,6 +54,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency() -> None
     """The names differ for a few; everything else is its own."""
     called = {
         "PIL": "pillow",
+        "pillow_heif": "pillow-heif",
         "yaml": "pyyaml",
         "sklearn": "scikit-learn",
         "open_clip": "open_clip_torch",

@@ -24,6 +24,7 @@ from xcompat.data.text_files import json_lines
 from xcompat.distributed import barrier, device, is_main_process, process_state, rank, world_size
 from xcompat.errors import XcompatError, what_failed
 from xcompat.files import atomic_path, listed, make_folder, read_json, write_json
+from xcompat.paths import split_revision
 from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
 from xcompat.threads import MOST_THREADS, map_in_threads
 
@@ -41,7 +42,7 @@ class Captioner:
     """A model of transformers that describes a picture: BLIP, GIT, a vision encoder with a text decoder, or one that chats.
 
     Args:
-        name: folder or Hub name.
+        name: folder or Hub name, also ``NAME@REVISION``.
         revision: of the Hub; what is newest unless given.
         max_tokens: most tokens of a caption; greedy decoding, so that a caption is the same every time.
         prompt: the question to a model with a chat template, :data:`PROMPT` unless given; to others the text that they go on
@@ -55,7 +56,8 @@ class Captioner:
         from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
         from transformers.processing_utils import ProcessorMixin
 
-        where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+        name, named = split_revision(name)
+        where: dict[str, Any] = {"revision": revision or named or "main", "trust_remote_code": False}
         try:
             self.config = AutoConfig.from_pretrained(name, **where)
             if type(self.config) not in AutoModelForImageTextToText._model_mapping:

@@ -45,6 +45,15 @@ MaxBadShare = Annotated[
 SideInfo = Annotated[
     str | None, typer.Option(metavar="MODEL", help="Store what this model makes of each item beside it, for a map such as FCT.")
 ]
+MetadataColumns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metadata",
+        metavar="COLUMN",
+        help="Column of the table to keep beside each item. Repeat it for several. All columns are kept by default.",
+    ),
+]
+NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Keep no columns of the table beside the items.")]
 KeepText = Annotated[
     bool | None,
     typer.Option(
@@ -72,6 +81,8 @@ def build(
     words: Words = None,
     overlap: Overlap = None,
     keep_text: KeepText = None,
+    metadata: MetadataColumns = None,
+    no_metadata: NoMetadata = False,
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
@@ -80,11 +91,12 @@ def build(
 
     asked.require_named(model)
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
+    kept = _kept_columns(metadata, no_metadata)
     if from_faiss is not None:
         if ids is None:
             raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
         of_vectors = index is not None or milvus is not None or dtype != "float32"
-        if source is not None or of_vectors or texts or max_bad_share is not None or side_info is not None:
+        if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
             raise XcompatError(
                 "--from-faiss adopts an index as it is: leave out pictures, texts, --index, --milvus, --dtype and options of "
                 "both; add pictures or texts later"
@@ -95,7 +107,7 @@ def build(
     elif source is not None:
         asked.require_there(source, model)
         embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
-        commands.build(out, _originals(source, texts, max_bad_share), embedder, index, milvus, side)
+        commands.build(out, _originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
     else:
         raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
 
@@ -180,6 +192,8 @@ def add(
     words: Words = None,
     overlap: Overlap = None,
     keep_text: KeepText = None,
+    metadata: MetadataColumns = None,
+    no_metadata: NoMetadata = False,
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
@@ -187,10 +201,11 @@ def add(
     from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
+    kept = _kept_columns(metadata, no_metadata)
     opened = _open(gallery)
     asked.require_there(source, model)
     embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
-    commands.add(opened, _originals(source, texts, max_bad_share), embedder, replace, side)
+    commands.add(opened, _originals(source, texts, max_bad_share, kept), embedder, replace, side)
 
 
 @app.command()
@@ -206,6 +221,8 @@ def upgrade(
     words: Words = None,
     overlap: Overlap = None,
     keep_text: KeepText = None,
+    metadata: MetadataColumns = None,
+    no_metadata: NoMetadata = False,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
@@ -216,8 +233,10 @@ def upgrade(
     from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
-    if backfill is None and (budget is not None or dtype != "float32" or texts or max_bad_share is not None):
-        others = min(_given(max_bad_share=max_bad_share, **texts), default="").replace("_", "-")
+    kept = _kept_columns(metadata, no_metadata)
+    if backfill is None and (budget is not None or dtype != "float32" or texts or max_bad_share is not None or kept is not True):
+        columns = {"no_metadata": True} if kept is False else {"metadata": metadata}
+        others = min(_given(max_bad_share=max_bad_share, **columns, **texts), default="").replace("_", "-")
         given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{others}"
         of = "texts" if texts else "pictures"
         raise XcompatError(f"{given} is of {of} to embed anew: name them with --backfill, or leave it out to map all")
@@ -228,7 +247,7 @@ def upgrade(
             commands.upgrade(opened, newer, dry_run, spread)
     else:
         asked.require_there(backfill, model)
-        embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share)
+        embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share, kept)
         with where.pool(model, embedder) as spread:
             commands.backfill(opened, originals, embedder, budget, dry_run, spread)
 
@@ -358,10 +377,19 @@ def _given(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of option
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
-def _originals(source: Path, texts: dict[str, Any], max_bad_share: float | None = None) -> Originals:
+def _kept_columns(metadata: list[str] | None, no_metadata: bool) -> bool | list[str]:
+    """Return the columns that are kept beside items; True for all, False for none."""
+    if metadata and no_metadata:
+        raise XcompatError("--metadata and --no-metadata exclude each other; remove one of them")
+    return metadata or not no_metadata
+
+
+def _originals(
+    source: Path, texts: dict[str, Any], max_bad_share: float | None = None, metadata: bool | list[str] = True
+) -> Originals:
     from xcompat.retrieval.originals import load_originals
 
-    return load_originals(source, max_bad_share, **texts)
+    return load_originals(source, max_bad_share, metadata, **texts)
 
 
 def _open_store(uri: str) -> Store:

@@ -69,6 +69,26 @@ def model_folder(name: str | os.PathLike[str]) -> str:
     return str(ended) if (ended / "config.json").exists() and not (Path(name) / "config.json").exists() else os.fspath(name)
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split ``NAME@REVISION`` of a model on the Hub; the name of a local path stays as it is.
+
+    Args:
+        name: of a model; open_clip's and sentence-transformers' prefixes are part of it.
+
+    Returns:
+        The name, and the branch, tag or commit; None if it names none.
+
+    Example:
+        >>> split_revision("openai/clip-vit-base-patch32@3d74acf"), split_revision("gpt2"), split_revision("./me@home")
+        (('openai/clip-vit-base-patch32', '3d74acf'), ('gpt2', None), ('./me@home', None))
+    """
+    place, at, revision = name.rpartition("@")
+    plain = name.removeprefix("hf-hub:").removeprefix("sentence-transformers:")
+    if not at or not place or not revision or is_local(plain):
+        return name, None
+    return place, revision
+
+
 def nearest_path(path: str | Path) -> str:
     """Suggest the path that was meant by one that does not exist, for the end of an error message.
 

@@ -350,7 +350,7 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
 def _parquet(file: Path) -> tuple[list[str], Iterator[pa.RecordBatch]]:
     import pyarrow.parquet as pq
 
-    table = pq.ParquetFile(file)
+    table = pq.ParquetFile(file, page_checksum_verification=True)
     columns = _columns(file, table.schema_arrow.names)
     return columns, table.iter_batches(BLOCK, columns=columns)
 

@@ -13,6 +13,7 @@ from xcompat.data import coco
 from xcompat.data.delimited import csv_options
 from xcompat.data.lists import read_image_list
 from xcompat.data.picture_files import image_files
+from xcompat.data.problems import Problems
 from xcompat.data.schema import (
     CAMERA,
     CAPTION,
@@ -30,6 +31,7 @@ from xcompat.data.schema import (
 from xcompat.data.sources import PairSource, has_suffix
 from xcompat.data.text_files import UNREADABLE, json_lines, require_table
 from xcompat.errors import XcompatError
+from xcompat.json_values import JsonColumns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,14 +39,18 @@ if TYPE_CHECKING:
 _MARKET = re.compile(r"(-1|\d+)_c(\d+)")
 
 
-def read_captions(file: Path, source: PairSource, metadata: bool = False) -> Iterator[dict[str, Any]]:
+def read_captions(
+    file: Path, source: PairSource, metadata: bool | list[str] = False, problems: Problems | None = None
+) -> Iterator[dict[str, Any]]:
     """Read a captions file into one row for each image; an image with several captions has several lines in the file.
 
     Args:
         file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip, or captions as Flickr8k or COCO has them; image paths are relative
             to its folder or, where none of them is there, to a folder beside it.
         source: the columns to read.
-        metadata: whether all others are read too, as JSON in the column ``metadata``: what the image's first line holds.
+        metadata: which other columns are read too, as JSON in the column ``metadata``: what the image's first line holds. True
+            for all, False for none.
+        problems: gets a line for each of these columns whose values JSON does not have.
 
     Yields:
         Rows in order of first appearance, each with the path of its image.
@@ -68,7 +74,9 @@ def read_captions(file: Path, source: PairSource, metadata: bool = False) -> Ite
     names = [str(name) for name in first[image]]
     ids = _own_ids(file, sample_id, names, grouped[sample_id]) if sample_id else names
     folder = _folder_of(file, names)
-    known = first.drop(columns=[image, *grouped]).to_dict("records") if metadata else [{}] * len(names)
+    others = _metadata_columns(metadata, [name for name in columns if name not in (image, *grouped)], where)
+    known = first[others].to_dict("records") if others else [{}] * len(names)
+    converted = JsonColumns()
     for name, own_id, about in zip(names, ids, known, strict=True):
         row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}, ID: own_id}
         if caption:
@@ -79,9 +87,18 @@ def read_captions(file: Path, source: PairSource, metadata: bool = False) -> Ite
             row[LABEL] = _one_value(grouped[label][name], f"{file}: {name}", "label", "class")
         if camera:
             row[CAMERA] = _one_value(grouped[camera][name], f"{file}: {name}", "camera", "camera")
-        if told := {str(column): value for column, value in about.items() if not is_blank(value)}:
+        if told := converted.convert({str(column): value for column, value in about.items() if not is_blank(value)}):
             row[METADATA] = json.dumps(told, ensure_ascii=False)
         yield row
+    if problems is not None:
+        problems.notes += converted.lines()
+
+
+def _metadata_columns(metadata: bool | list[str], others: list[str], where: str) -> list[str]:
+    """Return the further columns that are read, or raise if one is not there."""
+    if isinstance(metadata, bool):
+        return others if metadata else []
+    return [pick_column(name, (), others, "--metadata", where) for name in metadata]
 
 
 def read_listed(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:

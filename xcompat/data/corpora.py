@@ -304,7 +304,7 @@ def _parquet_texts(file: Path, column: str | None) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.ParquetFile(file)
+        table = pq.ParquetFile(file, page_checksum_verification=True)
         name = pick_column(column, TEXT_COLUMNS, table.schema_arrow.names, "text_column", str(file))
         for batch in table.iter_batches(batch_size=BATCH, columns=[name]):
             yield from (text for value in batch.column(0).to_pylist() for text in captions_of(value))

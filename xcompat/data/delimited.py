@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, IMAGE, IMAGE_COLUMNS
-from xcompat.data.text_files import first_line, table_lines, text_encoding
+from xcompat.data.text_files import DECODING, first_line, table_lines, text_encoding
 from xcompat.errors import XcompatError
 from xcompat.progress import notice_once
 
@@ -29,7 +29,7 @@ def csv_options(file: Path) -> dict[str, Any]:
     """
     encoding = text_encoding(file)
     line = first_line(file, encoding)
-    options: dict[str, Any] = {"keep_default_na": False, "encoding": encoding}
+    options: dict[str, Any] = {"keep_default_na": False, "encoding": encoding, "encoding_errors": DECODING}
     if _TOKEN_LINE.match(line):
         columns = {"names": [IMAGE, CAPTION], "converters": {IMAGE: _without_number, CAPTION: str}}
         return options | columns | {"header": None, "sep": "\t", "quoting": csv.QUOTE_NONE}

@@ -53,13 +53,13 @@ EXTRA_IMAGE_COLUMNS = (*IMAGE_COLUMNS, "img", "jpg", "jpeg", "png", "webp")
 EXTRA_CAPTION_COLUMNS = (*CAPTION_COLUMNS, "txt")
 
 
-def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, metadata: bool = False) -> AnyDataset:
+def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, metadata: bool | list[str] = False) -> AnyDataset:
     """Load images and captions.
 
     Args:
         source: what to load; a string is its ``path``.
         dataset: a data set at hand, of which the source says the columns; its ``path`` is what messages call it.
-        metadata: whether further columns of a captions file are kept, as JSON in the column ``metadata``.
+        metadata: which further columns of a captions file are kept, as JSON in the column ``metadata``; True for all.
 
     Returns:
         A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with columns ``image`` (undecoded:
@@ -76,6 +76,8 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, meta
     if source.streaming and (elsewhere := addresses(source.path)) is not None:
         return _limited(_load_shards(source, elsewhere), source)
     form, paths = locate(source)
+    if isinstance(metadata, list) and form != "captions":
+        raise XcompatError(f"{source.path} has no table of captions, and --metadata names columns of one; remove --metadata")
     load: dict[str, Callable[[PairSource, list[Path]], AnyDataset]] = {
         "webdataset": _load_shard_files,
         "captions": partial(_load_captions, metadata=metadata),
@@ -125,14 +127,15 @@ def _labels_are_indices(shards: Sequence[str | Path], columns: ShardColumns) -> 
     return first is None or first[LABEL].removeprefix("-").isdecimal()
 
 
-def _load_captions(source: PairSource, paths: list[Path], metadata: bool = False) -> AnyDataset:
+def _load_captions(source: PairSource, paths: list[Path], metadata: bool | list[str] = False) -> AnyDataset:
     files = captions_files(paths)
     require_one_captions_file(paths)
     if not files:
         name = "captions" if source.captions else "labels"
         raise XcompatError(f"{paths[0]}: no {name}.csv, {name}.tsv or {name}.jsonl there; check the path or the format")
-    rows = (row for file in files for row in read_captions(file, source, metadata))
-    return _load_files("captions", files, [], rows, source, metadata)
+    problems = Problems()
+    rows = (row for file in files for row in read_captions(file, source, metadata, problems))
+    return _load_files("captions", files, [], rows, source, metadata, problems)
 
 
 def _load_images(source: PairSource, paths: list[Path]) -> AnyDataset:
@@ -171,11 +174,19 @@ def _load_cifar(source: PairSource, paths: list[Path]) -> AnyDataset:
 
 
 def _load_files(
-    kind: str, files: list[Path], names: list[str], rows: Iterable[dict[str, Any]], source: PairSource, metadata: bool = False
+    kind: str,
+    files: list[Path],
+    names: list[str],
+    rows: Iterable[dict[str, Any]],
+    source: PairSource,
+    metadata: bool | list[str] = False,
+    problems: Problems | None = None,
 ) -> AnyDataset:
     # a change of the images themselves needs no rebuild: only their paths are kept
     key = {"files": file_stamps(files), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
-    dataset = _cached(kind, key, rows, source, _features(source, "string", metadata), Problems())
+    if isinstance(metadata, list):
+        key["metadata"] = metadata
+    dataset = _cached(kind, key, rows, source, _features(source, "string", bool(metadata)), problems or Problems())
     return dataset.to_iterable_dataset() if source.streaming else dataset
 
 

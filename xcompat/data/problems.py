@@ -26,6 +26,7 @@ class Problems:
         n_bad: number of unusable samples.
         n_good: number of usable samples.
         members: members seen in unusable samples.
+        notes: further lines to print.
     """
 
     max_bad_share: float = 0.01
@@ -35,6 +36,7 @@ class Problems:
     n_bad: int = 0
     n_good: int = 0
     members: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
     def bad_shard(self, reason: str) -> None:
         """Record a shard that could not be read to its end.
@@ -76,13 +78,13 @@ class Problems:
             )
 
     def lines(self) -> list[str]:
-        """Return what was skipped, a line for shards and a line for samples."""
+        """Return what was skipped, a line for shards and a line for samples, and the notes."""
         lines = []
         if self.shards:
             lines.append(f"skipped {len(self.shards)} of {self.total_shards} shards: {_some(self.shards)}")
         if self.n_bad:
             lines.append(f"skipped {self.n_bad} of {self.n_bad + self.n_good} samples: {_some(self.samples, self.n_bad)}")
-        return lines
+        return [*lines, *self.notes]
 
 
 def _some(reasons: Sequence[str], total: int | None = None) -> str:

@@ -274,7 +274,7 @@ def _member(sample: dict[str, Any], column: str) -> Any:  # noqa: ANN401 - any J
         name, *keys = column.split(".")
         if name not in sample or not keys:
             raise _SampleError(f"no {column}")
-        value = parse_json(sample[name])
+        value = parse_json(sample[name], f"{sample['__key__']}.{name}")
         if value is None:
             raise _SampleError(f"{name} is not valid JSON")
         for key in keys:

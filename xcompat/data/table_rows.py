@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xcompat.data.delimited import csv_options
 from xcompat.data.sources import TEXT_SUFFIXES, has_suffix
 from xcompat.data.text_files import UNREADABLE, json_lines, text_lines
 from xcompat.errors import XcompatError
+from xcompat.surrogates import Surrogates, decode_utf8
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LINE = "line"
 """The one column of plain text."""
@@ -74,12 +78,38 @@ def _parquet_rows(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple
     import pyarrow.parquet as pq
 
     try:
-        table = pq.ParquetFile(file)
+        table = pq.ParquetFile(file, page_checksum_verification=True)
         wanted = None if columns is None else [name for name in columns if name in table.schema_arrow.names]
-        number = 0
+        number, replaced = 0, Surrogates()
         for batch in table.iter_batches(batch_size=BLOCK, columns=wanted):
-            for row in batch.to_pylist():
+            for row, is_whole in _batch_rows(batch):
                 number += 1
+                if not is_whole:
+                    replaced.add(f"{file} row {number}")
                 yield f"{file} row {number}", row
+        replaced.report()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0]}); fetch or write it again") from error
+
+
+def _batch_rows(batch: pa.RecordBatch) -> Iterator[tuple[Row, bool]]:
+    """Yield the rows of a batch, and whether their texts are UTF-8; other bytes become U+FFFD."""
+    import pyarrow as pa
+
+    try:
+        yield from ((row, True) for row in batch.to_pylist())
+    except UnicodeDecodeError:
+        is_text = [pa.types.is_string(field.type) or pa.types.is_large_string(field.type) for field in batch.schema]
+        columns = [
+            column.cast(pa.large_binary()).to_pylist() if text else column.to_pylist()
+            for column, text in zip(batch.columns, is_text, strict=True)
+        ]
+        for values in zip(*columns, strict=True):
+            decoded = [
+                decode_utf8(value) if text and value is not None else value for value, text in zip(values, is_text, strict=True)
+            ]
+            whole = all(
+                not text or value is None or each.encode() == value
+                for value, each, text in zip(values, decoded, is_text, strict=True)
+            )
+            yield dict(zip(batch.schema.names, decoded, strict=True)), whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from xcompat.errors import XcompatError
 from xcompat.progress import notice_once
+from xcompat.surrogates import Surrogates
 
 LONGEST_LINE = 2**24
 """Most characters of a line; the number of lines is not limited, as they are read one by one."""
@@ -22,7 +24,10 @@ MOST_TIMES = 256
 BLOCK = 2**20
 SMALL = 64 * BLOCK
 """Files up to this size, unpacked, may have any ratio of compression."""
-_TRIED = (("utf-8", "strict"), ("cp1252", "strict"), ("utf-8", "ignore"))
+_TRIED = (("utf-8", "surrogatepass"), ("cp1252", "strict"), ("utf-8", "ignore"))
+DECODING = "replace"
+"""How bytes of tables that are not in the encoding are decoded: :func:`text_encoding` leaves lone surrogates alone."""
+_SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 UNREADABLE = (OSError, EOFError, zlib.error)
 """Errors of a file that is damaged or cut short."""
 
@@ -39,10 +44,19 @@ def text_lines(file: Path) -> Iterator[tuple[int, str]]:
     Raises:
         XcompatError: the file is damaged or no UTF-8, or a line is longer than `LONGEST_LINE`.
     """
+    replaced = Surrogates()
+    try:
+        for number, text in _raw_lines(file):
+            yield number, replaced.replace_in(text, f"{file} line {number}")
+    finally:
+        replaced.report()
+
+
+def _raw_lines(file: Path) -> Iterator[tuple[int, str]]:
     number = 0
     opener = gzip.open if _is_packed(file) else open
     try:
-        with opener(file, "rt", encoding="utf-8-sig") as handle:
+        with opener(file, "rt", encoding="utf-8-sig", errors="surrogatepass") as handle:
             while line := handle.readline(LONGEST_LINE):
                 number += 1
                 if len(line) == LONGEST_LINE:
@@ -56,7 +70,7 @@ def text_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the objects of a file of JSON lines.
+    """Read the objects of a file of JSON lines; lone surrogates become U+FFFD, with a notice.
 
     Args:
         file: one object a line, gzip if it is called ``.gz``.
@@ -67,22 +81,39 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         XcompatError: a line is no JSON object, or :func:`text_lines` cannot read it.
     """
-    for number, line in text_lines(file):
-        row = parse_json(line)
-        if row is None:
-            raise XcompatError(f"{file} line {number} is not valid JSON; mend or delete that line")
-        if not isinstance(row, dict):
-            raise XcompatError(f'{file} line {number} is no JSON object; write it as {{"text": ...}}')
-        yield number, row
+    replaced = Surrogates()
+    try:
+        for number, line in _raw_lines(file):
+            row = _load_json(line)
+            if row is None:
+                raise XcompatError(f"{file} line {number} is not valid JSON; mend or delete that line")
+            if not isinstance(row, dict):
+                raise XcompatError(f'{file} line {number} is no JSON object; write it as {{"text": ...}}')
+            yield number, replaced.replace_in(row, f"{file} line {number}")
+    finally:
+        replaced.report()
 
 
-def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
+def parse_json(text: str | bytes, where: str = "a JSON value") -> Any:  # noqa: ANN401 - any JSON value
     """Read JSON; None if it is invalid, nested too deeply, or has numbers of thousands of digits.
+
+    Lone surrogates become U+FFFD, with a notice.
+
+    Args:
+        text: the JSON.
+        where: its place, for the notice.
 
     Example:
         >>> parse_json('{"a": 1}'), parse_json("["), parse_json("[" * 100_000), parse_json("1" * 5000)
         ({'a': 1}, None, None, None)
     """
+    replaced = Surrogates()
+    value = replaced.replace_in(_load_json(text), where)
+    replaced.report()
+    return value
+
+
+def _load_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -116,7 +147,7 @@ def require_table(file: Path) -> None:
         raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
 
 
-def first_line(file: Path, encoding: str, errors: str = "strict") -> str:
+def first_line(file: Path, encoding: str, errors: str = DECODING) -> str:
     """Return the first line of a text file, without its end.
 
     Args:
@@ -141,7 +172,7 @@ def table_lines(file: Path, encoding: str) -> Iterator[str]:
         file: text, gzip if it is called ``.gz``.
         encoding: of the text, which is found to be that (:func:`text_encoding`).
     """
-    with (gzip.open if _is_packed(file) else open)(file, "rt", encoding=encoding) as handle:
+    with (gzip.open if _is_packed(file) else open)(file, "rt", encoding=encoding, errors=DECODING) as handle:
         while line := handle.readline(LONGEST_LINE):
             yield line.rstrip("\n")
 
@@ -170,11 +201,22 @@ def text_encoding(file: Path) -> str:
     except UNREADABLE as error:
         raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
     if utf8 and _decoded(decoders[0], b"", final=True) is not None:
+        _notice_surrogates(file)
         return "utf-8-sig"
     if holds_utf8 or not windows:
         raise XcompatError(f"{file} is not UTF-8 text throughout, nor Windows-1252 (latin-1); mend it, or save it as UTF-8")
     notice_once(f"{file} is not UTF-8 and is read as Windows-1252 (latin-1); if letters come out wrong, save it as UTF-8")
     return "cp1252"
+
+
+def _notice_surrogates(file: Path) -> None:
+    """Count the lines with lone surrogates in a table, which is UTF-8 apart from these."""
+    found = Surrogates()
+    with (gzip.open if _is_packed(file) else open)(file, "rb") as handle:
+        for number, line in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), 1):
+            if _SURROGATE_BYTES.search(line):
+                found.add(f"{file} line {number}")
+    found.report()
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> str | None:

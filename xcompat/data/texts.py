@@ -19,6 +19,7 @@ from xcompat.data.schema import ID, METADATA, TEXT
 from xcompat.data.sources import DataSource, expand_folders, has_suffix, is_saved_dataset, local_files, refuse_hub_fields
 from xcompat.data.table_rows import LINE, ROW_SUFFIXES, Row, read_rows
 from xcompat.errors import XcompatError, nearest
+from xcompat.json_values import JsonColumns
 from xcompat.progress import notice
 
 if TYPE_CHECKING:
@@ -91,16 +92,20 @@ def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         record |= {"documents": 0, "items": 0, "empty": []}
+        columns = JsonColumns()
         seen = Seen()
-        for items in _in_batches(_items(rows_of(raw, files), source, record)):
+        for items in _in_batches(_items(rows_of(raw, files), source, record, columns)):
             _require_new([item[ID] for item in items], seen, source)
             record["items"] += len(items)
             yield pa.RecordBatch.from_pylist(items, schema=features.arrow_schema)
         if not record["items"]:
             raise XcompatError(f"{source.path} holds no text; it needs a row with a text for each item")
+        record["changed"] = columns.lines()
 
     key = {"source": source.model_dump(), "data": raw._fingerprint if raw is not None else file_stamps(files)}
     dataset, record = cached_dataset("items", key, features, build)
+    for line in record.get("changed", []):
+        notice(f"{line}; --metadata COLUMN chooses columns, and --no-metadata keeps none")
     if empty := record["empty"]:
         notice(f"{len(empty):,} of {record['documents']:,} documents hold no text and are left out, such as {empty[0]!r}")
     return dataset
@@ -158,7 +163,9 @@ def rows_of(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[s
         yield from read_rows(file)
 
 
-def _items(rows: Iterator[tuple[str, Row]], source: TextSource, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _items(
+    rows: Iterator[tuple[str, Row]], source: TextSource, record: dict[str, Any], columns: JsonColumns
+) -> Iterator[dict[str, Any]]:
     """Yield the items of rows: documents, or their passages."""
     for number, (where, row) in enumerate(rows):
         if number == source.limit:
@@ -170,7 +177,7 @@ def _items(rows: Iterator[tuple[str, Row]], source: TextSource, record: dict[str
         if not text:
             record["empty"].append(name)
             continue
-        about = _metadata(row, {*text_columns, id_column}, source, where)
+        about = columns.convert(_metadata(row, {*text_columns, id_column}, source, where))
         parts = [text] if source.words is None else passages(text, source.words, source.overlap)
         for place, part in enumerate(parts):
             known = about | ({DOCUMENT: name} if source.words is not None else {}) | ({TEXT: part} if source.keep_text else {})
@@ -203,19 +210,14 @@ def _id(value: Any, where: str) -> str:  # noqa: ANN401 - any cell
 
 
 def _metadata(row: Row, used: set[str | None], source: TextSource, where: str) -> dict[str, Any]:
-    """Return the further columns that are kept, without empty ones."""
+    """Return the further columns that are kept."""
     if isinstance(source.metadata, list):
         for name in source.metadata:
             if name not in row:
                 raise XcompatError(f"{where} has no column {name!r}; {nearest(name, list(row))}")
     kept = [] if source.metadata is False else [name for name in row if name not in used]
     kept = source.metadata if isinstance(source.metadata, list) else kept
-    known = {name: row[name] for name in kept if row[name] not in (None, "", [], {})}
-    try:
-        json.dumps(known, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise XcompatError(f"{where}: its metadata are no JSON ({error}); name the columns to keep in metadata") from None
-    return known
+    return {name: row[name] for name in kept}
 
 
 def _in_batches(items: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from safetensors import SafetensorError
 
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.model_files import is_own, require_whole
 from xcompat.encoders.text_files import PREFIX, TEXTS, is_of_texts
 from xcompat.errors import XcompatError, nearest, what_failed
-from xcompat.paths import is_local, model_folder, nearest_path
+from xcompat.paths import is_local, model_folder, nearest_path, split_revision
 
 if TYPE_CHECKING:
     from xcompat.encoders.base import Encoder
@@ -34,6 +35,7 @@ class EncoderSource(BaseModel):
     Args:
         name: folder, Hub name (``timm/...`` among them), ``hf-hub:`` and a Hub name for open_clip's format, or
             ``sentence-transformers:`` and a folder or Hub name for a model of texts; a folder with ``modules.json`` is one.
+            ``NAME@REVISION`` on the Hub sets the revision too.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether code from the repository may run; off by default.
         model_type: the expected architecture (transformers' name, which is ``timm_wrapper`` for timm, or ``open_clip``, or
@@ -54,6 +56,15 @@ class EncoderSource(BaseModel):
     query_prompt: str | None = None
     passage_prompt: str | None = None
     truncate_dim: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _split_revision(self) -> Self:
+        name, revision = split_revision(self.name)
+        if revision is not None:
+            if self.revision not in (None, revision):
+                raise ValueError(f"{self.name} names a revision, and revision is {self.revision!r}; remove one of them")
+            self.name, self.revision = name, revision
+        return self
 
     @field_validator("name")
     @classmethod
@@ -220,7 +231,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     source.require_reads_texts()
     from xcompat.encoders.alignment import own_memory
 
-    with reading_model(source.name):
+    with reading_model(source.name, source.revision):
         if Path(source.place).is_dir():
             require_whole(source.place)
         encoder = _load(source)
@@ -240,11 +251,12 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
 
 
 @contextmanager
-def reading_model(name: str) -> Iterator[None]:
+def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
     """Turn every error of a library that reads a model in the block into one line.
 
     Args:
         name: of the model.
+        revision: branch, tag or commit; None for the default branch.
 
     Raises:
         XcompatError: a file or revision is missing, weights are damaged, or the configuration is invalid or does not fit them.
@@ -257,11 +269,18 @@ def reading_model(name: str) -> Iterator[None]:
     except OSError as error:  # transformers and the Hub report a missing model, file or revision as OSError
         if error.errno is not None:
             raise
-        raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}") from error
+        raise XcompatError(f"cannot load {name}: {' '.join(str(error).split())}{_hint(revision)}") from error
     except SafetensorError as error:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
     except Exception as error:  # libraries raise errors of many types for an invalid configuration
         raise XcompatError(f"cannot load {name}: {what_failed(error)}; fetch or train it again") from error
+
+
+def _hint(revision: str | None) -> str:
+    """Explain a revision that looks like the digits of a fingerprint, as messages print them behind a name."""
+    if revision is None or re.fullmatch(r"[0-9a-f]{12}", revision) is None:
+        return ""
+    return f" ({revision} may be a fingerprint that xcompat printed; name a branch, tag or commit)"
 
 
 @contextmanager

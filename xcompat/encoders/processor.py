@@ -17,6 +17,7 @@ from transformers import BatchFeature
 
 from xcompat.errors import XcompatError
 from xcompat.orientation import ORIENTATION, turn_upright
+from xcompat.surrogates import replace_surrogates
 
 
 @dataclass
@@ -164,4 +165,4 @@ class Processor(ABC):
         Returns:
             What :meth:`pad` returns.
         """
-        return self.pad(self.tokenize([texts] if isinstance(texts, str) else texts))
+        return self.pad(self.tokenize([replace_surrogates(text) for text in ([texts] if isinstance(texts, str) else texts)]))

@@ -168,8 +168,8 @@ def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> N
 def _found(job: Job, parts: list[Part]) -> _Found:
     """Look at what is there; refuse a file that another made, and one that readers of the folder would take for a part.
 
-    A part without a file is to be made, and so is one that leaves out a picture that can be read now. The others stay, with what
-    they lack: where few pictures are damaged most parts lack one, and a run that goes on would begin anew.
+    Parts to make are those without a file, damaged ones, and those that leave out a picture that can be read now. The others
+    stay, with what they lack: where few pictures are damaged most parts lack one, and a run that goes on would begin anew.
     """
     there = set(names_in(job.out))
     for name in sorted(there - {part.name for part in parts}):
@@ -184,6 +184,8 @@ def _found(job: Job, parts: list[Part]) -> _Found:
             raise XcompatError(
                 f"{path_in(job.out, part.name)} is not what `xcompat embed` writes there; move it away, and start again"
             )
+        if written.damage is not None:
+            notice(f"{path_in(job.out, part.name)} {written.damage}; it is made again")
         if written.can_grow:
             todo.append(part)
         else:

@@ -35,7 +35,7 @@ class ParquetFiles:
 
         self._require_unchanged(part)
         with opened(self.uri, part.file) as file:
-            content = pq.ParquetFile(file, buffer_size=2**20)
+            content = pq.ParquetFile(file, buffer_size=2**20, page_checksum_verification=True)
             yield from content.iter_batches(rows, range(*part.groups), wanted(content.schema_arrow.names))
         self._require_unchanged(part)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import ID
+from xcompat.engines.part_checksums import HashedFile, find_damage, write_checksum
 from xcompat.engines.places import opened, path_in, write_to
 from xcompat.engines.sources import Part, Reader
 from xcompat.engines.tables import EMBEDDING, ROWS, TableModel
@@ -52,11 +53,13 @@ class Written(NamedTuple):
         unread: how many rows it leaves out.
         example: the id of one of these.
         can_grow: whether one of them can be read now, or may be: files of earlier releases do not say which they left out.
+        damage: what is wrong with the file; None if it is whole.
     """
 
     unread: int
     example: str | None
     can_grow: bool
+    damage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class Job:
         if about.get(ABOUT) != json.dumps(self.about(part), sort_keys=True).encode():
             return None
         unread = part.rows - footer.num_rows
+        if (damage := find_damage(self.out, part.name)) is not None:
+            return Written(unread, None, can_grow=True, damage=damage)
         if unread and UNREAD not in about:
             return Written(unread, None, can_grow=True)
         left_out = json.loads(about.get(UNREAD, b"[]"))
@@ -122,11 +127,11 @@ class Job:
         cut, unread = -self.model.texts_cut, list[tuple[str, str | None]]()
         kept = {ABOUT: json.dumps(self.about(part), sort_keys=True).encode()}
         with write_to(self.out, part.name) as file:
-            writer = None
+            writer, sink = None, HashedFile(file)
             for table in self._tables(part):
                 made = self.model(table).select([self.id_column, EMBEDDING]).rename_columns([ID, EMBEDDING])
                 read = made.column(EMBEDDING).is_valid()  # Arrow cannot read lists of fixed size where some are null
-                writer = writer or pq.ParquetWriter(file, made.schema.with_metadata(kept))
+                writer = writer or pq.ParquetWriter(sink, made.schema.with_metadata(kept), write_page_checksum=True)
                 writer.write_table(made.filter(read))
                 left_out = table.filter(made.column(EMBEDDING).is_null())
                 pictures = left_out.column(self.model.column).to_pylist()
@@ -135,6 +140,7 @@ class Job:
             if unread:
                 writer.add_key_value_metadata({UNREAD: json.dumps(unread)})
             writer.close()
+            write_checksum(self.out, part.name, sink.record)  # first: a part without its checksum is made again
         example = unread[0][0] if unread else None
         return Done(part.number, part.rows, len(unread), example, cut + self.model.texts_cut)
 

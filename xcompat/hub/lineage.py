@@ -14,6 +14,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import listed
 from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import CONFIGS, hub_errors, is_hub_name, plain_name, read_config, read_repository
+from xcompat.paths import split_revision
 from xcompat.progress import literal
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def _kind(config: dict[str, Any]) -> str:
 
 def _find(name: str, revision: str | None) -> _Found | str:
     """Read a model's configuration, or return in words why it cannot be read."""
+    name, named = split_revision(name)
+    revision = revision or named
     if (folder := Path(plain_name(name))).is_dir():
         return _find_folder(folder)
     return _find_on_hub(name, revision) if is_hub_name(name) else f"{name} is no folder here, and no name on the Hub"

@@ -24,6 +24,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import QUERIES, Compares, describe_old
 from xcompat.models.old_knowledge import rows_by_class
+from xcompat.paths import split_revision
 
 
 @dataclass
@@ -220,7 +221,7 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     source.require_reads_texts()
     if source.image_size is not None:
         raise XcompatError(f"{source.name} reads images of the size it was trained with; leave out its image_size")
-    with reading_model(source.name):
+    with reading_model(source.name, source.revision):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
     return model.for_inference()
 
@@ -244,7 +245,14 @@ def penultimate(embedder: Embedder) -> Embedder:
 
 
 def is_checkpoint(name: str, revision: str | None = None) -> bool:
-    """Return whether a folder or Hub name holds a model of this library (a local folder is not looked up on the Hub)."""
+    """Return whether a folder or Hub name holds a model of this library (a local folder is not looked up on the Hub).
+
+    Args:
+        name: folder or Hub name, also ``NAME@REVISION``.
+        revision: branch, tag or commit.
+    """
+    name, named = split_revision(name)
+    revision = revision or named
     if name.startswith(PREFIX):
         return False
     folder = Path(name)

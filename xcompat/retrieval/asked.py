@@ -77,10 +77,10 @@ def require_map(model: str) -> str:
         XcompatError: it is not named, or a folder that holds none.
     """
     require_named(model)
-    folder = require_model(model).name
-    if Path(folder).is_dir() and not is_own(Path(folder)):
+    source = require_model(model)
+    if Path(source.name).is_dir() and not is_own(Path(source.name)):
         refuse_encoder(model)
-    return folder
+    return source.name if source.revision is None else f"{source.name}@{source.revision}"
 
 
 def refuse_encoder(model: str) -> NoReturn:

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xcompat.arrays import normalise_rows, row_lengths
 from xcompat.errors import XcompatError
+from xcompat.json_values import JsonColumns
 from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.versions import as_float32
 
@@ -145,13 +146,20 @@ def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None
     if len(metadata) != len(ids):
         raise XcompatError(f"there are {len(ids)} ids but {len(metadata)} metadata; give one for each")
     texts: list[str | None] = []
+    columns = JsonColumns()
     for name, value in zip(ids, metadata, strict=True):
         if value is not None and not isinstance(value, dict):
             raise XcompatError(f"the metadata of {name!r} are {type(value).__name__}, not an object of keys and values")
-        try:
-            text = None if value is None else json.dumps(value, allow_nan=False, ensure_ascii=False)
-            (text or "").encode()
-            texts.append(text)
-        except (TypeError, ValueError) as error:
-            raise XcompatError(f"the metadata of {name!r} cannot be written as JSON: {error}") from None
+        texts.append(None if value is None else _json_text(value, columns))
+    columns.report()
     return texts
+
+
+def _json_text(value: dict[str, Any], columns: JsonColumns) -> str:
+    """Return metadata as JSON, unchanged unless JSON does not have one of the values."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError):
+        text = json.dumps(columns.convert(value, keep_empty=True), ensure_ascii=False)
+    return text

@@ -217,12 +217,18 @@ def _others(document: str, count: int) -> tuple[str, ...]:
     return (f"{document}#{count}", document) if count else (f"{document}#0",)
 
 
-def load_originals(path: str | Path, max_bad_share: float | None = None, **options: Any) -> Originals:  # noqa: ANN401 - see below
+def load_originals(
+    path: str | Path,
+    max_bad_share: float | None = None,
+    metadata: bool | list[str] = True,
+    **options: Any,  # noqa: ANN401 - see below
+) -> Originals:
     """Read pictures or texts, whatever a path holds.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`.
         max_bad_share: which share of pictures may be unreadable; :data:`UNREADABLE` unless given.
+        metadata: which further columns of a table are kept beside each item; True for all, False for none.
         options: fields of a text source; if there are any, the path holds texts.
 
     Returns:
@@ -233,11 +239,11 @@ def load_originals(path: str | Path, max_bad_share: float | None = None, **optio
     """
     if not options and holds_pictures(str(path)):
         share = UNREADABLE if max_bad_share is None else max_bad_share
-        return Pictures(load_pictures(path, share), share)
+        return Pictures(load_pictures(path, share, metadata), share)
     if max_bad_share is not None:
         raise XcompatError(f"--max-bad-share is of pictures, and {path} is read as texts; leave it out")
     try:
-        source = TextSource(path=str(path), **{"keep_text": True, **options})
+        source = TextSource(path=str(path), metadata=metadata, **{"keep_text": True, **options})
     except ValidationError as error:
         raise XcompatError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     return Texts(load_items_of_text(source), cut=source.words is not None)
@@ -276,20 +282,21 @@ def _with_lists(table: hf.Dataset) -> hf.Dataset:
     return table.remove_columns(CAPTION).add_column(CAPTION, list(map(captions_of, table[CAPTION][:])))
 
 
-def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE) -> hf.Dataset:
+def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE, metadata: bool | list[str] = True) -> hf.Dataset:
     """Read pictures, with captions if the source has any.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource`.
         max_bad_share: which share of shards, or of their samples, may be unreadable.
+        metadata: which further columns of a captions file are kept; True for all.
 
     Returns:
         A data set with the columns ``image`` and ``id``, ``caption`` if there are captions, and ``metadata`` of a captions file.
     """
     try:
-        dataset = load_pairs(PairSource(path=str(path), max_bad_share=max_bad_share), metadata=True)
+        dataset = load_pairs(PairSource(path=str(path), max_bad_share=max_bad_share), metadata=metadata)
     except XcompatError:  # perhaps there are no captions; any other fault is raised again here
-        dataset = load_pairs(PairSource(path=str(path), captions=False, max_bad_share=max_bad_share), metadata=True)
+        dataset = load_pairs(PairSource(path=str(path), captions=False, max_bad_share=max_bad_share), metadata=metadata)
     assert isinstance(dataset, hf.Dataset)
     return dataset
 

@@ -1,0 +1,87 @@
+"""Checksums of the files that ``xcompat embed`` writes, each in a small file beside its part."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import IO, Any
+
+from xcompat.checksums import BLOCK, FileRecord
+from xcompat.engines.places import opened, path_in, write_to
+
+
+class HashedFile(io.RawIOBase):
+    """A file for writing that computes the size and checksum of what is written.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        import xxhash
+
+        self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
+        """Write a block."""
+        self._digest.update(data)
+        written = self._file.write(data)
+        self._size += written
+        return written
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._size
+
+    @property
+    def record(self) -> FileRecord:
+        """Size and checksum of all that was written."""
+        return FileRecord(size=self._size, xxh3=self._digest.hexdigest())
+
+
+def write_checksum(out: str, name: str, record: FileRecord) -> None:
+    """Write the checksum of a part.
+
+    Args:
+        out: the folder of the parts.
+        name: of the part.
+        record: its size and checksum.
+    """
+    with write_to(out, _name_of(name)) as file:
+        file.write(record.model_dump_json().encode() + b"\n")
+
+
+def find_damage(out: str, name: str) -> str | None:
+    """Read a part and compare it with its checksum.
+
+    Args:
+        out: the folder of the parts.
+        name: of the part.
+
+    Returns:
+        What is wrong with it; None if it is whole.
+    """
+    import xxhash
+
+    try:
+        with opened(out, path_in(out, _name_of(name))) as file:
+            record = FileRecord(**json.loads(file.read()))
+    except FileNotFoundError:
+        return "has no checksum"
+    except (ValueError, TypeError):
+        return "has a damaged checksum"
+    digest, size = xxhash.xxh3_128(), 0
+    with opened(out, path_in(out, name)) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            size += len(block)
+    return None if FileRecord(size=size, xxh3=digest.hexdigest()) == record else "has changed since it was written"
+
+
+def _name_of(part: str) -> str:
+    """Return the name of the file with a part's checksum; readers of folders of Parquet leave it out."""
+    return f"_{part}.json"

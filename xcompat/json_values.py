@@ -1,0 +1,105 @@
+"""Values of tables as JSON: what JSON does not have becomes text, or is left out with a notice."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+
+from xcompat.progress import notice_once
+from xcompat.surrogates import replace_surrogates
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+_AS_ISO = (datetime.datetime, datetime.date, datetime.time)
+_AS_TEXT = (Decimal, UUID, datetime.timedelta)
+
+
+class _NoJsonError(ValueError):
+    """A value that has no form in JSON; the message is its type."""
+
+
+@dataclass
+class JsonColumns:
+    """Turns the values of columns into JSON, and remembers which columns it changed or left out.
+
+    Args:
+        as_text: column -> an example of a value that became text.
+        left_out: column -> the type of a value that was left out.
+    """
+
+    as_text: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def convert(self, row: Mapping[str, Any], keep_empty: bool = False) -> dict[str, Any]:
+        """Return the values of a row as JSON, without empty ones unless they are to be kept.
+
+        Timestamps, dates, times, decimals, UUIDs and infinities become text. Bytes and other objects are left out.
+
+        Example:
+            >>> JsonColumns().convert({"at": datetime.date(2020, 1, 2), "price": Decimal("1.50"), "size": 3, "none": math.nan})
+            {'at': '2020-01-02', 'price': '1.50', 'size': 3}
+        """
+        found = {}
+        for name, value in row.items():
+            try:
+                known = self._json(str(name), value)
+            except _NoJsonError as error:
+                self.left_out.setdefault(str(name), str(error))
+                continue
+            if keep_empty or not _is_empty(known):
+                found[replace_surrogates(str(name))] = known
+        return found
+
+    def lines(self) -> list[str]:
+        """Return a line for each column that was changed or left out."""
+        changed = [f"metadata: {name} is kept as text, e.g. {example!r}" for name, example in self.as_text.items()]
+        dropped = [f"metadata: {name} is left out where it holds {kind}" for name, kind in self.left_out.items()]
+        return changed + dropped
+
+    def report(self) -> None:
+        """Print a notice for each column that was changed or left out, once in a process."""
+        for name in self.as_text:
+            notice_once(f"metadata: {name} is kept as text")
+        for name, kind in self.left_out.items():
+            notice_once(f"metadata: {name} is left out where it holds {kind}")
+
+    def _json(self, column: str, value: Any) -> Any:  # noqa: ANN401 - any cell
+        if isinstance(value, np.generic | np.ndarray):
+            value = value.tolist()
+        if isinstance(value, Mapping):
+            return {replace_surrogates(str(key)): self._json(column, each) for key, each in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self._json(column, each) for each in value]
+        return self._single(column, value)
+
+    def _single(self, column: str, value: Any) -> Any:  # noqa: ANN401 - any cell
+        if isinstance(value, str):
+            return replace_surrogates(value)
+        if isinstance(value, float):
+            return self._number(column, value)
+        if isinstance(value, (*_AS_ISO, *_AS_TEXT)):
+            return self._text(column, value.isoformat() if isinstance(value, _AS_ISO) else str(value))
+        if value is None or isinstance(value, bool | int):
+            return value
+        raise _NoJsonError(type(value).__name__)
+
+    def _number(self, column: str, value: float) -> float | str | None:
+        if math.isnan(value):
+            return None
+        return value if math.isfinite(value) else self._text(column, str(value))
+
+    def _text(self, column: str, text: str) -> str | None:
+        if text == "NaT":  # pandas' missing time
+            return None
+        self.as_text.setdefault(column, text)
+        return text
+
+
+def _is_empty(value: Any) -> bool:  # noqa: ANN401 - any JSON value
+    return any(value is each or (type(value) is type(each) and value == each) for each in EMPTY)
