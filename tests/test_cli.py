@@ -664,6 +664,7 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     assert code == 0 and set(cases) == {f"{a}/{b}" for a, b in (("old", "old"), ("new", "old"), ("new", "new"))} | {
         "independent/old",
         "independent/independent",
+        "new/backfilled",
     }
     model = load_checkpoint(str(tmp_path / "map" / "model"))
     with torch.no_grad():

@@ -89,9 +89,9 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     ("stage", "overrides", "labels"),
     [
         ("bct", [], OWN),
-        ("map", [], WITH_INDEPENDENT),
+        ("map", [], WITH_INDEPENDENT | {"new/backfilled"}),
         ("fct", [], WITH_INDEPENDENT | {"mapped/mapped"}),
-        ("texts", ["label_column=folder"], WITH_INDEPENDENT),
+        ("texts", ["label_column=folder"], WITH_INDEPENDENT | {"new/backfilled"}),
     ],
 )
 def test_a_checkpoint_is_judged_as_in_its_run(

@@ -111,7 +111,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     run_recipe(recipe)
     report = load_report(tmp_path / "run")
     assert list(cases_of(report)) == [
-        "old/old", "independent/old", "lines/old", "new/old", "new/new", "independent/independent",
+        "old/old", "independent/old", "lines/old", "new/old", "new/backfilled", "new/new", "independent/independent",
     ]  # fmt: skip
     test, model = judged_on(recipe), load_checkpoint(str(tmp_path / "run" / "trained" / "model"))
     old, new = (test.embed(load_embedder(raw[role], device()), recipe.cache_dir) for role in ("old", "new"))

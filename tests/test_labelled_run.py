@@ -253,6 +253,9 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
     report = load_report(tmp_path / "run")
     cases = {case.label: case for case in report.cases}
     mapped = {"mapped/mapped"} if METHODS[method].maps_galleries_with(changes["options"]) else set()
+    model = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    if model.stores_view and (model.embeds_in_memory or model.stored_dim != model.config.embedding_dim):
+        mapped = {"new/backfilled"}
     assert set(cases) == {"old/old", "independent/old", "new/old", "new/new", "independent/independent"} | mapped
     assert {"cmc@1", "cmc@2", "map", "map@R"} <= set(cases["new/old"].metrics)
     assert cases["new/old"].n_queries == 12 and "negative_flip_rate@1" in cases["new/old"].metrics

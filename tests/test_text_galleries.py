@@ -331,7 +331,7 @@ def test_groups_are_those_of_the_whole_ranking(
     assert grouped.search(np.empty((0, 6)), OLD, top_k, where, group_by="document") == []
 
 
-@pytest.mark.parametrize("merge", ["raw", "standardised", "rank"])
+@pytest.mark.parametrize("merge", ["raw", "standardised", "calibrated"])
 def test_groups_of_several_versions_make_one_ranking(
     merge: Any, documents: Path, tmp_path: Path, old_folder: str, newer: str
 ) -> None:

@@ -204,6 +204,7 @@ def add(
     kept = _kept_columns(metadata, no_metadata)
     opened = _open(gallery)
     asked.require_there(source, model)
+    _warn_of_backfill(opened, model)
     embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
     commands.add(opened, _originals(source, texts, max_bad_share, kept), embedder, replace, side)
 
@@ -247,9 +248,20 @@ def upgrade(
             commands.upgrade(opened, newer, dry_run, spread)
     else:
         asked.require_there(backfill, model)
+        _warn_of_backfill(opened, model)
         embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share, kept)
         with where.pool(model, embedder) as spread:
             commands.backfill(opened, originals, embedder, budget, dry_run, spread)
+
+
+def _warn_of_backfill(gallery: Gallery, model: str) -> None:
+    """Print a warning, before anything is embedded, if the model's report says that re-embedded items find less."""
+    from xcompat.progress import notice
+    from xcompat.report import recorded_backfill_losses
+    from xcompat.report.wording import backfill_warning
+
+    if len(gallery) and (losses := recorded_backfill_losses(model)):
+        notice(backfill_warning(losses))
 
 
 @app.command()

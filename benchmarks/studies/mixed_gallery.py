@@ -35,7 +35,7 @@ IMAGES, QUERIES, SEEDS = 5000, 1000, 5
 SHARES = np.linspace(0, 1, 11)
 SHUFFLED = 3
 """Random orders per seed; other orders are compared with their mean."""
-MERGES: tuple[Merge, ...] = ("raw", "standardised", "rank")
+MERGES: tuple[Merge, ...] = ("raw", "standardised")
 MERGED: Merge = "standardised"
 """How galleries merge, in which orders are compared."""
 METRICS = ("CMC@1", "CMC@5", "mAP@R")

@@ -24,6 +24,8 @@ WITHOUT_MEMORY = "without memory"
 """Query side of a case: new queries without metric and memory, or on a gallery that was mapped without memory."""
 NEW_WITH_MEMORY = "new+memory"
 """Both sides of a case: queries and gallery of the new model, with a memory like that of a mapped gallery."""
+BACKFILLED = "backfilled"
+"""Gallery side of a case: the old gallery after a backfill, all of it re-embedded in the form in which galleries store it."""
 MAPPED = "mapped"
 """Both sides of a case: old queries and the old gallery, mapped towards the new model."""
 OF_MODELS = frozenset({"old", "new", "independent", "new_view"})
@@ -154,6 +156,41 @@ class Criterion:
     new_model_not_hurt: bool | None
     failed: list[str]
     differences: list[Difference]
+
+
+class BackfillLoss(NamedTuple):
+    """A metric on which new queries find less after a complete backfill than on the untouched gallery.
+
+    Args:
+        direction: as in :class:`Case`.
+        metric: such as ``recall@10``.
+        before: on the untouched gallery, or on the mapped one.
+        after: on the re-embedded gallery.
+    """
+
+    direction: str
+    metric: str
+    before: float
+    after: float
+
+
+def backfill_losses(cases: Iterable[Case]) -> list[BackfillLoss]:
+    """Return the metrics on which ``new/backfilled`` (``new/new`` where that is not measured) is below ``new/old``.
+
+    Args:
+        cases: of one evaluation.
+    """
+    table = {(case.label, case.direction): case.metrics for case in cases}
+    losses = []
+    for (label, direction), before in table.items():
+        after = table.get((f"new/{BACKFILLED}", direction)) or table.get(("new/new", direction)) or {}
+        if label == "new/old":
+            losses += [
+                BackfillLoss(direction, metric, value, after[metric])
+                for metric, value in before.items()
+                if metric in after and metric != FLIP_METRIC and after[metric] < value
+            ]
+    return losses
 
 
 class Failed(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import MAPPED, NEW_WITH_MEMORY, OF_MODELS, WITHOUT_MEMORY
+from xcompat.evaluation.cases import BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 from xcompat.metric_names import metric_name
@@ -162,6 +162,7 @@ class Contestants(Generic[C]):
         old: the old model; its gallery stays.
         new_view: the new model in the space of that gallery: ``new/old``.
         new: the new model in its own space: ``new/new``.
+        backfilled: what a gallery of the old model holds after it is re-embedded, in the old space: ``new/backfilled``.
         independent: the new model without any training for compatibility. For ``independent/old`` its first dimensions are
             compared (zero-padded if it has fewer).
         extra: other query models in the old space, such as ``phi`` or ``ridge``: each gives the case ``name/old``.
@@ -183,6 +184,7 @@ class Contestants(Generic[C]):
     ceiling: C | None = None
     side_info: C | None = None
     confidence: C | None = None
+    backfilled: C | None = None
 
     def _roles(self) -> dict[str, C]:
         """Return the models by role, without the extra ones."""
@@ -224,6 +226,7 @@ class Contestants(Generic[C]):
             ("independent", "old", None if plain is None else _fit_dim(plain, old.dim), old),
             *((name, "old", model, old) for name, model in self.extra.items()),
             ("new", "old", self.new_view, stays),
+            ("new", BACKFILLED, self.new_view, self.backfilled),
             (WITHOUT_MEMORY, "old", self.new_view, self.forgetful),
             (NEW_WITH_MEMORY, NEW_WITH_MEMORY, self.ceiling, self.ceiling),
             (MAPPED, MAPPED, self.upgraded, self.upgraded),

@@ -68,6 +68,11 @@ class HeldOutItems(HeldOut):
         return parts
 
     @override
+    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+        """Measure the old gallery again: without labels nothing says what a re-embedded one loses."""
+        return self.measured(self.queries_of(candidate))
+
+    @override
     def with_old_queries(self) -> HeldOut:
         return HeldOutItems(self.pairs.of_old(), LINES, self.seed)
 

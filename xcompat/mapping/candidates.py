@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
+from xcompat.mapping.score_scales import scale_scores
 from xcompat.methods import ProcrustesModel, RidgeModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
@@ -215,7 +216,7 @@ class Known:
 
 
 def fit(candidate: Candidate, known: Known, confidence: Calibration | None = None) -> CompatModel:
-    """Build a candidate's model.
+    """Build a candidate's model, with its score scales.
 
     Args:
         candidate: its parts and settings.
@@ -223,4 +224,6 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
         confidence: the calibration of its memory; None for none.
     """
     line, memory = known.line(candidate.line), known.memory(candidate, confidence)
-    return line if memory is None else line.remember(memory)  # an imported line may have a memory of its own
+    model = line if memory is None else line.remember(memory)  # an imported line may have a memory of its own
+    scale_scores(model, known.pairs)
+    return model

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xcompat.errors import NothingHeldOutError
+from xcompat.evaluation.cases import BackfillLoss
 from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver, steady
 from xcompat.mapping.confidence import Calibration, calibrate
 from xcompat.mapping.folds import LEARNED, Searched
@@ -39,6 +40,7 @@ class Choice:
         of_agreement: whether what old queries find was what all looked for (:func:`~xcompat.mapping.agreement.agree`).
         remembers: whether what is chosen has a memory, its own or one that came with the map.
         left_out: sentences about candidates that could not be solved, and were not tried.
+        backfill_losses: metrics on which what is chosen finds less once the new model has re-embedded everything.
         by_chance: whether what is chosen finds no more than chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
     """
 
@@ -58,6 +60,7 @@ class Choice:
     remembers: bool = False
     by_chance: bool = False
     left_out: tuple[str, ...] = ()
+    backfill_losses: tuple[BackfillLoss, ...] = ()
 
     @property
     def objective(self) -> str:
@@ -215,4 +218,5 @@ def choose(
         remembers=brought or chosen.candidate.share > 0,
         by_chance=held.is_by_chance(chosen.candidate),
         left_out=held.left_out,
+        backfill_losses=held.backfill_losses(chosen.candidate),
     )

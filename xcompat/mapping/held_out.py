@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from xcompat.arrays import rows_of
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
-from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE
+from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, BackfillLoss
 from xcompat.heads import slerp
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
 from xcompat.mapping.confidence import Evidence
@@ -133,6 +133,31 @@ class HeldOut(ABC):
     def with_old_queries(self) -> HeldOut:
         """Return the same folds with the old model in place of the new one."""
 
+    def backfill_losses(self, candidate: Candidate) -> tuple[BackfillLoss, ...]:
+        """Return the metrics on which a candidate finds less once the new model has re-embedded everything."""
+        losses = []
+        now, after = _joined(self.measured(self.queries_of(candidate))), _joined(self.re_embedded(candidate))
+        for protocol, metrics in now.items():
+            for metric, values_Q in metrics.items():
+                before, then = float(values_Q.mean()), float(after[protocol][metric].mean())
+                if then < before:
+                    losses.append(BackfillLoss(protocol, metric, before, then))
+        return tuple(losses)
+
+    @abstractmethod
+    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+        """Measure a candidate's queries in a gallery that the new model has re-embedded."""
+
+    def stored_by(self, candidate: Candidate) -> Queries:
+        """Return what a gallery stores of the new model's items with a candidate's line."""
+
+        def stored(fold: int, _: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            line = self.known[fold].line(candidate.line)
+            with torch.inference_mode():
+                return line.own_view(torch.from_numpy(rows_of(side.new_ND, rows_Q)).to(line.device)).cpu().numpy()
+
+        return stored
+
     def queries_of(self, candidate: Candidate) -> Queries:
         """Return a candidate's map of queries, learned from each fold."""
 
@@ -243,6 +268,10 @@ class HeldOutClasses(HeldOut):
         return parts
 
     @override
+    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+        return self.found(self.queries_of(candidate), self.stored_by(candidate))
+
+    @override
     def with_old_queries(self) -> HeldOut:
         return HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
 
@@ -261,6 +290,10 @@ class HeldOutGalleries(HeldOutClasses):
     @override
     def measured(self, queries: Queries) -> list[Measured]:
         return self.found(_stay, queries)
+
+    @override
+    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+        return self.found(_stay, _stay)
 
     @override
     def found_by_old(self) -> list[Measured]:
@@ -298,13 +331,27 @@ class HeldOutCaptions(HeldOut):
 
     @override
     def measured(self, queries: Queries) -> list[Measured]:
+        return self.found(queries, _stay)
+
+    @override
+    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+        return self.found(self.queries_of(candidate), self.stored_by(candidate))
+
+    def found(self, queries: Queries, stored: Queries) -> list[Measured]:
+        """Measure captions that search images, and images that search captions.
+
+        Args:
+            queries: embeds items as queries.
+            stored: embeds items as gallery entries.
+        """
         parts = []
         for number, pairs in enumerate(self.searched):
             sides, groups = (pairs.images, pairs.texts), pairs.groups
             for protocol, asking, searched in ((TEXT_TO_IMAGE, 1, 0), (IMAGE_TO_TEXT, 0, 1)):
                 rows_Q = self.asked[number][asking]
                 asked_Qd = queries(number, protocol, rows_Q, sides[asking])
-                first_Q = first_hit_ranks(asked_Qd, sides[searched].old_Nd[:], groups[asking][rows_Q], groups[searched])
+                entries_Nd = stored(number, protocol, np.arange(len(sides[searched])), sides[searched])
+                first_Q = first_hit_ranks(asked_Qd, entries_Nd, groups[asking][rows_Q], groups[searched])
                 found = {f"recall@{k}": first_Q < k for k in RECALLS}
                 parts.append(Measured(number, protocol, found, 1 / (1.0 + first_Q), groups[asking][rows_Q]))
         return parts

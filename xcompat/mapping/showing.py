@@ -16,7 +16,7 @@ from xcompat.mapping.agreement import NEIGHBOURS, SAME, SHARED
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
 from xcompat.metric_names import metric_name
-from xcompat.report.wording import gain, gain_with_interval, interval
+from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
 
 
 def choice_table(choice: Choice) -> Table:
@@ -64,6 +64,7 @@ def said_of(choice: Choice) -> list[str]:
             "ridge regression is left out, and the rest is weak evidence. Give more items."
         )
     held += choice.left_out
+    held += [backfill_warning(choice.backfill_losses)] if choice.backfill_losses else []
     sure = _said_of_confidence(choice)
     if choice.of_agreement:
         return [*held, _said_of_agreement(choice)]
@@ -132,6 +133,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "of_agreement": choice.of_agreement,
         "by_chance": choice.by_chance,
         "left_out": list(choice.left_out),
+        "backfill_losses": [loss._asdict() for loss in choice.backfill_losses],
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,

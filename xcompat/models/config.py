@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.paths import model_folder
+from xcompat.score_scale import ScoreScales
 
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
 """What transformers itself writes into every configuration or passes to it."""
@@ -54,6 +55,8 @@ class CompatConfig(PreTrainedConfig):
         logit_scale: fixed factor on cosine similarities in a loss that has one; "τ = 2.6592" in XBT is its logarithm.
         memory: what queries, or mapped galleries, remember: ``entries``, ``sharpness``, ``share`` and, if true, ``confident`` of
             :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
+        score_scales: how scores against the model's own embeddings compare with scores against old ones:
+            :class:`~xcompat.score_scale.ScoreScales`; left out if None.
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
         service: the service whose embeddings a map was fitted on: its ``name``, the ``function`` that asked it, and the
             ``sketch`` of its answers to a few test texts; left out if None.
@@ -71,6 +74,7 @@ class CompatConfig(PreTrainedConfig):
     weights: Literal["all", "adapters"] = "all"
     logit_scale: Annotated[float, Field(gt=0)] = 1 / 0.07
     memory: dict | None = None
+    score_scales: dict | None = None
     started_from: dict | None = None
     service: dict | None = None
 
@@ -90,6 +94,8 @@ class CompatConfig(PreTrainedConfig):
                     f"{type(self).__name__} knows an older model only in part: a version has {', '.join(sorted(_OF_A_VERSION))}, "
                     "as describe_old gives it"
                 )
+        if self.score_scales is not None:
+            ScoreScales.read(self.score_scales)
         super().__post_init__(**kwargs)
 
     def require_ranges(self) -> None:
@@ -105,9 +111,9 @@ class CompatConfig(PreTrainedConfig):
                 raise XcompatError(f"{type(self).__name__}, {name}: {error.errors()[0]['msg']} (found {given!r})") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all keys, without where the model started from if it was made here."""
+        """Return all keys but those that most models do not have."""
         written = super().to_dict()
-        for optional in ("started_from", "service"):
+        for optional in ("score_scales", "started_from", "service"):
             if getattr(self, optional) is None:
                 del written[optional]
         return written

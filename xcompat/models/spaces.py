@@ -15,6 +15,7 @@ from xcompat.heads import first_dims
 from xcompat.models.checkpoint import CheckpointModel
 from xcompat.models.config import Compares
 from xcompat.models.query_memory import QueryMemory
+from xcompat.score_scale import ScoreScales
 
 
 class SpacesModel(CheckpointModel):
@@ -198,6 +199,11 @@ class SpacesModel(CheckpointModel):
         self.memory = memory.to(self.device).requires_grad_(False) if memory is not None else None
         self.config.memory = memory.settings if memory is not None else None
         return self
+
+    @property
+    def score_scales(self) -> ScoreScales | None:
+        """Return how scores against the model's own stored embeddings compare with scores against old ones, if known."""
+        return ScoreScales.read(self.config.score_scales) if self.config.score_scales is not None else None
 
     def confidence(self, embeds: Tensor) -> Tensor | None:
         """Return how sure queries of the nearest older gallery are, if the memory was calibrated (`xcompat map`).

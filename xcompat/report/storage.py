@@ -15,7 +15,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Case, Criterion
-from xcompat.evaluation.cases import IDENTIFICATION, VERIFICATION, RankKey, ValueKey, hangs_on, overall_outcome
+from xcompat.evaluation.cases import (
+    IDENTIFICATION,
+    VERIFICATION,
+    BackfillLoss,
+    RankKey,
+    ValueKey,
+    backfill_losses,
+    hangs_on,
+    overall_outcome,
+)
 from xcompat.files import read_json, write_json
 from xcompat.hub.metadata import metric_now
 from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SCHEMA = 1
 FOLDER_NAME = "report"
+MODEL_NAME = "model"
 JSON_NAME = "report.json"
 DATA_NAME = "report_data.safetensors"
 _THUMBNAIL_PIXELS = 160
@@ -116,6 +126,7 @@ def save_report(folder: Path, report: Report) -> None:
             "training": {stage: [point._asdict() for point in points] for stage, points in report.training.items()},
             "costs": {stage: cost._asdict() for stage, cost in report.costs.items()},
             "run": report.run,
+            "backfill_losses": [loss._asdict() for loss in backfill_losses(report.cases)],
         },
     )
 
@@ -128,6 +139,30 @@ def _described(criterion: Criterion) -> dict[str, Any]:
         "outcome": overall_outcome(criterion.differences),
         "queries_needed": last.queries_needed if last is not None else None,
     }
+
+
+def recorded_backfill_losses(model: str) -> list[BackfillLoss]:
+    """Return the losses of a complete backfill that the report beside a model records.
+
+    Args:
+        model: name or folder of a model, or the folder of the run that made it.
+
+    Returns:
+        The losses; none without a report, e.g. for a model of the Hub.
+
+    Raises:
+        XcompatError: the report is damaged.
+    """
+    folder = Path(model)
+    if folder.name == MODEL_NAME and not (folder / MODEL_NAME).exists():
+        folder = folder.parent
+    file = report_file(folder)
+    if not folder.is_dir() or not file.is_file():
+        return []
+    try:
+        return [BackfillLoss(**loss) for loss in read_json(file).get("backfill_losses", [])]
+    except (AttributeError, TypeError) as error:
+        raise XcompatError(f"{file} is damaged ({error}); evaluate the model again") from None
 
 
 def report_file(path: str | Path) -> Path:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from xcompat.evaluation.cases import failed_comparisons, hangs_on, is_zero_shot, overall_outcome
+from xcompat.evaluation.cases import BackfillLoss, failed_comparisons, hangs_on, is_zero_shot, overall_outcome
 from xcompat.evaluation.intervals import POWER
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
@@ -23,6 +23,7 @@ _MEANINGS = {
     "without memory/old": "the same without what is remembered: what the map alone gives",
     "old+memory/old": "old queries that remember likewise, old gallery: what of it needs no new model",
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
+    "new/backfilled": "new queries, old gallery after a complete backfill: every item re-embedded, in the old space",
     "mapped/mapped": "old queries and the old gallery, both mapped: what the map makes of the old model by itself",
     "old/new": "old queries, new gallery, in the space that both share: what old clients find after a backfill",
     "new/new": "new queries, new gallery: after everything is embedded again",
@@ -236,6 +237,24 @@ def approximately(count: int) -> str:
         ('1,300', '180', '96')
     """
     return f"{round(count, min(0, 2 - len(str(count)))):,}"
+
+
+def backfill_warning(losses: Sequence[BackfillLoss]) -> str:
+    """Return a warning that a backfill loses quality, with the largest loss.
+
+    Args:
+        losses: one or more.
+
+    Example:
+        >>> backfill_warning([BackfillLoss("image-to-image", "cmc@1", 0.417, 0.36)])
+        'A backfill with this model loses quality: image to image CMC@1 falls from 41.7 % to 36.0 % in the end.'
+    """
+    worst = max(losses, key=lambda loss: loss.before - loss.after)
+    others = f", and {len(losses) - 1} more metric{'s' * (len(losses) > 2)} fall" + "s" * (len(losses) == 2)
+    return (
+        f"A backfill with this model loses quality: {worst.direction.replace('-', ' ')} {metric_name(worst.metric)} falls from "
+        f"{percent(worst.before)} to {percent(worst.after)} in the end{others * (len(losses) > 1)}."
+    )
 
 
 def failed_lines(report: Report) -> list[str]:

@@ -65,9 +65,8 @@ class Backfill:
 def remaining_rows(gallery: Gallery, originals: Originals, embedder: Embedder) -> NDArray[np.int64]:
     """Return the originals of a gallery that another model embedded, ordered by hashes of their ids.
 
-    That order does not depend on what they show, and is the same in every call: the next call continues where this one
-    stops. Search standardises scores per version, so what is re-embedded should be a random sample of all. Orders that choose
-    (folder by folder, hubs, worst mapped first) make two versions that differ, and find less
+    That order does not depend on what they show, and is the same in every call: the next call continues where this one stops.
+    What is re-embedded is a random sample. Orders that choose (folder by folder, hubs, worst mapped first) find less on the way
     (``benchmarks/studies/mixed_gallery.py``).
 
     Args:

@@ -42,8 +42,12 @@ class OldQueries(NamedTuple):
     embeds_Qd: ArrayLike
     share: float = 1.0
 
+    def asked(self) -> NDArray[np.bool_]:
+        """Return which queries have an old one (Q,)."""
+        return np.isfinite(as_float32(self.embeds_Qd).sum(axis=1))
+
     def among(self, model: Model, version: VersionRecord, queries_Qd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Replace new queries by old ones, or mix both, for stored embeddings that the new model searches with its memory.
+        """Replace new queries by old ones, or mix both, wherever old queries can search.
 
         Args:
             model: the new model.
@@ -59,14 +63,14 @@ class OldQueries(NamedTuple):
         """
         import torch
 
-        if not remembers(model, version):
-            return queries_Qd
         old_Qd = query_view(self.model, self.embeds_Qd, version)
         if old_Qd is None:
+            if not remembers(model, version):
+                return queries_Qd
             raise FingerprintMismatchError(_not_the_old(self.model, version))
         if old_Qd.shape != queries_Qd.shape:
             raise XcompatError(f"{old_Qd.shape} old queries do not stand beside {queries_Qd.shape} new ones")
-        asked_Q = np.isfinite(old_Qd).all(axis=1)
+        asked_Q = self.asked()
         chosen_Fd = old_Qd[asked_Q]
         if self.share < 1:
             chosen_Fd = slerp(torch.from_numpy(queries_Qd[asked_Q]), torch.from_numpy(chosen_Fd), self.share).numpy()

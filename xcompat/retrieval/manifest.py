@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from xcompat.checksums import FileRecord
 from xcompat.errors import GenerationGoneError, XcompatError
@@ -44,6 +44,10 @@ class VersionRecord(_Record):
         length: median length of its stored embeddings; the model's queries and new embeddings are scaled to it. Differs from 1
             only for an adopted index whose vectors were never normalised.
         side_info: digest of the model of the side-information beside them; None for none, or if nobody said who made it.
+        scaled_to: digest of the version to whose scores those against these embeddings are brought; None for a version whose
+            scores stay as they are.
+        score_scale: slope and offset that do so for the queries of other models (:class:`~xcompat.score_scale.ScoreScale`); None
+            if unknown.
     """
 
     digest: str
@@ -52,6 +56,8 @@ class VersionRecord(_Record):
     shares: tuple[str, ...] = ()
     length: float = Field(1.0, gt=0)
     side_info: str | None = None
+    scaled_to: str | None = None
+    score_scale: tuple[FiniteFloat, FiniteFloat] | None = None
 
     @property
     def fingerprint(self) -> Fingerprint:

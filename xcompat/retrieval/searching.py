@@ -16,14 +16,14 @@ from xcompat.progress import notice_once
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.segment import Segment, plain_filter
-from xcompat.retrieval.versions import as_float32, query_confidence, query_views
+from xcompat.retrieval.versions import as_float32, fits, gallery_scales, query_confidence, query_views, remembers
 
 if TYPE_CHECKING:
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.versions import Model
 
 
-Merge = Literal["raw", "standardised", "rank"]
+Merge = Literal["calibrated", "standardised", "raw"]
 
 SAMPLE = 2048
 """Stored embeddings of each version from which mean and deviation of a query's scores are estimated."""
@@ -33,7 +33,6 @@ GROUPED_HITS, GROUPED_AT_MOST = 4, 16384
 """Hits that are looked through for each group that is asked for, and the most if they are of too few groups (Milvus's limit)."""
 HITS_AT_ONCE = 2**20
 """Hits of several queries that are in memory at once when they are grouped."""
-_RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack et al. 2009)
 
 
 class Hit(NamedTuple):
@@ -41,13 +40,14 @@ class Hit(NamedTuple):
 
     Args:
         id: the item's id.
-        score: a cosine, an inner product, or minus a squared distance: higher is nearer.
+        score: a cosine, an inner product, or minus a squared distance: higher is nearer. In a gallery of several versions, scores
+            against newer embeddings are brought to the scale of the oldest, so that one threshold holds for all.
         version: the model that made the item's embedding.
         metadata: the item's metadata.
         confidence: probability that the query finds no less than the old model's own query; None if unknown.
         group: the value of the metadata key by which hits are grouped; None if they are not, or the item has no such key.
-        standing: what ranks hits of several versions, whose scores differ in size: by how many deviations the score exceeds the
-            mean of the query's scores in that version (:func:`merge_candidates`). None if the score itself ranks them.
+        standing: what ranks hits of several versions whose score scales are unknown: by how many deviations the score exceeds
+            the mean of the query's scores in that version (:func:`merge_candidates`). None if the score itself ranks them.
     """
 
     id: str
@@ -98,15 +98,22 @@ class Queries(NamedTuple):
         version: the version.
         embeds_Qd: (Q, d) float32, checked.
         sample_QS: as in :class:`Candidates`.
+        scale_Q2: (Q, 2) slopes and offsets that bring their scores to the scale of the oldest version; None for raw scores.
     """
 
     version: VersionRecord
     embeds_Qd: NDArray[np.float32]
     sample_QS: NDArray[np.float32] | None = None
+    scale_Q2: NDArray[np.float32] | None = None
 
-    def of(self, rows: NDArray[np.int64]) -> Queries:
+    def take(self, rows: NDArray[np.int64]) -> Queries:
         """Return some of the queries."""
-        return Queries(self.version, self.embeds_Qd[rows], None if self.sample_QS is None else self.sample_QS[rows])
+        parts = (None if part is None else part[rows] for part in self[2:])
+        return Queries(self.version, self.embeds_Qd[rows], *parts)
+
+    def scaled(self, scores_Qk: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Bring scores (Q, k) to the scale of the oldest version."""
+        return scores_Qk if self.scale_Q2 is None else scores_Qk * self.scale_Q2[:, :1] + self.scale_Q2[:, 1:]
 
 
 class Search:
@@ -132,9 +139,14 @@ class Search:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
         where = None if where is None else plain_filter(where)
         views = query_views(model, embeds_QD, self.manifest, self.place)
+        if not any(remembers(model, version) for version, _ in views):
+            old_queries = None
         confidence_Q = query_confidence(model, embeds_QD, self.manifest)
+        scales = self._scales(views, model, old_queries) if merge == "calibrated" and len(views) > 1 else None
+        if merge == "calibrated" and scales is None:
+            merge = "standardised"
         asked = []
-        for version, queries_Qd in views:
+        for number, (version, queries_Qd) in enumerate(views):
             if old_queries is not None:
                 queries_Qd = old_queries.among(model, version, queries_Qd)
             if queries_Qd.shape[1] != version.dim:
@@ -144,7 +156,7 @@ class Search:
             queries_Qd = checked_embeddings(queries_Qd, self.manifest.metric, lambda row: f"query {row}")
             standardised = merge == "standardised" and len(views) > 1
             sample_QS = self._scores(queries_Qd, self._sample(version.digest)) if standardised else None
-            asked.append(Queries(version, queries_Qd, sample_QS))
+            asked.append(Queries(version, queries_Qd, sample_QS, scales[number] if scales is not None else None))
         if not asked:
             return [[] for _ in range(len(as_float32(embeds_QD)))]
         ranked = partial(self._ranked, where=where, merge=merge, parameters=parameters)
@@ -158,11 +170,28 @@ class Search:
         self, asked: list[Queries], k: int, where: dict[str, Any] | None, merge: Merge, parameters: str | None
     ) -> list[list[Hit]]:
         """Return the k best hits of each query."""
-        found = [
-            self._candidates(queries.version, queries.embeds_Qd, k, where, parameters)._replace(sample_QS=queries.sample_QS)
-            for queries in asked
-        ]
-        return self._hits(merge_candidates(found, k, merge), with_standing=len(found) > 1 and merge != "raw")
+        found = []
+        for queries in asked:
+            each = self._candidates(queries.version, queries.embeds_Qd, k, where, parameters)
+            found.append(each._replace(scores_Qk=queries.scaled(each.scores_Qk), sample_QS=queries.sample_QS))
+        return self._hits(merge_candidates(found, k, merge), with_standing=len(found) > 1 and merge == "standardised")
+
+    def _scales(
+        self, views: Sequence[tuple[VersionRecord, NDArray[np.float32]]], model: Model, old_queries: OldQueries | None
+    ) -> list[NDArray[np.float32]] | None:
+        """Return slopes and offsets (Q, 2) of each version's scores, for new queries and for old ones that replace them."""
+        versions, count = [version for version, _ in views], len(views[0][1])
+        scales = gallery_scales(model, versions, self.manifest.metric)
+        if scales is None:
+            return None
+        scales_Q = [np.tile(np.array(scale, np.float32), (count, 1)) for scale in scales]
+        if old_queries is not None:
+            replaced_Q = old_queries.asked()
+            of_old = gallery_scales(old_queries.model, versions, self.manifest.metric)
+            for version, scale_Q2, scale in zip(versions, scales_Q, of_old or scales, strict=True):
+                if fits(old_queries.model, version):
+                    scale_Q2[replaced_Q] = scale
+        return scales_Q
 
     def _grouped(
         self, ranked: Callable[[list[Queries], int], list[list[Hit]]], asked: list[Queries], top_k: int, key: str
@@ -173,7 +202,7 @@ class Search:
         while len(open_n):
             k, wanting = min(k * GROUPED_HITS, most), []
             for part in np.array_split(open_n, -(-len(open_n) * k // HITS_AT_ONCE)):
-                found = ranked([queries.of(part) for queries in asked], k)
+                found = ranked([queries.take(part) for queries in asked], k)
                 for row, hits in zip(part.tolist(), found, strict=True):
                     best[row] = best_of_groups(hits, key)[:top_k]
                     if len(best[row]) < top_k and len(hits) == k:
@@ -273,16 +302,16 @@ def best_of_groups(hits: Sequence[Hit], key: str) -> list[Hit]:
 def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranked:
     """Merge the candidates of several versions into one ranking.
 
-    ``raw`` compares scores as they are. ``standardised`` subtracts the mean of the query's scores against a sample of the version
-    and divides by their deviation, because cosines between unrelated items differ from view to view. It assumes that the items of
-    all versions are alike, as they are if a random sample is re-embedded first. A sample of n < 64 scores tells little:
-    its own mean and deviation weigh n / 64, and those of all versions' samples together the rest. ``rank`` compares ranks
-    (reciprocal rank fusion), and so takes hits from all versions in turn.
+    ``calibrated`` compares scores that are brought to one scale already (:func:`~xcompat.retrieval.versions.score_scale`), and
+    ``raw`` scores as they are. ``standardised`` subtracts the mean of the query's scores against a sample of the version and
+    divides by their deviation. It assumes that the items of all versions are alike, as they are if a random sample is re-embedded
+    first. A sample of n < 64 scores tells little: its own mean and deviation weigh n / 64, and those of all versions' samples
+    together the rest.
 
     Args:
         found: candidates, one per version.
         k: number of hits to keep.
-        merge: ``raw``, ``standardised`` or ``rank``.
+        merge: ``calibrated``, ``standardised`` or ``raw``.
 
     Returns:
         The ranking.
@@ -293,8 +322,8 @@ def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranke
     Example:
         >>> one = Candidates(np.array([[0.9, 0.2]]), np.array([[0, 0]]), np.array([[5, 6]]))
         >>> other = Candidates(np.array([[0.5, 0.4]]), np.array([[1, 1]]), np.array([[7, 8]]))
-        >>> merge_candidates([one, other], 3, "raw")[2].tolist(), merge_candidates([one, other], 3, "rank")[2].tolist()
-        ([[5, 7, 8]], [[5, 7, 6]])
+        >>> merge_candidates([one, other], 3, "raw").rows_Qk.tolist()
+        [[5, 7, 8]]
     """
     if merge not in get_args(Merge):
         raise XcompatError(f"there is no way {merge!r} to merge scores of several versions; {nearest(merge, get_args(Merge))}")
@@ -309,11 +338,8 @@ def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranke
 
 def _keys(found: Sequence[Candidates], merge: Merge) -> list[NDArray[np.float32]]:
     """Return what ranks the candidates of each version (Q, k)."""
-    if merge == "raw":
+    if merge != "standardised":
         return [each.scores_Qk for each in found]
-    if merge == "rank":
-        places_K = (1.0 / (_RANK_OFFSET + 1 + np.arange(max(each.scores_Qk.shape[1] for each in found)))).astype(np.float32)
-        return [np.broadcast_to(places_K[: each.scores_Qk.shape[1]], each.scores_Qk.shape) for each in found]
     samples = [each.sample_QS for each in found if each.sample_QS is not None]
     keys = []
     for each, (mean_Q1, std_Q1) in zip(found, _means_and_deviations(samples), strict=True):

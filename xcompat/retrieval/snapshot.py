@@ -139,7 +139,7 @@ class Snapshot:
         model_or_fingerprint: Model,
         top_k: int = 10,
         where: dict[str, Any] | None = None,
-        merge: Merge = "standardised",
+        merge: Merge = "calibrated",
         parameters: str | None = None,
         old_queries: OldQueries | None = None,
         group_by: str | None = None,

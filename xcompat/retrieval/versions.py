@@ -13,6 +13,7 @@ from xcompat.arrays import normalise_rows, row_lengths
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
+from xcompat.score_scale import ScoreScale
 from xcompat.vectors import UNIT
 
 if TYPE_CHECKING:
@@ -49,7 +50,11 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
     if compat is not None:
         version = compat.stored_fingerprint()
         shares = tuple(older.digest for older in compat.compatible_with) if compat.stores_view else ()
-        return VersionRecord(digest=version.digest, name=version.name, dim=compat.stored_dim, shares=shares)
+        known = {"digest": version.digest, "name": version.name, "dim": compat.stored_dim, "shares": shares}
+        if compat.maps_galleries or not compat.compatible_with:
+            return VersionRecord(**known)
+        scale = tuple(compat.score_scales.old) if compat.score_scales is not None else None
+        return VersionRecord(**known, scaled_to=compat.compatible_with[0].digest, score_scale=scale)
     version = identity(model)
     own = dim if isinstance(model, Fingerprint) else cast("Embedder", model).dim
     if own is None:
@@ -80,7 +85,9 @@ def upgraded_version(model: CompatModel) -> VersionRecord:
     shares = tuple(encoder.digest for encoder in model.embeds_written()) if model.embeds_in_memory else ()
     digest = own.derived(UPGRADED).digest
     side = model.config.new_side_info["fingerprint"] if model.writes_side_info else None
-    return VersionRecord(digest=digest, name=own.name, dim=model.config.embedding_dim, shares=shares, side_info=side)
+    scale = tuple(model.score_scales.new) if model.score_scales is not None else None
+    known = {"digest": digest, "name": own.name, "dim": model.config.embedding_dim, "shares": shares, "side_info": side}
+    return VersionRecord(**known, scaled_to=model.stored_fingerprint().digest, score_scale=scale)
 
 
 def identity(model: Model) -> Fingerprint:
@@ -199,8 +206,8 @@ def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArra
 
 def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
     own = model.stored_fingerprint()
-    if version.digest == own.digest:
-        return _through(model.stored if model.stores_view else model.self_view, embeds, model)
+    if version.digest == own.digest:  # its metric and memory help here as they do among old embeddings
+        return _through(model.view if model.stores_view else model.self_view, embeds, model)
     if model.maps_galleries:
         mapped = version.digest == model.fingerprint().derived(UPGRADED).digest
         return _through(model.self_view, embeds, model) if mapped else _plain(model, embeds, version)
@@ -254,13 +261,72 @@ def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionReco
 
 
 def remembers(model: Model, version: VersionRecord) -> bool:
-    """Return whether a model adds memory to its queries when it searches stored embeddings of a version."""
+    """Return whether a model searches stored embeddings of a version, which are not its own, with a memory."""
     compat = _compat(model)
     if compat is None or compat is not model or compat.memory is None or compat.maps_galleries:
         return False
     if version.digest == compat.stored_fingerprint().digest:
         return False
     return compat.compatible_with[0].digest in (version.digest, *version.shares)
+
+
+def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
+    """Return the scale of a model's scores against stored embeddings of a version.
+
+    Args:
+        model: the query model.
+        version: the version of the stored embeddings.
+
+    Returns:
+        The scale to scores against ``version.scaled_to``; None if it is unknown.
+    """
+    if version.scaled_to is None:
+        return None if version.shares else ScoreScale()
+    compat = _compat(model)
+    searches_own = compat is not None and not compat.maps_galleries and version.digest == compat.stored_fingerprint().digest
+    if compat is not None and compat is model and searches_own:
+        return compat.score_scales.new if compat.score_scales is not None else None
+    return ScoreScale(*version.score_scale) if version.score_scale is not None else None
+
+
+def gallery_scales(model: Model, versions: Sequence[VersionRecord], metric: Metric) -> list[ScoreScale] | None:
+    """Return the scales that bring a model's scores against all versions of a gallery to that of the oldest.
+
+    Args:
+        model: the query model.
+        versions: those with embeddings, the oldest first.
+        metric: of the gallery; ``l2`` scores of unit vectors are brought to cosines and back.
+
+    Returns:
+        A scale for each version, in units of the gallery's scores; None if one is unknown.
+    """
+    known = {version.digest: version for version in versions}
+
+    def total(version: VersionRecord) -> ScoreScale | None:
+        own = score_scale(model, version)
+        older = known.get(version.scaled_to or "")
+        if own is None or older is None:
+            return own
+        further = total(older)
+        return further.after(own) if further is not None else None
+
+    is_l2_model = own_metric(model) == "l2"
+    scales = []
+    for version in versions:
+        scale = total(version)
+        if scale is None:
+            return None
+        scales.append(scale if is_l2_model else _in_units(scale, version.length, versions[0].length, metric))
+    return scales
+
+
+def _in_units(scale: ScoreScale, length: float, length_of_oldest: float, metric: Metric) -> ScoreScale:
+    """Return a scale of cosines as a scale of the gallery's scores, against embeddings of some length."""
+    unit = length_of_oldest**2
+    slope = scale.slope * unit / length**2
+    if metric == "l2":  # a score is 2·length²·(cosine - 1)
+        return ScoreScale(slope, 2 * unit * (scale.slope + scale.offset - 1))
+    return ScoreScale(slope, scale.offset * unit)
 
 
 def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> NDArray[np.float32] | None:
@@ -353,9 +419,10 @@ def aliased_version(versions: Sequence[VersionRecord], alias: Fingerprint) -> Ve
 
 
 def _advice(model: Model, version: VersionRecord, place: object) -> str:
-    if (advice := alias_advice(model, version, place)) is not None:
-        return advice
     compat = _compat(model)
+    upgrades = compat is not None and compat.maps_galleries and version.digest in [old.digest for old in compat.compatible_with]
+    if not upgrades and (advice := alias_advice(model, version, place)) is not None:
+        return advice
     if compat is None:
         return "query with the model that made them, or with one trained to be compatible with it"
     known = ", ".join(map(str, compat.compatible_with)) or "nothing"

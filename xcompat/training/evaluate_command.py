@@ -204,7 +204,7 @@ def evaluate_embeddings(
             if folder is not None:
                 loaded[role] = load_embedding_folder(folder, max_bad_share, loaded.get("old"))
     if by_map is not None:
-        loaded["new_view"] = _mapped(loaded["new"], loaded["old"], by_map)
+        loaded |= _mapped(loaded["new"], loaded["old"], by_map)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add the map that takes "
@@ -213,8 +213,8 @@ def evaluate_embeddings(
     return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
 
 
-def _mapped(own: C, old: C, by_map: Path) -> C:
-    """Apply a map of queries to the new model's own embeddings."""
+def _mapped(own: C, old: C, by_map: Path) -> dict[str, C]:
+    """Apply a map of queries to the new model's own embeddings: its queries, and what a backfill would store."""
     model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
     if model.maps_galleries or not model.compatible_with:
         raise XcompatError(f"{by_map} maps no queries into an old space; name the folder of a map that `xcompat map` wrote")
@@ -224,7 +224,11 @@ def _mapped(own: C, old: C, by_map: Path) -> C:
             f"{by_map} maps {dims[0]} to {dims[1]} dimensions, but {own.name} has {own.dim} and {old.name} {old.dim}: give the "
             "embeddings of the two models that it was made for"
         )
-    return map_contestant(own.queries_alone(), by_map.name, model.fingerprint().derived("view"), model.view, model.device)
+    made = model.fingerprint()
+    return {
+        "new_view": map_contestant(own.queries_alone(), by_map.name, made.derived("view"), model.view, model.device),
+        "backfilled": map_contestant(own, by_map.name, made.derived("backfilled"), model.own_view, model.device),
+    }
 
 
 def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: EmbeddedPairs | None = None) -> EmbeddedPairs:

@@ -15,7 +15,7 @@ from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant, Contestants, EmbeddedTexts, Evaluation, EvaluationOptions, evaluate, linear_cka
-from xcompat.evaluation.cases import WITHOUT_MEMORY
+from xcompat.evaluation.cases import WITHOUT_MEMORY, backfill_losses
 from xcompat.evaluation.contestants import C
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
@@ -24,6 +24,7 @@ from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.frozen import load_frozen
 from xcompat.models.query_memory import QueryMemory
 from xcompat.report import ReportContent
+from xcompat.report.wording import backfill_warning
 from xcompat.training.contestants import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
 from xcompat.training.sections import EvaluationSettings
@@ -77,6 +78,10 @@ def embed_new(
         return Contestants(old, own, own, independent, upgraded=upgraded, forgetful=forgetful, side_info=side_info)
     version = old.fingerprint
     asking = raw if old_on_new else raw.queries_alone()
+    backfilled = None
+    if model.memory is not None or model.embeds_in_memory or model.stored_dim != model.config.embedding_dim:
+        stored = fingerprint.derived("backfilled")  # elsewhere new/new measures it already
+        backfilled = map_contestant(raw, name, stored, lambda embeds: model.own_view(embeds, version), model.device)
     view = map_contestant(asking, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, version), model.device)
     extra = {}
     if model.memory is not None:
@@ -85,7 +90,7 @@ def embed_new(
     sure = None
     if model.is_confident and version == model.compatible_with[0]:
         sure = map_contestant(asking, "confidence", fingerprint.derived("confidence"), partial(_confidence, model), model.device)
-    return Contestants(old, view, own, independent, extra, confidence=sure)
+    return Contestants(old, view, own, independent, extra, confidence=sure, backfilled=backfilled)
 
 
 def _confidence(model: CompatModel, embeds: Tensor) -> Tensor:
@@ -169,6 +174,8 @@ def judge(
     if kept.confidence is not None:
         evaluation = replace(evaluation, confidence=confidence_of(kept.confidence, evaluation))
         notes += said_of_confidence(evaluation, settings.fallback)
+    if losses := backfill_losses(evaluation.cases):
+        notes.append(backfill_warning(losses))
     if kept.side_info is not None:
         notes.append(_complementarity(kept.old, kept.side_info))
     return replace(evaluation, notes=[*evaluation.notes, *notes]), kept

@@ -120,7 +120,7 @@ def labelled_pairs(models: StageModels, data: StageData, new: Embedder) -> Paire
         new: the model of the queries, before any map.
     """
     caches = data.cache(new), data.cache(models.frozen("old"))
-    return _readable(PairedEmbeddings(*caches, data.images.labels()), *caches)
+    return without_unreadable(PairedEmbeddings(*caches, data.images.labels()), *caches)
 
 
 def gallery_pairs(models: StageModels, data: StageData, new: Embedder, model: CompatModel) -> TurnedEmbeddings:
@@ -138,7 +138,7 @@ def gallery_pairs(models: StageModels, data: StageData, new: Embedder, model: Co
     caches = data.cache(models.frozen("old")), data.cache(new)
     sides = [data.cache(models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
     turned = TurnedEmbeddings(*caches, data.images.labels(), side_NS=sides[0] if sides else None)
-    return _readable(turned, *caches, *sides)
+    return without_unreadable(turned, *caches, *sides)
 
 
 def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> CaptionedEmbeddings:
@@ -159,12 +159,12 @@ def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> Capt
     _, rows_M = np.unique(numbered(texts)[1], return_index=True)
     new_images, new_texts = data.remembered_caches(new)
     old_images, old_texts = data.remembered_caches(models.embedder("old"))
-    images = _readable(PairedEmbeddings(new_images, old_images, image_groups_N), new_images, old_images)
-    texts_alone = _readable(PairedEmbeddings(new_texts, old_texts, text_groups_M[rows_M]), new_texts, old_texts)
+    images = without_unreadable(PairedEmbeddings(new_images, old_images, image_groups_N), new_images, old_images)
+    texts_alone = without_unreadable(PairedEmbeddings(new_texts, old_texts, text_groups_M[rows_M]), new_texts, old_texts)
     return CaptionedEmbeddings.whole(images, texts_alone)
 
 
-def _readable(pairs: P, *caches: EmbeddingCache) -> P:
+def without_unreadable(pairs: P, *caches: EmbeddingCache) -> P:
     """Leave out items that one of the models could not read; the embeddings of the others stay in their caches."""
     kept_N = np.all([cache.readable() for cache in caches], axis=0)
     return pairs if kept_N.all() else pairs.narrowed(np.flatnonzero(kept_N))

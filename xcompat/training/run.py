@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -17,6 +18,8 @@ from xcompat.evaluation import Contestant, Contestants
 from xcompat.evaluation.cases import OLD_WITH_MEMORY
 from xcompat.files import atomic_path, clear_leftovers, write_json
 from xcompat.fingerprint import Fingerprint
+from xcompat.mapping.candidates import Paired
+from xcompat.mapping.score_scales import scale_scores
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
 from xcompat.progress import console, literal, notice, silence_libraries
@@ -51,6 +54,8 @@ from xcompat.training.record import (
     write_recipe,
 )
 from xcompat.training.remembering import memory_of_one, pairs_to_remember, remember
+from xcompat.training.score_scales import FOLDER as SCALED
+from xcompat.training.score_scales import pairs_to_scale
 from xcompat.training.sections import EvaluationSettings
 from xcompat.training.sequence import AGAINST, write_sequence
 from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
@@ -180,10 +185,16 @@ class StageRun:
         if settings.method == CHOSEN:
             return choose_map(settings, models, data, seed, self.paths.folder)
         model = train_stage(settings, models, data, seed, self.paths.checkpoints)
+        pairs: Paired | None
         if settings.memory is not None:
             pairs = pairs_to_remember(settings, models, data, model.eval())
             if is_main_process():
                 remember(model, pairs, settings, seed, self.paths.folder)
+        else:
+            pairs = pairs_to_scale(models, data, model.eval(), self.paths.folder / SCALED)
+        if pairs is not None and is_main_process():
+            scale_scores(model, pairs)
+            shutil.rmtree(self.paths.folder / SCALED, ignore_errors=True)
         return model
 
     def require_own_folder(self) -> None:

@@ -1,0 +1,76 @@
+"""Score scales: what makes scores against two kinds of embeddings in one gallery comparable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from xcompat.errors import XcompatError
+
+
+class ScoreScale(NamedTuple):
+    """s ↦ slope·s + offset: from scores against what a model adds to a gallery to scores against what was there.
+
+    Args:
+        slope: above 0.
+        offset: in units of a score.
+
+    Example:
+        >>> ScoreScale(2.0, 0.5).after(ScoreScale(3.0, 1.0))
+        ScoreScale(slope=6.0, offset=2.5)
+    """
+
+    slope: float = 1.0
+    offset: float = 0.0
+
+    def after(self, first: ScoreScale) -> ScoreScale:
+        """Return the scale that applies another one first."""
+        return ScoreScale(self.slope * first.slope, self.slope * first.offset + self.offset)
+
+
+class ScoreScales(NamedTuple):
+    """The scales of a model, as ``config.score_scales`` keeps them.
+
+    A model of queries adds its own embeddings to a gallery of the old model; a map of galleries puts mapped old embeddings beside
+    those of the new model.
+
+    Args:
+        new: for queries of the model itself.
+        old: for queries of its old model.
+    """
+
+    new: ScoreScale
+    old: ScoreScale
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> ScoreScales:
+        """Read the scales of a configuration.
+
+        Args:
+            settings: ``new`` and ``old``, each ``[slope, offset]``.
+
+        Raises:
+            XcompatError: a number is missing, not finite, or a slope is not above 0.
+        """
+        numbers = [settings.get(name) for name in cls._fields] if set(settings) == set(cls._fields) else []
+        if not numbers or not all(_is_scale(each) for each in numbers):
+            raise XcompatError(
+                f"score_scales is {dict(settings)!r}; expected new: [slope, offset] and old: [slope, offset] with slopes above 0"
+            )
+        return cls(*(ScoreScale(float(each[0]), float(each[1])) for each in numbers))  # type: ignore[index]  # checked above
+
+    @property
+    def settings(self) -> dict[str, list[float]]:
+        """Return the scales for a configuration."""
+        return {"new": list(self.new), "old": list(self.old)}
+
+
+def _is_scale(value: object) -> bool:
+    """Return whether a value of a configuration is a slope above 0 and an offset."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return (
+        all(isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) for each in value)
+        and value[0] > 0
+    )

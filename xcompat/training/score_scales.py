@@ -1,0 +1,114 @@
+"""Fit the score scales of a trained model on a sample of its training data."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.data import flatten_captions, load_pairs
+from xcompat.data.schema import ID, PASSAGE, QUERY, SIDE_INFO
+from xcompat.errors import XcompatError
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings, grouped
+from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder
+from xcompat.models.old_knowledge import Rows
+from xcompat.progress import notice
+from xcompat.training.caches import cached_captions, cached_images
+from xcompat.training.remembering import without_unreadable
+from xcompat.training.stage import StageData, StageModels
+
+FOLDER = "score_scales"
+"""Folder of a stage for what is embedded only to fit scales, until that is done."""
+SAMPLE = 1024
+"""Most images, or passages, that a trained model embeds for its score scales."""
+
+
+def pairs_to_scale(
+    models: StageModels, data: StageData, model: CompatModel, folder: Path
+) -> PairedEmbeddings | CaptionedEmbeddings | None:
+    """Embed a sample of the training data with the trained and with the old model; all processes embed.
+
+    Args:
+        models: the old one among them.
+        data: of the stage.
+        model: the trained model.
+        folder: for what is embedded only here; the caller deletes it.
+
+    Returns:
+        The embeddings; None for a model that is not compatible with the old model, or if the old model's embeddings of plain data
+        are not available.
+    """
+    if model.config.old is None or data.settings.old is None:
+        return None
+    try:
+        if models.frozen("old").fingerprint not in model.compatible_with:  # the evaluation says so
+            return None
+        return _of_map(models, data, model) if model.embeds_in_memory else _of_backbone(models, data, model, folder)
+    except XcompatError as error:
+        notice(f"scores of a partly re-embedded gallery are calibrated by its own items only: {error}")
+        return None
+
+
+def _of_map(models: StageModels, data: StageData, model: CompatModel) -> PairedEmbeddings:
+    """Read what the map was fitted on, which is embedded already."""
+    new = data.learned(data.as_mapped(models.as_input(models.embedder("new"))))
+    old = data.learned(models.frozen("old"))
+    if not model.maps_galleries:
+        return without_unreadable(PairedEmbeddings(new, old), new, old)
+    sides = [data.learned(models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
+    return without_unreadable(TurnedEmbeddings(old, new, side_NS=sides[0] if sides else None), new, old, *sides)
+
+
+def _of_backbone(
+    models: StageModels, data: StageData, model: CompatModel, folder: Path
+) -> PairedEmbeddings | CaptionedEmbeddings:
+    settings, own = data.settings.data, Embedder.of(model, "own")
+    if settings.images is not None:
+        rows = _spread(len(data.images))
+        images, share = data.images.dataset.select(rows), data.images.max_bad_share
+        new = cached_images(own, images, folder, share)
+        if "old" in data.settings.online_roles:
+            of_old: Rows = cached_images(models.frozen("old"), images, folder, share)
+        else:
+            of_old = data.cache(models.frozen("old"))[rows]  # the training has embedded all of them
+        return _readable(PairedEmbeddings(new, of_old))
+    old = models.embedder("old")
+    if data.text_pairs is not None:
+        texts = data.text_pairs.select(_spread(len(data.text_pairs)))
+        passages = _captions(texts[PASSAGE][:], own, old, folder)
+        return CaptionedEmbeddings(passages, _captions(texts[QUERY][:], own.for_queries(), old.for_queries(), folder))
+    assert settings.pairs is not None
+    loaded = load_pairs(settings.pairs)
+    pairs = _first(loaded) if isinstance(loaded, datasets.IterableDataset) else loaded.select(_spread(len(loaded)))
+    captions, ids = flatten_captions(pairs)
+    image_groups_N, text_groups_M = grouped(pairs[ID], ids, captions)
+    new, of_old = (cached_images(each, pairs, folder, settings.pairs.max_bad_share) for each in (own, old))
+    pictures = _readable(PairedEmbeddings(new, of_old, image_groups_N))
+    return CaptionedEmbeddings.whole(pictures, replace(_captions(captions, own, old, folder), labels_N=text_groups_M))
+
+
+def _captions(texts: list[str], own: Embedder, old: Embedder, folder: Path) -> PairedEmbeddings:
+    new, of_old = (cached_captions(each, texts, folder) for each in (own, old))
+    return PairedEmbeddings(new, of_old)
+
+
+def _readable(pairs: PairedEmbeddings) -> PairedEmbeddings:
+    """Leave out items that one of the models could not read."""
+    kept_N = np.isfinite(np.array(pairs.new_ND[:])[:, 0]) & np.isfinite(np.array(pairs.old_Nd[:])[:, 0])
+    return pairs.take(np.flatnonzero(kept_N))
+
+
+def _spread(rows: int) -> NDArray[np.int64]:
+    """Return evenly spaced rows: the same in every run, from all classes of a sorted data set."""
+    return np.arange(0, rows, max(1, -(-rows // SAMPLE)))
+
+
+def _first(stream: datasets.IterableDataset) -> datasets.Dataset:
+    """Return the first rows of a stream."""
+    rows = list(itertools.islice(stream, SAMPLE))
+    return datasets.Dataset.from_list([{ID: str(number), **row} for number, row in enumerate(rows)])
