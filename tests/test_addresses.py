@@ -313,7 +313,7 @@ def test_what_is_no_address_is_one_line(address: str, message: str, monkeypatch:
 
 def test_what_a_killed_process_fetched_is_removed_by_the_next(store: Store) -> None:
     store.files = {"/texts.txt": LINES}
-    left = cache_folder() / ".fetched.abcdefgh.partial"
+    left = cache_folder() / ".fetched.abcdefgh.xcompat-partial"
     left.mkdir()
     (left / "texts.txt").write_bytes(b"half")
     assert corpus(f"http://{store.host}/texts.txt?{store.host}") == TEXTS

@@ -56,7 +56,7 @@ def test_one_that_was_saved_before_there_were_checksums_is_continued_from(tmp_pa
 
 def test_what_a_process_left_in_a_checkpoint_is_removed(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-1"
-    left = checkpoint / f".{CHECKSUMS}.bhly0w8w.partial"
+    left = checkpoint / f".{CHECKSUMS}.bhly0w8w.xcompat-partial"
     left.mkdir(parents=True)
     (left / CHECKSUMS).write_text("{")
     (checkpoint / STATE).write_text("{}")

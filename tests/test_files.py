@@ -146,11 +146,13 @@ def test_what_a_living_writer_has_begun_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_only_leftovers_are_cleared(tmp_path: Path) -> None:
-    for name in (".a.12345678.partial", ".git", ".a.partial", "a.12345678.partial", ".mine.12345678"):
+    ours, theirs = ".a.12345678.xcompat-partial", ".a.12345678.partial"  # another program's download, for example
+    for name in (ours, theirs, ".git", ".a.partial", "a.12345678.xcompat-partial", ".mine.12345678"):
         folder_of(tmp_path / name, "x")
-    (tmp_path / ".b.12345678.partial").symlink_to(tmp_path / ".git")
+    (tmp_path / ".b.12345678.xcompat-partial").symlink_to(tmp_path / ".git")
     clear_leftovers(tmp_path)
-    assert content(tmp_path) == [".a.partial", ".b.12345678.partial", ".git", ".mine.12345678", "a.12345678.partial"]
+    kept = [theirs, ".a.partial", ".b.12345678.xcompat-partial", ".git", ".mine.12345678", "a.12345678.xcompat-partial"]
+    assert content(tmp_path) == sorted(kept)
     assert content(tmp_path / ".git") == ["x"]
     clear_leftovers(tmp_path / "missing")
 

@@ -130,10 +130,31 @@ def test_what_is_read_is_never_replaced(overwrite: bool, tmp_path: Path) -> None
     require_replaceable(tmp_path / "run" / "exported", MADE_BY, overwrite, [source])
 
 
+@pytest.mark.parametrize("overwrite", [False, True, None])
+@pytest.mark.parametrize("place", [".", "..", "./", "../inner"])
+def test_the_current_folder_is_refused_at_once(
+    place: str, overwrite: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "notes.txt").write_text("a user's")
+    monkeypatch.chdir(tmp_path / "inner")
+    with pytest.raises(XcompatError, match="is the folder that you are in, or one above it"):
+        require_replaceable(Path(place), MADE_BY, overwrite)
+    assert snapshot(tmp_path) == {"inner/notes.txt": "a user's"}
+
+
+def test_folders_of_other_programs_beside_it_stay(tmp_path: Path) -> None:
+    download = tmp_path / ".video.12345678.partial"
+    download.mkdir()
+    (download / "half.mp4").write_text("another program's")
+    write(tmp_path / "out")
+    assert (download / "half.mp4").read_text() == "another program's"
+
+
 def test_a_folder_that_a_kill_hid_is_not_taken_for_a_free_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "notes.txt").write_text("a user's")
-    hidden = tmp_path / ".docs.12345678.partial"
+    hidden = tmp_path / ".docs.12345678.xcompat-partial"
     hidden.mkdir()
     (tmp_path / "docs").rename(hidden / f"docs{files._PREVIOUS}")
     with pytest.raises(XcompatError, match=r"notes.txt was not made by"):

@@ -30,7 +30,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 """Errors of a file system that cannot exchange two names, or flush a folder."""
 _NAME_KEPT = 50  # characters of a name that its temporary folder's name repeats: names may have 255 bytes
-_LEFTOVER = re.compile(r"\..*\.[a-z0-9_]{8}\.partial", re.DOTALL)
+PARTIAL = ".xcompat-partial"
+"""Suffix of temporary folders. It names this program: other programs have folders ``*.partial`` of their own."""
+_LEFTOVER = re.compile(r"\..*\.[a-z0-9_]{8}" + re.escape(PARTIAL), re.DOTALL)
 _PREVIOUS = ".previous"
 
 
@@ -184,7 +186,7 @@ def _holder(path: Path) -> Iterator[Path]:
 
 def _locked_holder(path: Path) -> tuple[Path, int]:
     while True:
-        holder = Path(tempfile.mkdtemp(prefix=_prefix(path), suffix=".partial", dir=path.parent))
+        holder = Path(tempfile.mkdtemp(prefix=_prefix(path), suffix=PARTIAL, dir=path.parent))
         try:
             descriptor = os.open(holder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # another process cleared it before it was locked

@@ -95,6 +95,11 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False
     Raises:
         XcompatError: names the first file that is in the way.
     """
+    if path.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise XcompatError(
+            f"{path} is the folder that you are in, or one above it, and `xcompat {made_by}` replaces its folder as a whole; "
+            f"name a new folder, e.g. {path / 'out'}"
+        )
     clear_leftovers(path.parent)  # puts a folder back that a killed writer was replacing
     read = list(read)
     for source in read:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xcompat.errors import XcompatError
-from xcompat.files import clear_leftovers, listed, make_folder, read_json, sync_folder
+from xcompat.files import PARTIAL, clear_leftovers, listed, make_folder, read_json, sync_folder
 from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.lock import LOCK, OWNER, lock_writer
 from xcompat.retrieval.manifest import CURRENT, GENERATIONS, REMOVED, SEGMENTS, read_manifest
@@ -24,7 +24,9 @@ _NAMED = re.compile(r'"([0-9a-f]{16}(?:-\d{8}\.npy)?)"')
 _OLD_TEMPORARY = re.compile(
     r"\.(gallery\.json|upgrade-[0-9a-f]{16}\.json|\d{8}\.json|[0-9a-f]{16}-\d{8}\.npy|([0-9a-f]{16}))\.[a-z0-9_]{8}"
 )
-"""Temporary names of older versions of xcompat, without ``.partial`` at the end; the second group is a segment's name."""
+"""Temporary names of older versions of xcompat, without a suffix; the second group is a segment's name."""
+_EARLIER = ".partial"
+"""Suffix of temporary folders of older versions of xcompat."""
 
 
 @contextmanager
@@ -140,12 +142,12 @@ def _clear_temporaries(folder: Path) -> None:
     for place in (folder, folder / GENERATIONS, folder / SEGMENTS, folder / REMOVED):
         clear_leftovers(place)
         for path in _inside(place):
-            if _OLD_TEMPORARY.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            if _OLD_TEMPORARY.fullmatch(path.name.removesuffix(_EARLIER)) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
 
 
 def _is_temporary(path: Path) -> bool:
-    return _OLD_TEMPORARY.fullmatch(path.name.removesuffix(".partial")) is not None
+    return _OLD_TEMPORARY.fullmatch(path.name.removesuffix(PARTIAL).removesuffix(_EARLIER)) is not None
 
 
 def _ours(folder: Path, name: re.Pattern[str]) -> list[Path]:
