@@ -571,8 +571,8 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
     ("rows", "lines", "message"),
     [
         (np.ones((3, 8)), ["a", "b"], "has shape .3, 8., but image_ids.txt has 2 lines"),
-        (np.full((2, 8), np.nan), ["a", "b"], "row 0 .a. and 1 more hold NaN"),
-        (np.eye(2, 8) * [[1.0], [0.0]], ["a", "b"], "row 1 .b. and 0 more hold NaN or zeros alone"),
+        (np.full((2, 8), np.nan), ["a", "b"], "2 of 2 rows .* row 0 .*a.* has no embedding; row 1"),
+        (np.eye(2, 8) * [[1.0], [0.0]], ["a", "b"], "1 of 2 rows .* row 1 .*b.* holds zeros alone; fix them"),
         (np.ones((2, 8)), ["a", "a"], "image_ids.txt: 'a' stands on two lines"),
         (np.ones((2, 8)), ["a", "b"], "has no embedding of 24 of 24 images"),
     ],

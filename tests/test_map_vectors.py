@@ -284,3 +284,15 @@ def test_of_a_lost_model_a_part_is_read_at_a_time_and_nothing_twice(tmp_path: Pa
         cache = embed_images(model, pictures, tmp_path / "cache", "digest", shard_rows=16)
         np.testing.assert_allclose(cache[:], made()[::-1], atol=1e-3)
     assert read == [16, 16, 8], "a finished cache is only opened"
+
+
+def test_a_lost_model_leaves_out_rows_without_an_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows: list = list(made())
+    rows[2], rows[5] = None, np.zeros(DIM, np.float32)
+    parquet(
+        tmp_path / "image_embeds.parquet", [None if row is None else row.tolist() for row in rows], kind=pa.list_(pa.float32())
+    )
+    model, pictures = StoredModel(tmp_path), datasets.Dataset.from_dict({"id": IDS})
+    assert "2 of 40 rows" in caplog.text and "row 2 ('item 2') has no embedding; row 5 ('item 5') holds zeros" in caplog.text
+    cache = embed_images(model, pictures, tmp_path / "cache", "digest", shard_rows=16)
+    assert np.flatnonzero(~cache.readable()).tolist() == [2, 5]

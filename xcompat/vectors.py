@@ -111,6 +111,7 @@ def check_rows(
     max_bad_share: float = BAD_SHARE,
     *,
     keep_lengths: bool = False,
+    option: str = "--max-bad-share",
 ) -> CheckedRows:
     """Find rows without a usable embedding, and bring the others to length 1.
 
@@ -122,6 +123,7 @@ def check_rows(
         ids: the id of each row, for messages.
         max_bad_share: the share of rows that may be unusable.
         keep_lengths: whether rows keep their lengths.
+        option: the option that sets the share, for messages; empty if there is none.
 
     Returns:
         The rows. Those that have length 1 already, up to :data:`UNIT`, stay where they are if all have.
@@ -137,10 +139,9 @@ def check_rows(
         named = "; ".join(f"row {row}{_quote(ids, row)} {_describe_row(rows_ND[row])}" for row in bad[:_NAMED].tolist())
         more = f"; and {bad.size - _NAMED:,} more" if bad.size > _NAMED else ""
         found = f"{bad.size:,} of {len(rows_ND):,} rows of {where} have no usable embedding"
+        raising = f", or raise {option}" if option else ""
         if bad.size > max_bad_share * len(rows_ND) or bad.size == len(rows_ND):
-            raise XcompatError(
-                f"{found}, more than the share {max_bad_share:g}: {named}{more}; fix them, or raise --max-bad-share"
-            )
+            raise XcompatError(f"{found}, more than the share {max_bad_share:g}: {named}{more}; fix them{raising}")
         notes.append(f"{found} and are left out: {named}{more}.")
     other = np.flatnonzero(usable_N & ~(np.abs(lengths_N - 1) < UNIT))
     if other.size and not keep_lengths:

@@ -18,7 +18,8 @@ from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import Compares, describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, Rows, rows_by_class
-from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, read_vectors, require_names, stored_at
+from xcompat.progress import notice
+from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, check_rows, read_vectors, require_names, stored_at
 
 
 class StoredModel:
@@ -80,7 +81,7 @@ class StoredModel:
             ids: the ids of the images.
 
         Returns:
-            (len(ids), d) float32, L2-normalised; read when they are asked for.
+            (len(ids), d) float32, L2-normalised, NaN for rows without a usable embedding; read when they are asked for.
 
         Raises:
             XcompatError: only prototypes are stored, or an image, which the error names, has no embedding.
@@ -104,18 +105,21 @@ class StoredModel:
         """Return stored prototypes in the order of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
         if self.prototypes_Cd is None:
             return None
-        return rows_by_class(torch.from_numpy(np.array(self.prototypes_Cd, dtype=np.float32)), self.classes, classes)
+        rows_Cd = np.array(self.prototypes_Cd, dtype=np.float32)
+        rows_Cd[~np.isfinite(rows_Cd).all(axis=1) | ~rows_Cd.any(axis=1)] = np.nan
+        return rows_by_class(torch.from_numpy(rows_Cd), self.classes, classes)
 
     def classifier_of(self, classes: Sequence[str]) -> None:
         """Return None; the classifier is lost with the model."""
 
 
 class _Directions(SomeRows):
-    """Some stored embeddings, L2-normalised as they are read."""
+    """Some stored embeddings, L2-normalised as they are read; a row without a usable one is NaN."""
 
     @override
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[np.float32]:
-        return normalise_rows(super().__getitem__(rows))
+        rows_Rd = normalise_rows(super().__getitem__(rows))
+        return np.where(rows_Rd.any(axis=1)[:, None], rows_Rd, np.float32("nan"))
 
 
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
@@ -124,18 +128,10 @@ def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     array, names = vectors.rows_ND, vectors.ids if vectors.ids is not None else read_lines(lines)
     if array.ndim != 2 or len(array) != len(names):
         raise XcompatError(f"{file} has shape {array.shape}, but {lines.name} has {len(names)} lines; they must be N x d and N")
-    starts = range(0, len(array), ROWS)
-    usable_N = np.concatenate([_is_direction(array[start : start + ROWS]) for start in starts] or [np.ones(0, bool)])
-    bad = np.flatnonzero(~usable_N)
-    if bad.size:
-        raise XcompatError(
-            f"{file}: row {bad[0]} ({names[bad[0]]}) and {bad.size - 1} more hold NaN or zeros alone; leave them out"
-        )
+    rows_Nd = array if array.dtype.kind == "f" else np.asarray(array, np.float32)
+    for line in check_rows(rows_Nd, file, names, keep_lengths=True, option="").notes:
+        notice(line)
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise XcompatError(f"{lines}: {twice!r} stands on two lines, so that it has two rows; leave one out")
     return array, names
-
-
-def _is_direction(rows_Bd: NDArray[Any]) -> NDArray[np.bool_]:
-    return np.isfinite(rows_Bd).all(axis=1) & (rows_Bd != 0).any(axis=1)
