@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from xcompat.encoders import EncoderSource, load_processor
+from xcompat.encoders.build_limits import check_config_files
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND
 from xcompat.errors import XcompatError
@@ -48,6 +50,8 @@ def load(
     if kwargs.get("subfolder"):
         return loader(name, *args, **kwargs)
     name = model_folder(name)
+    if auto_class == "AutoConfig":
+        _check_own_config(Path(name))
     if auto_class not in _PREPROCESSING or not _is_compatible(name, kwargs):
         return loader(name, *args, **kwargs)
     if auto_class == "AutoProcessor":
@@ -88,6 +92,13 @@ def processor_of(name: str, revision: str | None = None) -> Processor:
     if config.encoder["library"] == CompatConfig.model_type:
         return processor_of(config.encoder["name"], config.encoder.get("revision"))
     return load_processor(config.encoder, EncoderSource.described(config.encoder))
+
+
+def _check_own_config(folder: Path) -> None:
+    """Refuse the configuration of a compatible model if a number in it cannot be; transformers reads those of other models."""
+    file = folder / "config.json"
+    if file.is_file() and f'"{_PREFIX}' in file.read_text(encoding="utf-8", errors="replace"):
+        check_config_files(folder)
 
 
 def _is_compatible(name: str, given: Mapping[str, Any]) -> bool:

@@ -57,6 +57,10 @@ class XcompatError(ValueError):
         return without_secrets(visible_line(super().__str__()))
 
 
+class MissingPathError(XcompatError):
+    """A local file or folder that a recipe or a command names does not exist."""
+
+
 class FingerprintMismatchError(XcompatError):
     """Embeddings of two models that are not compatible were about to be compared."""
 

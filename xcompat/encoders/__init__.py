@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from safetensors import SafetensorError
 
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
+from xcompat.encoders.build_limits import check_config, check_config_files, limit_model_size
 from xcompat.encoders.model_files import is_own, require_whole
 from xcompat.encoders.text_files import PREFIX, TEXTS, is_of_texts
-from xcompat.errors import XcompatError, nearest, what_failed
+from xcompat.errors import MissingPathError, XcompatError, nearest, what_failed
 from xcompat.paths import is_local, model_folder, nearest_path, split_revision
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class EncoderSource(BaseModel):
             XcompatError: the folder is missing, with the nearest name, or holds no model.
         """
         if is_local(self.place) and not Path(self.place).exists():
-            raise XcompatError(f"the model folder {self.place} does not exist; {nearest_path(self.place)}")
+            raise MissingPathError(f"the model folder {self.place} does not exist; {nearest_path(self.place)}")
         if Path(self.place).exists() and not any((Path(self.place) / file).is_file() for file in MODEL_FILES):
             raise XcompatError(
                 f"{self.place} holds no model: there is no config.json in it; name the folder of a model, or of a run"
@@ -234,6 +235,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     with reading_model(source.name, source.revision):
         if Path(source.place).is_dir():
             require_whole(source.place)
+            check_config_files(Path(source.place))
         encoder = _load(source)
         found = encoder.description["config"].get("model_type", encoder.library)
         if source.model_type not in (None, found):
@@ -262,7 +264,7 @@ def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
         XcompatError: a file or revision is missing, weights are damaged, or the configuration is invalid or does not fit them.
     """
     try:
-        with _fetching(name), _without_load_report():
+        with _fetching(name), _without_load_report(), limit_model_size(name):
             yield
     except (XcompatError, ImportError, MemoryError):
         raise
@@ -335,10 +337,12 @@ def _load(source: EncoderSource) -> Encoder:
         from xcompat.encoders.open_clip_encoder import load_open_clip_encoder
 
         return load_open_clip_encoder(source.name, source.revision)
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     where: dict[str, Any] = {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
     try:
+        if not Path(source.name).is_dir():  # a folder has been checked
+            check_config(PreTrainedConfig.get_config_dict(source.name, revision=where["revision"])[0], source.name)
         config = AutoConfig.from_pretrained(source.name, **where)
     except ValueError as error:  # no model_type, or one that transformers does not know
         raise XcompatError(f"cannot load {source.name}: {' '.join(str(error).split())}") from error

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.build_limits import check_config, limit_model_size
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.errors import XcompatError
@@ -26,8 +27,6 @@ from xcompat.files import atomic_path, read_json, write_json
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 HUB_PREFIX = "hf-hub:"
-MOST_LAYERS = 1000
-"""More are damage: they would be built one by one, for ever."""
 
 
 @dataclass
@@ -153,15 +152,16 @@ def open_clip_folder(name: str, revision: str | None) -> Path:
 def build_open_clip_encoder(description: dict[str, Any]) -> OpenClipEncoder:
     """Build the architecture without loading weights (see :func:`build_transformers_encoder`)."""
     model_cfg = {key: value for key, value in description["config"]["model_cfg"].items() if key != "custom_text"}
-    for tower in ("text_cfg", "vision_cfg"):
-        if isinstance(layers := model_cfg[tower].get("layers"), int) and layers > MOST_LAYERS:
-            raise XcompatError(f"{CONFIG_FILE}: {tower}.layers is {layers}, which no model has; fetch the model again")
+    check_config(model_cfg, f"{description['name']}, {CONFIG_FILE}")
     # towers of other libraries are built only: what open_clip would fetch for them is replaced by this model's own weights
     model_cfg["text_cfg"] = {**model_cfg["text_cfg"], "hf_model_pretrained": False}
     if "timm_model_name" in model_cfg["vision_cfg"]:
         model_cfg["vision_cfg"] = {**model_cfg["vision_cfg"], "timm_model_pretrained": False}
     custom = description["config"]["model_cfg"].get("custom_text") or "hf_model_name" in model_cfg["text_cfg"]
-    model = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**model_cfg)
+    kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    with limit_model_size(description["name"]), torch.device("meta"):
+        kind(**model_cfg)  # refuses damage before memory is taken
+    model = kind(**model_cfg)
     return OpenClipEncoder(model, model_cfg["embed_dim"], description)
 
 

@@ -15,6 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import BatchFeature
 
+from xcompat.encoders.build_limits import MOST_TOKENS, check_image_size
 from xcompat.errors import XcompatError
 from xcompat.orientation import ORIENTATION, turn_upright
 from xcompat.surrogates import replace_surrogates
@@ -46,6 +47,12 @@ class Processor(ABC):
     masks_padding: bool
     pad_token_id: int
     count_truncated: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse images and padded texts of a size that no model takes."""
+        check_image_size({"image_size": self.image_size})
+        if self.pad_to_max_length and self.max_length > MOST_TOKENS:
+            raise XcompatError(f"texts would be padded to {self.max_length:,} tokens; download the model again")
 
     def __call__(
         self, images: Image | Sequence[Image] | None = None, text: str | Sequence[str] | None = None, return_tensors: str = "pt"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from xcompat.encoders.build_limits import check_config
 from xcompat.errors import XcompatError, nearest
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class ScratchSource(BaseModel):
             return self
         from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+        check_config(self.model, "model")
         model_type = str(self.model.get("model_type"))
         if model_type not in CONFIG_MAPPING:
             raise ValueError(f"unknown model_type {model_type!r} of a model from scratch; use transformers' name of it")
@@ -113,7 +115,7 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
 
     from xcompat.encoders.image_encoder import ImageEncoder, image_only_processor, load_image_processor, measured
 
-    config, model = _image_model(source)
+    config, model = image_model(source)
     pooler = getattr(model, "pooler", None)
     description = {
         "library": ImageEncoder.library,
@@ -143,10 +145,11 @@ def check_architecture(source: ScratchSource) -> None:
 
     if source.image_only:
         with torch.device("meta"):
-            _image_model(source)
+            image_model(source)
 
 
-def _image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedModel]:
+def image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """Build an image model of a recipe with random weights, and return it with its configuration."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from xcompat.encoders.base import Encoder, architecture_of
+from xcompat.encoders.build_limits import check_config_files
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.text_files import (
     ABOUT,
@@ -238,6 +239,7 @@ def load_text_encoder(
         XcompatError: the model may not be loaded, lacks weights, or does more with a text than this library does.
     """
     folder = text_folder(place, revision, code=trust_remote_code)
+    check_config_files(folder)
     require_loadable(folder, name, trust_remote_code)
     whole = _read(folder, name, trust_remote_code)
     prompts = own_prompts(folder)

@@ -29,6 +29,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE, TOKENIZER_CONFIG_FILE
 
 from xcompat.encoders.base import Encoder
+from xcompat.encoders.build_limits import check_image_size
 from xcompat.encoders.hub_cache import require_fetched
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
@@ -154,7 +155,8 @@ def _encoder_class(model_type: str) -> type[TransformersEncoder]:
     return {"blip": BlipEncoder, "siglip2": Siglip2Encoder}.get(model_type, TransformersEncoder)
 
 
-def _embedding_dim(config: PreTrainedConfig) -> int:
+def embedding_dim(config: PreTrainedConfig) -> int:
+    """Return D of an image-text model by its configuration."""
     for holder, key in ((config, "image_text_hidden_size"), (config, "projection_dim"), (config.text_config, "projection_size")):
         # BlipConfig has both: its retrieval heads end in image_text_hidden_size
         if config.model_type != "blip" and key == "image_text_hidden_size":
@@ -203,7 +205,7 @@ def load_transformers_encoder(name: str, revision: str | None, trust_remote_code
 
 def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> TransformersEncoder:
     config = model.config
-    return _encoder_class(config.model_type)(model, _embedding_dim(config), json.loads(json.dumps(description, default=str)))
+    return _encoder_class(config.model_type)(model, embedding_dim(config), json.loads(json.dumps(description, default=str)))
 
 
 def load_transformers_processor(
@@ -295,6 +297,7 @@ def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as
     Returns:
         ``image_size``, ``mean``, ``std`` and ``interpolation``.
     """
+    check_image_size({name: getattr(image_processor, name, None) or () for name in ("size", "crop_size")})
     size = (
         getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)
     ) or image_processor.size

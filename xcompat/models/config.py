@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
+from xcompat.encoders.build_limits import check_config
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.paths import model_folder
@@ -81,6 +82,7 @@ class CompatConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
         """Refuse what transformers would accept silently, then let it set up the rest."""
         known = {field.name for field in fields(type(self))}
+        check_config({name: getattr(self, name) for name in known} | kwargs, type(self).__name__)
         for key in kwargs:
             if key not in _TRANSFORMERS_KEYS and not key.startswith(("_", "attn_", "output_", "experts_")):
                 own = known - _TRANSFORMERS_KEYS
