@@ -39,7 +39,6 @@ MISTAKES = {
     "train empty": "the recipe empty does not exist",
     "train damaged.yaml": "damaged.yaml is not valid YAML",
     "train lost.yaml": f"procrustes: old: {NO_MODEL}",
-    "train lost.yaml --dry-run": f"procrustes: old: {NO_MODEL}",
     "train good.yaml metod=x": "good.yaml: unknown key 'stages.0.metod'; did you mean 'method'?",
     "train good.yaml data.tset=x": "good.yaml: unknown key 'stages.0.data.tset'; did you mean 'test'?",
     "train good.yaml x": "'x' is no override; write key=value",

@@ -42,6 +42,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),
 ]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the recipe on tiny stand-ins, list missing paths; download and write nothing.")
+]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
 
 
@@ -54,12 +57,12 @@ def _everywhere(version: Version = False) -> None:
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option(help="Check the recipe on tiny stand-ins of its models; download nothing.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train every stage of a recipe that is not done, evaluate it and write its report."""
     from xcompat.training.beforehand import load_checked
 
-    loaded = load_checked(recipe, overrides or [], every_stage=dry_run)
+    loaded = load_checked(recipe, overrides or [], every_stage=dry_run, check_data=not dry_run)
     if dry_run:
         from xcompat.training.dry_run import dry_run_recipe
 
@@ -246,15 +249,19 @@ def compare(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or a folder of them, such as recipes/bench.")],
     overrides: Overrides = None,
     stage: Annotated[Path | None, typer.Option(help="YAML file with one more stage, such as a method of your own.")] = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Run a recipe with each of its seeds and put all its methods into one table, with plots; or each recipe of a folder."""
     from xcompat.training.beforehand import load_to_compare
 
-    loaded = load_to_compare(recipe, overrides or [], stage)
-    from xcompat.training.compare import compare_recipe
+    loaded = load_to_compare(recipe, overrides or [], stage, check_data=not dry_run)
+    from xcompat.training.compare import compare_recipe, dry_run_comparison
 
     for each in loaded:
-        compare_recipe(each)
+        if dry_run:
+            dry_run_comparison(each)
+        else:
+            compare_recipe(each)
 
 
 @app.command()

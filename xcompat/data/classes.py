@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from xcompat.arrays import read_lines
 from xcompat.data.schema import pick_column
 from xcompat.data.text_files import require_table
-from xcompat.errors import XcompatError, nearest
+from xcompat.errors import MissingPathError, XcompatError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,7 +38,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
 
     path = Path(path)
     if not path.is_file():
-        raise XcompatError(f"{path} does not exist; name a file with one class name a line, or a .tsv with a header")
+        raise MissingPathError(f"{path} does not exist; name a file with one class name a line, or a .tsv with a header")
     require_table(path)
     if path.suffix.lower() not in (".tsv", ".csv"):
         names = [line.strip() for line in read_lines(path)]

@@ -175,6 +175,19 @@ def _distinct(texts: Iterator[str], held_out: set[str], limit: int | None, recor
             yield kept
 
 
+def first_texts(source: CorpusSource, count: int) -> list[str]:
+    """Read the first texts of a corpus.
+
+    Args:
+        source: its files.
+        count: how many to read.
+
+    Raises:
+        XcompatError: a file cannot be read or lacks the column.
+    """
+    return list(islice(_texts_of(source).read(), count))
+
+
 class _Texts(NamedTuple):
     """The texts of one source.
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from xcompat.data.text_files import text_lines
-from xcompat.errors import XcompatError
+from xcompat.errors import MissingPathError, XcompatError
 
 
 def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
@@ -44,7 +44,7 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
 def require_qrels(file: str | Path) -> Path:
     """Return the path of a file of judgements, or refuse one that is not there."""
     if not Path(file).is_file():
-        raise XcompatError(f"the judgements {file} do not exist; name a file of query, item and gain")
+        raise MissingPathError(f"the judgements {file} do not exist; name a file of query, item and gain")
     return Path(file)
 
 

@@ -19,7 +19,7 @@ from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
 from xcompat.data.lists import is_image_list
 from xcompat.data.picture_files import IMAGE_SUFFIXES, images_below
-from xcompat.errors import XcompatError
+from xcompat.errors import MissingPathError, XcompatError
 from xcompat.files import files_below
 from xcompat.paths import is_local, is_misspelt, nearest_path
 
@@ -181,7 +181,7 @@ def local_files(path: str | list[str]) -> list[Path] | None:
             matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) and not Path(text).exists() else [text]
             missing = [match for match in matches if not Path(match).exists()]
             if missing or not matches:
-                raise XcompatError(f"{(missing or [text])[0]} does not exist; {nearest_path(text)}")
+                raise MissingPathError(f"{(missing or [text])[0]} does not exist; {nearest_path(text)}")
             found.extend(map(Path, matches))
     if not found:
         raise XcompatError("an empty list of paths was given; name at least one file or folder")
@@ -257,7 +257,7 @@ def locate(source: ImageSource) -> tuple[PairFormat, list[Path]]:
     form = source.format if source.format != "auto" else "datasets" if paths is None else _detect_format(paths)
     if form != "datasets":
         if paths is None:
-            raise XcompatError(f"{source.path} does not exist (looked in {Path.cwd()}); check the path")
+            raise MissingPathError(f"{source.path} does not exist (looked in {Path.cwd()}); check the path")
         refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
     return form, paths or []
 

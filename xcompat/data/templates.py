@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.data.text_files import UNREADABLE
-from xcompat.errors import XcompatError
+from xcompat.errors import MissingPathError, XcompatError
 from xcompat.paths import nearest_path
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _read(file: str | Path, separator: str, header: int | None, columns: tuple[s
     import pandas as pd
 
     if not Path(file).is_file():
-        raise XcompatError(f"{file} does not exist; {nearest_path(str(file))}")
+        raise MissingPathError(f"{file} does not exist; {nearest_path(str(file))}")
     what = f"lines of {', '.join(columns)}"
     try:
         # a template of many frames has few names: a column of ids is read as such, names as they are

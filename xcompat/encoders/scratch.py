@@ -132,22 +132,6 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
     return measured(model, description, processor), processor
 
 
-def check_architecture(source: ScratchSource) -> None:
-    """Refuse an image model that cannot be built, without memory for its weights.
-
-    Args:
-        source: the architecture; nothing is checked of an image-text model.
-
-    Raises:
-        XcompatError: it cannot be built.
-    """
-    import torch
-
-    if source.image_only:
-        with torch.device("meta"):
-            image_model(source)
-
-
 def image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """Build an image model of a recipe with random weights, and return it with its configuration."""
     from huggingface_hub.errors import StrictDataclassError

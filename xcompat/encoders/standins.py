@@ -13,6 +13,8 @@ from xcompat.errors import XcompatError, nearest
 
 _TEXTS = ("a red running shoe", "two dogs on green grass", "greek small letter alpha with tonos")
 _SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+WIDE = 512
+"""Dimension from which stand-ins of convolutional networks have bottlenecks, so that they stay small."""
 _TEXT = _SIZE | {"max_position_embeddings": 16}
 _VISION = _SIZE | {"image_size": 32, "patch_size": 8}
 
@@ -43,16 +45,27 @@ def _configurations(dim: int) -> dict[str, dict[str, Any]]:
 
 
 def _image_configurations(dim: int) -> dict[str, dict[str, Any]]:
+    layer = "basic" if dim < WIDE else "bottleneck"  # whose convolutions are of a quarter of the width
     wide = {"initializer_range": 0.5}  # with .02 every layer would shrink differences, until float32 cannot hold them
     return {
         "iresnet": {"depths": [1] * 5, "hidden_sizes": [4, 4, 4, 8, dim]},  # five halvings of 32 pixels leave one
-        "resnet": {"layer_type": "basic", "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, dim]},
+        "resnet": {"layer_type": layer, "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, dim]},
         "mobilenet_v1": {"depth_multiplier": dim / 1024, "min_depth": dim, **wide},
-        "mobilenet_v2": {"depth_multiplier": dim / 1280, "depth_divisible_by": dim, "finegrained_output": False, **wide},
+        "mobilenet_v2": _mobilenet_v2(dim) | wide,
         "vit": _VISION | {"hidden_size": dim},
-        "timm_wrapper": {"architecture": "resnet18", "model_args": {"channels": [8, 8, 8, dim], "layers": [1, 1, 1, 1]}},
+        "timm_wrapper": {
+            "architecture": "resnet18" if dim < WIDE else "resnet50",
+            "model_args": {"channels": [8, 8, 8, dim if dim < WIDE else dim // 4], "layers": [1, 1, 1, 1]},
+        },
         "clip_vision_model": _VISION | {"projection_dim": dim, "architectures": ["CLIPVisionModelWithProjection"]},
     }
+
+
+def _mobilenet_v2(dim: int) -> dict[str, Any]:
+    """Return an architecture whose last layer alone is wide, if it has the usual width."""
+    if dim == 1280:
+        return {"depth_multiplier": 0.1, "finegrained_output": True}
+    return {"depth_multiplier": dim / 1280, "depth_divisible_by": dim, "finegrained_output": False}
 
 
 def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[Encoder, Processor]:

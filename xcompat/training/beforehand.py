@@ -22,23 +22,24 @@ ALSO = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": (), "flyte":
 """Tracker -> libraries of which it needs one, where that is not one of its own name; of none, transformers itself looks."""
 
 
-def load_to_compare(target: Path, overrides: Sequence[str], more: Path | None = None) -> list[Recipe]:
+def load_to_compare(target: Path, overrides: Sequence[str], more: Path | None = None, check_data: bool = True) -> list[Recipe]:
     """Read and check a recipe, or all of a folder in the order of their names, before the first of them runs.
 
     Args:
         target: a YAML file, or a folder of them.
         overrides: of each of them.
         more: YAML file with one more stage for each of them.
+        check_data: as :func:`load_checked` takes it.
 
     Raises:
         XcompatError: as :func:`load_checked` raises it, a folder holds no recipe, or two of them write into one folder.
     """
     if not target.is_dir():
-        return [load_checked(target, overrides, every_seed=True, more=more)]
+        return [load_checked(target, overrides, every_seed=True, check_data=check_data, more=more)]
     files = sorted(target.glob("*.yaml"))
     if not files:
         raise XcompatError(f"{target} holds no recipe; name a folder of YAML files, such as recipes/bench")
-    recipes = [load_checked(file, overrides, every_seed=True, more=more) for file in files]
+    recipes = [load_checked(file, overrides, every_seed=True, check_data=check_data, more=more) for file in files]
     places = Counter(recipe.output_dir for recipe in recipes)
     if (shared := next((place for place, count in places.items() if count > 1), None)) is not None:
         raise XcompatError(f"{target}: two recipes write into {shared}; give each an output_dir of its own")
@@ -50,6 +51,7 @@ def load_checked(
     overrides: Sequence[str],
     every_stage: bool = False,
     every_seed: bool = False,
+    check_data: bool = True,
     more: Path | None = None,
 ) -> Recipe:
     """Read and validate a recipe; first, and quickly, what its text and the names of files tell.
@@ -59,6 +61,7 @@ def load_checked(
         overrides: as :func:`~xcompat.training.recipe.load_recipe` takes them.
         every_stage: whether the data of trained stages are looked for too.
         every_seed: whether it runs once for each of its seeds.
+        check_data: whether to refuse paths that do not exist; a dry run lists them.
         more: as :func:`~xcompat.training.recipe.load_recipe` takes it.
 
     Returns:
@@ -74,8 +77,9 @@ def load_checked(
     runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
     for settings in recipe.stages:
         if every_stage or not all(_is_trained(run, settings) for run in runs):
-            with said_with_layout(recipe.layout):
-                check_paths(settings)
+            if check_data:
+                with said_with_layout(recipe.layout):
+                    check_paths(settings)
             check_trackers(settings)
     return load_recipe(path, overrides, more=more)
 

@@ -43,9 +43,7 @@ def compare_recipe(recipe: Recipe) -> Path:
         XcompatError: no stage is evaluated, the stages were not judged on the same cases, or other files are in the way of the
             comparison.
     """
-    evaluated = [settings for settings in recipe.stages if settings.is_judged]  # checked before hours of training
-    if not evaluated:
-        raise XcompatError(f"{recipe.name} has no stage to compare: give one an old model, a test set in data, and evaluation")
+    evaluated = _evaluated(recipe)  # checked before hours of training
     require_comparison_place(recipe.output_dir)
     runs = {seed: recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]}
     for run in runs.values():
@@ -61,6 +59,33 @@ def compare_recipe(recipe: Recipe) -> Path:
         console.print(f"comparison: {literal(page)}")
     barrier()
     return comparison_file(recipe.output_dir).with_suffix(".html")
+
+
+def dry_run_comparison(recipe: Recipe) -> None:
+    """Check that a recipe can be compared, and that it runs from end to end on stand-ins, with its first seed.
+
+    Args:
+        recipe: validated.
+
+    Raises:
+        XcompatError: as :func:`compare_recipe` and :func:`~xcompat.training.dry_run.dry_run_recipe` raise it.
+    """
+    from xcompat.training.dry_run import dry_run_recipe
+
+    _evaluated(recipe)
+    require_comparison_place(recipe.output_dir)
+    seeds = recipe.seeds or [recipe.seed]
+    for seed in seeds:
+        require_places(recipe.of_seed(seed))
+    dry_run_recipe(recipe.of_seed(seeds[0]))
+
+
+def _evaluated(recipe: Recipe) -> list[StageRecipe]:
+    """Return the stages that a comparison is of."""
+    evaluated = [settings for settings in recipe.stages if settings.is_judged]
+    if not evaluated:
+        raise XcompatError(f"{recipe.name} has no stage to compare: give one an old model, a test set in data, and evaluation")
+    return evaluated
 
 
 def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> Contender:

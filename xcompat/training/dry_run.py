@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,62 +15,157 @@ from rich.table import Table
 from xcompat.data import CorpusSource
 from xcompat.distributed import is_main_process, world_size
 from xcompat.encoders import EncoderSource
-from xcompat.encoders.scratch import ScratchSource, check_architecture
+from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim
+from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in, small_scratch
 from xcompat.errors import XcompatError
+from xcompat.models.stored import StoredModel
 from xcompat.progress import console, literal, silence_libraries
-from xcompat.training.paths import check_paths
+from xcompat.training.data_checks import check_data
+from xcompat.training.headers import said_with_layout
+from xcompat.training.paths import find_missing_paths
 from xcompat.training.places import require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class
+from xcompat.vectors import is_stored
 
 BATCH = 4
 PAIRS = 16
 CLASSES = 4
 _PREFIXES = {"hf-hub:": "open_clip", "sentence-transformers:": "sentence-transformers"}
-DIMS = {"old": 8, "new": 16, "independent": 16, "side_info": 8, "new_side_info": 8}
+UNKNOWN_DIMS = {"old": 64, "new": 128, "independent": 128, "side_info": 64, "new_side_info": 64}
+"""Dimensions of stand-ins for models whose own are unknown: usual options, such as `PQ64` or `extra_dim: 32`, fit them."""
 
 
-def dry_run_recipe(recipe: Recipe) -> None:
+def dry_run_recipe(recipe: Recipe) -> list[str]:
     """Check that a recipe runs from end to end: every stage for two steps, on stand-ins of its models and data.
+
+    Stand-ins have the dimensions of the models that they replace, as far as this machine knows them. Local data are checked for
+    the columns that the recipe names. Paths that do not exist are printed, all of them, and the rest is checked all the same.
 
     Args:
         recipe: validated.
 
+    Returns:
+        A line for each path that must exist before the recipe can be trained.
+
     Raises:
-        XcompatError: local files are missing, a stage does not fit, or the user's own files are where it would write.
+        XcompatError: a stage does not fit, data lack a column, or the user's own files are where it would write.
     """
     if world_size() > 1:
         raise XcompatError("a dry run needs one process; start it without accelerate launch")
-    table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: what would run")
-    for settings in recipe.stages:
-        table.add_row(settings.name, settings.method, _name(settings.old), _name(settings.new), "\n".join(check_paths(settings)))
+    missing = _print_plan(recipe)
     require_places(recipe)
-    console.print(table)
     silence_libraries()
-    built = {
-        settings.new.model_dump_json(): settings.new for settings in recipe.stages if isinstance(settings.new, ScratchSource)
-    }
-    for source in built.values():
-        check_architecture(source)
-    mapped = [settings.new for settings in recipe.stages if method_class(settings.method).maps_features(settings.options)]
-    projected = {source.name for source in mapped if isinstance(source, EncoderSource)}
-    with tempfile.TemporaryDirectory() as folder:
-        stand_in = Recipe(
-            name=recipe.name,
-            output_dir=Path(folder) / "run",
-            cache_dir=Path(folder) / "cache",
-            seed=recipe.seed,
-            stages=[stand_in for settings in recipe.stages for stand_in in _stand_in_stages(settings, Path(folder), projected)],
-        )
+    with tempfile.TemporaryDirectory() as folder, _cache_in(Path(folder) / "data_sets"):
+        with said_with_layout(recipe.layout):
+            for settings in recipe.stages:
+                check_data(settings)
+                settings.require_old_queries()
+        stand_in = _stand_in_recipe(recipe, Path(folder))
         console.quiet = True  # the figures of random weights mean nothing
         try:
             run_recipe(stand_in)
         finally:
             console.quiet = not is_main_process()
-    console.print(f"[green]✓[/] {literal(recipe.name)} runs from end to end on stand-ins")
+    paths = "path" if len(missing) == 1 else f"{len(missing)} paths"
+    until = f"; before training, provide the {paths} listed above" if missing else ""
+    console.print(f"[green]✓[/] {literal(recipe.name)} runs from end to end on stand-ins{until}", soft_wrap=True)
+    return missing
+
+
+def _print_plan(recipe: Recipe) -> list[str]:
+    """Print the stages and the missing paths; return the latter."""
+    table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: what would run")
+    missing: dict[str, list[str]] = {}
+    for settings in recipe.stages:
+        with said_with_layout(recipe.layout):
+            described, absent = find_missing_paths(settings)
+        to_provide = [f"{len(absent)} to provide"] if absent else []
+        table.add_row(settings.name, settings.method, _name(settings.old), _name(settings.new), "\n".join(described + to_provide))
+        for key, message in absent:
+            missing.setdefault(f"{key}: {message}", []).append(settings.name)
+    console.print(table)
+    if missing:
+        console.print("[yellow]to provide before training:[/]")
+        for line, stages in missing.items():
+            others = f" (also in {len(stages) - 1} more stages)" if len(stages) > 1 else ""
+            console.print(literal(f"  {stages[0]}: {line}{others}"), soft_wrap=True)
+        if recipe.layout:
+            console.print(literal(f"  {recipe.layout}"), soft_wrap=True)
+    return [f"{stages[0]}: {line}" for line, stages in missing.items()]
+
+
+@contextmanager
+def _cache_in(folder: Path) -> Iterator[None]:
+    """Keep data sets that are read in the block in a folder that is deleted afterwards."""
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = folder
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = before
+
+
+def _stand_in_recipe(recipe: Recipe, folder: Path) -> Recipe:
+    mapped = [settings.new for settings in recipe.stages if method_class(settings.method).maps_features(settings.options)]
+    projected = {source.name for source in mapped if isinstance(source, EncoderSource)}
+    widths = Widths(recipe)
+    return Recipe(
+        name=recipe.name,
+        output_dir=folder / "run",
+        cache_dir=folder / "cache",
+        seed=recipe.seed,
+        stages=[stage for settings in recipe.stages for stage in _stand_in_stages(settings, folder, projected, widths)],
+    )
+
+
+class Widths:
+    """Dimensions of the stand-ins of a recipe's models.
+
+    Args:
+        recipe: validated.
+
+    Raises:
+        XcompatError: an architecture that is trained from scratch cannot be built.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._of: dict[str, int | None] = {}
+        self._asked = {}
+        for settings in recipe.stages:
+            if isinstance(settings.new, ScratchSource):
+                key = settings.new.model_dump_json()
+                self._of[key] = self._of[key] if key in self._of else scratch_dim(settings.new)
+            for role in ROLES:
+                source = getattr(settings, role)
+                if isinstance(source, EncoderSource) and source.name not in self._of:
+                    self._of[source.name] = _real_dim(source)
+                if isinstance(source, EncoderSource) and role == "old" and settings.options.get("dim"):
+                    self._asked.setdefault(source.name, int(settings.options["dim"]))
+
+    def of(self, source: EncoderSource | ScratchSource, role: str) -> int:
+        """Return the real dimension of a model, or else one that the recipe's options fit."""
+        key = source.name if isinstance(source, EncoderSource) else source.model_dump_json()
+        least = source.truncate_dim or 0 if isinstance(source, EncoderSource) else 0
+        return self._of[key] or self._asked.get(key) or max(UNKNOWN_DIMS[role], least)
+
+    def is_known(self, source: EncoderSource | ScratchSource | None) -> bool:
+        """Return whether the dimension of a model is its real one."""
+        return isinstance(source, EncoderSource) and self._of.get(source.name) is not None
+
+
+def _real_dim(source: EncoderSource) -> int | None:
+    """Return the dimension of a model or of stored embeddings; None if this machine does not have it."""
+    if source.name.startswith(STAGE_PREFIX):
+        return None
+    if is_stored(source.name):
+        return StoredModel(source.name).dim
+    return read_embedding_dim(source)
 
 
 def _name(source: EncoderSource | ScratchSource | None) -> str:
@@ -77,9 +174,9 @@ def _name(source: EncoderSource | ScratchSource | None) -> str:
     return "-" if source is None else "from scratch"
 
 
-def _stand_in_stages(settings: StageRecipe, folder: Path, projected: set[str]) -> list[StageRecipe]:
+def _stand_in_stages(settings: StageRecipe, folder: Path, projected: set[str], widths: Widths) -> list[StageRecipe]:
     """Return the stage on stand-ins; if it starts from a φ that no stage trains, a stage that trains one comes first."""
-    stage = _stand_in_stage(settings, folder, projected)
+    stage = _stand_in_stage(settings, folder, projected, widths)
     if settings.projection is None or settings.projection.startswith(STAGE_PREFIX):
         return [stage]
     phi = StageRecipe(
@@ -94,7 +191,7 @@ def _stand_in_stages(settings: StageRecipe, folder: Path, projected: set[str]) -
     return [phi, stage.model_copy(update={"projection": STAGE_PREFIX + phi.name})]
 
 
-def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) -> StageRecipe:
+def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], widths: Widths) -> StageRecipe:
     replaced: dict[str, Any] = settings.model_dump(exclude_unset=True)
     named = set()
     for role in ROLES:
@@ -103,14 +200,15 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str]) ->
             model_type = source.model_type or _usual_type(settings, role, source.name, projected)
             where = folder / source.name.replace("/", "--")
             # equal names in a recipe are one model
-            name = str(where) if where.exists() else save_stand_in(where, model_type, DIMS[role])
+            name = str(where) if where.exists() else save_stand_in(where, model_type, widths.of(source, role))
             replaced[role] = {"name": name}
             named.add(role)
     if isinstance(settings.new, ScratchSource):
-        replaced["new"] = small_scratch(settings.new, DIMS["new"])
-    if settings.method == "bt2" and "old" in named:  # bt2's dimensions depend on both models
-        dim = DIMS["independent"] if "independent" in named else settings.options.get("dim")
-        replaced["options"] = {**settings.options, "extra_dim": DIMS["old"] // 2, "dim": dim}
+        replaced["new"] = small_scratch(settings.new, widths.of(settings.new, "new"))
+    if settings.method == "bt2" and settings.independent is not None and "independent" in named:  # dim depends on both models
+        known = widths.is_known(settings.independent) and widths.is_known(settings.old)
+        dim = settings.options.get("dim") if known else widths.of(settings.independent, "independent")
+        replaced["options"] = {**settings.options, "dim": dim}
     if settings.method == "mini_vec2vec":  # which refuses random spaces
         replaced["options"] = {**settings.options, "least_agreement": -1.0}
     replaced["data"] = _stand_in_data(replaced.get("data", {}), folder)

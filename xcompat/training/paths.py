@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from xcompat.checksums import file_record
@@ -16,7 +17,7 @@ from xcompat.data.picture_files import image_files, images_below
 from xcompat.data.sources import ImageSource, PairSource, files_digest, local_files, locate
 from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
-from xcompat.errors import XcompatError
+from xcompat.errors import MissingPathError, XcompatError
 from xcompat.paths import nearest_path
 from xcompat.training.sections import DataSettings, JudgedTemplates, ZeroShotSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
@@ -40,31 +41,84 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
         XcompatError: a path does not exist, holds no images, or a file is not named as its format asks; the message names the key
             of the recipe and the nearest path.
     """
-    if not is_trained:
-        for role in (*ROLES, "projection"):
-            named = getattr(settings, role)
-            model = EncoderSource(name=named) if isinstance(named, str) else named
-            if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
-                with said_of(f"{settings.name}: {role}"):
-                    if not check_stored(Path(model.name)):
-                        model.check_folder()
-    data = _judged(settings.data) if is_trained else settings.data
     described = []
+    for key, check in _path_checks(settings, is_trained):
+        with said_of(key):
+            described.append(check())
+    return list(dict.fromkeys(line for line in described if line is not None))
+
+
+def find_missing_paths(settings: StageRecipe) -> tuple[list[str], list[tuple[str, str]]]:
+    """Check all paths of a stage, and collect those that do not exist.
+
+    Args:
+        settings: the stage.
+
+    Returns:
+        A line for each source of data, as :func:`check_paths` returns it, and for each missing path its key and what is missing.
+
+    Raises:
+        XcompatError: as :func:`check_paths` raises it for a path that exists.
+    """
+    described: list[str | None] = []
+    missing: list[tuple[str, str]] = []
+    for key, check in _path_checks(settings):
+        if any(absent.startswith(f"{key.removeprefix(f'{settings.name}: ')}.") for absent, _ in missing):
+            continue  # lists that are compared with each other and with the images
+        try:
+            with said_of(key):
+                described.append(check())
+        except MissingPathError as error:
+            missing.append((key.removeprefix(f"{settings.name}: "), str(error).removeprefix(f"{key}: ")))
+    return list(dict.fromkeys(line for line in described if line is not None)), missing
+
+
+def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """Yield each key of a recipe that names a path, with a function that checks it and may describe it."""
+    for role in () if is_trained else (*ROLES, "projection"):
+        named = getattr(settings, role)
+        model = EncoderSource(name=named) if isinstance(named, str) else named
+        if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
+            yield f"{settings.name}: {role}", partial(_check_model, model)
+    data, prefix = _judged(settings.data) if is_trained else settings.data, f"{settings.name}: data."
     for key, source in _sources(data):
-        with said_of(f"{settings.name}: data.{key}.path"):
-            streamed = isinstance(source, CorpusSource) or (isinstance(source, PairSource) and source.streaming)
-            elsewhere = addresses(source.path) if streamed else None
-            if elsewhere is not None:
-                if isinstance(source, CorpusSource):
-                    require_readable(source, elsewhere)
-                described.append(f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)")
-                continue
-            files = local_files(source.path)
-            if isinstance(source, ImageSource):
-                _check_images(source, files)
-        described.append(f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})")
-    _check_lists(settings.name, data)
-    return list(dict.fromkeys(described))
+        yield f"{prefix}{key}.path", partial(_check_source, source)
+    if data.judged_texts is not None:
+        yield f"{prefix}judged_texts.qrels", partial(_check_judgements, data.judged_texts.qrels)
+    if data.templates is not None:
+        for key, file in data.templates.files().items():
+            yield f"{prefix}templates.{key}", partial(_check_file, file, "its list")
+        yield f"{prefix}templates", partial(_check_templates, data.templates)
+    for key, file in _other_files(data):
+        yield f"{prefix}{key}", partial(_check_file, file, CAPTIONS if key.endswith(".caption_file") else CLASSES)
+
+
+def _check_model(model: EncoderSource) -> None:
+    if not check_stored(Path(model.name)):
+        model.check_folder()
+
+
+def _check_source(source: Source) -> str:
+    """Check the files of a source, and return its path and their number."""
+    streamed = isinstance(source, CorpusSource) or (isinstance(source, PairSource) and source.streaming)
+    elsewhere = addresses(source.path) if streamed else None
+    if elsewhere is not None:
+        if isinstance(source, CorpusSource):
+            require_readable(source, elsewhere)
+        return f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)"
+    files = local_files(source.path)
+    if isinstance(source, ImageSource):
+        _check_images(source, files)
+    return f"{source.path} ({'on the Hub' if files is None else f'{len(files)} local'})"
+
+
+def _check_judgements(file: str) -> None:
+    require_qrels(file)
+
+
+def _check_file(file: str, holds: str) -> None:
+    if not Path(file).is_file():
+        raise MissingPathError(f"{file} does not exist; name a file with {holds} ({nearest_path(file)})")
 
 
 def _check_images(source: ImageSource, files: list[Path] | None) -> None:
@@ -76,20 +130,6 @@ def _check_images(source: ImageSource, files: list[Path] | None) -> None:
     form, paths = locate(source)
     if form == "images" and (isinstance(source, LabelledSource) or (isinstance(source, PairSource) and source.with_labels)):
         require_class_folder(next(picture for path in paths for picture in images_below(path)), paths)
-
-
-def _check_lists(stage: str, data: DataSettings) -> None:
-    """Refuse files beside the data that are not there, or name what is not there."""
-    if data.judged_texts is not None:
-        with said_of(f"{stage}: data.judged_texts.qrels"):
-            require_qrels(data.judged_texts.qrels)
-    if data.templates is not None:
-        with said_of(f"{stage}: data.templates"):
-            _check_templates(data.templates)
-    for key, file in _other_files(data):
-        if not Path(file).is_file():
-            holds = CAPTIONS if key.endswith(".caption_file") else CLASSES
-            raise XcompatError(f"{stage}: data.{key}: {file} does not exist; name a file with {holds} ({nearest_path(file)})")
 
 
 def _check_templates(named: JudgedTemplates) -> None:
@@ -136,7 +176,7 @@ def said_of(key: str) -> Iterator[None]:
     try:
         yield
     except XcompatError as error:
-        raise XcompatError(f"{key}: {error}") from None
+        raise type(error)(f"{key}: {error}") from None
 
 
 def _zero_shot_sets(data: DataSettings) -> Iterator[tuple[str, ZeroShotSettings]]:

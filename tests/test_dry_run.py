@@ -1,0 +1,289 @@
+"""Dry runs check real columns and dimensions, list what is missing, and check the rest of a recipe all the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import warm
+import webdataset as wds
+import yaml
+
+from xcompat import cli
+from xcompat.data.cache import cache_folder
+from xcompat.encoders import EncoderSource
+from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim
+from xcompat.encoders.scratch import ScratchSource
+from xcompat.encoders.standins import save_stand_in
+from xcompat.errors import XcompatError
+from xcompat.training.compare import dry_run_comparison
+from xcompat.training.data_checks import check_data
+from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.paths import find_missing_paths
+from xcompat.training.recipe import Recipe, parse_recipe
+from xcompat.training.stage_recipe import StageRecipe
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+ROOT = Path(__file__).resolve().parents[1]
+RAW: dict[str, Any] = {
+    "method": "ridge",
+    "old": "some/old",
+    "new": "some/new",
+    "data": {"texts": [{"path": "some/texts"}], "test": {"path": "some/pairs"}},
+}
+
+
+def recipe_of(tmp_path: Path, **changes: Any) -> Recipe:
+    places = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache")}
+    return parse_recipe({**RAW, **places, **changes}, "demo", "demo.yaml")
+
+
+# ---------------------------------------------------------------------------------------------------------- missing paths
+
+
+def test_every_missing_path_is_listed_and_the_rest_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shot = {"images": {"path": "x.tar", "label_column": "cls", "captions": False}, "classes": "c.txt"}
+    data = {"texts": [{"path": "texts.txt"}, {"path": "more.txt"}], "test": {"path": "some/pairs"}, "zero_shot": shot}
+    missing = dry_run_recipe(recipe_of(tmp_path, old="./no/such/model", data=data))
+    wanted = ["old", "data.texts.0.path", "data.texts.1.path", "data.zero_shot.images.path", "data.zero_shot.classes"]
+    assert [line.split(": ")[1] for line in missing] == wanted
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in missing)
+    assert "demo runs from end to end on stand-ins; before training, provide the 5 paths listed above" in printed
+    with pytest.raises(XcompatError, match="match no linear layer"):
+        dry_run_recipe(
+            recipe_of(
+                tmp_path,
+                method="direct",
+                old="./no/such/model",
+                options={"adapters": {"lora": {"targets": ["c_fc"]}}},
+                data={"pairs": {"path": "some/pairs"}},
+            )
+        )
+
+
+def test_missing_texts_and_templates_are_listed(tmp_path: Path) -> None:
+    texts = {"queries": {"path": "queries.jsonl"}, "passages": {"path": "passages.jsonl"}, "qrels": "qrels.tsv"}
+    assert len(dry_run_recipe(recipe_of(tmp_path, data={"texts": [{"path": "some/texts"}], "judged_texts": texts}))) == 3
+    templates = {"images": {"path": "faces.tar"}, "members": "members.txt", "pairs": "pairs.txt"}
+    settings = StageRecipe.model_validate({"data": {"templates": templates}}, context={"quick": True})
+    check_data(settings)
+    assert len(find_missing_paths(settings)[1]) == 3
+
+
+def test_a_path_that_several_stages_name_is_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"texts": [{"path": "texts.txt"}], "test": {"path": "some/pairs"}}
+    stages = [{"name": name, "method": "ridge"} for name in ("one", "two")]
+    missing = dry_run_recipe(recipe_of(tmp_path, data=data, stages=stages))
+    assert len(missing) == 1 and missing[0].startswith("one: data.texts.0.path: texts.txt does not exist")
+    assert "(also in 1 more stages)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_the_exit_code_tells_a_wrong_recipe_from_missing_data(verb: str, tmp_path: Path) -> None:
+    """Missing data leave 0: the recipe is right. Whatever is wrong in it, or in data that are there, gives 2."""
+    recipe = tmp_path / "demo.yaml"
+    recipe.write_text(yaml.safe_dump(RAW | {"data": {"texts": [{"path": "texts.txt"}], "test": {"path": "some/pairs"}}}))
+    done = warm.run("-m", "xcompat", verb, recipe, "--dry-run", folder=tmp_path, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    assert "ridge: data.texts.0.path: texts.txt does not exist" in done.stdout
+    assert "before training, provide the path listed above" in done.stdout
+    (tmp_path / "texts.txt").write_text("a dog\n")
+    done = warm.run("-m", "xcompat", verb, recipe, "data.texts.0.text_column=body", "--dry-run", folder=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("xcompat: ridge: data.texts.0: texts.txt is plain text"), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.yaml", "texts.txt"], "nothing is written"
+
+
+def test_a_comparison_needs_a_judged_stage(tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match="has no stage to compare"):
+        dry_run_comparison(recipe_of(tmp_path, evaluation=None))
+
+
+# ---------------------------------------------------------------------------------------------------------------- columns
+
+
+@pytest.fixture
+def forms(tmp_path: Path, pairs_folder: str) -> dict[str, str]:
+    """Return the same pictures with names and classes as a folder, a Parquet file and shards, and texts in several files."""
+    table = {"picture": [], "title": [], "kind": []}
+    folder = Path(shutil.copytree(pairs_folder, tmp_path / "folder"))
+    with wds.TarWriter(str(tmp_path / "shard.tar")) as shard:
+        for row in range(8):
+            image = (folder / f"{row}.png").read_bytes()
+            shard.write({"__key__": str(row), "png": image, "json": {"title": f"thing {row}"}, "cls": row % 2})
+            for key, value in zip(table, (image, f"thing {row}", f"kind {row % 2}"), strict=True):
+                table[key].append(value)
+    (folder / "captions.csv").unlink()
+    lines = ["image,title,kind", *(f"{row}.png,thing {row},kind {row % 2}" for row in range(8))]
+    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
+    pq.write_table(pa.table(table), tmp_path / "table.parquet")
+    texts = [{"id": str(row), "body": f"text {row}", "ask": f"ask {row}"} for row in range(8)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts))
+    (tmp_path / "qrels.txt").write_text("".join(f"{row} 0 {row} 1\n" for row in range(8)))
+    names = {"folder": "folder", "parquet": "table.parquet", "shards": "shard.tar", "texts": "texts.jsonl", "qrels": "qrels.txt"}
+    return {name: str(tmp_path / file) for name, file in names.items()}
+
+
+RIGHT = {
+    "folder": {"caption_column": "title", "label_column": "kind"},
+    "parquet": {"caption_column": "title", "label_column": "kind", "image_column": "picture"},
+    "shards": {"caption_column": "json.title", "label_column": "cls"},
+}
+
+
+@pytest.mark.parametrize("form", RIGHT)
+@pytest.mark.parametrize("key", ["pairs", "test", "remembered", "images", "queries", "gallery", "zero_shot"])
+@pytest.mark.parametrize("column", ["caption_column", "label_column"])
+def test_a_column_that_does_not_exist_is_refused(form: str, key: str, column: str, forms: dict[str, str], tmp_path: Path) -> None:
+    of_classes = key in ("images", "queries", "gallery", "zero_shot")
+    if of_classes != (column == "label_column"):
+        return
+    right = {"path": forms[form], **RIGHT[form]} | ({"captions": False} if key == "zero_shot" else {})
+    if not of_classes:
+        right.pop("label_column")
+    (tmp_path / "classes.txt").write_text("kind 0\nkind 1\n")
+    for source, is_wrong in ((right, False), (right | {column: "nowhere"}, True)):
+        named = {"images": source, "classes": str(tmp_path / "classes.txt")} if key == "zero_shot" else source
+        data: dict[str, Any] = {"texts": [], key: named}
+        if key == "gallery":
+            data["queries"] = right
+        settings = StageRecipe.model_construct(
+            name="it", data=StageRecipe.model_validate({"data": data}, context={"quick": True}).data
+        )
+        if is_wrong:
+            with pytest.raises(XcompatError, match=rf"it: data\.{key}: .*(nowhere|no sample)"):
+                check_data(settings)
+        else:
+            check_data(settings)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"texts": [{"path": "texts", "text_column": "body"}]}, {"texts": [{"path": "texts", "text_column": "nowhere"}]}),
+        ({"texts": [{"path": "parquet", "text_column": "title"}]}, {"texts": [{"path": "parquet", "text_column": "nowhere"}]}),
+        (
+            {"text_pairs": {"path": "texts", "query_column": "ask", "passage_column": "body"}},
+            {"text_pairs": {"path": "texts", "query_column": "ask", "passage_column": "nowhere"}},
+        ),
+        (
+            {
+                "judged_texts": {
+                    "queries": {"path": "texts", "text_column": "ask"},
+                    "passages": {"path": "texts", "text_column": "body"},
+                }
+            },
+            {
+                "judged_texts": {
+                    "queries": {"path": "texts", "text_column": "asked"},
+                    "passages": {"path": "texts", "text_column": "body"},
+                }
+            },
+        ),
+    ],
+)
+def test_a_column_of_texts_that_does_not_exist_is_refused(
+    right: dict[str, Any], wrong: dict[str, Any], forms: dict[str, str]
+) -> None:
+    def check(data: dict[str, Any]) -> None:
+        filled = json.loads(json.dumps(data).replace('"path": "texts"', f'"path": "{forms["texts"]}"'))
+        filled = json.loads(json.dumps(filled).replace('"path": "parquet"', f'"path": "{forms["parquet"]}"'))
+        if "judged_texts" in filled:
+            filled["judged_texts"]["qrels"] = forms["qrels"]
+        described = StageRecipe.model_validate({"data": filled}, context={"quick": True}).data
+        check_data(StageRecipe.model_construct(name="it", data=described))
+
+    check(right)
+    with pytest.raises(XcompatError, match=r"it: data\.\w+(\.0)?: .*column"):
+        check(wrong)
+
+
+def test_a_dry_run_checks_columns_and_leaves_no_cache(forms: dict[str, str], tmp_path: Path) -> None:
+    before = sorted(cache_folder().iterdir())
+    data = {
+        "texts": [{"path": forms["texts"], "text_column": "body"}],
+        "test": {"path": forms["folder"], "caption_column": "title"},
+    }
+    assert dry_run_recipe(recipe_of(tmp_path, data=data)) == []
+    data["test"]["caption_column"] = "caption"  # type: ignore[index]
+    with pytest.raises(XcompatError, match=r"ridge: data\.test: .* has no column 'caption'"):
+        dry_run_recipe(recipe_of(tmp_path, data=data))
+    assert sorted(cache_folder().iterdir()) == before
+
+
+# ------------------------------------------------------------------------------------------------------------- dimensions
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("openai/clip-vit-base-patch32", 512),
+        ("openai/clip-vit-large-patch14", 768),
+        ("hf-hub:laion/CLIP-ViT-H-14-laion2B-s32B-b79K", 1024),
+        ("timm/resnet50.a1_in1k", 2048),
+        ("nobody/knows-this", None),
+        ("./nowhere", None),
+    ],
+)
+def test_dimensions_of_known_names_need_no_download(name: str, dim: int | None) -> None:
+    assert read_embedding_dim(EncoderSource(name=name)) == dim
+
+
+def test_dimensions_are_read_without_weights(folder_of: dict[str, str], image_folder_of: dict[str, str], tmp_path: Path) -> None:
+    text = save_stand_in(tmp_path / "text", "sentence-transformers", 24)
+    for folder, dim in [*((each, 16) for each in (folder_of | image_folder_of).values()), (text, 24)]:
+        copy = Path(shutil.copytree(folder, tmp_path / f"copy-{Path(folder).name}"))
+        for weights in copy.rglob("*.safetensors"):
+            weights.unlink()
+        assert read_embedding_dim(EncoderSource(name=str(copy))) == dim, folder
+    assert scratch_dim(ScratchSource(model={"model_type": "resnet", "depths": [3, 4, 6, 3]}, image_size=64)) == 2048
+
+
+def classes_of(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    images = {"path": "some/images"}
+    data = {"images": images, "queries": {"path": "some/queries"}}
+    return {"data": data, "new": {"name": "some/new", "model_type": "resnet"}, **changes}
+
+
+def test_real_dimensions_decide_not_those_of_stand_ins(tmp_path: Path) -> None:
+    """Old embeddings of 256 dimensions and a new backbone of 512: both are known from configurations alone."""
+    old = save_stand_in(tmp_path / "old", "resnet", 256)
+    new = save_stand_in(tmp_path / "new", "resnet", 512)
+    for weights in (*Path(old).glob("*.safetensors"), *Path(new).glob("*.safetensors")):
+        weights.unlink()
+    fits = classes_of(tmp_path, method="mixbct", old=old, new=new, options={"dim": 256})
+    assert dry_run_recipe(recipe_of(tmp_path, **fits)) == []
+    with pytest.raises(XcompatError, match="256"):
+        dry_run_recipe(recipe_of(tmp_path, **{**fits, "options": {"dim": 128}}))
+
+
+def test_options_fit_models_of_unknown_dimensions(tmp_path: Path) -> None:
+    changes = classes_of(tmp_path, method="mixbct", old={"name": "some/old", "model_type": "resnet"}, options={"dim": 256})
+    assert dry_run_recipe(recipe_of(tmp_path, **changes)) == []
+    changes = classes_of(tmp_path, memory="classes", memory_codec="PQ64", method="ridge", old="some/old", new="some/new")
+    assert dry_run_recipe(recipe_of(tmp_path, **changes)) == []
+
+
+def test_stored_embeddings_have_their_own_dimension(tmp_path: Path) -> None:
+    folder = tmp_path / "stored"
+    folder.mkdir()
+    np.save(folder / "image_embeds.npy", np.eye(48, dtype=np.float32)[:20])
+    (folder / "image_ids.txt").write_text("".join(f"{row}\n" for row in range(20)))
+    changes = classes_of(tmp_path, method="bct", old=str(folder), options={"dim": 40}, evaluation=None)
+    with pytest.raises(XcompatError, match="48"):
+        dry_run_recipe(recipe_of(tmp_path, **changes))
+    assert dry_run_recipe(recipe_of(tmp_path, **{**changes, "options": {"dim": 48}})) == []
+
+
+def test_the_help_names_the_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb in ("train", "compare"):
+        monkeypatch.setattr("sys.argv", ["xcompat", verb, "--help"])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert "--dry-run" in capsys.readouterr().out

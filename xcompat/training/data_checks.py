@@ -1,0 +1,150 @@
+"""Check that a recipe's local data have the columns that it names, by reading as little of them as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xcompat.data import (
+    CorpusSource,
+    LabelledSource,
+    PairSource,
+    TextPairSource,
+    load_labelled,
+    load_pairs,
+    load_text_pairs,
+    select,
+)
+from xcompat.data.addresses import addresses
+from xcompat.data.corpora import first_texts
+from xcompat.data.sources import EMBEDDED, files_with, local_files, locate
+from xcompat.errors import MissingPathError, XcompatError
+from xcompat.training.evaluation_sets import check_zero_shot
+from xcompat.training.judged_templates import require_images_of_templates
+from xcompat.training.judged_texts import load_judged_texts
+from xcompat.training.paths import said_of
+from xcompat.training.sections import DataSettings
+from xcompat.training.stage_recipe import StageRecipe
+
+if TYPE_CHECKING:
+    import datasets
+
+ROWS = 16
+"""Rows that are read of shards and tables, which may be as large as a disk."""
+
+
+def check_data(settings: StageRecipe) -> None:
+    """Refuse local data without a column, a class or a list that the stage names; pictures are not decoded.
+
+    Shards and tables are represented by their first rows. Data that are missing, on the Hub or elsewhere are not checked.
+
+    Args:
+        settings: the stage.
+
+    Raises:
+        XcompatError: naming the key of the recipe and what is wrong.
+    """
+    data, prefix = settings.data, f"{settings.name}: data."
+    for number, source in enumerate(data.texts):
+        with _of_key(f"{prefix}texts.{number}"):
+            _check_texts(source)
+    for key in ("pairs", "remembered", "test"):
+        if (pairs := getattr(data, key)) is not None:
+            with _of_key(f"{prefix}{key}"):
+                _check_pairs(pairs)
+    for key in ("images", "queries", "gallery"):
+        if (labelled := getattr(data, key)) is not None:
+            with _of_key(f"{prefix}{key}"):
+                _check_labelled(labelled, data, key)
+    if data.text_pairs is not None:
+        with _of_key(f"{prefix}text_pairs"):
+            _check_text_pairs(data.text_pairs)
+    _check_test_lists(data, prefix)
+
+
+def _check_test_lists(data: DataSettings, prefix: str) -> None:
+    """Check test sets that are described by files beside their texts or images."""
+    judged, templates = data.judged_texts, data.templates
+    with _of_key(f"{prefix}judged_texts"):
+        if judged is not None and _are_local(judged.queries.path, judged.passages.path):
+            load_judged_texts(judged).require_judgements()
+    with _of_key(f"{prefix}templates"):
+        if templates is not None and _are_local(templates.images.path):
+            require_images_of_templates(templates)
+    for name, shot in data.zero_shot_sets().items():
+        with _of_key(f"{prefix}zero_shot"):
+            if _check_pairs(shot.images) and Path(shot.classes).is_file():
+                check_zero_shot(shot, name)
+
+
+@contextmanager
+def _of_key(key: str) -> Iterator[None]:
+    """Name the key in an error, and pass over data that are missing: they are listed by their paths."""
+    try:
+        with said_of(key):
+            yield
+    except MissingPathError:
+        return
+
+
+def _are_local(*paths: str | list[str]) -> bool:
+    """Return whether data are files of the user; the embedded ones come with the package and are drawn when they are read."""
+    embedded = any(str(path).startswith(EMBEDDED) for path in paths)
+    return not embedded and all(addresses(path) is None and local_files(path) is not None for path in paths)
+
+
+def _check_texts(source: CorpusSource | PairSource) -> None:
+    if not _are_local(source.path):
+        return
+    if isinstance(source, PairSource):
+        _check_pairs(source.model_copy(update={"captions": True}))
+    elif not first_texts(source, 1):
+        raise XcompatError(f"{source.path} holds no text; check the path and text_column")
+
+
+def _check_text_pairs(source: TextPairSource) -> None:
+    if _are_local(source.path):
+        load_text_pairs(source.model_copy(update={"limit": min(source.limit or ROWS, ROWS)}))
+
+
+def _check_labelled(source: LabelledSource, data: DataSettings, key: str) -> None:
+    captions = data.old_reads == "captions"
+    described = source.model_dump(exclude={"classes", "class_column", "caption_file"})
+    if _check_pairs(PairSource(**described, captions=captions and source.caption_file is None, labels=True)):
+        labelled = load_labelled(source, captions=captions)
+        subset = data.subset if key == "images" else data.test_subset
+        if subset is not None:
+            select(labelled, subset)
+
+
+def _check_pairs(source: PairSource) -> bool:
+    """Check the columns of images, and return whether all rows were read, so that more can be checked of them."""
+    if not _are_local(source.path):
+        return False
+    form, paths = locate(source)
+    if form == "parquet":
+        load_pairs(source.model_copy(update={"limit": None}), _first_rows(files_with(paths, (".parquet",))[0]))
+    elif form == "webdataset":
+        streamed = load_pairs(source.model_copy(update={"streaming": True, "limit": ROWS}))
+        if not list(islice(streamed, 1)):
+            raise XcompatError(f"{source.path} holds no sample with what the recipe names; check its columns")
+    else:
+        load_pairs(source.model_copy(update={"streaming": False}))
+    return form not in ("parquet", "webdataset")
+
+
+def _first_rows(file: Path) -> datasets.Dataset:
+    """Read the first rows of a Parquet file, with the types of its columns."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(file)
+        batches = list(islice(table.iter_batches(batch_size=ROWS), 1))
+        return datasets.Dataset(pa.Table.from_batches(batches, schema=table.schema_arrow))
+    except (pa.ArrowException, OSError) as error:
+        raise XcompatError(f"{file} cannot be read: {str(error).splitlines()[0]}; write it again") from error
