@@ -281,7 +281,7 @@ def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
     owners_N = torch.repeat_interleave(positives_B)
     at_least_N = count_at_least(pairs, rows_B, scores_N - pairs.tie_margin, owners_N, positives_B)
     counted = (values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N))
-    return placed(rows_B, *counted, pairs.tie_margin)
+    return placed(rows_B, *counted, margin=pairs.tie_margin)
 
 
 def placed(

@@ -156,8 +156,8 @@ class CompatModel(PushableModel, EmbedsBatches):
             described = self.config.encoder
             if described is None:
                 raise XcompatError(
-                    "this map was fitted on embeddings alone: give it embeddings, name the function that makes them of texts "
-                    "(--embed-with, embed_with=), or set config.encoder"
+                    "this map was fitted on embeddings alone: use embeddings as queries (--queries q.npy), name the function "
+                    "that makes them of texts (--embed-with, embed_with=), or fit the map again with --new-model"
                 )
             loaded, self._processor = load_outside(described)
             self._outside_encoder = [nn.Module.to(loaded, self.dtype)]

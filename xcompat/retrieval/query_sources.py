@@ -87,7 +87,7 @@ def load_queries_and_model(
     from xcompat.progress import silence_libraries
 
     silence_libraries()
-    return typed, load_embedder(model, device()) if embed_with is None else ServedMap.load(model, embed_with)
+    return typed, load_embedder(model, device(), None) if embed_with is None else ServedMap.load(model, embed_with)
 
 
 def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel | Embedder | Fingerprint:
@@ -104,7 +104,7 @@ def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel |
 
     silence_libraries()
     if not is_checkpoint(model_folder(model)):
-        return load_embedder(model, device())
+        return load_embedder(model, device(), None)
     return torch.nn.Module.to(load_checkpoint(model), device())
 
 

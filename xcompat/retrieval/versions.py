@@ -386,7 +386,9 @@ def alias_advice(model: Model, version: VersionRecord, place: object) -> str | N
         place: the gallery's folder, or the address of a store.
     """
     compat, own = _compat(model), version.fingerprint
-    known = compat.version_dims() if compat is not None and not compat.maps_galleries else [(identity(model), version.dim)]
+    if compat is not None and compat.maps_galleries:
+        return None
+    known = compat.version_dims() if compat is not None else [(identity(model), version.dim)]
     for candidate, dim in known:
         if dim == version.dim and (candidate.is_of_name or own.is_of_name):
             which = "map was fitted for" if compat is not None else "queries are of"
