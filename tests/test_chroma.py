@@ -72,6 +72,7 @@ def test_everything_beside_the_vector_is_copied(place: ChromaPlace, vectors: np.
     store.name_model("items", OLD)
     assert store.metric == "ip" and items.metadata == place.collection().metadata
     migration.start(store, Mapping(model))
+    migration.verify(store, Mapping(model))
     items.update(["a"], metadatas=[{"price": None}])
     migration.switch(store, Mapping(model))
     new, old = place.collection(), place.collection("items_before")
@@ -96,6 +97,7 @@ def test_a_kill_between_the_two_renames_is_mended_by_either_verb(
     before, mapping = place.vectors("items"), Mapping(model)
     calls = {"switch": lambda one: migration.switch(one, mapping), "rollback": migration.rollback}
     migration.start(store, mapping)
+    migration.verify(store, mapping)
     new = place.vectors("items_new")
     if killed == "rollback":
         migration.switch(store, mapping)
@@ -126,6 +128,7 @@ def test_a_second_migration_does_not_take_the_marks_of_the_first_for_its_own(
     store: Store, place: ChromaPlace, model: RidgeModel, vectors: np.ndarray
 ) -> None:
     migration.start(store, Mapping(model))
+    migration.verify(store, Mapping(model))
     migration.switch(store, Mapping(model))
     migration.finish(store)
     store = place.open()
@@ -134,6 +137,7 @@ def test_a_second_migration_does_not_take_the_marks_of_the_first_for_its_own(
     given = torch.from_numpy(np.stack(list(place.vectors("items").values())))
     second = RidgeModel(back).fit([(torch.from_numpy(vectors), given)])
     migration.start(store, Mapping(second.eval()))
+    migration.verify(store, Mapping(second))
     place.delete("3")
     migration.switch(store, Mapping(second))
     assert store.count() == N - 1 and migration.rollback(place.open())[1] == 0
@@ -213,6 +217,7 @@ def served(server: Connect) -> Iterator[ChromaPlace]:
 def test_a_server_is_migrated_while_others_write(served: ChromaPlace, vectors: np.ndarray, model: RidgeModel) -> None:
     store = filled(served, vectors)
     migration.start(store, Mapping(model), batch=16)
+    migration.verify(store, Mapping(model))
     served.put("3", vectors[4])
     served.put("1000", vectors[5])
     served.delete("7")

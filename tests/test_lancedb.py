@@ -104,6 +104,7 @@ def test_a_new_column_gets_the_indexes_of_the_old_one(
     assert store.metric == {"dot": "ip", "l2": "l2"}[config.distance_type]
     store.name_model("embedding", OLD)
     migration.start(store, mapping, batch=100)
+    migration.verify(store, mapping)
     assert store.index_like("embedding_new") == ["embedding_new_idx"]
     known = {tuple(index.columns): index for index in place.table.list_indices()}
     old, new = known["embedding",], known["embedding_new",]
@@ -124,6 +125,7 @@ def test_a_second_migration_builds_the_index_too(place: LancePlace, mapping: Map
     for each in (mapping, Mapping(RidgeModel(config).fit([pair]).eval())):
         store = place.open()
         migration.start(store, each)
+        migration.verify(store, each)
         assert len(store.index_like("embedding_new")) == 1
         migration.switch(store, each)
         migration.finish(store)
@@ -153,6 +155,7 @@ def test_nothing_is_lost_of_what_another_client_writes_at_the_same_time(
     store = place.open()
     service.start()
     migration.start(store, mapping, batch=50)
+    migration.verify(store, mapping)
     service.join()
     migration.switch(store, mapping)
     rows = place.table.to_arrow().sort_by("id")
@@ -169,6 +172,7 @@ def test_what_a_kill_leaves_of_the_records_stops_nobody(
     store, records = place.open(), place.folder / "items_xcompat.lance"
     (records / "data").mkdir(parents=True)
     migration.start(store, mapping, batch=100)
+    migration.verify(store, mapping)
     migration.switch(store, mapping)
 
     def killed(_: str) -> None:
@@ -193,6 +197,7 @@ def test_an_object_store_is_claimed_by_a_lease(place: LancePlace, mapping: Mappi
     with store.claimed(), pytest.raises(XcompatError, match="is being migrated by another process"):
         migration.start(xcompat.stores.open(uri), mapping)
     migration.start(store, mapping, batch=100)
+    migration.verify(store, mapping)
     migration.switch(store, mapping)
     migration.finish(store)
     assert place.database.list_tables().tables == ["items"] and store.describe()["fingerprint"] == mapping.made[0].digest

@@ -99,6 +99,7 @@ def test_everything_beside_the_vector_is_copied(place: MilvusPlace, vectors: np.
     read = list(store.rows(7))
     assert next(store.rows(7, after=read[2].ids[-1])).ids == read[3].ids
     migration.start(store, Mapping(model), batch=16)
+    migration.verify(store, Mapping(model))
     first = next(iter(rest(place, "items")))
     place.client.delete("items", ids=[first])
     migration.switch(store, Mapping(model))
@@ -210,6 +211,7 @@ def test_an_alias_is_switched_at_once_and_back(place: MilvusPlace, vectors: np.n
     place.client.create_alias("items_v1", "items")
     store, mapping = opened(place), Mapping(model)
     migration.start(store, mapping, "items_v2")
+    migration.verify(store, mapping)
     place.put("3", vectors[4])
     for _ in range(2):
         migration.switch(store, mapping)
@@ -234,6 +236,7 @@ def test_a_kill_between_the_two_renames_is_mended_by_the_next_call(
     place.fill(vectors)
     store, mapping = opened(place), Mapping(model)
     migration.start(store, mapping)
+    migration.verify(store, mapping)
     expected = place.vectors("items_new" if verb == "switch" else "items")
     if verb == "rollback":
         migration.switch(store, mapping)

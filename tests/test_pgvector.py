@@ -159,6 +159,7 @@ def test_a_second_migration_builds_the_index_too(
     for each in (mapping, following(mapping, vectors)):
         store = opened(postgres)
         migration.start(store, each)
+        migration.verify(store, each)
         assert [made.split("hnsw ")[1] for (made,) in database.execute(_APPROXIMATE).fetchall()] == [
             "(embedding vector_cosine_ops)",
             "(embedding_new vector_cosine_ops)",
@@ -191,6 +192,7 @@ def test_a_partitioned_table_gets_the_indexes_of_its_partitions(
     store, mapping = opened(postgres), Mapping(model)
     store.name_model("embedding", OLD)
     migration.start(store, mapping)
+    migration.verify(store, mapping)
     assert len(store.index_like("embedding_new")) == 5
     database.execute("UPDATE items SET embedding = %s WHERE id IN (7, 200)", (text(vectors[9]),))
     assert migration.status(store)[1] == 2
@@ -214,6 +216,7 @@ def test_two_tables_of_one_schema_are_migrated_at_overlapping_times(
     other.name_model("vector", OLD)
     for each in (store, other):
         migration.start(each, mapping, "new")
+        migration.verify(each, mapping)
     if earlier:
         database.execute("CREATE FUNCTION xcompat_new_follows() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NEW; END $$")
         for table in ("items", "others"):
@@ -246,7 +249,10 @@ def test_what_cannot_be_opened_is_refused_in_one_line(postgres: str, database: A
         (postgres + "&table=itms", "no table 'itms'; did you mean 'items'"),
         (postgres + "&table=items&column=price", "'price' is not a column of type vector"),
         (postgres + "&table=items&metric=cosin", "no metric 'cosin'; did you mean 'cosine'"),
-        (postgres + "&table=keyless", "needs a column with a primary key or a unique index, and it has none"),
+        (
+            postgres + "&table=keyless",
+            "needs a primary key or a unique index on NOT NULL columns; add one, e.g. ALTER TABLE public.keyless ADD",
+        ),
         ("postgresql://nobody:secret@127.0.0.1:1/db?table=items", "does not answer"),
         ("mongodb://host/db", "mongodb is no kind of store"),
         (postgres + "&table=items&table=keyless", "names table twice"),
@@ -317,6 +323,7 @@ def test_a_vector_that_another_trigger_computes_is_noticed(
     database.execute(f"CREATE OR REPLACE FUNCTION computed() RETURNS trigger LANGUAGE plpgsql AS {computed}")
     database.execute("CREATE TRIGGER zzz BEFORE UPDATE ON items FOR EACH ROW EXECUTE FUNCTION computed()")
     migration.start(store, Mapping(model))
+    migration.verify(store, Mapping(model))
     database.execute("UPDATE items SET price = 77 WHERE id < 40")
     assert migration.status(store)[1] == 39, "all but that which had this vector already"
     migration.switch(store, Mapping(model))
@@ -328,6 +335,7 @@ def test_rows_that_changed_after_the_switch_have_no_old_vector_after_a_rollback(
 ) -> None:
     """That of what the row was before would be found in its place."""
     migration.start(store, Mapping(model))
+    migration.verify(store, Mapping(model))
     migration.switch(store, Mapping(model))
     database.execute("INSERT INTO items (id, embedding) VALUES (5000, %s)", (text(np.full(NEW_DIM, 0.2)),))
     database.execute("UPDATE items SET embedding = %s WHERE id = 7", (text(np.full(NEW_DIM, 0.2)),))

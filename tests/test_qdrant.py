@@ -117,6 +117,7 @@ def test_whatever_stands_beside_the_vector_is_copied_as_it_is(server: Server, ve
     assert [ids.index(int(name) if name.isdigit() else name) for name in rows.ids] == rows.contents
     before = held(server.client, "items_v1")
     migration.start(store, mapping, "items_v2", batch=7)
+    migration.verify(store, mapping)
     server.client.delete_vectors("items", ["image"], [1])
     server.client.set_payload("items", {"price": 3}, [7])  # a point without the searched vector
     server.client.update_vectors("items", [models.PointVectors(id=3, vector={"title": [9.0, 9.0, 9.0]})])
@@ -202,6 +203,7 @@ def test_what_is_written_in_the_last_moment_is_caught_up(
     alias(server.client)
     store = opened(address(server))
     migration.start(store, mapping, "items_v2")
+    migration.verify(store, mapping)
     switched: Callable[[str], None] = store.switch
 
     def late(space: str) -> None:
@@ -224,6 +226,7 @@ def test_a_finish_that_is_killed_leaves_nothing_of_ours_when_it_is_called_again(
     alias(server.client)
     store = opened(address(server))
     migration.start(store, mapping, "items_v2")
+    migration.verify(store, mapping)
     migration.switch(store, mapping)
     drop = store.drop_space
 

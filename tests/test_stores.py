@@ -166,6 +166,7 @@ def test_an_open_store_notices_that_another_has_switched(place: Place, vectors: 
     mapping = Mapping(same)
     before = ids(store.find(vectors[:9], OLD, 5))
     migration.start(other, mapping, place.into)
+    migration.verify(other, mapping)
     assert ids(store.find(vectors[:9], OLD, 5)) == before
     migration.switch(other, mapping)
     if store.tells:
@@ -222,6 +223,7 @@ def test_rows_that_others_change_meanwhile_are_caught_up(
             place.put(str(1000 + step), vectors[step])
 
     migration.start(store, disturbed(model, disturb), place.into, batch=32)
+    migration.verify(store, Mapping(model))
     disturb()
     migration.switch(store, disturbed(model, disturb))
     assert_mapped(place, space + "_before", space, model)
@@ -234,6 +236,7 @@ def test_what_services_wrote_before_a_rollback_does_not_hide_what_they_write_aft
     """Neither rows that they changed or inserted in the new space, nor rows that they delete afterwards."""
     space, mapping, new = store.space, Mapping(model), np.full(NEW_DIM, NEW_DIM**-0.5, np.float32)
     migration.start(store, mapping, place.into)
+    migration.verify(store, mapping)
     migration.switch(store, mapping)
     for item in ("3", "5000", "5001"):
         place.put(item, new)
@@ -259,6 +262,7 @@ def test_what_services_change_after_a_switch_is_newer_than_what_they_changed_in_
         place.put("3", new)
 
     migration.start(store, Mapping(model), place.into)
+    migration.verify(store, Mapping(model))
     monkeypatch.setattr(store, "switch", switch)
     migration.switch(store, Mapping(model))
     found = place.vectors(store.space)
@@ -282,6 +286,37 @@ def test_a_stopped_migration_continues(store: Store, place: Place, model: RidgeM
     assert_mapped(place, space, place.into, model)
 
 
+def test_switch_waits_for_start_and_verify(
+    store: Store, place: Place, model: RidgeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that services write after the verification do not undo it, but one that fails does."""
+    mapping, space = Mapping(model), store.space
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "index_like", _stopping(store.index_like, iter(())))
+        with pytest.raises(KeyboardInterrupt):
+            migration.start(store, mapping, place.into)
+    store = place.open()
+    assert not migration.verify(store, mapping).passed, "nothing is missing, but start has not ended"
+    with pytest.raises(XcompatError, match=r"start of .* has not ended; run `xcompat migrate start` again, then `verify`"):
+        migration.switch(store, mapping)
+    migration.start(store, mapping)
+    with pytest.raises(XcompatError, match=rf"{place.into} of .* is not verified; run `xcompat migrate verify` first"):
+        migration.switch(store, mapping)
+    assert migration.verify(store, mapping).passed
+    spoiled = place.vectors(place.into)["5"]
+    place.spoil(place.into, "5", -spoiled)
+    assert not migration.verify(store, mapping, queries=2 * N).passed
+    with pytest.raises(XcompatError, match="is not verified"):
+        migration.switch(store, mapping)
+    place.spoil(place.into, "5", spoiled)
+    place.put("5000", unit_vectors(2, OLD_DIM)[1])
+    checked = migration.verify(store, mapping)
+    assert checked.passed and checked.missing == 1
+    place.put("5001", unit_vectors(2, OLD_DIM)[0])
+    migration.switch(place.open(), mapping)
+    assert_mapped(place, space + "_before", space, model)
+
+
 def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_again(
     place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,9 +332,11 @@ def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_ag
         monkeypatch.setattr(store, writes, _stopping(getattr(store, writes), left))
         try:
             migration.start(store, mapping)
+            migration.verify(store, mapping)
         except KeyboardInterrupt:
             store = place.open()
             migration.start(store, mapping)
+            migration.verify(store, mapping)
             place.put("7", vectors[50])
             assert migration.status(place.open())[1] == 1
             migration.switch(place.open(), mapping)
@@ -316,6 +353,7 @@ def test_a_verb_that_is_killed_between_any_two_writes_is_done_by_calling_it_agai
     """Every call that changes the store is, in turn, the last one."""
     space, mapping = store.space, Mapping(model)
     migration.start(store, mapping, place.into)
+    migration.verify(store, mapping)
     calls = {"switch": lambda s: migration.switch(s, mapping), "rollback": migration.rollback, "finish": migration.finish}
     for at in range(99):
         if verb != "switch" and migration.status(place.open())[0].state == "filling":
@@ -385,6 +423,7 @@ def test_a_rollback_before_the_switch_leaves_all_as_it_was(store: Store, place: 
 
 def test_rows_that_came_after_the_switch_are_counted_by_a_rollback(store: Store, place: Place, model: RidgeModel) -> None:
     migration.start(store, Mapping(model), place.into)
+    migration.verify(store, Mapping(model))
     migration.switch(store, Mapping(model))
     place.put("5000", np.full(NEW_DIM, NEW_DIM**-0.5, np.float32))
     assert migration.rollback(place.open())[1] == 1
@@ -445,7 +484,11 @@ def test_rows_are_embedded_anew_from_what_they_hold(
     assert migration.start(store, filling, place.into, batch=8).written == 19
     assert list(filling.unread) == ["7"]
     checked = migration.verify(store, filling)
-    assert checked.missing == 1 and checked.wrong == 0 and checked.compared == 19
+    assert not checked.passed and checked.missing == checked.unmade == 1 and checked.wrong == 0 and checked.compared == 19
+    place.note("7", abouts[7])
+    assert migration.verify(store, filling).passed
+    place.note("7", None)
+    place.put("7", vectors[30])
     with pytest.raises(XcompatError, match="^1 rows of .* have no new vector; mend or delete them first"):
         migration.switch(store, filling)
     place.note("7", abouts[7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -148,7 +149,7 @@ def search(
     """Find what is nearest to a text or a picture, or to each of many, whichever models embedded the gallery."""
     from xcompat.retrieval import asked
 
-    is_store = "://" in gallery
+    is_store = _is_address(gallery)
     asked.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     if is_store:
         asked.require_of_stores(bool(fallback) or group_by is not None, where or [])
@@ -321,7 +322,7 @@ def doctor(
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if images is None:
         raise XcompatError("name what the vectors were made of with --images or --texts: a sample of it is embedded anew")
-    if "://" in gallery:
+    if _is_address(gallery):
         if texts:
             raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")
         from xcompat.stores import require_kind
@@ -402,6 +403,11 @@ def _originals(
     from xcompat.retrieval.originals import load_originals
 
     return load_originals(source, max_bad_share, metadata, **texts)
+
+
+def _is_address(text: str) -> bool:
+    """Whether a text means a database, also if a slash is missing: a password in it is not for messages about paths."""
+    return "://" in text or re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE) is not None
 
 
 def _open_store(uri: str) -> Store:

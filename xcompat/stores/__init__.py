@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 
 from xcompat.errors import XcompatError, nearest
@@ -28,8 +29,10 @@ def require_kind(uri: str) -> str:
         XcompatError: there is no such kind of store, or the address cannot be split.
     """
     scheme = split(uri).scheme.partition("+")[0]
-    if scheme not in KINDS:
-        what = scheme or uri.rpartition("@")[2].partition("?")[0]  # what is no address may hold a password nevertheless
+    if "://" not in uri and scheme in KINDS:
+        raise XcompatError(f"{scheme}: is not followed by //; begin the address with {scheme}://")
+    if scheme not in KINDS or "://" not in uri:
+        what = scheme if "://" in uri else (uri if re.fullmatch(r"[\w./-]+", uri) else "the address")  # it may hold a password
         raise XcompatError(f"{what} is no kind of store; {nearest(scheme, KINDS)}")
     return scheme
 

@@ -333,6 +333,10 @@ class Store(ABC):
     def check_space(self, dim: int, dtype: str) -> None:  # noqa: B027 - most stores take any
         """Refuse a space of this dimension and dtype that could not be indexed as the searched one is; nothing is written."""
 
+    def notes(self, dim: int, dtype: str) -> list[str]:
+        """Return what a migration to such a space changes for services, in sentences; nothing is written."""
+        return []
+
     @abstractmethod
     def write(self, space: str, rows: Rows) -> int:
         """Write vectors into a space; rows that were changed since they were read are still lacking there afterwards.
@@ -356,6 +360,10 @@ class Store(ABC):
     def index_like(self, space: str) -> list[str]:
         """Build for a space the approximate indexes that the searched one has; return their names."""
 
+    def missing_indexes(self, space: str, like: str) -> list[str]:
+        """Return the names of the indexes of one space that another lacks; none where a store indexes all it holds."""
+        return []
+
     @abstractmethod
     def switch(self, space: str) -> None:
         """Give a space the name of the one that is searched, at once for all clients; that one is called ``…_before`` then.
@@ -366,6 +374,9 @@ class Store(ABC):
     @abstractmethod
     def switch_back(self, space: str) -> None:
         """Undo :meth:`switch`, also if it was killed half-way; called again, it goes on, or does nothing."""
+
+    def settle(self) -> None:  # noqa: B027 - most stores leave nothing
+        """Do what a switch left for when nobody has to wait for it; killed, it is called again."""
 
     @abstractmethod
     def drop_space(self, name: str) -> None:

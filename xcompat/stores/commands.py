@@ -136,6 +136,8 @@ def plan(store: Store, mapping: Filling, dtype: str, max_bad_share: float | None
             f"the last {found.width - own_dim} of {found.width} numbers are padding: the map reads the first {own_dim}, "
             f"and the new vectors are {then}"
         )
+    for note in found.notes:
+        _warn(note)
 
 
 def _warn(line: str) -> None:
@@ -181,6 +183,8 @@ def verify(store: Store, mapping: Filling) -> bool:
     console.print(f"{found.rows:,} rows, {found.missing:,} of them without a new vector")
     if found.skipped:
         console.print(f"{found.skipped:,} of them have no usable old vector, and zeros in the new space")
+    if found.filled and found.missing > found.unmade:
+        console.print("services wrote these rows after `xcompat migrate start`; `xcompat migrate switch` fills them")
     console.print(f"{found.compared:,} vectors made anew, {found.wrong:,} differ from what is stored")
     if found.overlap is not None:
         console.print(
@@ -189,8 +193,15 @@ def verify(store: Store, mapping: Filling) -> bool:
         )
     if found.wrong:
         console.print("[red]✗[/] vectors are not of what their rows hold: rollback, then start, makes all of them anew")
+    elif found.passed:
+        console.print("[green]✓[/] it may be switched")
+    elif found.unmade:
+        console.print(
+            f"[red]✗[/] no vector can be made for {found.unmade:,} of these rows: fix or delete them, then run verify again"
+        )
     else:
-        console.print("[green]✓[/] it may be switched" if found.passed else "[red]✗[/] it is not complete: run start again")
+        lacking = f" lacks the index {literal(', '.join(found.unindexed))}" if found.unindexed else " is not complete"
+        console.print(f"[red]✗[/] the new space{lacking}: run start again", soft_wrap=True)
     return found.passed
 
 

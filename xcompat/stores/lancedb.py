@@ -255,6 +255,10 @@ class LanceStore(Store):
         return made
 
     @override
+    def missing_indexes(self, space: str, like: str) -> list[str]:
+        return [index.name for index in self._indexes(like)[len(self._indexes(space)) :]]
+
+    @override
     def switch(self, space: str) -> None:
         if self.space + BEFORE not in self.table.schema.names:
             self._rename({self.space: self.space + BEFORE, space: self.space})

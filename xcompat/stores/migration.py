@@ -16,7 +16,7 @@ from xcompat.progress import progress_bar, rate_of
 from xcompat.spreading import Spread, here
 from xcompat.stores import filling
 from xcompat.stores.ahead import ahead
-from xcompat.stores.base import BEFORE, Store
+from xcompat.stores.base import BEFORE, Rows, Store
 
 Filling: TypeAlias = filling.Filling[Any, Any]
 
@@ -44,6 +44,8 @@ class Migration(BaseModel):
         into: the name of the new space until the switch, and after a rollback.
         model: the map's digest.
         state: ``filling`` until the switch, then ``switched``; one that was killed between them is in neither.
+        filled: whether the last ``start`` ended: every row has its new vector, and the indexes are built.
+        verified: whether the last ``verify`` passed. Rows that services write afterwards do not change that.
         after: rows up to this id were seen in the current round.
         written: rows written so far, in all rounds.
         skipped: rows met so far whose old vector cannot be used; their new vectors are zeros.
@@ -56,6 +58,8 @@ class Migration(BaseModel):
     into: str
     model: str
     state: Literal["filling", "switching", "switched", "switching back"] = "filling"
+    filled: bool = False
+    verified: bool = False
     after: str | None = None
     written: int = 0
     skipped: int = 0
@@ -80,6 +84,7 @@ class Plan(NamedTuple):
         empty: the first rows without a vector, by id.
         unusable: those of the rows that were read whose vector cannot be used, with the reason.
         width: dimension of the old vectors, with padding.
+        notes: what changes for services, in sentences.
     """
 
     rows: int
@@ -90,6 +95,7 @@ class Plan(NamedTuple):
     empty: list[str]
     unusable: dict[str, str]
     width: int | None
+    notes: list[str]
 
 
 class Checked(NamedTuple):
@@ -97,26 +103,32 @@ class Checked(NamedTuple):
 
     Args:
         rows: rows with an old vector.
-        missing: of these, rows without a new one.
+        missing: of these, rows without a new one. After ``start``, services wrote these, and ``switch`` fills them.
+        unmade: of some of these, how many no vector can be made for.
         compared: new vectors that were made again.
         wrong: of these, how many differ from what is stored.
         searched: with how many of these both spaces were searched.
         overlap: the mean share of the first ten hits of those in both spaces; None if nothing was compared.
         skipped: rows whose old vector cannot be used: zeros in the new space.
+        filled: whether ``start`` ended.
+        unindexed: indexes of the old space that the new one lacks.
     """
 
     rows: int
     missing: int
+    unmade: int
     compared: int
     wrong: int
     searched: int
     overlap: float | None
     skipped: int = 0
+    filled: bool = True
+    unindexed: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is missing and nothing differs."""
-        return not self.missing and not self.wrong and self.compared > 0
+        """Whether ``switch`` can complete the new space, and nothing differs in it."""
+        return self.filled and not self.unmade and not self.unindexed and not self.wrong and self.compared > 0
 
 
 def plan(store: Store, mapping: Filling, dtype: str = "float32", max_bad_share: float | None = None) -> Plan:
@@ -145,8 +157,8 @@ def plan(store: Store, mapping: Filling, dtype: str = "float32", max_bad_share: 
     seconds, total, vectors = time.perf_counter() - started, store.count(), store.count(store.space)
     _require_few(store, len(unusable), vectors, share, _describe(unusable))
     empty, dim = store.ids_without_vector(SHOWN) if vectors < total else [], mapping.dim_for(store)
-    nbytes = vectors * dim * np.dtype(dtype).itemsize
-    return Plan(total, vectors, dim, nbytes, seconds * vectors / max(seen, 1), empty, unusable, width)
+    nbytes, notes = vectors * dim * np.dtype(dtype).itemsize, store.notes(dim, dtype)
+    return Plan(total, vectors, dim, nbytes, seconds * vectors / max(seen, 1), empty, unusable, width, notes)
 
 
 def start(
@@ -184,8 +196,11 @@ def start(
     """
     with store.claimed():
         migration = _begun(store, mapping, into, dtype, max_bad_share)
+        migration.filled = False
         _fill(store, mapping, migration, batch, rows_per_second, spread)
         store.index_like(migration.into)
+        migration.filled = True
+        store.set_record(RECORD, migration.model_dump())
     return migration
 
 
@@ -262,7 +277,7 @@ def status(store: Store) -> tuple[Migration, int]:
 
 
 def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
-    """Count rows, map a sample again and compare, and search both spaces with the same items.
+    """Count rows and indexes, map a sample again and compare, and search both spaces with the same items.
 
     Args:
         store: the store, before the switch.
@@ -270,12 +285,27 @@ def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
         queries: vectors that are made again; also the most items that search both spaces, for a minute at most.
 
     Raises:
-        XcompatError: there is no migration, or it is another map's.
+        XcompatError: there is no migration, or it is another map's, or another process works on it.
     """
-    migration = _of(store, mapping)
-    if migration.state != "filling":
-        raise XcompatError(f"{store.uri} has been switched; verify comes before the switch")
-    old, missing = store.count(store.space), store.count(store.space, migration.into)
+    with store.claimed():
+        migration = _of(store, mapping)
+        if migration.state != "filling":
+            raise XcompatError(f"{store.uri} has been switched; verify comes before the switch")
+        checked = _check(store, mapping, migration, queries)
+        migration.verified = checked.passed
+        store.renew_claim()
+        store.set_record(RECORD, migration.model_dump())
+    return checked
+
+
+def _check(store: Store, mapping: Filling, migration: Migration, queries: int) -> Checked:
+    old = store.count(store.space)
+    if migration.into not in store.spaces():
+        return Checked(old, old, 0, 0, 0, 0, None, filled=False)
+    missing, lacking = store.count(store.space, migration.into), Rows([], np.empty((0, 0), np.float32), [], [])
+    if migration.filled and missing:
+        lacking = next(store.rows(queries, None, migration.into, content=mapping.content), lacking)
+    unmade = len(lacking.ids) - len(mapping.of(store, lacking).ids) if lacking.ids else 0
     tolerance = TOLERANCE[store.spaces()[migration.into].dtype]
     rows, stored_ND = store.sample(queries, migration.into, mapping.content)
     mapped_ND = stored_ND
@@ -292,8 +322,10 @@ def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
         shares.append(len({hit.id for hit in found[0]} & {hit.id for hit in found[1]}) / len(found[0]))
         if time.monotonic() - started > LONGEST:
             break
+    overlap = float(np.mean(shares)) if shares else None
     skipped = store.count_zeros(migration.into) if migration.skipped else 0
-    return Checked(old, missing, len(rows.ids), wrong, len(shares), float(np.mean(shares)) if shares else None, skipped)
+    unindexed = tuple(store.missing_indexes(migration.into, migration.space))
+    return Checked(old, missing, unmade, len(rows.ids), wrong, len(shares), overlap, skipped, migration.filled, unindexed)
 
 
 def switch(store: Store, mapping: Filling) -> Migration:
@@ -304,11 +336,13 @@ def switch(store: Store, mapping: Filling) -> Migration:
         mapping: what filled it.
 
     Raises:
-        XcompatError: rows cannot be written, or the migration is another map's.
+        XcompatError: ``start`` or ``verify`` has not ended, rows cannot be written, or the migration is another map's.
     """
     with store.claimed():
         migration = _of(store, mapping)
+        store.settle()  # of a rollback that was killed
         if migration.state == "filling":
+            _require_ready(store, migration)
             _fill(store, mapping, migration, BATCH, None)
             with store.alone():
                 left = _catch_up(store, mapping, migration, migration.space, migration.into)
@@ -325,8 +359,23 @@ def switch(store: Store, mapping: Filling) -> Migration:
                 f"{store.uri} has been switched{' already' if migration.state == 'switched' else ' back: rollback'}"
             )
         _catch_up(store, mapping, migration, migration.before, migration.space)  # what came in the last moment
+        store.settle()
         _note(store, migration, "switched")
     return migration
+
+
+def _require_ready(store: Store, migration: Migration) -> None:
+    """Raise if a step before the switch has not ended."""
+    if not migration.filled:
+        raise XcompatError(f"start of {store.uri} has not ended; run `xcompat migrate start` again, then `verify`")
+    if missing := store.missing_indexes(migration.into, migration.space):
+        raise XcompatError(f"{migration.into} of {store.uri} lacks {_listed(missing)}; run `xcompat migrate start` again")
+    if not migration.verified:
+        raise XcompatError(f"{migration.into} of {store.uri} is not verified; run `xcompat migrate verify` first")
+
+
+def _listed(indexes: list[str]) -> str:
+    return f"the index{'es' * (len(indexes) > 1)} {', '.join(indexes)}"
 
 
 def _catch_up(store: Store, mapping: Filling, migration: Migration, old: str, new: str) -> int:
@@ -365,6 +414,7 @@ def rollback(store: Store) -> tuple[Migration, int]:
             _note(store, migration, "switching back")
             store.switch_back(migration.into)
             _note(store, migration, "filling")
+        store.settle()
         return migration, lost
 
 
@@ -375,12 +425,17 @@ def finish(store: Store) -> Migration:
         store: the store.
 
     Raises:
-        XcompatError: it has not been switched.
+        XcompatError: it has not been switched, or the new space lacks an index of the old one.
     """
     with store.claimed():
         migration = migration_of(store)
         if migration.state != "switched":
             raise XcompatError(f"{store.uri} has not been switched; `xcompat migrate switch` comes before finish")
+        if migration.before in store.spaces() and (missing := store.missing_indexes(migration.space, migration.before)):
+            raise XcompatError(
+                f"{migration.space} of {store.uri} lacks {_listed(missing)}, which {migration.before} has; run `xcompat migrate "
+                f"rollback`, `start`, `verify` and `switch`, or drop what {migration.before} no longer needs"
+            )
         _drop(store, migration.before)
     return migration
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, LiteralString
 
 import numpy as np
 import psycopg
@@ -14,19 +15,23 @@ from typing_extensions import override
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
+from xcompat.progress import notice
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, Rows, Space, Store
 from xcompat.stores.pgvector_client import TYPES, Client, array, explained, one_more, retried
-from xcompat.stores.pgvector_indexes import index_like, indexes
+from xcompat.stores.pgvector_columns import Exchange, copy_settings, require_again, settle
+from xcompat.stores.pgvector_dependents import Resize, find_columns, find_dependents
+from xcompat.stores.pgvector_indexes import Copies, indexes
+from xcompat.stores.pgvector_keys import Key
 from xcompat.stores.pgvector_records import Records
 from xcompat.stores.pgvector_search import OPERATORS, Searches
+from xcompat.stores.pgvector_survey import Survey
 from xcompat.stores.pgvector_triggers import follow, unfollow
 from xcompat.stores.uri import StoreUri
 
-OPTIONS = ("table", "column", "id", "metric")
-INDEXED = {"float32": 2_000, "float16": 4_000}
-"""Most dimensions that pgvector builds an index for."""
+OPTIONS = ("table", "schema", "column", "id", "metric")
+_DRIVER = re.compile(r"^(postgres(?:ql)?)\+\w+://", re.IGNORECASE)
 DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 
 
@@ -45,10 +50,10 @@ class PgVectorStore(Store):
         columns = self._columns()
         vectors = [name for name, kind in columns.items() if kind.partition("(")[0] in DTYPES]
         added = self.added_spaces()
-        own = [name for name in vectors if name not in added or name == uri.options.get("column")]
+        computed = {name for (name,) in self.client.ask(_COMPUTED, self._name)}
+        own = [name for name in vectors if name not in added | computed or name == uri.options.get("column")]
         self.space = uri.choose("column", own, "a column of type vector or halfvec")
-        self.key = uri.choose("id", self._unique_columns(), "a column with a primary key or a unique index")
-        self.key_type = columns[self.key]
+        self.key = self._key(columns)
         self.metric = uri.metric() or self._metric()
         self.searches = Searches(self.client, self.records, self.table, self.key, self.metric, self.spaces)
 
@@ -60,19 +65,24 @@ class PgVectorStore(Store):
     # ------------------------------------------------------------------------------------------------- the table
 
     def _relation(self, name: str) -> tuple[sql.SQL, str]:
-        """Find the table; return its name as SQL, quoted by the server, and its schema."""
-        asked = (
-            "SELECT format('%%I.%%I', nspname, relname), nspname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-            "WHERE c.oid = to_regclass(%s)"
-        )
-        found = self.client.ask(asked, name)
+        """Find the table; return its name as SQL, quoted by the server, and its schema.
+
+        A name is taken letter by letter first, as in ``Item`` for a table that SQL calls ``"Item"``, and then as SQL.
+        """
+        if schema := self.uri.options.get("schema"):
+            name = f"{schema}.{name}"
+        found = self.client.ask(_NAMED + "relname = %s AND pg_table_is_visible(c.oid)", name)
+        found = found or self.client.ask(_NAMED + "nspname || '.' || relname = %s", name)
         if not found:
-            tables = [
-                row[0]
-                for row in self.client.ask("SELECT tablename FROM pg_tables WHERE schemaname = ANY(current_schemas(false))")
-            ]
+            with suppress(XcompatError):  # it is no name in SQL
+                found = self.client.ask(_NAMED + "c.oid = to_regclass(%s)", name)
+        if not found:
+            tables = [table for (table,) in self.client.ask(_TABLES)]
             raise XcompatError(f"{self.uri}: there is no table {name!r}; {nearest(name, tables)}")
-        return sql.SQL(found[0][0]), found[0][1]
+        quoted, schema, kind = found[0]
+        if kind not in "rp":
+            raise XcompatError(f"{self.uri}: {name} is a {_RELATIONS[kind]}; choose the table that holds its rows")
+        return sql.SQL(quoted), schema
 
     def _columns(self) -> dict[str, str]:
         """Return every column of the table with its type."""
@@ -86,19 +96,17 @@ class PgVectorStore(Store):
         """Return the type of a column of vectors, without its size."""
         return self._columns()[column].partition("(")[0]
 
-    def _unique_columns(self) -> list[str]:
-        """Return the columns that identify a row alone: the primary key first."""
-        asked = (
-            "SELECT a.attname FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
-            "WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indnkeyatts = 1 AND i.indpred IS NULL AND a.attnotnull "
-            "AND i.indexprs IS NULL ORDER BY NOT i.indisprimary LIMIT %s"
-        )
-        return [
-            name
-            for (name,) in self.client.ask(
-                asked, self.table.as_string(self.connection), 1 if "id" not in self.uri.options else 99
+    def _key(self, columns: dict[str, str]) -> Key:
+        """Return what identifies a row: the primary key, or the columns of a unique index that the address names."""
+        found: list[str] = [",".join(names) for (names,) in self.client.ask(_UNIQUE, self._name)]
+        if not found:
+            raise XcompatError(
+                f"{self.uri}: the table needs a primary key or a unique index on NOT NULL columns; add one, e.g. ALTER TABLE "
+                f"{self._name} ADD COLUMN id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
             )
-        ]
+        known = found if "id" in self.uri.options else found[:1]
+        names = tuple(self.uri.choose("id", known, "a primary key or a unique index (id=COLUMN or id=COLUMN,COLUMN)").split(","))
+        return Key(names, tuple(columns[name] for name in names))
 
     def _metric(self) -> Metric:
         """Return how vectors are compared: as an index of the column does, else by cosine."""
@@ -153,10 +161,10 @@ class PgVectorStore(Store):
             100.0, 500.0 * count / max(self.count(self.space), 1)
         )  # pages, whose rows are cut to the number that is asked for
         asked = sql.SQL(
-            "SELECT {key}::text, {own}, xmin::text, {other} {content} FROM {table} TABLESAMPLE SYSTEM (%s) REPEATABLE (0) "
-            "WHERE {own} IS NOT NULL AND {other} IS NOT NULL ORDER BY md5({key}::text) LIMIT %s"
+            "SELECT {key}, {own}, xmin::text, {other} {content} FROM {table} AS t TABLESAMPLE SYSTEM (%s) REPEATABLE (0) "
+            "WHERE {own} IS NOT NULL AND {other} IS NOT NULL ORDER BY md5({key}) LIMIT %s"
         ).format(
-            key=sql.Identifier(self.key),
+            key=self.key.text,
             own=sql.Identifier(self.space),
             other=sql.Identifier(other),
             content=one_more(content),
@@ -178,14 +186,22 @@ class PgVectorStore(Store):
     ) -> Iterator[Rows]:
         """Read on a connection of its own, unless this one has locked all others out."""
         own = space or self.space
-        key, kind = sql.Identifier(self.key), sql.SQL(self.key_type)
         lacks = sql.SQL("AND {} IS NULL").format(sql.Identifier(without)) if without is not None else sql.SQL("")
 
         def asked(after: str | None) -> sql.Composed:
-            behind = sql.SQL("AND t.{} > %s::{}").format(key, kind) if after is not None else sql.SQL("")
+            behind = sql.SQL("AND {}").format(self.key.is_behind) if after is not None else sql.SQL("")
             return sql.SQL(
-                "SELECT t.{0}::text, {1}, xmin::text {2} FROM {3} AS t WHERE {1} IS NOT NULL {4} {5} ORDER BY t.{0} LIMIT %s"
-            ).format(key, sql.Identifier(own), one_more(content), self.table, lacks, behind)
+                "SELECT {key}, {own}, xmin::text {more} FROM {table} AS t WHERE {own} IS NOT NULL {lacks} {behind} "
+                "ORDER BY {order} LIMIT %s"
+            ).format(
+                key=self.key.text,
+                own=sql.Identifier(own),
+                more=one_more(content),
+                table=self.table,
+                lacks=lacks,
+                behind=behind,
+                order=self.key.order,
+            )
 
         return self._blocks(self.client if self.client.within else None, asked, self._kind(own), batch, after)
 
@@ -210,23 +226,25 @@ class PgVectorStore(Store):
             raise XcompatError(f"{self.uri} has a column {name!r} already; choose another name")
         with explained(self.uri), self.connection.transaction():
             self._do("ALTER TABLE {table} ADD COLUMN {new} {kind}", new=name, kind=sql.SQL(f"{TYPES[dtype]}({dim})"))
+            copy_settings(self.client, self.table, self.space, name)
             follow(self.client, self.schema, self.table, name, self.space)
             self.name_model(name, model)
 
     @override
     def check_space(self, dim: int, dtype: str) -> None:
-        most = INDEXED[dtype]
-        if dim > most and (found := indexes(self.client, self.table, self.space)):
-            other = "--dtype float16" if dim <= INDEXED["float16"] else "a map into fewer, or drop that index first"
-            raise XcompatError(
-                f"{self.space} of {self.uri} has an approximate index ({found[0].name}), which pgvector builds for {dtype} of "
-                f"{most:,} dimensions at most, and the new vectors have {dim:,}; take {other}"
-            )
+        self._survey(dim, dtype).refuse()
+
+    @override
+    def notes(self, dim: int, dtype: str) -> list[str]:
+        return self._survey(dim, dtype).notes()
+
+    def _survey(self, dim: int, dtype: str) -> Survey:
+        return Survey(self.client, self.table, self.space, self.spaces()[self.space].dim, dim, dtype)
 
     @override
     def write(self, space: str, rows: Rows) -> int:
         block = self.client.block(rows.vectors_ND, self._kind(space))
-        parts = {"key": sql.Identifier(self.key), "key_type": sql.SQL(self.key_type), "kind": sql.SQL(block.kind)}
+        parts = {"is_same": self.key.is_same, "kind": sql.SQL(block.kind)}
         asked = sql.SQL(_UPDATE).format(table=self.table, new=sql.Identifier(space), **parts)
         apart = not self.client.within
 
@@ -241,42 +259,51 @@ class PgVectorStore(Store):
 
     @override
     def switch(self, space: str) -> None:
-        if self.space + BEFORE in self._columns():
-            return
-        with explained(self.uri), self.connection.transaction():
-            unfollow(self.client, self.table, space)
-            self._rename({self.space: self.space + BEFORE, space: self.space})
-            follow(self.client, self.schema, self.table, self.space + BEFORE, self.space)
+        if self.space + BEFORE not in self._columns():
+            self._exchange(self.space + BEFORE, space, is_back=False)
 
     @override
     def switch_back(self, space: str) -> None:
-        if self.space + BEFORE not in self._columns():
-            return
-        with explained(self.uri), self.connection.transaction():
-            unfollow(self.client, self.table, self.space + BEFORE)
-            self._rename({self.space: space, self.space + BEFORE: self.space})
-            follow(self.client, self.schema, self.table, space, self.space)
+        if self.space + BEFORE in self._columns():
+            self._exchange(space, self.space + BEFORE, is_back=True)
 
-    def _rename(self, names: dict[str, str]) -> None:
-        """Rename columns, and what is known of them."""
-        models = self.record("spaces") or {}
-        for old, new in names.items():
-            self._do("ALTER TABLE {table} RENAME COLUMN {old} TO {new}", old=old, new=new)
-        self.set_record("spaces", {names.get(name, name): model for name, model in models.items()})
+    def _exchange(self, aside: str, incoming: str, is_back: bool) -> None:
+        """Exchange the searched column and another one, and what is known of them."""
+        spaces, models = self.spaces(), self.record("spaces") or {}
+        resize = Resize(spaces[self.space].dim, spaces[incoming].dim)
+        names = {self.space: aside, incoming: self.space}
+        with explained(self.uri), self.connection.transaction():
+            Exchange(
+                self.client, self.records, self.schema, self.table, self.space, aside, incoming, spaces[incoming].dtype, resize
+            ).run(is_back)
+            self.set_record("spaces", {names.get(name, name): model for name, model in models.items()})
+
+    @override
+    def settle(self) -> None:
+        with explained(self.uri):
+            settle(self.client, self.records, self.table, self.space)
 
     @override
     def drop_space(self, name: str) -> None:
         models = self.record("spaces") or {}
+        if used := find_dependents(self.client, find_columns(self.client, self.table, name), Resize(None, None)):
+            raise XcompatError(f"{used[0].name} uses {name} of {self.uri}; drop it first")
         with explained(self.uri), self.connection.transaction():
             unfollow(self.client, self.table, name)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
             self.set_record("spaces", {other: model for other, model in models.items() if other != name})
+            if rows := require_again(self.client, self.records, self.table, self.space):
+                notice(
+                    f"{self.space} of {self.uri} is not NOT NULL any more: {rows:,} rows have no vector of the old model. Write "
+                    "their vectors or delete them, then SET NOT NULL again"
+                )
 
     @override
     @contextmanager
     def alone(self) -> Iterator[None]:
+        readers = find_dependents(self.client, find_columns(self.client, self.table, self.space), Resize(None, None))
         with explained(self.uri), self.connection.transaction():
-            self.client.lock(self.table)
+            self.client.lock(self.table, first=[reader.lock for reader in readers if reader.lock])
             yield
 
     @override
@@ -287,7 +314,15 @@ class PgVectorStore(Store):
 
     @override
     def index_like(self, space: str) -> list[str]:
-        return index_like(self.client, self.table, self.space, space, self.spaces()[space].dtype)
+        return self._copies(self.space, space).build()
+
+    @override
+    def missing_indexes(self, space: str, like: str) -> list[str]:
+        return self._copies(like, space).missing()
+
+    def _copies(self, old: str, new: str) -> Copies:
+        spaces = self.spaces()
+        return Copies(self.client, self.table, old, new, spaces[new].dtype, Resize(spaces[old].dim, spaces[new].dim))
 
     # ------------------------------------------------------------------------------------------------- records
 
@@ -312,15 +347,36 @@ class PgVectorStore(Store):
     def _do(self, statement: str, **parts: str | sql.Composable) -> None:
         """Execute a statement about the table; parts that are strings are names."""
         named = {name: sql.Identifier(part) if isinstance(part, str) else part for name, part in parts.items()}
-        self.client.execute(sql.SQL(statement).format(table=self.table, key=sql.Identifier(self.key), **named))
+        self.client.execute(sql.SQL(statement).format(table=self.table, **named))
 
 
 _UPDATE = """
 UPDATE {table} AS t SET {new} = r.vector FROM unnest(%s::text[], %s::text[], %s::{kind}[]) AS r (id, state, vector)
-WHERE t.{key} = r.id::{key_type} AND t.xmin::text = r.state
+WHERE {is_same} AND t.xmin::text = r.state
 """
 
 
+_NAMED: LiteralString = """
+SELECT format('%%I.%%I', nspname, relname), nspname, relkind FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace
+WHERE relkind IN ('r', 'p', 'v', 'm', 'f') AND """
+_RELATIONS = {"v": "view", "m": "materialized view", "f": "foreign table"}
+_TABLES = """
+SELECT CASE WHEN pg_table_is_visible(c.oid) THEN relname ELSE nspname || '.' || relname END
+FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace
+WHERE relkind IN ('r', 'p') AND nspname !~ '^pg_' AND nspname <> 'information_schema'
+"""
+_UNIQUE = """
+SELECT ARRAY(SELECT attname::text FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k (number, place)
+  JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.number WHERE place <= i.indnkeyatts ORDER BY place)
+FROM pg_index i WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indisvalid AND i.indpred IS NULL AND i.indexprs IS NULL
+  AND NOT EXISTS (SELECT FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k (number, place)
+    JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.number WHERE place <= i.indnkeyatts AND NOT a.attnotnull)
+ORDER BY NOT i.indisprimary, i.indnkeyatts, i.indexrelid
+"""
+_COMPUTED = "SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attgenerated <> ''"
+"""Generated columns, e.g. a ``halfvec`` of the vectors."""
+
+
 def open_store(uri: str) -> PgVectorStore:
-    """Open a table by its address."""
-    return PgVectorStore(StoreUri.parse(uri, OPTIONS, passes_on=True))
+    """Open a table by its address, which may name a driver as SQLAlchemy's do: ``postgresql+psycopg://``."""
+    return PgVectorStore(StoreUri.parse(_DRIVER.sub(r"\1://", uri, count=1), OPTIONS, passes_on=True))

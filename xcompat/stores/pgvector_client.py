@@ -114,7 +114,16 @@ class Client:
             cursor = self.connection.execute(asked, given)
             return cursor.fetchall() if cursor.description is not None else []
 
-    def lock(self, table: sql.SQL, mode: LiteralString = "ACCESS EXCLUSIVE") -> None:
+    def quote(self, name: str) -> str:
+        """Return a name as PostgreSQL writes it: quoted only where it must be."""
+        return str(self.ask("SELECT quote_ident(%s)", name)[0][0])
+
+    def run(self, statement: str) -> None:
+        """Execute a complete statement once, e.g. one that the server wrote down itself."""
+        with explained(self.uri):
+            self.connection.execute(sql.SQL(statement))  # type: ignore[arg-type]  # not a literal
+
+    def lock(self, table: sql.SQL, mode: LiteralString = "ACCESS EXCLUSIVE", first: Sequence[str] = ()) -> None:
         """Lock a table until the transaction ends, as soon as others let go of it; who these are is said on the terminal.
 
         PostgreSQL lets nobody past who waits for such a lock. So it is waited for a moment at a time.
@@ -122,6 +131,7 @@ class Client:
         Args:
             table: its name, with the schema.
             mode: of the lock.
+            first: statements that lock what reads the table, e.g. its views, whose readers lock these first.
         """
         asked = sql.SQL("LOCK TABLE {} IN {} MODE").format(table, sql.SQL(mode))
         said: list[str] = []
@@ -129,6 +139,8 @@ class Client:
         def attempt() -> None:
             with self.connection.transaction():  # a part of the one that is open, which goes on where this fails
                 self.connection.execute("SELECT set_config('lock_timeout', %s, true)", (PATIENCE,))
+                for statement in first:
+                    self.connection.execute(sql.SQL(statement))  # type: ignore[arg-type]  # not a literal
                 self.connection.execute(asked)
                 self.connection.execute("SET LOCAL lock_timeout TO DEFAULT")
 
@@ -198,7 +210,9 @@ def explained(uri: StoreUri) -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
-        said = error.diag.message_primary or " ".join(str(error).split())
+        said = uri.scrub(error.diag.message_primary or " ".join(str(error).split()))
+        if "invalid URI query parameter" in said:
+            raise XcompatError(f"{uri}: {said}; remove it from the address, PostgreSQL does not know it") from None
         if isinstance(error, psycopg.OperationalError) and (error.sqlstate is None or error.sqlstate.startswith(LOST)):
             raise LostConnectionError(f"{uri} does not answer ({said}); run it again once it does, and it continues") from error
         after = "; make room there and run it again, and it continues" if error.sqlstate == FULL else ""

@@ -1,61 +1,113 @@
-"""Approximate indexes of a PostgreSQL table, with those of its partitions, and others like them."""
+"""Indexes of a PostgreSQL column, with those of its partitions, and copies of them for another column."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from psycopg import sql
 
 from xcompat.stores.pgvector_client import TYPES, Client, explained
+from xcompat.stores.pgvector_dependents import Resize
 
 
 class Index(NamedTuple):
-    """An approximate index of one column.
+    """An index that reads a column: as its key, in an expression or in its condition.
 
     Args:
-        name: as SQL writes it.
+        name: as SQL writes it, with the schema.
+        plain: the name alone.
         table: the table that it is of, or the partition, as SQL writes it.
-        made: the end of the statement that makes it: its kind, its column and its options.
+        made: the end of the statement that makes it: its kind, its keys and its options.
         spans: whether it is of a partitioned table, which holds nothing but the indexes of the partitions.
         valid: whether it was built to its end.
+        unique: whether it is.
+        space: its tablespace as SQL writes it; None for the default one.
+        comment: on it, as SQL writes it.
     """
 
     name: str
+    plain: str
     table: str
     made: str
     spans: bool
     valid: bool
+    unique: bool
+    space: str | None
+    comment: str | None
 
-    def like(self, column: str, dtype: str) -> str:
-        """Return the end of the statement that makes the same for another column, whose name is SQL."""
-        return re.sub(r"\(.*? (vector|halfvec)_", lambda _: f"({column} {TYPES[dtype]}_", self.made, count=1)
+    @property
+    def is_approximate(self) -> bool:
+        """Whether it finds nearest neighbours."""
+        return self.made.startswith(("hnsw ", "ivfflat "))
+
+    def like(self, old: str, new: str, dtype: str, resize: Resize) -> str:
+        """Return the end of the statement that makes the same for another column; both names are SQL."""
+        return resize(rename_column(_explicit(self.made, old), old, new, dtype))
+
+    def create(self, like: str, concurrently: bool) -> str:
+        """Return the statement that makes an index like this one."""
+        head, where, condition = like.partition(" WHERE ")
+        made = f"{head} TABLESPACE {self.space}{where}{condition}" if self.space else like
+        return f"CREATE{' UNIQUE' * self.unique} INDEX{' CONCURRENTLY' * concurrently} ON {self.table} USING {made}"
 
 
+def rename_column(made: str, old: str, new: str, dtype: str) -> str:
+    """Return the end of an index's statement with a column exchanged for another one.
+
+    Args:
+        made: as PostgreSQL writes it: columns have no table before them.
+        old: the column, as SQL writes it.
+        new: the other one.
+        dtype: how that keeps its numbers, for the operator class of a key that is the column itself.
+
+    Example:
+        >>> rename_column("hnsw (a vector_ip_ops) WHERE (a IS NOT NULL)", "a", '"New"', "float16")
+        'hnsw ("New" halfvec_ip_ops) WHERE ("New" IS NOT NULL)'
+    """
+    tokens = _TOKEN.findall(made)
+    for number, token in enumerate(tokens):
+        before, after = "".join(tokens[max(number - 2, 0) : number]), "".join(tokens[number + 1 : number + 2])
+        if token == old and not before.endswith(("::", ".")) and after != "(":
+            tokens[number] = new
+            if after == " " and (operators := _OPERATORS.fullmatch(tokens[number + 2])):
+                tokens[number + 2] = f"{TYPES[dtype]}_{operators[1]}"
+    return "".join(tokens)
+
+
+def _explicit(made: str, column: str) -> str:
+    """Return the end of a statement with the operator class of the column, which PostgreSQL omits where it is the default."""
+    return made.replace(f"ivfflat ({column})", f"ivfflat ({column} vector_l2_ops)", 1)
+
+
+_TOKEN = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|[^\W\d][\w$]*|\s+|.""", re.DOTALL)
+_OPERATORS = re.compile(r"(?:vector|halfvec)_(\w+_ops)")
 _ASKED = """
-SELECT i.indexrelid::regclass::text, i.indrelid::regclass::text, pg_get_indexdef(i.indexrelid), c.relkind = 'I', i.indisvalid
-FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
-WHERE indrelid IN (SELECT relid FROM pg_partition_tree(to_regclass(%s)) UNION SELECT to_regclass(%s))
-ORDER BY c.relkind = 'I', i.indexrelid
+WITH RECURSIVE tree AS (
+  SELECT to_regclass(%s)::oid AS oid UNION ALL SELECT inhrelid FROM pg_inherits JOIN tree ON inhparent = tree.oid)
+SELECT format('%%I.%%I', nspname, c.relname), c.relname, indrelid::regclass::text, pg_get_indexdef(indexrelid),
+  c.relkind = 'I', indisvalid, indisunique, quote_ident(spcname), quote_literal(obj_description(c.oid, 'pg_class'))
+FROM tree JOIN pg_index ON indrelid = tree.oid JOIN pg_class c ON c.oid = indexrelid JOIN pg_namespace n ON n.oid = relnamespace
+LEFT JOIN pg_tablespace s ON s.oid = reltablespace
+WHERE EXISTS (
+  SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid AND attnum = refobjsubid
+  WHERE classid = 'pg_class'::regclass AND objid = indexrelid AND refclassid = 'pg_class'::regclass AND refobjid = indrelid
+    AND attname = %s)
+ORDER BY c.relkind = 'I', indexrelid
 """
 
 
 def indexes(client: Client, table: sql.SQL, column: str) -> list[Index]:
-    """Return a column's approximate indexes, those of partitions before those that span them."""
-    named = table.as_string(client.connection)
-    quoted = sql.Identifier(column).as_string(client.connection)
-    found = [
-        Index(name, of, made.split(" USING ", 1)[1], spans, valid)
-        for name, of, made, spans, valid in client.ask(_ASKED, named, named)
-        if "USING hnsw" in made or "USING ivfflat" in made
+    """Return a column's indexes, those of partitions before those that span them."""
+    quoted, found = client.quote(column), client.ask(_ASKED, table.as_string(client.connection), column)
+    return [
+        Index(name, plain, of, _explicit(made.split(" USING ", 1)[1], quoted), *rest) for name, plain, of, made, *rest in found
     ]
-    return [index for index in found if f"({column} " in index.made or f"({quoted} " in index.made]
 
 
-def index_like(client: Client, table: sql.SQL, old: str, new: str, dtype: str) -> list[str]:
-    """Build the approximate indexes of a column for another one too, without locking writers out; return their names.
-
-    PostgreSQL names them: after a migration, an index of the searched column is still called by what that column was called.
+class Copies(NamedTuple):
+    """Two columns of which one has the indexes that the other gets.
 
     Args:
         client: the connection that writes.
@@ -63,20 +115,67 @@ def index_like(client: Client, table: sql.SQL, old: str, new: str, dtype: str) -
         old: the column that has them.
         new: the column that gets them.
         dtype: how that keeps its numbers.
+        resize: adjusts casts to its dimension.
     """
-    quoted = sql.Identifier(new).as_string(client.connection)
-    for index in indexes(client, table, old):
-        how = index.like(quoted, dtype)
-        same = [one for one in indexes(client, table, new) if one.table == index.table and one.like(quoted, dtype) == how]
-        if not index.valid or any(one.valid for one in same):
-            continue
-        for left in same:  # of a build that was killed
-            client.execute(sql.SQL("DROP INDEX CONCURRENTLY {}").format(sql.SQL(left.name)))
-        of, made = sql.SQL(index.table), sql.SQL("CREATE INDEX {} ON {} USING {}")
-        if not index.spans:
-            client.execute(made.format(sql.SQL("CONCURRENTLY"), of, sql.SQL(how)))
-            continue
-        with explained(client.uri), client.connection.transaction():  # takes over those of the partitions, and builds nothing
-            client.lock(of, "SHARE")
-            client.execute(made.format(sql.SQL(""), of, sql.SQL(how)))
-    return [index.name for index in indexes(client, table, new)]
+
+    client: Client
+    table: sql.SQL
+    old: str
+    new: str
+    dtype: str
+    resize: Resize
+
+    def pairs(self) -> Iterator[tuple[Index, str, list[Index]]]:
+        """Yield each index, the end of the statement that makes it for the other column, and what is there of it."""
+        old, new = self.client.quote(self.old), self.client.quote(self.new)
+        for index in indexes(self.client, self.table, self.old):
+            there = indexes(self.client, self.table, self.new)  # again, since one that spans partitions makes theirs
+            how = index.like(old, new, self.dtype, self.resize)
+            yield (
+                index,
+                how,
+                [one for one in there if one.table == index.table and one.made == how and one.unique == index.unique],
+            )
+
+    def missing(self) -> list[str]:
+        """Return the names of indexes that the other column lacks."""
+        return [index.plain for index, _, same in self.pairs() if index.valid and not any(one.valid for one in same)]
+
+    def build(self) -> list[str]:
+        """Build the indexes that the other column lacks, without locking writers out; return the names of all."""
+        for index, how, same in self.pairs():
+            if not index.valid or any(one.valid for one in same):
+                continue
+            for left in same:  # of a build that was killed
+                self.client.run(f"DROP INDEX CONCURRENTLY {left.name}")
+            if not index.spans:
+                self.client.run(index.create(how, concurrently=True))
+                continue
+            with explained(self.client.uri), self.client.connection.transaction():  # takes over those of the partitions
+                self.client.lock(sql.SQL(index.table), "SHARE")  # type: ignore[arg-type]  # not a literal
+                self.client.run(index.create(how, concurrently=False))
+        return [index.name for index in indexes(self.client, self.table, self.new)]
+
+    def exchange_names(self, suffix: str) -> None:
+        """Give the copies the names and comments of their originals, which get a suffix."""
+        used: set[str] = set()
+        for index, _, same in list(self.pairs()):
+            copy = next((one for one in same if one.valid and one.name not in used), None)
+            if copy is None:
+                continue
+            used.add(copy.name)
+            schema = index.name.removesuffix(self.client.quote(index.plain))
+            aside = self.client.quote(with_suffix(index.plain, suffix))
+            self.client.run(f"ALTER INDEX {index.name} RENAME TO {aside}")
+            self.client.run(f"ALTER INDEX {copy.name} RENAME TO {self.client.quote(index.plain)}")
+            if index.comment:
+                self.client.run(f"COMMENT ON INDEX {schema}{self.client.quote(index.plain)} IS {index.comment}")
+
+
+NAME_BYTES = 63
+"""Longest name in PostgreSQL."""
+
+
+def with_suffix(name: str, suffix: str) -> str:
+    """Return a name with a suffix, cut where PostgreSQL would cut it."""
+    return name.encode()[: NAME_BYTES - len(suffix.encode())].decode(errors="ignore") + suffix

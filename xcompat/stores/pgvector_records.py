@@ -70,7 +70,7 @@ class Records:
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Refuse other processes, whatever they call the table; whoever is killed gives the claim back."""
-        if not self._lock():
+        if not self.client.again(self._lock):
             raise XcompatError(f"{self.client.uri} is being migrated by another process; wait for it, or stop it first")
         claim = uuid.uuid4().hex
         self.write(CLAIM, {"by": claim})

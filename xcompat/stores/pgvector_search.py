@@ -16,6 +16,7 @@ from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import UNKNOWN, Space
 from xcompat.stores.pgvector_client import Client
+from xcompat.stores.pgvector_keys import Key
 from xcompat.stores.pgvector_records import Records
 
 OPERATORS: dict[Metric, str] = {"cosine": "<=>", "ip": "<#>", "l2": "<->"}
@@ -27,7 +28,7 @@ _WIDE = f"SELECT set_config('hnsw.ef_search', least(1000, greatest({_KNOWN}, %s)
 """Sets for one transaction how many candidates HNSW keeps, which are as many as it finds: no fewer than are asked for."""
 _ITERATIVE = "".join(f", set_config('{kind}.iterative_scan', 'relaxed_order', true)" for kind in ("hnsw", "ivfflat"))
 _ASKED = """
-SELECT * FROM (SELECT {}::text, {}, {} FROM {} WHERE {} IS NOT NULL {} ORDER BY 2 LIMIT %s) AS found (id, away, said)
+SELECT * FROM (SELECT {}, {}, {} FROM {} WHERE {} IS NOT NULL {} ORDER BY 2 LIMIT %s) AS found (id, away, said)
 ORDER BY away + 0
 """
 """With a sum, since an index claims to have sorted the distances, and one that goes on has not quite."""
@@ -57,7 +58,7 @@ class Searches:
     """
 
     def __init__(
-        self, client: Client, records: Records, table: sql.SQL, key: str, metric: Metric, look: Callable[[], dict[str, Space]]
+        self, client: Client, records: Records, table: sql.SQL, key: Key, metric: Metric, look: Callable[[], dict[str, Space]]
     ) -> None:
         self.client, self.records, self.table, self.key, self.metric, self.look = client, records, table, key, metric, look
         self._seen: dict[str, _Seen] = {}
@@ -97,7 +98,7 @@ class Searches:
         half = sql.SQL("::halfvec" if seen.space.dtype == "float16" else "")
         distance = sql.SQL("{} {} %s::vector{}").format(column, sql.SQL(OPERATORS[self.metric]), half)
         where = sql.SQL(f"AND ({filter.replace('%', '%%')})") if filter else sql.SQL("")
-        asked = sql.SQL(_ASKED).format(sql.Identifier(self.key), distance, self.records.said("spaces"), self.table, column, where)
+        asked = sql.SQL(_ASKED).format(self.key.text, distance, self.records.said("spaces"), self.table, column, where)
         wide = sql.SQL(_WIDE + _ITERATIVE * seen.iterates)
         found = self.client.again(lambda: self._rows(wide, asked, queries_QD, top_k))
         if any(said != seen.said for each in found for _, _, said in each):

@@ -320,6 +320,11 @@ class QdrantStore(Store):
             raise XcompatError(f"{self.uri}: the server cannot index {space}; look into its log, then start again")
         return made
 
+    @override
+    def missing_indexes(self, space: str, like: str) -> list[str]:
+        made = self._info(self._real(space)).payload_schema
+        return [name for name in self._info(self._real(like)).payload_schema if name not in made]
+
     def _index(self, space: str, like: models.CollectionInfo) -> list[str]:
         """Index fields of the payload; before the points come, so that the graph of vectors knows of them."""
         for field, index in like.payload_schema.items():

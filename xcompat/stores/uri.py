@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
-from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.retrieval.manifest import Metric
@@ -54,6 +54,14 @@ class StoreUri:
         query = urlencode(self.rest, quote_via=quote)  # libpq takes a + for a plus sign, not for a space
         return self.parts._replace(query=query).geturl()
 
+    def scrub(self, text: str) -> str:
+        """Return a message of the client without the passwords of the address."""
+        query = [value for name, value in self.rest.items() if _is_secret(name)]
+        password = self.parts.netloc.rpartition("@")[0].partition(":")[2]
+        for secret in (self.client, password, unquote(password), *query):
+            text = text.replace(secret, "…") if secret else text
+        return text
+
     def __str__(self) -> str:
         """Return the address without user, password and the client's own options, for messages and reports."""
         return shown(self.parts._replace(query=urlencode(self.options)).geturl())
@@ -80,6 +88,8 @@ class StoreUri:
             XcompatError: it names another, or none and there is not exactly one.
         """
         given = self.options.get(option)
+        if given is not None and given not in known:  # quoted, or in capitals, as SQL would take it
+            given = next((name for name in (given.strip('"'), given.lower()) if name in known), given)
         if given is not None and given not in known:
             raise XcompatError(f"{self}: {given!r} is not {what}; {nearest(given, known)}")
         if given is None and len(known) != 1:
@@ -100,6 +110,10 @@ class StoreUri:
         return cast("Metric", given)
 
 
+_PATHS = ("file", "lancedb", "chroma")
+"""Schemes after which a path may follow, in which an @ is a letter like any other."""
+
+
 def split(uri: str) -> SplitResult:
     """Return the parts of an address; one that may hold a part of a password elsewhere than before the host is refused.
 
@@ -113,6 +127,9 @@ def split(uri: str) -> SplitResult:
         parts = urlsplit(uri)
     except ValueError:  # it quotes the address
         raise XcompatError(f"{what} cannot be read; {spelled}") from None
+    in_path = not parts.netloc and parts.scheme.partition("+")[0] not in _PATHS and "@" in rest.partition("?")[0]
+    if in_path:
+        raise XcompatError(f"{what} has an @ behind ///, so a password may be there; write two slashes before the user")
     before_host = rest.rpartition("@")[0]
     if parts.netloc and ":" in before_host and set("/?#@") & set(before_host):
         raise XcompatError(f"{what} has an @ after one of / ? # @, so a password may end there; {spelled}")

