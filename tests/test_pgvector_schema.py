@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,6 +168,39 @@ def test_every_kind_of_write_works_after_the_switch(postgres: str, database: Any
     migration.finish(store)
     found = database.execute("SELECT vector_dims(embedding), count(*) FROM items GROUP BY 1").fetchall()
     assert found == [(NEW_DIM, N + 6)]
+
+
+def test_switch_lets_a_service_finish_that_holds_the_table(
+    postgres: str, database: Any, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the view, which the switch has locked first, in the same transaction; neither is ended as a deadlock."""
+    create(database, "")
+    database.execute("CREATE VIEW readable AS SELECT id, embedding FROM items")
+    store = prepared(postgres, mapping)
+    service = psycopg.connect(postgres)
+    service.execute("UPDATE items SET price = 1 WHERE id = 1")
+    found: list[Any] = []
+
+    def read() -> None:
+        found.extend(service.execute("SELECT id FROM readable WHERE id = 1").fetchall())
+        service.commit()
+
+    reader = threading.Thread(target=read)
+    waiting = "SELECT FROM pg_locks WHERE NOT granted AND relation = 'items'::regclass"
+
+    def begin() -> None:
+        while database.execute(waiting).fetchone() is None:
+            pass
+        reader.start()
+
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: reader.join())
+    starter = threading.Thread(target=begin)
+    starter.start()
+    migration.switch(store, mapping)
+    starter.join()
+    reader.join()
+    assert found == [(1,)]
+    service.close()
 
 
 def test_positional_inserts_reach_a_column_of_the_same_size(postgres: str, database: Any) -> None:

@@ -88,7 +88,7 @@ class Service(threading.Thread):
             while not self.ended.is_set() and not self.failure:
                 number += 1
                 self._write(connection, number)
-                self.ended.wait(0.02)
+                self.ended.wait(0.05)
 
     def _write(self, connection: Any, number: int) -> None:
         """Insert an item, change the one before, delete another, and read by the view."""

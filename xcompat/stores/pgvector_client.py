@@ -30,6 +30,9 @@ ATTEMPTS, LONGEST_WAIT = 10, 10.0
 """How often a lost connection is made anew before it is given up, and the most seconds between two attempts: half a minute."""
 PATIENCE, PAUSE = "2s", 5.0
 """How long a lock is waited for, while whoever asks for the table waits behind it; seconds for which these go on then."""
+TOGETHER = 800
+"""Milliseconds for several locks together: less than the second after which PostgreSQL looks for deadlocks. So a service that
+locks the table before a view, while a switch locks the view before the table, is not ended."""
 LOST = ("08", "57P01", "57P02", "57P03")
 """How the codes of errors begin with which a server ends a connection, or does not accept one yet."""
 FULL = "53100"
@@ -133,12 +136,13 @@ class Client:
             mode: of the lock.
             first: statements that lock what reads the table, e.g. its views, whose readers lock these first.
         """
+        patience = f"{max(TOGETHER // (len(first) + 1), 1)}ms" if first else PATIENCE
         asked = sql.SQL("LOCK TABLE {} IN {} MODE").format(table, sql.SQL(mode))
         said: list[str] = []
 
         def attempt() -> None:
             with self.connection.transaction():  # a part of the one that is open, which goes on where this fails
-                self.connection.execute("SELECT set_config('lock_timeout', %s, true)", (PATIENCE,))
+                self.connection.execute("SELECT set_config('lock_timeout', %s, true)", (patience,))
                 for statement in first:
                     self.connection.execute(sql.SQL(statement))  # type: ignore[arg-type]  # not a literal
                 self.connection.execute(asked)
@@ -150,7 +154,7 @@ class Client:
                 said[:] = found
                 console.print(f"waiting for {literal(self.uri)}, which is in use by {literal(', '.join(said))}", soft_wrap=True)
 
-        held = retry_if_exception_type(psycopg.errors.LockNotAvailable)
+        held = retry_if_exception_type((psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected))
         Retrying(retry=held, wait=wait_fixed(PAUSE), before_sleep=say)(attempt)
 
     def _attempt(self, work: Callable[[], T]) -> T:
