@@ -141,8 +141,8 @@ class PgVectorStore(Store):
 
     @override
     def ids_without_vector(self, count: int) -> list[str]:
-        asked = sql.SQL("SELECT {0}::text FROM {1} WHERE {2} IS NULL ORDER BY {0} LIMIT %s")
-        names = sql.Identifier(self.key), self.table, sql.Identifier(self.space)
+        asked = sql.SQL("SELECT {} FROM {} AS t WHERE {} IS NULL ORDER BY {} LIMIT %s")
+        names = self.key.text, self.table, sql.Identifier(self.space), self.key.order
         return [item for (item,) in self.client.ask(asked.format(*names), count)]
 
     @override
