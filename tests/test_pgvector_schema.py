@@ -31,6 +31,7 @@ def database(postgres: str) -> Iterator[Any]:
         for statement in (
             "DROP SCHEMA IF EXISTS public CASCADE",
             "CREATE SCHEMA public",
+            "GRANT USAGE ON SCHEMA public TO PUBLIC",
             "CREATE EXTENSION IF NOT EXISTS vector",
             "DROP PUBLICATION IF EXISTS sent",
         ):
