@@ -32,6 +32,8 @@ from xcompat.serve import search as searching
 from xcompat.serve.app import OLD_PATH, listen, make_app
 from xcompat.serve.connections import make_server
 from xcompat.serve.guard import BODIES_BYTES, JSON_BYTES, PICTURE_PATH
+from xcompat.serve.lane import BusyError
+from xcompat.serve.login import SESSION_SECONDS, Login
 from xcompat.serve.options import Options
 from xcompat.serve.site import NEW, Shelf, Side, Site, Source
 from xcompat.serve.uploads import UPLOAD_BYTES
@@ -623,3 +625,51 @@ def test_scripts_of_earlier_versions_find_the_same(client: httpx.Client) -> None
         assert client.post(OLD_PATH, json={"data": data}).status_code == 422
     for name in ("x", "e30=", "%2e%2e", "a" * 1000):
         assert client.get(f"{OLD_PATH}/{name}").status_code == 404
+
+
+def test_a_client_that_reads_nothing_loses_its_connection(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, original = threading.Event(), connections.LimitedProtocol.connection_lost
+
+    def note_loss(self: connections.LimitedProtocol, error: Exception | None) -> None:
+        original(self, error)
+        lost.set()
+
+    monkeypatch.setattr(connections.LimitedProtocol, "connection_lost", note_loss)
+    monkeypatch.setattr(connections, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("xcompat.serve.app.answer", lambda *_: "x" * 10**8)
+    with serving(site) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            body = json.dumps(text_query())
+            head = "POST /api/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert lost.wait(30), "the server closes the connection"
+
+
+def test_each_wrong_password_doubles_the_wait() -> None:
+    now = [0.0]
+    login = Login(PASSWORD, clock=lambda: now[0])
+    for seconds in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert login.start_session("wrong", "a") is None
+        now[0] += seconds - 0.5
+        with pytest.raises(BusyError, match="try again in 1 s"):
+            login.start_session(PASSWORD, "a")
+        assert login.start_session(PASSWORD, "b") is not None, "another address does not wait"
+        now[0] += 0.5
+    token = login.start_session(PASSWORD, "a")
+    assert token is not None and login.has_session(token)
+    now[0] += SESSION_SECONDS
+    assert not login.has_session(token)
+
+
+def test_sessions_and_wrong_passwords_have_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.serve.login.SESSIONS", 5)
+    monkeypatch.setattr("xcompat.serve.login.ADDRESSES", 5)
+    login = Login(PASSWORD)
+    tokens = [login.start_session(PASSWORD, "a") for _ in range(8)]
+    assert [login.has_session(token or "") for token in tokens] == [False] * 3 + [True] * 5
+    for row in range(8):
+        login.start_session("wrong", f"address {row}")
+    assert login.start_session(PASSWORD, "address 0") is not None, "the oldest is forgotten"
+    with pytest.raises(BusyError):
+        login.start_session(PASSWORD, "address 7")
