@@ -348,16 +348,6 @@ def test_what_is_not_finite_is_not_adopted(factory: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
-def test_ids_of_its_own_inside_an_ivf_are_refused(metric: int, tmp_path: Path) -> None:
-    index = faiss.index_factory(d, "IVF4,Flat", metric)
-    index.train(unit(N, d, 0))
-    index.add_with_ids(unit(N, d, 0), np.arange(5000, 5000 + N))
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
-    with pytest.raises(XcompatError, match="does not give back each vector in its place .* or were added under ids of their own"):
-        Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), OLD)
-
-
-@pytest.mark.parametrize("metric", [faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2])
 @pytest.mark.parametrize("factory", ["SQ8", "PQ4x4", "IVF4,PQ4x4"])
 def test_what_a_quantiser_shortens_counts_as_of_length_1(factory: str, metric: int, tmp_path: Path) -> None:
     write_index(tmp_path / "own.faiss", unit(1000, d, 0), factory, metric=metric)

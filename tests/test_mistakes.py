@@ -132,7 +132,7 @@ MISTAKES = {
     "gallery build empty/x --model enc": "empty/x does not exist",
     "gallery build texts.txt --model ./nowhere": NO_MODEL,
     "gallery build texts.txt --model empty": "empty holds no model: there is no config.json in it",
-    "gallery build --from-faiss x.faiss --model enc": "an adopted index holds no ids: name a file with one id a line with --ids",
+    "gallery build --from-faiss x.faiss --model enc": "the faiss index x.faiss does not exist; name its file",
     "gallery build --from-faiss x.faiss --ids texts.txt --model enc": "the faiss index x.faiss does not exist; name its file",
     "gallery build --from-faiss x.faiss --ids nowhere --model enc": "--ids nowhere cannot be read",
     "gallery search nowhere hello --model enc": NO_GALLERY,

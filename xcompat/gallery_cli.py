@@ -75,7 +75,10 @@ def build(
     index: Annotated[str | None, typer.Option(help="faiss factory string (HNSW32, IVF1024,PQ64); Flat unless given.")] = None,
     milvus: Annotated[str | None, typer.Option(help="URI of a Milvus that holds the vectors.")] = None,
     from_faiss: Annotated[Path | None, typer.Option(help="A faiss index to adopt where it is.")] = None,
-    ids: Annotated[Path | None, typer.Option(help="With --from-faiss: one id a line, in the index's order.")] = None,
+    ids: Annotated[
+        Path | None,
+        typer.Option(help="With --from-faiss: one id a line, in the index's order. By default, the ids inside the index."),
+    ] = None,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -94,8 +97,6 @@ def build(
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     if from_faiss is not None:
-        if ids is None:
-            raise XcompatError("an adopted index holds no ids: name a file with one id a line with --ids")
         of_vectors = index is not None or milvus is not None or dtype != "float32"
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
             raise XcompatError(

@@ -17,7 +17,9 @@ from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
 from xcompat.retrieval.filtered_search import Found
+from xcompat.retrieval.integrity import require_whole
 from xcompat.retrieval.manifest import (
+    SEGMENTS,
     AdoptedRecord,
     Manifest,
     Metric,
@@ -25,6 +27,7 @@ from xcompat.retrieval.manifest import (
     kept_manifests,
     read_manifest,
 )
+from xcompat.retrieval.own_ids import LABELS_FILE
 
 SAMPLED, BLOCK_BYTES = 64, 4096
 """Number and size of the blocks that are compared whenever a file is opened, its head and tail among them."""
@@ -37,8 +40,15 @@ Stamp = tuple[int, int]
 class AdoptedIndex(FaissIndex):
     """An index outside the gallery; a segment may use only its first rows, and each access checks that it is unchanged."""
 
-    def __init__(self, index: Any, metric: Metric, record: SegmentRecord, stamp: Stamp) -> None:  # noqa: ANN401 - faiss has no types
-        super().__init__(index, metric)
+    def __init__(
+        self,
+        index: Any,  # noqa: ANN401 - faiss has no types
+        metric: Metric,
+        record: SegmentRecord,
+        stamp: Stamp,
+        labels_N: NDArray[np.int64] | None = None,
+    ) -> None:
+        super().__init__(index, metric, labels_N=labels_N)
         assert record.adopted is not None
         self.path, self.stamp, self._known = Path(record.adopted), stamp, record.rows
 
@@ -52,7 +62,9 @@ class AdoptedIndex(FaissIndex):
         """Search only the rows that the segment uses; vectors added later are not found."""
         more = int(self.index.ntotal) - self._known
         if more:
-            kept_N = np.concatenate([np.ones(self._known, bool) if kept_N is None else kept_N, np.zeros(more, bool)])
+            kept_N = np.ones(self._known, bool) if kept_N is None else kept_N
+            if self.labels is None:
+                kept_N = np.concatenate([kept_N, np.zeros(more, bool)])
         with self._watched():
             return super().search(queries_Qd, k, kept_N)
 
@@ -84,10 +96,18 @@ def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> Adopte
     stamp = stamp_of(path)
     if not _is_same(path, record, stamp):
         raise XcompatError(_change(path, record, gallery))
-    index = AdoptedIndex(map_faiss(path), metric, record, stamp)
+    index = AdoptedIndex(map_faiss(path), metric, record, stamp, read_labels(record, gallery))
     if index.index.ntotal != _rows_adopted(record):
         raise XcompatError(_change(path, record, gallery))
     return index
+
+
+def read_labels(record: SegmentRecord, gallery: Path) -> NDArray[np.int64] | None:
+    """Return the adopted index's own id of each row of a segment; None if these are 0, 1, 2 and so on."""
+    if LABELS_FILE not in record.files:
+        return None
+    path = require_whole(gallery, gallery / SEGMENTS / record.name / LABELS_FILE, record.files[LABELS_FILE])
+    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def look_at(path: Path) -> tuple[FileRecord, AdoptedRecord]:

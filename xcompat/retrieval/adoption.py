@@ -15,9 +15,9 @@ from xcompat.checksums import FileRecord, file_record
 from xcompat.errors import XcompatError
 from xcompat.files import atomic_path, write_array
 from xcompat.progress import progress_bar, rate_of
-from xcompat.retrieval.adopted_index import look_at, stamp_of
+from xcompat.retrieval.adopted_index import look_at, read_labels, stamp_of
 from xcompat.retrieval.backend import open_backend
-from xcompat.retrieval.faiss_index import FaissIndex, open_faiss
+from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
 from xcompat.retrieval.items import Items, as_json, check_ids
 from xcompat.retrieval.leftovers import making, require_empty, was_not_reported
 from xcompat.retrieval.manifest import (
@@ -30,6 +30,7 @@ from xcompat.retrieval.manifest import (
     read_manifest,
     write_manifest,
 )
+from xcompat.retrieval.own_ids import LABELS_FILE, OwnIds, match_names, read_own_ids, strip_id_map
 from xcompat.retrieval.probing import require_readable
 from xcompat.retrieval.segment import Segment, removed_rows, write_rows
 from xcompat.retrieval.snapshot import Snapshot
@@ -84,7 +85,7 @@ def require_index(file: Path) -> None:
 def adopt_faiss(
     folder: Path,
     index_file: Path,
-    ids: Sequence[str],
+    ids: Sequence[str] | None,
     model_or_fingerprint: Model,
     metadata: Sequence[dict[str, Any] | None] | None,
 ) -> tuple[Manifest, Look]:
@@ -95,10 +96,10 @@ def adopt_faiss(
     path = index_file.resolve()
     require_readable(path)
     known = look_at(path)
-    index = _open(path)
-    ids = list(ids)
-    if len(ids) != index.rows:
-        raise XcompatError(f"{index_file} holds {index.rows} vectors, and there are {len(ids)} ids; give one for each, in order")
+    raw = map_faiss(path)
+    own = read_own_ids(raw, index_file)
+    index = _wrap(raw, own.labels_N, path)
+    ids = match_names(ids, own, index.rows, index_file)
     check_ids(ids)
     version = stored_version(model_or_fingerprint, index.dim)
     if version.dim != index.dim:
@@ -109,7 +110,7 @@ def adopt_faiss(
     if was_not_reported(folder) and (there := _the_same(folder, path, known, items, version, look)) is not None:
         return there, look
     with making(folder):
-        segment = _write(folder, path, known, items, version, look)
+        segment = _write(folder, path, known, items, version, look, own.labels_N)
         return write_manifest(folder, Manifest(metric=look.metric, versions=(version,), segments=(segment,), by="adopt")), look
 
 
@@ -138,14 +139,16 @@ def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence
     if known == (old.adopted_file, old.adopted_seen) and known[1].rows == old.rows:
         return
     require_readable(path)
-    index = open_faiss(path, manifest.metric)
+    own, labels_N = _follow_ids(map_faiss(path), segment, path)
+    index = FaissIndex(map_faiss(path), manifest.metric, labels_N=labels_N)
     look = look_through(index, path, known, None)
     _require_first(index, look, segment, version, path)
     if index.rows == old.rows:
         new = old.model_copy(update={"adopted_file": known[0], "adopted_seen": known[1]})
     else:
-        items = _all_items(gallery, segment, ids, metadata, index.rows, path)
-        new = _write(gallery.path, path, known, items, version, look)
+        names = _all_names(gallery, segment, ids, own, index.rows, path)
+        items = Items(ids=names, metadata=_all_metadata(segment, names, metadata))
+        new = _write(gallery.path, path, known, items, version, look, labels_N)
         assert old.adopted_file is not None
         new = new.model_copy(update={"extends": (old.adopted_file.xxh3, *old.extends)})
         if segment.kept is not None:
@@ -198,17 +201,35 @@ def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str]
     return Look(type(index.index).__name__, index.dim, metric, (least, median, most), unit, zeros, signatures_N)
 
 
-def _open(path: Path) -> FaissIndex:
-    """Open an index with the metric that it was built for."""
-    try:
-        index = open_faiss(path, "ip")
-    except XcompatError as error:
-        if "compares by L2" not in str(error):
-            raise
-        index = open_faiss(path, "l2")
-    if not index.rows:
+def _wrap(raw: Any, labels_N: NDArray[np.int64] | None, path: Path) -> FaissIndex:  # noqa: ANN401 - faiss has no types
+    """Return an index with the metric that it was built for."""
+    import faiss
+
+    if not raw.ntotal:
         raise XcompatError(f"{path} holds no vectors; there is nothing to adopt")
-    return index
+    return FaissIndex(raw, "l2" if strip_id_map(raw).metric_type == faiss.METRIC_L2 else "ip", labels_N=labels_N)
+
+
+def _follow_ids(raw: Any, segment: Segment, path: Path) -> tuple[OwnIds, NDArray[np.int64] | None]:  # noqa: ANN401
+    """Bring the ids inside an index into the order of a gallery's rows: known ones first, then those added since.
+
+    Returns:
+        The ids in that order, and the labels of the rows; None if these are 0, 1, 2 and so on.
+    """
+    own, old_N = read_own_ids(raw, path), read_labels(segment.record, segment.gallery)
+    if own.labels_N is None and old_N is None:
+        return own, None
+    labels_N = own.labels_N if own.labels_N is not None else np.arange(raw.ntotal)
+    old_N = np.asarray(old_N) if old_N is not None else np.arange(segment.record.rows)
+    gone_N = np.setdiff1d(old_N, labels_N)
+    if gone_N.size:
+        raise XcompatError(
+            f"{path} no longer holds {gone_N.size} of the vectors that the gallery knows, e.g. the one with the id {gone_N[0]}; "
+            "put the index back as it was, or adopt it again in another folder"
+        )
+    order_N = np.concatenate([old_N, np.setdiff1d(labels_N, old_N)])
+    own_names_N = labels_N if own.names_N is None else own.names_N
+    return own._replace(names_N=own_names_N[np.searchsorted(labels_N, order_N)], labels_N=order_N), order_N
 
 
 def _vectors(index: FaissIndex, rows_n: NDArray[np.int64], path: Path) -> NDArray[np.float32]:
@@ -217,8 +238,8 @@ def _vectors(index: FaissIndex, rows_n: NDArray[np.int64], path: Path) -> NDArra
     except RuntimeError as error:
         reason = " ".join(str(error).rsplit(": ", 1)[-1].split())[:120]
         raise XcompatError(
-            f"{path} does not give back each vector in its place ({reason}): some were not finite, or were added under ids of "
-            "their own; build the index anew, with `add`"
+            f"faiss cannot return the vectors of {path} ({reason}): some were not finite, or an index of this kind does not keep "
+            "them; build the index again"
         ) from None
 
 
@@ -231,13 +252,23 @@ def _exact(index: Any) -> bool:  # noqa: ANN401 - faiss has no types
     return kind.startswith("IndexFlat") or (kind.endswith("Flat") and "Refine" not in kind)
 
 
-def _write(folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: Look) -> SegmentRecord:
+def _write(
+    folder: Path,
+    path: Path,
+    known: Known,
+    items: Items,
+    version: VersionRecord,
+    look: Look,
+    labels_N: NDArray[np.int64] | None,
+) -> SegmentRecord:
     """Write a segment with ids, metadata and signatures; its index stays where it is."""
     name = secrets.token_hex(8)
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
         write_rows(temporary, items)
         write_array(temporary / SIGNATURES_FILE, look.signatures_N)
+        if labels_N is not None:
+            write_array(temporary / LABELS_FILE, labels_N)
         files = {file.name: file_record(file) for file in sorted(temporary.iterdir())}
     return SegmentRecord(
         name=name,
@@ -274,22 +305,18 @@ def _require_first(index: FaissIndex, look: Look, segment: Segment, version: Ver
         )
 
 
-def _all_items(
-    gallery: Snapshot,
-    segment: Segment,
-    ids: Sequence[str] | None,
-    metadata: Sequence[dict[str, Any] | None] | None,
-    rows: int,
-    path: Path,
-) -> Items:
-    """Return ids and metadata of all vectors of a grown index; known vectors keep theirs."""
+def _all_names(gallery: Snapshot, segment: Segment, ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -> list[str]:
+    """Return ids of all vectors of a grown index; known vectors keep theirs."""
     old_ids, more = segment.ids(np.arange(segment.record.rows)), rows - segment.record.rows
-    names = list(ids or [])
-    if len(names) != rows:
+    if ids is None and own.names_N is not None:
+        own_names = [str(name) for name in own.names_N.tolist()]
+        ids = own_names if own_names[: len(old_ids)] == old_ids else None
+    if ids is None or (own.labels_N is None and len(ids) != rows):
         raise XcompatError(
             f"{more} vectors were added to {path}: give the ids of all {rows}, in order, with --ids, as when it was adopted; "
-            f"there are {len(names)}"
+            f"there are {len(ids or [])}"
         )
+    names = match_names(ids, own, rows, path)
     for row, (name, old) in enumerate(zip(names, old_ids, strict=False)):
         if name != old:
             raise XcompatError(
@@ -300,6 +327,12 @@ def _all_items(
     present = [name for name, version in zip(added, gallery.find(added), strict=True) if version is not None]
     if present:
         raise XcompatError(f"{present[0]!r} was added to {path}, but is in the gallery already; remove it there first")
+    return names
+
+
+def _all_metadata(segment: Segment, names: list[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
+    """Return metadata of all vectors of a grown index as JSON texts; known vectors keep theirs unless all are given."""
     if metadata is not None:
-        return Items(ids=names, metadata=as_json(names, metadata))
-    return Items(ids=names, metadata=[*segment.metadata_text(np.arange(len(old_ids))), *[None] * more])
+        return list(as_json(names, metadata))
+    known = segment.metadata_text(np.arange(segment.record.rows))
+    return [*known, *[None] * (len(names) - len(known))]

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 SHOWN = 10
 
 
-def adopt(folder: Path, index: Path, ids: Path, model: str) -> None:
+def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
     """Adopt a faiss index; a model that cannot be loaded is identified by its name alone."""
-    names = read_ids(ids)
+    names = read_ids(ids) if ids is not None else None
     require_index(index)
     from xcompat.models.embedder import load_embedder
 

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from xcompat.distributed import on_gpus
 from xcompat.errors import XcompatError
 from xcompat.progress import notice
+from xcompat.retrieval.faiss_probe import read_mapped
 from xcompat.retrieval.filtered_search import Found, ReadRows, completed, lacking, search_kept
+from xcompat.retrieval.list_vectors import find_places, packs_codes, read_packed, use_places
 from xcompat.retrieval.manifest import Metric
+from xcompat.retrieval.own_ids import RowLabels, strip_id_map
 
 WRITTEN_AT_ONCE = 1 << 22  # bytes
 _DAMAGED = "it is damaged: bring it back as it was, or write it again"
@@ -27,21 +30,27 @@ class FaissIndex:
     """A faiss index, its rows numbered from 0.
 
     Args:
-        index: faiss's own index; an ``IndexIDMap`` around it is taken off.
+        index: faiss's own index; an ``IndexIDMap`` around it or below its transforms is taken off.
         metric: how vectors are compared.
         as_added: reads vectors as they were added, to compare few of them one by one; None for those that the index gives back.
+        labels_N: (N,) the index's own id of each row; None if these are 0, 1, 2 and so on.
     """
 
-    def __init__(self, index: Any, metric: Metric, as_added: ReadRows | None = None) -> None:  # noqa: ANN401 - faiss has no types
+    def __init__(
+        self,
+        index: Any,  # noqa: ANN401 - faiss has no types
+        metric: Metric,
+        as_added: ReadRows | None = None,
+        labels_N: NDArray[np.int64] | None = None,
+    ) -> None:
         import faiss
 
         _say_if_overwritten()
         self._alone = Lock()  # two threads must not search on one GPU, or prepare the index, at once
         self._owner = index  # faiss frees the index inside an IndexIDMap with it
-        index = faiss.downcast_index(index)
-        if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
-            index = faiss.downcast_index(index.index)
+        index = strip_id_map(index)
         self.index, self.metric, self._as_added = index, metric, as_added
+        self.labels = None if labels_N is None else RowLabels(labels_N)
         expected = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
         if index.metric_type != expected:
             kind = "L2" if index.metric_type == faiss.METRIC_L2 else "inner products"
@@ -111,8 +120,9 @@ class FaissIndex:
     def _find(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None) -> Found:
         """Return faiss's distances and rows."""
         if kept_N is not None:  # on the CPU: faiss-gpu would leave the filter out of account
-            return search_kept(self.index, queries_Qd, k, kept_N, self._as_added or self._own_vectors)
-        found = self._find_of_all(queries_Qd, k)
+            return search_kept(self.index, queries_Qd, k, kept_N, self._as_added or self._own_vectors, self.labels)
+        distances_Qk, rows_Qk = self._find_of_all(queries_Qd, k)
+        found = distances_Qk, rows_Qk if self.labels is None else self.labels.find_rows(rows_Qk)
         if not lacking(found[1], self.rows).any():
             return found
         # the lists that were visited hold fewer than k, or a graph of many equal vectors leads nowhere else
@@ -142,15 +152,48 @@ class FaissIndex:
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d) float32; a quantised index returns them quantised."""
+        with self._alone:  # two threads must not both make the map
+            places_N = self._places
+        return self._reconstruct(self.index, rows_n, places_N)
+
+    @cached_property
+    def _places(self) -> NDArray[np.int64] | None:
+        """Let an inverted file look up rows, else each call scans every list; return their places if faiss cannot do it."""
         import faiss
 
         ivf = faiss.try_extract_index_ivf(self.index)
-        if isinstance(ivf, faiss.IndexIVFFastScan):
-            raise RuntimeError("of a fast-scan IVF faiss gives none back")  # faiss would abort the process
-        with self._alone:  # two threads must not both make the map
-            if ivf is not None and ivf.direct_map.type == faiss.DirectMap.NoMap:
-                ivf.make_direct_map()  # else each call scans every list
-        return self.index.reconstruct_batch(rows_n)
+        if ivf is None:
+            return None
+        if self.labels is None and not packs_codes(ivf):
+            with suppress(RuntimeError):  # vectors with ids of their own were added later
+                if ivf.direct_map.type == faiss.DirectMap.NoMap:
+                    ivf.make_direct_map()
+                return None
+        places_N = find_places(ivf, self.labels or RowLabels(np.arange(self.rows)))
+        if not packs_codes(ivf):
+            use_places(ivf, places_N)
+        return places_N
+
+    def _reconstruct(
+        self,
+        index: Any,  # noqa: ANN401 - faiss has no types
+        rows_n: NDArray[np.int64],
+        places_N: NDArray[np.int64] | None,
+    ) -> NDArray[np.float32]:
+        """Return the vectors of rows as an index, or one below its transforms, returns them."""
+        import faiss
+
+        index = faiss.downcast_index(index)
+        if places_N is None or isinstance(index, faiss.IndexRefine):
+            return index.reconstruct_batch(rows_n)
+        if (places_N[rows_n] < 0).any():
+            raise RuntimeError("the lists hold no vector for some rows")
+        if isinstance(index, faiss.IndexPreTransform):
+            inner = self._reconstruct(index.index, rows_n, places_N)
+            vectors_nd = np.empty((len(rows_n), index.d), np.float32)
+            index.reverse_chain(len(rows_n), faiss.swig_ptr(inner), faiss.swig_ptr(vectors_nd))
+            return vectors_nd
+        return read_packed(index, places_N[rows_n]) if packs_codes(index) else index.reconstruct_batch(rows_n)
 
     def as_stored(self, vectors_nd: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return vectors (n, d) as the index would store and return them: quantised if it quantises."""
@@ -180,12 +223,10 @@ def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
     Raises:
         XcompatError: the file is missing or damaged.
     """
-    import faiss
-
     if not path.is_file():
         raise XcompatError(f"the faiss index {path} does not exist")
     try:
-        return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+        return read_mapped(str(path.resolve()))
     except RuntimeError as error:
         raise XcompatError(f"{path} is no readable faiss index: {reason_of(error)}") from None
 

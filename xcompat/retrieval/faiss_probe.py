@@ -11,6 +11,31 @@ FOUND = 3
 """Exit code of the script if something is wrong with an index."""
 
 
+def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
+    """Map an index into memory; lists in a file of their own may have moved together with it.
+
+    Args:
+        path: the file, absolute.
+
+    Raises:
+        RuntimeError: faiss cannot read it.
+    """
+    import faiss
+
+    beside = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR
+    try:
+        return faiss.read_index(path, beside | faiss.IO_FLAG_MMAP_IFC)
+    except RuntimeError as error:
+        if "IO_FLAG_ONDISK_SAME_DIR" not in str(error):
+            raise
+    try:  # its lists are in another file, which faiss maps by itself
+        return faiss.read_index(path, beside)
+    except RuntimeError:
+        with suppress(RuntimeError):
+            return faiss.read_index(path, faiss.IO_FLAG_READ_ONLY)
+        raise
+
+
 def look(path: str, vectors: bool) -> str:
     """Read an index, check that its parts fit each other, and search it.
 
@@ -25,7 +50,7 @@ def look(path: str, vectors: bool) -> str:
     import numpy as np
 
     try:
-        index = faiss.read_index(path, faiss.IO_FLAG_MMAP_IFC)
+        index = read_mapped(path)
     except (RuntimeError, MemoryError) as error:
         return _said(error)
     wrong = _contradiction(index)
@@ -49,13 +74,34 @@ def _take_out(index: Any) -> str:  # noqa: ANN401
     import faiss
     import numpy as np
 
-    if isinstance(index, faiss.IndexIVFFastScan):
-        return "faiss gives no vectors back from a fast scan (it breaks down); build the index without `fs`"
+    ivf = faiss.try_extract_index_ivf(index)
+    packed = ivf is not None and isinstance(
+        faiss.downcast_index(ivf), faiss.IndexIVFPQFastScan | faiss.IndexIVFAdditiveQuantizerFastScan
+    )
+    if packed and not isinstance(index, faiss.IndexRefine):
+        return ""  # faiss would crash; xcompat decodes these codes itself
     rows_n = np.unique(np.linspace(0, index.ntotal - 1, SAMPLED).astype(np.int64))
     with suppress(RuntimeError):  # some indexes cannot reconstruct; the caller that needs vectors reports it
-        if (ivf := faiss.try_extract_index_ivf(index)) is not None:
-            ivf.make_direct_map()
+        if ivf is not None:
+            try:
+                ivf.make_direct_map()
+            except RuntimeError:  # it has ids of its own
+                return _take_out_of_lists(ivf)
         index.reconstruct_batch(rows_n)
+    return ""
+
+
+def _take_out_of_lists(ivf: Any) -> str:  # noqa: ANN401
+    """Reconstruct the first and last vector of each list."""
+    import faiss
+    import numpy as np
+
+    vector_d = np.empty(ivf.d, np.float32)
+    with suppress(RuntimeError):
+        for number in range(ivf.nlist):
+            size = ivf.invlists.list_size(number)
+            for offset in {0, size - 1} if size else ():
+                ivf.reconstruct_from_offset(number, offset, faiss.swig_ptr(vector_d))
     return ""
 
 

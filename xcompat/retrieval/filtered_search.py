@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.retrieval.own_ids import RowLabels, select_bits
+
 ReadRows: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 Found: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int64]]
 
@@ -25,6 +27,7 @@ def search_kept(
     k: int,
     kept_N: NDArray[np.bool_],
     vectors: ReadRows | None,
+    labels: RowLabels | None = None,
 ) -> Found:
     """Find the nearest of the rows that are kept: min(k, kept) of them for each query.
 
@@ -36,6 +39,7 @@ def search_kept(
         k: number of rows per query.
         kept_N: (N,) bool, rows that may be found.
         vectors: gives the vectors of rows; None if nothing does, then fewer rows may be found.
+        labels: the index's own ids of rows; None if these are 0, 1, 2 and so on.
 
     Returns:
         (Q, k) faiss's distances, the best first, and (Q, k) rows, -1 where there are no more.
@@ -49,11 +53,12 @@ def search_kept(
     # faiss.contrib.torch_utils, which other libraries import, replaces faiss's search by one without `params`
     search = getattr(index, "search_numpy", index.search)
     try:
-        distances_Qk, rows_Qk = search(queries_Qd, k, params=_selecting(index, k, kept_N))
+        distances_Qk, rows_Qk = search(queries_Qd, k, params=_selecting(index, k, kept_N, labels))
+        rows_Qk = rows_Qk if labels is None else labels.find_rows(rows_Qk)
     except RuntimeError:  # some indexes, such as plain product quantisers, cannot filter rows
         if vectors is not None and 2 * len(rows_n) < len(kept_N):
             return _compared(index, queries_Qd, k, rows_n, vectors)
-        distances_Qk, rows_Qk = _search_and_drop(index, queries_Qd, k, kept_N)
+        distances_Qk, rows_Qk = _search_and_drop(index, queries_Qd, k, kept_N, labels)
     return completed(index, queries_Qd, (distances_Qk, rows_Qk), rows_n, vectors)
 
 
@@ -126,14 +131,16 @@ def _search_and_drop(
     queries_Qd: NDArray[np.float32],
     k: int,
     kept_N: NDArray[np.bool_],
+    labels: RowLabels | None,
 ) -> Found:
     """Find enough rows that k are left after dropping those not kept."""
-    more = max(k, min(index.ntotal, k + int((~kept_N).sum())))
+    more = max(k, min(index.ntotal, k + index.ntotal - int(kept_N.sum())))
     size = max(1, HITS_AT_ONCE // more)
     distances_Qk, rows_Qk = np.empty((len(queries_Qd), k), np.float32), np.empty((len(queries_Qd), k), np.int64)
     for start in range(0, len(queries_Qd), size):
         here = slice(start, start + size)
         distances_QK, rows_QK = index.search(queries_Qd[here], more)
+        rows_QK = rows_QK if labels is None else labels.find_rows(rows_QK)
         dropped_QK = ~kept_N[rows_QK] | (rows_QK < 0)
         rows_QK[dropped_QK] = -1
         order_Qk = np.argsort(dropped_QK, axis=1, kind="stable")[:, :k]
@@ -141,13 +148,9 @@ def _search_and_drop(
     return distances_Qk, rows_Qk
 
 
-def _selecting(index: Any, k: int, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401
+def _selecting(index: Any, k: int, kept_N: NDArray[np.bool_], labels: RowLabels | None) -> Any:  # noqa: ANN401
     """Return search parameters that let an index find only kept rows, and look at as many of them as it does of all."""
-    import faiss
-
-    packed = np.packbits(kept_N, bitorder="little")
-    selector = faiss.IDSelectorBitmap(len(packed), faiss.swig_ptr(packed))
-    selector.packed = packed  # faiss holds only a pointer to it
+    selector = select_bits(kept_N) if labels is None else labels.select(kept_N)
     return _parameters(index, selector, k, len(kept_N) / max(int(kept_N.sum()), 1))
 
 

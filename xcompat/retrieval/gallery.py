@@ -103,7 +103,7 @@ class Gallery(Snapshot):
         cls,
         path: str | Path,
         index: str | Path,
-        ids: Sequence[str],
+        ids: Sequence[str] | None,
         model_or_fingerprint: Model,
         metadata: Sequence[dict[str, Any] | None] | None = None,
     ) -> Self:
@@ -112,7 +112,9 @@ class Gallery(Snapshot):
         Args:
             path: folder of the gallery; it must not exist or be empty.
             index: the index file. The gallery refuses it once it has changed; :meth:`resync` takes over vectors added to it.
-            ids: the id of each vector, in the order in which they were added to the index.
+            ids: the id of each vector, in the order in which they were added to the index; None for the ids inside an index
+                that has its own. For an inverted file with ids of its own, item N is the vector with the id N, and ids that
+                are its own go to their vectors.
             model_or_fingerprint: the model that made the vectors.
             metadata: one JSON object or None per vector.
 
@@ -120,7 +122,7 @@ class Gallery(Snapshot):
             The gallery.
 
         Raises:
-            XcompatError: the index cannot be read, has another dimension or a vector that is not finite, or an id is missing.
+            XcompatError: the index cannot be read, has another dimension or a vector that is not finite, or ids are missing.
         """
         return cls(path, adopt_faiss(Path(path), Path(index), ids, model_or_fingerprint, metadata)[0])
 

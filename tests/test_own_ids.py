@@ -1,0 +1,294 @@
+"""Adopted faiss indexes with ids, lists or codes of their own: a gallery finds what faiss and a naive search find."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+from faiss.contrib.ondisk import merge_ondisk
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.retrieval import Gallery, faiss_probe, probing
+from xcompat.retrieval.own_ids import RowLabels
+
+OLD, DIM, ROWS = Fingerprint.from_string("old"), 16, 600
+IP, L2 = faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2
+
+
+@pytest.fixture(autouse=True)
+def probe_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe indexes in this process: starting another one for each of them takes most of the time."""
+
+    def look_here(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
+        wrong = faiss_probe.look(str(path), vectors)
+        return (faiss_probe.FOUND if wrong else 0), wrong
+
+    if "apart" not in request.node.name:
+        monkeypatch.setattr(probing, "_look_apart", look_here)
+
+
+def unit(count: int, seed: int) -> np.ndarray:
+    rows = np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def own_ids(kind: str) -> np.ndarray:
+    random = np.random.default_rng(7)
+    return {
+        "ascending": np.arange(ROWS) * 7 + 10**12,
+        "shuffled": random.permutation(10**6)[:ROWS] * 10**7,
+        "permuted": random.permutation(ROWS),
+        "negative": -2 - np.arange(ROWS) * 10**11,
+        "mixed": (np.arange(ROWS) - ROWS // 2) * 3 + 1,
+    }[kind].astype(np.int64)
+
+
+def make_index(factory: str, metric: int = IP, ids: np.ndarray | None = None) -> Any:
+    index = faiss.index_factory(DIM, factory, metric)
+    index.train(unit(2000, 99))
+    if ids is None:
+        index.add(unit(ROWS, 0))
+    else:
+        index.add_with_ids(unit(ROWS, 0), ids)
+    return index
+
+
+def adopt(index: Any, folder: Path, ids: list[str] | None = None) -> Gallery:
+    faiss.write_index(index, str(folder / "i.faiss"))
+    return Gallery.from_faiss(folder / "g", folder / "i.faiss", ids, OLD)
+
+
+def search_all(index: Any, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Search an index with full effort."""
+    ivf = faiss.try_extract_index_ivf(index)
+    if ivf is not None:
+        ivf.nprobe = ivf.nlist
+    return index.search(queries, k)
+
+
+def full_effort(factory: str) -> str | None:
+    """Return search parameters with which an index compares all vectors."""
+    lists = re.search(r"IVF(\d+)", factory)
+    return f"nprobe={lists[1]}" if lists else "efSearch=600" if "HNSW" in factory else None
+
+
+KINDS = ["ascending", "shuffled", "permuted", "negative", "mixed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "factory", ["IVF8,Flat", "IDMap,Flat", "IDMap2,IVF8,Flat", "IDMap,HNSW16", "RR16,IDMap,Flat", "OPQ8,IVF8,SQ8"]
+)
+def test_own_ids_are_the_items_ids(factory: str, kind: str, tmp_path: Path) -> None:
+    ids = own_ids(kind)
+    index = make_index(factory, ids=ids)
+    gallery = adopt(index, tmp_path)
+    segment = gallery.segments[0]
+    assert sorted(segment.ids(np.arange(ROWS))) == sorted(map(str, ids.tolist()))
+    row_of = {name: row for row, name in enumerate(map(str, ids.tolist()))}
+    rows = np.array([row_of[name] for name in segment.ids(np.arange(ROWS))])
+    np.testing.assert_allclose(segment.vectors(np.arange(ROWS)), unit(ROWS, 0)[rows], atol=0.1)
+    queries, scores = unit(20, 5), unit(20, 5) @ unit(ROWS, 0).T
+    hits = gallery.search(queries, OLD, 10, parameters=full_effort(factory))
+    naive = [[str(ids[row]) for row in each] for each in np.argsort(-scores, axis=1)[:, :10].tolist()]
+    if "SQ8" in factory:
+        _, labels = search_all(index, queries, 10)
+        naive = [[str(label) for label in each] for each in labels.tolist()]
+    assert [[hit.id for hit in each] for each in hits] == naive
+    gone = [naive[0][0], naive[3][2], naive[4][0]]
+    gallery.remove(gone)
+    gallery.commit("remove")
+    left = [[name for name in each if name not in gone] for each in naive]
+    hits = Gallery.open(gallery.path).search(queries, OLD, 10, parameters=full_effort(factory))
+    assert [[hit.id for hit in each][: len(short)] for each, short in zip(hits, left, strict=True)] == left
+    gallery.compact()
+    hits = gallery.search(queries, OLD, 1)
+    assert gallery.damage() == [] and len(gallery) == ROWS - 3
+    assert "SQ8" in factory or [each[0].id for each in hits] == [each[0] for each in left]
+
+
+@pytest.mark.parametrize("gone", [np.arange(30), np.arange(5, ROWS, 11), np.arange(ROWS - 20, ROWS)])
+@pytest.mark.parametrize("factory", ["Flat", "IVF8,Flat", "IDMap,IVF8,Flat", "IDMap2,Flat"])
+def test_an_index_after_remove_ids_is_adopted(factory: str, gone: np.ndarray, tmp_path: Path) -> None:
+    ids = np.arange(ROWS) if factory.startswith("IDMap") else None
+    index = make_index(factory, ids=ids)
+    index.remove_ids(gone)
+    kept = np.setdiff1d(np.arange(ROWS), gone)
+    gallery = adopt(index, tmp_path, [f"item {row}" for row in kept.tolist()])
+    scores = unit(20, 5) @ unit(ROWS, 0)[kept].T
+    hits = gallery.search(unit(20, 5), OLD, 5, parameters=full_effort(factory))
+    naive = [[f"item {kept[row]}" for row in each] for each in np.argsort(-scores, axis=1)[:, :5].tolist()]
+    assert [[hit.id for hit in each] for each in hits] == naive
+
+
+def test_ids_can_be_given_for_own_ids_in_any_clear_way(tmp_path: Path) -> None:
+    def ids_of(number: int, index: Any, ids: list[str]) -> dict[str, int]:
+        (tmp_path / str(number)).mkdir()
+        segment = adopt(index, tmp_path / str(number), ids).segments[0]
+        nearest = np.argmax(segment.vectors(np.arange(len(segment))) @ unit(ROWS, 0).T, axis=1)
+        return dict(zip(segment.ids(np.arange(len(segment))), nearest.tolist(), strict=True))
+
+    shuffled = own_ids("shuffled")
+    wanted = {str(label): row for row, label in enumerate(shuffled.tolist())}
+    assert ids_of(0, make_index("IVF8,Flat", ids=shuffled), sorted(wanted)) == wanted
+    names = [f"item {row}" for row in range(ROWS)]
+    ascending = {name: row for row, name in enumerate(names)}
+    assert ids_of(1, make_index("IVF8,Flat", ids=own_ids("ascending")), names) == ascending
+    permuted = own_ids("permuted")
+    by_line = {names[label]: row for row, label in enumerate(permuted.tolist())}
+    assert ids_of(2, make_index("IVF8,Flat", ids=permuted), names) == by_line
+    removed = make_index("IVF8,Flat")
+    removed.remove_ids(np.arange(0, ROWS, 4))
+    assert ids_of(3, removed, names) == {name: row for name, row in ascending.items() if row % 4}
+    assert ids_of(4, make_index("IDMap,Flat", ids=shuffled), names) == ascending
+    with pytest.raises(XcompatError, match="nothing shows which line of --ids belongs to which; remove --ids"):
+        ids_of(5, make_index("IVF8,Flat", ids=shuffled), names)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) // 2), "gives 300 ids to more than one vector, e.g. 0"),
+        (lambda: make_index("IDMap,Flat", ids=np.arange(ROWS) // 2), "gives several vectors the same id; name a file"),
+        (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) - 1), "gives a vector the id -1"),
+        (lambda: make_index("IVF8,Flat"), "holds no ids of its own; name a file with one id a line with --ids"),
+        (lambda: make_index("Flat"), "holds no ids of its own"),
+    ],
+)
+def test_ids_that_name_no_item_are_refused(make: Callable[[], Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match=message):
+        adopt(make(), tmp_path)
+    assert not (tmp_path / "g").exists()
+
+
+@pytest.mark.parametrize("metric", [IP, L2])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "IVF8,PQ8x4fs",
+        "IVF8,PQ8x4fsr",
+        "OPQ8,IVF8,PQ8x4fs",
+        "IDMap,OPQ8,IVF8,PQ8x4fs",
+        "IVF8,PQ8x4fs,RFlat",
+        "PQ8x4fs",
+        "IVF300,PQ4x4fs",
+    ],
+)
+def test_fast_scan_codes_are_searched_and_read(factory: str, metric: int, tmp_path: Path) -> None:
+    ids = own_ids("ascending")
+    index = make_index(factory, metric, ids if "IDMap" in factory else None)
+    gallery = adopt(index, tmp_path, [str(name) for name in ids.tolist()])
+    segment, queries = gallery.segments[0], unit(20, 5)
+    vectors = segment.vectors(np.arange(ROWS))
+    cosines = (vectors * unit(ROWS, 0)).sum(axis=1) / np.linalg.norm(vectors, axis=1)
+    assert np.median(cosines) > (0.999 if "RFlat" in factory else 0.8)
+    np.testing.assert_array_equal(segment.vectors(np.array([7, 3, 7, 590])), vectors[[7, 3, 7, 590]])
+    hits = gallery.search(queries, OLD, 10, parameters=full_effort(factory))
+    scores, _ = search_all(index, queries, 10)
+    np.testing.assert_allclose(
+        [[hit.score for hit in each] for each in hits], -scores if metric == L2 else scores, rtol=1e-4, atol=1e-5
+    )
+    decoded = queries @ vectors.T if metric == IP else -((queries[:, None] - vectors[None]) ** 2).sum(-1)
+    best = np.sort(decoded, axis=1)[:, -1]
+    np.testing.assert_allclose([each[0].score for each in hits], best, atol=0.1)
+    gallery.remove([hits[0][0].id])
+    gallery.commit("remove")
+    assert hits[0][0].id not in [hit.id for hit in gallery.search(queries[:1], OLD, 10)[0]]
+
+
+def write_ondisk(folder: Path) -> None:
+    folder.mkdir()
+    trained = faiss.index_factory(DIM, "IVF8,Flat", IP)
+    trained.train(unit(2000, 99))
+    faiss.write_index(trained, str(folder / "trained"))
+    part = faiss.read_index(str(folder / "trained"))
+    part.add(unit(ROWS, 0))
+    faiss.write_index(part, str(folder / "part"))
+    index = faiss.read_index(str(folder / "trained"))
+    merge_ondisk(index, [str(folder / "part")], str(folder / "lists.ivfdata"))
+    faiss.write_index(index, str(folder / "i.faiss"))
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_lists_on_disk_are_found_beside_their_index(moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, names = tmp_path / "made", [f"item {row}" for row in range(ROWS)]
+    write_ondisk(folder)
+    if moved:
+        folder = folder.rename(tmp_path / "moved")
+    monkeypatch.chdir(folder)
+    gallery = Gallery.from_faiss(tmp_path / "g", "i.faiss", names, OLD)
+    monkeypatch.chdir(tmp_path)
+    hits = Gallery.open(gallery.path).search(unit(ROWS, 0)[:20], OLD, 1, parameters="nprobe=8")
+    assert [each[0].id for each in hits] == names[:20]
+    (folder / "lists.ivfdata").unlink()
+    with pytest.raises(XcompatError, match=r"lists\.ivfdata"):
+        Gallery.from_faiss(tmp_path / "other", folder / "i.faiss", names, OLD)
+
+
+@pytest.mark.parametrize("kind", ["IndexBinaryFlat", "IndexBinaryIVF", "IndexBinaryHNSW", "IndexBinaryIDMap"])
+def test_a_binary_index_is_named(kind: str, tmp_path: Path) -> None:
+    bits = np.packbits(unit(ROWS, 0) > 0, axis=1)
+    flat = faiss.IndexBinaryFlat(DIM)
+    if kind == "IndexBinaryIVF":
+        index = faiss.IndexBinaryIVF(flat, DIM, 4)
+        index.train(bits)
+    else:
+        index = (
+            flat
+            if kind == "IndexBinaryFlat"
+            else faiss.IndexBinaryHNSW(DIM, 8)
+            if "HNSW" in kind
+            else faiss.IndexBinaryIDMap(flat)
+        )
+    if "IDMap" in kind:
+        index.add_with_ids(bits, own_ids("ascending"))
+    else:
+        index.add(bits)
+    faiss.write_index_binary(index, str(tmp_path / "i.faiss"))
+    with pytest.raises(XcompatError, match=rf"is a binary index \({kind}\), which compares bits"):
+        Gallery.from_faiss(tmp_path / "g", tmp_path / "i.faiss", None, OLD)
+
+
+@pytest.mark.parametrize("factory", ["IVF8,Flat", "IDMap,Flat", "IDMap,IVF8,Flat"])
+def test_vectors_added_under_own_ids_are_taken_over(factory: str, tmp_path: Path) -> None:
+    ids = own_ids("shuffled")
+    index = make_index(factory, ids=ids)
+    gallery = adopt(index, tmp_path)
+    gallery.remove([str(ids[3])])
+    gallery.commit("remove")
+    index.add_with_ids(unit(5, 11), np.arange(5) + 17)
+    faiss.write_index(index, str(tmp_path / "i.faiss"))
+    with pytest.raises(XcompatError, match="holds 605 vectors, 600 of which the gallery knows"):
+        Gallery.open(gallery.path).search(unit(1, 0), OLD)
+    gallery.resync()
+    assert len(gallery) == ROWS + 4
+    effort = full_effort(factory)
+    assert [hits[0].id for hits in gallery.search(unit(5, 11), OLD, 1, parameters=effort)] == ["17", "18", "19", "20", "21"]
+    assert str(ids[3]) not in [hit.id for hit in gallery.search(unit(4, 0)[3:], OLD, 10, parameters=effort)[0]]
+    gallery.rollback(0)
+    assert len(gallery) == ROWS
+    assert [hits[0].id for hits in gallery.search(unit(4, 0), OLD, 1, parameters=effort)] == [str(name) for name in ids[:4]]
+    assert gallery.search(unit(5, 11), OLD, 1, parameters=effort)[0][0].id != "17"
+
+
+@pytest.mark.parametrize("factory", ["OPQ8,IVF8,PQ8x4fs", "IVF8,Flat"])
+def test_a_probe_apart_finds_no_fault(factory: str, tmp_path: Path) -> None:
+    own = own_ids("shuffled")
+    assert len(adopt(make_index(factory, ids=own), tmp_path)) == ROWS
+
+
+def test_rows_and_labels_agree_with_a_dictionary() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        labels = random.choice(np.arange(-(10**3), 10**3) * 10 ** int(random.integers(0, 15)), 100, replace=False)
+        rows = {label: row for row, label in enumerate(labels.tolist())}
+        asked = np.concatenate([random.choice(labels, 30), [5, -1, 2**62]])
+        assert RowLabels(labels).find_rows(asked).tolist() == [rows.get(label, -1) for label in asked.tolist()]
+        kept = random.random(100) < random.random()
+        selector = RowLabels(labels).select(kept)
+        assert [selector.is_member(label) for label in labels.tolist()] == kept.tolist()

@@ -1,0 +1,196 @@
+"""Ids that a faiss index keeps for its vectors, and the gallery rows that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+
+LABELS_FILE = "labels.npy"
+"""The id that an adopted index gives each row, where these are not 0, 1, 2 and so on."""
+BITS_PER_ID = 64
+"""A bitmap selects ids if it has at most this many bits for each of them; a hash table would take more memory."""
+
+
+class RowLabels:
+    """Translate between rows and the ids by which a faiss index calls them.
+
+    Args:
+        labels_N: (N,) int64, the id of each row.
+
+    Example:
+        >>> labels = RowLabels(np.array([70, 10, 40]))
+        >>> labels.find_rows(np.array([[10, 70], [-1, 11]])).tolist()
+        [[1, 0], [-1, -1]]
+    """
+
+    def __init__(self, labels_N: NDArray[np.int64]) -> None:
+        self.labels_N = np.asarray(labels_N, np.int64)
+        self._order_N = np.argsort(self.labels_N, kind="stable")
+        self._sorted_N = self.labels_N[self._order_N]
+
+    def find_rows(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each id, of any shape; -1 for unknown ids."""
+        places = np.minimum(np.searchsorted(self._sorted_N, labels), len(self._sorted_N) - 1)
+        return np.where(self._sorted_N[places] == labels, self._order_N[places], -1)
+
+    def select(self, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - faiss has no types
+        """Return a faiss selector of the kept rows."""
+        import faiss
+
+        labels_n = self.labels_N[: len(kept_N)][kept_N]
+        if len(labels_n) and labels_n.min() >= 0 and labels_n.max() < BITS_PER_ID * len(labels_n):
+            bits = np.zeros(int(labels_n.max()) + 1, bool)
+            bits[labels_n] = True
+            return select_bits(bits)
+        return faiss.IDSelectorBatch(labels_n)
+
+
+def select_bits(bits: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - faiss has no types
+    """Return a faiss selector of the ids whose bit is set."""
+    import faiss
+
+    packed = np.packbits(bits, bitorder="little")
+    selector = faiss.IDSelectorBitmap(len(packed), faiss.swig_ptr(packed))
+    selector.packed = packed  # faiss holds only a pointer to it
+    return selector
+
+
+class OwnIds(NamedTuple):
+    """Ids inside an index.
+
+    Args:
+        names_N: (N,) ids that a search of the index returns; None if these are 0, 1, 2 and so on.
+        labels_N: (N,) ids of the same rows in the index without its id map; None if these are 0, 1, 2 and so on.
+        has_map: whether an id map holds the names; it keeps the order in which vectors were added.
+        is_ordered: whether ascending ids are surely the order in which vectors were added.
+    """
+
+    names_N: NDArray[np.int64] | None = None
+    labels_N: NDArray[np.int64] | None = None
+    has_map: bool = False
+    is_ordered: bool = True
+
+
+def strip_id_map(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+    """Return an index without the id map around it or below its transforms; the caller keeps the original alive."""
+    import faiss
+
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
+        return strip_id_map(index.index)
+    if not isinstance(index, faiss.IndexPreTransform) or _id_map(index) is None:
+        return index
+    stripped = faiss.IndexPreTransform(strip_id_map(index.index))
+    for place in reversed(range(index.chain.size())):
+        stripped.prepend_transform(index.chain.at(place))
+    return stripped
+
+
+def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has no types
+    """Read the ids inside an index.
+
+    Args:
+        index: faiss's index, id maps included.
+        path: its file, for messages.
+
+    Raises:
+        XcompatError: two vectors have the same id in an inverted file, or one has faiss's id for "nothing found".
+    """
+    import faiss
+
+    names_N, ivf = _id_map(index), faiss.try_extract_index_ivf(strip_id_map(index))
+    if ivf is None:
+        return OwnIds(names_N, has_map=names_N is not None)
+    listed_N, descents = _listed_ids(ivf)
+    labels_N = np.sort(listed_N)
+    if np.array_equal(labels_N, np.arange(len(labels_N))):
+        return OwnIds(names_N, has_map=names_N is not None)
+    twice = labels_N[1:][labels_N[1:] == labels_N[:-1]]
+    if len(twice):
+        raise XcompatError(
+            f"{path} gives {len(np.unique(twice))} ids to more than one vector, e.g. {twice[0]}; give each vector an id of its "
+            "own in the index"
+        )
+    if -1 in labels_N:
+        raise XcompatError(f'{path} gives a vector the id -1, by which faiss says "nothing found"; give it another id')
+    if isinstance(strip_id_map(index), faiss.IndexRefine):
+        raise XcompatError(
+            f"{path} refines by vectors of other ids than its lists have, because vectors were removed; build the index again"
+        )
+    removed = labels_N[-1] + 1 - len(labels_N)  # if it numbered them 0, 1, 2 ..., and some were removed
+    is_numbered = bool(labels_N[0] >= 0) and descents <= removed <= len(labels_N) and 3 * descents <= len(labels_N)
+    return OwnIds(labels_N if names_N is None else names_N, labels_N, names_N is not None, descents == 0 or is_numbered)
+
+
+def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -> list[str]:
+    """Return the id of each row: those that a user gives, or the index's own.
+
+    Given ids count in this order: if they are the index's own ids in any order, each goes to its vector. Otherwise they are taken
+    in the index's order, or, for an inverted file with ids of its own, id N is line N (from 0).
+
+    Args:
+        ids: ids that a user gives; None for the index's own.
+        own: ids inside the index.
+        rows: number of its vectors.
+        path: its file, for messages.
+
+    Raises:
+        XcompatError: there are no ids, or they do not show to which vectors they belong.
+    """
+    if own.names_N is None:
+        if ids is None:
+            raise XcompatError(f"{path} holds no ids of its own; name a file with one id a line with --ids")
+        return _counted(ids, rows, path)
+    own_names = [str(name) for name in own.names_N.tolist()]
+    if ids is None or (len(ids) >= rows and set(own_names) <= set(ids)):
+        if len(set(own_names)) < rows:
+            raise XcompatError(f"{path} gives several vectors the same id; name a file with one id a line with --ids")
+        return own_names
+    labels_N = own.labels_N
+    if labels_N is None or own.has_map:
+        return _counted(ids, rows, path)
+    if labels_N.min() >= 0 and labels_N.max() < len(ids):
+        return [ids[label] for label in labels_N.tolist()]
+    names = _counted(ids, rows, path)
+    if not own.is_ordered:
+        raise XcompatError(
+            f"{path} has ids of its own ({own_names[0]} to {own_names[-1]}), and nothing shows which line of --ids belongs to "
+            "which; remove --ids to use the index's ids"
+        )
+    return names
+
+
+def _counted(ids: Sequence[str], rows: int, path: Path) -> list[str]:
+    if len(ids) != rows:
+        raise XcompatError(f"{path} holds {rows} vectors, and there are {len(ids)} ids; give one for each, in order")
+    return list(ids)
+
+
+def _id_map(index: Any) -> NDArray[np.int64] | None:  # noqa: ANN401
+    """Return the ids of the id map around an index or below its transforms; None without one."""
+    import faiss
+
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
+        return np.asarray(faiss.vector_to_array(index.id_map), np.int64)
+    return _id_map(index.index) if isinstance(index, faiss.IndexPreTransform) else None
+
+
+def list_ids(ivf: Any, number: int) -> NDArray[np.int64]:  # noqa: ANN401
+    """Return a copy of the ids in one inverted list."""
+    import faiss
+
+    size = ivf.invlists.list_size(number)
+    return faiss.rev_swig_ptr(ivf.invlists.get_ids(number), size).copy() if size else np.empty(0, np.int64)
+
+
+def _listed_ids(ivf: Any) -> tuple[NDArray[np.int64], int]:  # noqa: ANN401
+    """Return the ids in all inverted lists, and how often an id is less than the one before it in its list."""
+    lists = [list_ids(ivf, number) for number in range(ivf.nlist)]
+    return np.concatenate(lists), sum(int((ids[1:] < ids[:-1]).sum()) for ids in lists if len(ids))
