@@ -149,6 +149,15 @@ def test_parquet_texts_that_are_not_utf8_are_replaced(tmp_path: Path, capsys: py
     assert "t.parquet row 2" in capsys.readouterr().out.replace("\n", "")
 
 
+def test_files_beside_texts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("a bear")
+    (tmp_path / "b.pdf").write_bytes(b"%PDF")
+    (tmp_path / ".DS_Store").touch()
+    (tmp_path / "inner").mkdir()
+    assert len(load_items_of_text(str(tmp_path))) == 1
+    assert "3 files (b.pdf, inner, .DS_Store) are not read" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_query_with_half_a_character_is_searched(run: Run, tmp_path: Path, folder_of: dict[str, str]) -> None:
     gallery, model = tmp_path / "gallery", folder_of["clip"]
     run("build", write_table(tmp_path), "--model", model, "--out", gallery)

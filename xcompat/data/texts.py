@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from xcompat.data.cache import cached_dataset, file_stamps
 from xcompat.data.corpora import Seen
 from xcompat.data.loading import load_raw
+from xcompat.data.picture_files import notice_unread
 from xcompat.data.schema import ID, METADATA, TEXT
 from xcompat.data.sources import DataSource, expand_folders, has_suffix, is_saved_dataset, local_files, refuse_hub_fields
 from xcompat.data.table_rows import LINE, ROW_SUFFIXES, Row, read_rows
@@ -152,6 +153,8 @@ def open_rows(source: DataSource) -> tuple[datasets.Dataset | None, list[Path]]:
     files = [file for file in expand_folders(paths) if has_suffix(file, ROW_SUFFIXES) or file in paths]
     if not files:
         raise XcompatError(f"{paths[0]} holds no texts ({', '.join(ROW_SUFFIXES)}); check the path")
+    for folder in filter(Path.is_dir, paths):
+        notice_unread(folder, files)
     return None, files
 
 
