@@ -144,8 +144,8 @@ def test_the_function_is_small_and_made_again_by_chunks(model: str, vectors: np.
     ("change", "said"),
     [
         (lambda rows: rows, "there is no column 'embedding'"),
-        (lambda rows: [None, *rows[1:]], "column 'vector' row 1 has no embedding; leave such rows out"),
-        (lambda rows: [*rows[:9], [0.5] * 3, *rows[10:]], "column 'vector' row 10 has 3 dimensions, those before it 16"),
+        (lambda rows: [None, *rows[1:]], "row 1 of column 'vector' has no embedding; leave such rows out"),
+        (lambda rows: [*rows[:9], [0.5] * 3, *rows[10:]], "row 10 of column 'vector' has 3 dimensions, those before it 16"),
         (lambda rows: [[*row, 1.0] for row in rows], "has vectors of 17 dimensions, and"),
         (lambda rows: [*rows[:5], [0.0] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is zero and has no direction"),
         (lambda rows: [*rows[:5], [np.nan] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is not finite"),
@@ -351,7 +351,7 @@ def test_a_bad_row_stops_it_and_what_is_made_is_kept(run: Run, model: str, sourc
     spoilt = table.set_column(1, "vector", pa.array([*rows[:70], None, *rows[71:]], pa.list_(pa.float32())))
     pq.write_table(spoilt, source / "deeper" / "b.parquet", row_group_size=20)
     code, _, error = run(source, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and "b.parquet, 40 rows from 61 on: column 'vector' row 11 has no embedding" in error
+    assert code == 2 and "b.parquet, 40 rows from 61 on: row 11 of column 'vector' has no embedding" in error
     assert "what is made is kept: start again to continue" in error and len(error.splitlines()) == 1
     assert len(files_in(tmp_path / "out")) == 5, "the plan and four parts"
 

@@ -135,7 +135,10 @@ class TableModel:
 
     def _mapped(self, mapping: Mapping, batch: pa.RecordBatch, before: int) -> NDArray[np.float32]:
         where, dim = f"column {self.column!r}", mapping.model.config.old["dim"]
-        rows_ND = rows_of_batch(where, before, batch.rename_columns([EMBEDDING, *batch.schema.names[1:]]))
+        missing = np.flatnonzero(batch.column(0).is_null().to_numpy(zero_copy_only=False))
+        if len(missing):
+            raise XcompatError(f"row {before + missing[0] + 1:,} of {where} has no embedding; leave such rows out")
+        rows_ND = rows_of_batch(where, before + 1, batch.rename_columns([EMBEDDING, *batch.schema.names[1:]]))
         if rows_ND.shape[1] != dim:
             raise XcompatError(
                 f"{where} has vectors of {rows_ND.shape[1]} dimensions, and {self.source.name} maps those of {dim}"

@@ -117,13 +117,14 @@ def describe_service(provider: Provider, function: str, cache: Path) -> dict[str
     known = read_json(record) if record.exists() else None
     if known is not None and known["function"] == function and (cache / "cache.json").exists():
         return known
-    described = {"name": provider.name, "function": function, "sketch": provider.sketch()}
-    if known is not None and (cosine := compare_sketches(known["sketch"], described["sketch"])) < ALIKE:
+    sketch = provider.sketch()
+    if known is not None and (cosine := compare_sketches(known["sketch"], sketch)) < ALIKE:
         raise XcompatError(
             f"{function} does not embed as {known['function']} did when {cache} was begun (mean cosine {cosine:.2f}); "
             f"use {known['function']}, or delete {cache.parent} and embed all texts again"
         )
     record.parent.mkdir(parents=True, exist_ok=True)
+    described = {"name": provider.name, "function": function, "sketch": sketch}
     write_json(record, described)
     return described
 

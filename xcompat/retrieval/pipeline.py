@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -183,7 +183,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         return {"embeds": embeds_BD, "old": torch.from_numpy(old_Bd)}
 
     def _embed_own(self, queries: Sequence[str | Image.Image]) -> Tensor:
-        return _in_order(self.model.processor, self._run, queries)
+        return _in_order(cast("CompatModel", self.asking).processor, self._run, queries)
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
         return self.asking.embed({name: tensor.to(self.asking.device) for name, tensor in batch.items()}).cpu()

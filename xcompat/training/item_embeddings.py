@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from xcompat.arrays import read_lines, rows_of
 from xcompat.errors import XcompatError
+from xcompat.evaluation.identities import Ids
 from xcompat.progress import notice
 from xcompat.vectors import check_rows, read_vectors, stored_at
 
 
 def read_embeddings(
-    folder: Path, kind: str, max_bad_share: float, like: Sequence[Hashable] | None = None
+    folder: Path, kind: str, max_bad_share: float, like: Ids | None = None
 ) -> tuple[NDArray[np.floating], list[str]]:
     """Read embeddings of one kind of items with their ids.
 
