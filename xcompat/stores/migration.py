@@ -198,6 +198,9 @@ def start(
         migration = _begun(store, mapping, into, dtype, max_bad_share)
         migration.filled = False
         _fill(store, mapping, migration, batch, rows_per_second, spread)
+        if migration.skipped:  # blocks that were killed may be counted twice
+            migration.skipped = store.count_zeros(migration.into)
+            store.set_record(RECORD, migration.model_dump())
         store.index_like(migration.into)
         migration.filled = True
         store.set_record(RECORD, migration.model_dump())
@@ -218,8 +221,10 @@ def _fill(
             found = store.rows(batch, migration.after, migration.into, content=mapping.content)
             with closing(ahead(mapping.each(store, found, spread))) as blocks:
                 for read, made in blocks:
-                    _skip(migration, mapping.find_unusable(read))
-                    _require_few(store, migration.skipped, total, migration.max_bad_share, "; ".join(migration.named))
+                    if unusable := mapping.find_unusable(read):
+                        _skip(migration, unusable)
+                        _require_few(store, migration.skipped, total, migration.max_bad_share, "; ".join(migration.named))
+                        store.set_record(RECORD, migration.model_dump())  # first: a killed write would leave them uncounted
                     written = store.write(migration.into, made)
                     migration.after, migration.written = read.ids[-1], migration.written + written
                     store.set_record(RECORD, migration.model_dump())
@@ -238,7 +243,8 @@ def _fill(
 def _skip(migration: Migration, unusable: dict[str, str]) -> None:
     """Count rows whose vectors cannot be used, and keep the names of the first."""
     migration.skipped += len(unusable)
-    migration.named = [*migration.named, *(f"{item!r} {reason}" for item, reason in unusable.items())][:SHOWN]
+    named = dict.fromkeys([*migration.named, *(f"{item!r} {reason}" for item, reason in unusable.items())])
+    migration.named = list(named)[:SHOWN]
 
 
 def _require_few(store: Store, bad: int, total: int, share: float, named: str) -> None:
