@@ -602,7 +602,8 @@ def test_nothing_is_shown_without_the_password(site: Site) -> None:
         assert httpx.post(f"{address}/api/search", json=text_query(), cookies=token).status_code == 401
 
 
-def test_wrong_passwords_have_to_wait(site: Site) -> None:
+def test_wrong_passwords_have_to_wait(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xcompat.serve.app.Login", lambda password: Login(password, clock=lambda: 0.0))
     with serving(site, password=PASSWORD) as address:
         said = [httpx.post(f"{address}/login", json={"password": f"guess {row}"}) for row in range(3)]
         said.append(httpx.post(f"{address}/login", json={"password": PASSWORD}))
