@@ -308,9 +308,26 @@ def served(cache: Path) -> Iterator[Hub]:
     Args:
         cache: where they keep what they fetch.
     """
-    hub, constants = Hub(), huggingface_hub.constants
+    hub = Hub()
+    with redirected(hub.url, cache):
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            hub.server_close()
+
+
+@contextmanager
+def redirected(url: str, cache: Path) -> Iterator[None]:
+    """Let this process, which may have imported its libraries already, and those it starts use another Hub.
+
+    Args:
+        url: address of the Hub.
+        cache: where they keep what they fetch.
+    """
+    constants = huggingface_hub.constants
     environment = {
-        "HF_ENDPOINT": hub.url,
+        "HF_ENDPOINT": url,
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_TOKEN": "hf_secret",
@@ -318,8 +335,8 @@ def served(cache: Path) -> Iterator[Hub]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     values = {
-        "ENDPOINT": hub.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_OFFLINE": False,
         "HF_HUB_DISABLE_XET": True,
         "HF_HUB_CACHE": str(cache),
@@ -330,8 +347,4 @@ def served(cache: Path) -> Iterator[Hub]:
             stack.enter_context(mock.patch.object(constants, name, value))
         stack.enter_context(mock.patch.object(transformers.utils.hub, "_hf_api", None))
         stack.enter_context(mock.patch.object(huggingface_hub.utils._http.time, "sleep"))  # between tries
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            hub.server_close()
+        yield

@@ -1,0 +1,205 @@
+"""The captions story: a recipe is killed and resumed, and the gallery of its old model is searched.
+
+Real product photos and their names. Each command runs in a process of its own, and what it finds is measured after every step:
+the share of names that find a photo of that name among the first ten.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import tarfile
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import IO, Any, cast
+
+import pytest
+import warm
+import yaml
+from hub_server import Hub, served
+
+from xcompat.report import load_report
+from xcompat.training.checkpoints import last_complete_checkpoint
+
+TESTS = Path(__file__).resolve().parents[1]
+FASHION = TESTS.parents[1] / "shared" / "data" / "fashion"
+STORED, ADDED = 240, 60
+"""Photos that the old model embeds, and photos that arrive later."""
+WITHIN = 0.08
+"""Share of queries by which two searches may differ by chance: more than twice the standard error of 240 queries at 50 %."""
+
+pytestmark = pytest.mark.skipif(not FASHION.exists(), reason="../shared/data/fashion is not here")
+
+MAIN = "from xcompat import cli; cli.main()"
+KILLED = """
+import os, signal
+import xcompat.training.trainer as trainer
+
+class KillAtStep(trainer.DivergenceCallback):
+    def on_step_end(self, args, state, control, **named):
+        super().on_step_end(args, state, control, **named)
+        if "xbt" in args.output_dir and state.global_step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer.DivergenceCallback = KillAtStep
+"""
+AT_THE_HUB = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from hub_server import redirected
+from pathlib import Path
+redirect = redirected({{url!r}}, Path({{cache!r}}))
+redirect.__enter__()
+"""
+
+
+def clip(width: int, layers: int, dim: int, edge: int) -> dict[str, Any]:
+    """Return a small CLIP to train from scratch."""
+    tower = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers, "num_attention_heads": 4}
+    text = tower | {"max_position_embeddings": 24}
+    return {
+        "model": {
+            "model_type": "clip",
+            "projection_dim": dim,
+            "text_config": text,
+            "vision_config": tower | {"image_size": edge, "patch_size": 8},
+        }
+    }
+
+
+def recipe() -> dict[str, Any]:
+    """Return a recipe in four stages: both models, a map learned from names, and XBT on photos with names."""
+    shard = {"path": str(FASHION / "train-0000.tar.gz"), "caption_column": "txt", "id_column": "txt"}
+    return {
+        "name": "captions",
+        "output_dir": "run",
+        "cache_dir": "cache",
+        "data": {
+            "test": {"path": str(FASHION / "test-0000.tar.gz"), "caption_column": "txt", "id_column": "txt", "limit": 300},
+            "one_per_id": True,
+        },
+        "training": {
+            "learning_rate": 1e-3,
+            "adam_beta2": 0.98,
+            "per_device_train_batch_size": 64,
+            "warmup_steps": 5,
+        },
+        "evaluation": None,
+        "stages": [
+            {
+                "name": "old",
+                "method": "independent",
+                "new": clip(64, 2, 32, 32),
+                "data": {"pairs": shard | {"limit": 800}},
+                "training": {"max_steps": 50},
+            },
+            {
+                "name": "new",
+                "method": "independent",
+                "new": clip(96, 2, 64, 32),
+                "data": {"pairs": shard | {"limit": 1200}},
+                "training": {"max_steps": 60},
+            },
+            {
+                "name": "phi",
+                "method": "projection",
+                "old": "stage:old",
+                "new": "stage:new",
+                "data": {"texts": [{"path": str(FASHION / "names_textonly.txt.gz")}], "texts_limit": 4000, "one_per_id": False},
+                "training": {"max_steps": 60, "per_device_train_batch_size": 128},
+            },
+            {
+                "name": "xbt",
+                "method": "xbt",
+                "old": "stage:old",
+                "new": "stage:new",
+                "projection": "stage:phi",
+                "options": {"adapters": {"lora": {"rank": 4}, "prompts": 2}},
+                "data": {"pairs": shard | {"limit": 800}},
+                "training": {"max_steps": 12, "learning_rate": 3e-4, "save_steps": 5},
+                "evaluation": {"ks": [1, 10], "resamples": 200, "examples": 0, "tsne_pairs": 0},
+            },
+        ],
+    }
+
+
+class Shop:
+    """A folder with photos, their names, and the commands that are typed there.
+
+    Args:
+        folder: everything lies in it.
+        hub: where models are shared.
+    """
+
+    def __init__(self, folder: Path, hub: Hub) -> None:
+        self.folder, self.hub = folder, hub
+        self.name_of: dict[str, str] = {}
+        with tarfile.open(FASHION / "test-0000.tar.gz") as shard:
+            files = {member.name: cast(IO[bytes], shard.extractfile(member)).read() for member in shard if member.isfile()}
+        names = {Path(file).stem: text.decode().strip() for file, text in files.items() if file.endswith(".txt")}
+        first = {name: key for key, name in reversed(names.items())}  # products of one name are one thing
+        for number, (name, key) in enumerate(list(first.items())[: STORED + ADDED]):
+            place = folder / ("photos" if number < STORED else "arrivals") / f"{key}.jpg"
+            place.parent.mkdir(exist_ok=True)
+            place.write_bytes(files[f"{key}.jpg"])
+            self.name_of[place.name] = name
+        (folder / "queries.txt").write_text("\n".join(self.name_of.values()) + "\n", encoding="utf-8")
+        (folder / "captions.yaml").write_text(yaml.safe_dump(recipe()), encoding="utf-8")
+
+    def type(self, *arguments: object, before: str = "", cache: str | None = None) -> CompletedProcess[str]:
+        """Run ``xcompat`` in a new process, at the Hub if a cache for what it fetches is named."""
+        redirect = AT_THE_HUB.format(url=self.hub.url, cache=str(self.folder / cache)) if cache is not None else ""
+        return warm.run("-c", f"{redirect}{before}\n{MAIN}", *arguments, folder=self.folder, COLUMNS="200")
+
+    def run(self, *arguments: object, cache: str | None = None) -> str:
+        """Run ``xcompat``, and return its output if it succeeds."""
+        done = self.type(*arguments, cache=cache)
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+        return done.stdout
+
+    def search(self, model: str, cache: str | None = None) -> list[list[str]]:
+        """Search the gallery with all names, and return the ids of the first ten hits of each."""
+        lines = self.run("gallery", "search", "gallery", "--queries", "queries.txt", "--model", model, "--json", cache=cache)
+        found = [json.loads(line) for line in lines.splitlines()]
+        assert [each["text"] for each in found] == list(self.name_of.values())
+        return [[hit["id"] for hit in each["hits"]] for each in found]
+
+    def recall(self, hits: list[list[str]], arrivals: bool = False) -> float:
+        """Return the share of names that find their photo, of the stored photos or of those that arrived later."""
+        rows = slice(STORED, None) if arrivals else slice(STORED)
+        own = list(self.name_of)[rows]
+        return sum(name in ids for name, ids in zip(own, hits[rows], strict=True)) / len(own)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Any:
+    with served(tmp_path / "hub-cache") as hub:
+        yield Shop(tmp_path, hub)
+
+
+def train_with_a_kill(shop: Shop) -> float:
+    """Kill the training in its last stage, resume it, and return what the new model's queries find on the old test gallery."""
+    killed = shop.type("train", "captions.yaml", before=KILLED)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    run = shop.folder / "run"
+    assert (run / "phi" / "done.json").exists() and not (run / "xbt" / "done.json").exists()
+    last = last_complete_checkpoint(run / "xbt" / "checkpoints")
+    assert last is not None and last.name == "checkpoint-5"
+    resumed = shop.run("train", "captions.yaml")
+    assert "checkpoint-5" in resumed and "phi is done, reused" in resumed
+    cases = (case for case in load_report(run).cases if case.direction == "text-to-image")
+    recalls = {(case.query, case.gallery): case.metrics["recall@10"] for case in cases}
+    assert recalls["new", "old"] > recalls["old", "old"] - WITHIN
+    return recalls["new", "old"]
+
+
+def build_and_search(shop: Shop) -> None:
+    """Build the gallery with the old model, and search it."""
+    shop.run("gallery", "build", "photos", "--model", "run/old/model", "--out", "gallery")
+    old = shop.recall(shop.search("run/old/model"))
+    assert old > 2 * 10 / STORED, "the old model finds more than chance does"
+
+
+def test_captions_from_a_recipe_to_a_gallery(shop: Shop) -> None:
+    train_with_a_kill(shop)
+    build_and_search(shop)
