@@ -286,6 +286,17 @@ def test_every_file_of_a_folder_is_read_or_named(tmp_path: Path, capsys: pytest.
     assert "6 files (BMW, e.json, f.mov, notes.txt, .DS_Store and 1 more) are left out" in said
 
 
+def test_pictures_beside_a_table_of_pictures_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import datasets
+
+    from xcompat.data import PairSource
+
+    datasets.Dataset.from_dict({"image": [{"bytes": photo(None), "path": None}], "id": ["a"]}).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.jpg").write_bytes(photo(None))
+    assert len(load_pairs(PairSource(path=str(tmp_path), captions=False))) == 1
+    assert "1 file (b.jpg) is not read" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_heic_without_its_reader_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

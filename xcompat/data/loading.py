@@ -13,7 +13,7 @@ from xcompat.data.addresses import addresses
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.captions import read_captions, read_images, read_listed, read_market1501
 from xcompat.data.cifar import SUFFIX, cifar_version, read_cifar
-from xcompat.data.picture_files import image_files
+from xcompat.data.picture_files import image_files, notice_unread
 from xcompat.data.problems import Problems
 from xcompat.data.schema import (
     CAMERA,
@@ -92,7 +92,15 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, meta
 
 
 def _load_shard_files(source: PairSource, paths: list[Path]) -> AnyDataset:
-    return _load_shards(source, files_with(paths, SHARD_SUFFIXES))
+    return _load_shards(source, _named_files(paths, SHARD_SUFFIXES))
+
+
+def _named_files(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """List the files that end in one of the suffixes, and name all others of their folders in a notice."""
+    files = files_with(paths, suffixes)
+    for folder in filter(Path.is_dir, paths):
+        notice_unread(folder, files)
+    return files
 
 
 def _load_shards(source: PairSource, shards: Sequence[str | Path]) -> AnyDataset:
@@ -242,7 +250,7 @@ def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterato
 def _load_parquet(source: PairSource, paths: list[Path]) -> AnyDataset:
     import datasets
 
-    files = files_with(paths, (".parquet",))
+    files = _named_files(paths, (".parquet",))
     dataset = _tables(files, source.streaming)
     column = source.image_column or next((name for name in EXTRA_IMAGE_COLUMNS if name in (dataset.column_names or [])), "")
     feature = (dataset.features or {}).get(column)
