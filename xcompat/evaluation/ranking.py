@@ -280,8 +280,8 @@ def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
     rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
     owners_N = torch.repeat_interleave(positives_B)
     at_least_N = count_at_least(pairs, rows_B, scores_N - pairs.tie_margin, owners_N, positives_B)
-    counted = (values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N))
-    return placed(rows_B, *counted, margin=pairs.tie_margin)
+    positives, owners, scores, at_least = (values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N))
+    return placed(rows_B, positives, owners, scores, at_least, pairs.tie_margin)
 
 
 def placed(
