@@ -279,8 +279,15 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         (lambda g: g.add(np.full((1, DIM), np.nan), ["x"]), "the embedding of 'x' is not finite"),
         (lambda g: g.add(vectors(1, dim=5), ["x"]), "stores 8 dimensions, these embeddings have 5"),
         (
-            lambda g: g.add(vectors(1), ["x"], version=Fingerprint.from_string("other")) or g.add(vectors(1, dim=5), ["y"]),
+            lambda g: (
+                g.add(vectors(1), ["x"], version=Fingerprint.from_string("other"), replace=True)
+                or g.add(vectors(1, dim=5), ["y"])
+            ),
             "8 dimens",
+        ),
+        (
+            lambda g: g.add(vectors(1), ["x"], version=Fingerprint.from_string("other")),
+            "no one model could search embeddings of other",
         ),
         (lambda g: g.remove(["nobody"]), "'nobody' is not in the gallery"),
         (lambda g: g.search(vectors(1, dim=5), CLIP), "the queries have 5 dimensions"),

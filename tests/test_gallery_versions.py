@@ -279,7 +279,7 @@ def test_a_mapped_gallery_is_one_of_the_new_encoder_which_a_later_map_maps_again
 
 def test_an_upgrade_that_no_one_model_could_search_after_is_refused(tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
-    gallery.add(unit(5, D, 4), list("abcde"), version=Fingerprint.from_string("stranger"))
+    gallery.add(unit(5, D, 4), list("abcde"), version=Fingerprint.from_string("stranger"), replace=True)
     gallery.commit()
     for refused in (plan_upgrade, Gallery.upgrade):
         with pytest.raises(FingerprintMismatchError, match="neither maps nor searches the stranger@.* beside those of old@"):

@@ -20,7 +20,15 @@ from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, write_m
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.upgrading import segments_to_map, upgrade_gallery
-from xcompat.retrieval.versions import aliased_version, identity, own_metric, require_metric, stored_embeddings, stored_version
+from xcompat.retrieval.versions import (
+    aliased_version,
+    identity,
+    own_metric,
+    require_common_search,
+    require_metric,
+    stored_embeddings,
+    stored_version,
+)
 from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
@@ -200,6 +208,8 @@ class Gallery(Snapshot):
         Raises:
             XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; embeddings of one model have
                 side-information of different models, or only some of them have any; another process writes.
+            FingerprintMismatchError: no one model could search these embeddings and those in the gallery. Not checked with
+                ``replace``, which may replace all of them.
         """
         record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         if version is not None:
@@ -207,8 +217,16 @@ class Gallery(Snapshot):
         if side_info_by is not None:
             record = record.model_copy(update={"side_info": identity(side_info_by).digest})
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)
-        if len(items):
-            self._change(lambda staging: staging.add(record, items, replace))
+        if not len(items):
+            return
+
+        def put_in(staging: Staging) -> None:
+            present = staging.present()
+            if not replace and record.digest not in [other.digest for other in present]:
+                require_common_search(version or record.fingerprint, present, self.path)
+            staging.add(record, items, replace)
+
+        self._change(put_in)
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove items; they are gone after :meth:`commit`, and back after a rollback.

@@ -65,6 +65,16 @@ class Staging:
         """Whether nothing waits for a commit."""
         return not (self._pending_ids or self._written or self._removed)
 
+    def present(self) -> list[VersionRecord]:
+        """Return the versions that would have embeddings after a commit."""
+        left = {
+            segment.record.version
+            for name, segment in self._segments.items()
+            if len(np.intersect1d(segment.present(), self._removed.get(name, []))) < len(segment)
+        }
+        left |= {digest for digest, items in self._pending.items() if len(items)}
+        return [version for digest, version in self._versions.items() if digest in left]
+
     def release(self) -> None:
         """Let other processes write."""
         self._lock.release()

@@ -17,7 +17,7 @@ from xcompat.score_scale import ScoreScale
 from xcompat.vectors import UNIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -358,13 +358,19 @@ def require_joinable(model: Model, manifest: Manifest, place: object = "GALLERY"
     Raises:
         FingerprintMismatchError: names the model, the version that it does not search, and the remedy.
     """
-    for version in manifest.present():
+    require_common_search(model, manifest.present(), place)
+    require_metric(model, manifest.metric)
+
+
+def require_common_search(model: Model, versions: Iterable[VersionRecord], place: object = "GALLERY") -> None:
+    """Refuse a model whose queries do not search all of some versions (see :func:`require_joinable`)."""
+    model = _compat(model) or model
+    for version in versions:
         if not fits(model, version):
             raise FingerprintMismatchError(
                 f"no one model could search embeddings of {identity(model)} beside the {version.fingerprint} embeddings of this "
                 f"gallery: {_advice(model, version, place) if _compat(model) is not None else JOINING}"
             )
-    require_metric(model, manifest.metric)
 
 
 def fits(model: Model, version: VersionRecord) -> bool:
