@@ -35,6 +35,8 @@ BATCH = 4
 PAIRS = 16
 CLASSES = 4
 _PREFIXES = {"hf-hub:": "open_clip", "sentence-transformers:": "sentence-transformers"}
+SCRATCH_DIM = 16
+"""Width of stand-ins for architectures that are trained from scratch; wide ones with random weights overflow float16."""
 UNKNOWN_DIMS = {"old": 64, "new": 128, "independent": 128, "side_info": 64, "new_side_info": 64}
 """Dimensions of stand-ins for models whose own are unknown: usual options, such as `PQ64` or `extra_dim: 32`, fit them."""
 
@@ -150,9 +152,9 @@ class Widths:
 
     def of(self, source: EncoderSource | ScratchSource, role: str) -> int:
         """Return the real dimension of a model, or else one that the recipe's options fit."""
-        key = source.name if isinstance(source, EncoderSource) else source.model_dump_json()
-        least = source.truncate_dim or 0 if isinstance(source, EncoderSource) else 0
-        return self._of[key] or self._asked.get(key) or max(UNKNOWN_DIMS[role], least)
+        if isinstance(source, ScratchSource):
+            return SCRATCH_DIM
+        return self._of[source.name] or self._asked.get(source.name) or max(UNKNOWN_DIMS[role], source.truncate_dim or 0)
 
     def is_known(self, source: EncoderSource | ScratchSource | None) -> bool:
         """Return whether the dimension of a model is its real one."""
