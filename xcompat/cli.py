@@ -128,10 +128,8 @@ def map_(
         raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
     given = Texts(texts, *about_service) if texts is not None else None
     start = Start(start_from, activation) if start_from is not None else None
-    share = BAD_SHARE if max_bad_share is None else max_bad_share
-    asked = Asked(
-        old, new, out, old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, given, start, share
-    )
+    choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, given, start)
+    asked = Asked(old, new, out, *choices, BAD_SHARE if max_bad_share is None else max_bad_share)
     asked.require()
     from xcompat.mapping.commands import map_embeddings
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +13,7 @@ from xcompat.errors import XcompatError
 from xcompat.options import BadVectorShare, Engine, GpusPerWorker, WorkerCount
 
 if TYPE_CHECKING:
+    from xcompat.fingerprint import Fingerprint
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
@@ -114,6 +115,20 @@ def build(
         raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
 
 
+def _printing_results(is_printing: bool) -> AbstractContextManager[object]:
+    """Keep stdout for results that programs read."""
+    from xcompat.progress import results_on_stdout
+
+    return results_on_stdout() if is_printing else nullcontext()
+
+
+def _versions_of(opened: Gallery | Store) -> list[Fingerprint]:
+    """Return the models whose embeddings a gallery or a store holds."""
+    from xcompat.retrieval import Gallery
+
+    return opened.versions if isinstance(opened, Gallery) else [space.fingerprint for space in opened.spaces().values()]
+
+
 @app.command()
 def search(
     gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
@@ -150,34 +165,30 @@ def search(
     """Find what is nearest to a text or a picture, or to each of many, whichever models embedded the gallery."""
     from xcompat.retrieval import asked
 
-    is_store = _is_address(gallery)
     asked.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
-    if is_store:
-        asked.require_of_stores(bool(fallback) or group_by is not None, where or [])
     asked.require_asked(query, queries)
-
-    from xcompat.progress import results_on_stdout
-
-    with results_on_stdout() if json or csv else nullcontext():
+    if is_store := _is_address(gallery):
+        asked.require_of_stores(bool(fallback) or group_by is not None, where or [])
+    with _printing_results(json or csv):
         opened = _open_store(gallery) if is_store else _open(Path(gallery))
         asked.require_named(model)
         from xcompat.retrieval import Gallery
         from xcompat.retrieval.query_sources import load_queries_and_model
         from xcompat.retrieval.showing import shower
 
-        known = opened.versions if isinstance(opened, Gallery) else [space.fingerprint for space in opened.spaces().values()]
-        typed, source = load_queries_and_model(query, queries, model, known, fallback, embed_with, max_bad_share)
+        versions = _versions_of(opened)
+        typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
-        if not isinstance(opened, Gallery):
+        if isinstance(opened, Gallery):
+            from xcompat.retrieval.commands import search as search_gallery
+            from xcompat.retrieval.fallback import Fallback
+
+            old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
+            search_gallery(opened, typed, source, top_k, where or [], show, old, group_by)
+        else:
             from xcompat.stores.commands import search as search_store
 
             search_store(opened, typed, source, top_k, where[0] if where else None, show)
-            return
-        from xcompat.retrieval.commands import search as search_gallery
-        from xcompat.retrieval.fallback import Fallback
-
-        old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
-        search_gallery(opened, typed, source, top_k, where or [], show, old, group_by)
 
 
 @app.command()

@@ -201,14 +201,13 @@ def choose(
     if chosen.candidate.share and not held.of_galleries:
         confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
     mixed = held.try_(chosen.candidate, MIXED) if chosen.worst <= 0 and not held.of_galleries else None
-    most = max(map(len, held.learned_rows))
     return Choice(
         trials=trials,
         chosen=chosen,
         without_new_model=without_new_model,
         floor=floor,
         n_queries=counts,
-        learned_at_most=most if most == LEARNED else None,
+        learned_at_most=LEARNED if max(map(len, held.learned_rows)) == LEARNED else None,
         too_few_for_ridge=fewest if len(tried) < len(lines) else None,
         than=than,
         mixed=mixed,

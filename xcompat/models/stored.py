@@ -119,7 +119,7 @@ class _Directions(SomeRows):
     @override
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[np.float32]:
         rows_Rd = normalise_rows(super().__getitem__(rows))
-        return np.where(rows_Rd.any(axis=1)[:, None], rows_Rd, np.float32("nan"))
+        return np.where(rows_Rd.any(axis=1, keepdims=True), rows_Rd, np.float32("nan"))
 
 
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:

@@ -281,7 +281,7 @@ def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
         The scale to scores against ``version.scaled_to``; None if it is unknown.
     """
     if version.scaled_to is None:
-        return None if version.shares else ScoreScale()
+        return ScoreScale()
     compat = _compat(model)
     searches_own = compat is not None and not compat.maps_galleries and version.digest == compat.stored_fingerprint().digest
     if compat is not None and compat is model and searches_own:

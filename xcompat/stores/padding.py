@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from xcompat.stores.base import Store
 
 SAMPLE = 1_000
 """Rows that show whether a store's vectors are padded."""
 
 
-def is_padded(store: Store, dim: int, space: str | None = None) -> bool:
+class ReadsRows(Protocol):
+    """A store, as far as its rows are read."""
+
+    def rows(self, size: int, *, space: str | None = None) -> Iterator[Any]:
+        """Yield blocks of rows with ``vectors_ND``."""
+
+
+def is_padded(store: ReadsRows, dim: int, space: str | None = None) -> bool:
     """Return whether most vectors of a space hold only zeros after their first ``dim`` numbers.
 
     Args:

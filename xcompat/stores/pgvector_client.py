@@ -124,7 +124,7 @@ class Client:
     def run(self, statement: str) -> None:
         """Execute a complete statement once, e.g. one that the server wrote down itself."""
         with explained(self.uri):
-            self.connection.execute(sql.SQL(statement))  # type: ignore[arg-type]  # not a literal
+            self.connection.execute(sql.SQL(statement))
 
     def lock(self, table: sql.SQL, mode: LiteralString = "ACCESS EXCLUSIVE", first: Sequence[str] = ()) -> None:
         """Lock a table until the transaction ends, as soon as others let go of it; who these are is said on the terminal.
@@ -144,7 +144,7 @@ class Client:
             with self.connection.transaction():  # a part of the one that is open, which goes on where this fails
                 self.connection.execute("SELECT set_config('lock_timeout', %s, true)", (patience,))
                 for statement in first:
-                    self.connection.execute(sql.SQL(statement))  # type: ignore[arg-type]  # not a literal
+                    self.connection.execute(sql.SQL(statement))
                 self.connection.execute(asked)
                 self.connection.execute("SET LOCAL lock_timeout TO DEFAULT")
 

@@ -85,7 +85,7 @@ class Exchange(NamedTuple):
             self._fill_with_zeros()
         default = known.default if is_back else resized_default(self.client, known.default, self.dtype, self.resize.new)
         if default is not None:
-            self._do("ALTER TABLE {table} ALTER COLUMN {live} SET DEFAULT {default}", default=sql.SQL(default))  # type: ignore[arg-type]  # not a literal
+            self._do("ALTER TABLE {table} ALTER COLUMN {live} SET DEFAULT {default}", default=sql.SQL(default))
         open_rows = known.required and self._has_nulls()
         later = [statement for dependent in dependents for statement in dependent.validate]
         later += [statement for statement in before.get("later", []) if "VALIDATE" in statement and NOT_NULL not in statement]
@@ -145,7 +145,7 @@ class Exchange(NamedTuple):
 
     def _sql(self, statement: str, **parts: sql.Composable) -> sql.Composed:
         names = {name: sql.Identifier(getattr(self, name)) for name in ("live", "aside", "incoming")}
-        return sql.SQL(statement).format(table=self.table, check=sql.Identifier(NOT_NULL), **names, **parts)  # type: ignore[arg-type]  # not a literal
+        return sql.SQL(statement).format(table=self.table, check=sql.Identifier(NOT_NULL), **names, **parts)
 
 
 def settle(client: Client, records: Records, table: sql.SQL, column: str) -> None:
@@ -207,7 +207,7 @@ def resized_default(client: Client, default: str | None, dtype: str, dim: int | 
         return None
     kind = "halfvec" if dtype == "float16" else "vector"
     try:
-        is_zero, size = client.ask(sql.SQL(f"SELECT vector_norm(({default})::vector) = 0, vector_dims(({default})::vector)"))[0]  # type: ignore[arg-type]  # not a literal
+        is_zero, size = client.ask(sql.SQL(f"SELECT vector_norm(({default})::vector) = 0, vector_dims(({default})::vector)"))[0]
     except XcompatError:
         return None
     if size == dim:

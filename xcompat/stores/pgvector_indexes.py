@@ -152,7 +152,7 @@ class Copies(NamedTuple):
                 self.client.run(index.create(how, concurrently=True))
                 continue
             with explained(self.client.uri), self.client.connection.transaction():  # takes over those of the partitions
-                self.client.lock(sql.SQL(index.table), "SHARE")  # type: ignore[arg-type]  # not a literal
+                self.client.lock(sql.SQL(index.table), "SHARE")
                 self.client.run(index.create(how, concurrently=False))
         return [index.name for index in indexes(self.client, self.table, self.new)]
 

@@ -138,7 +138,7 @@ class Widths:
 
     def __init__(self, recipe: Recipe) -> None:
         self._of: dict[str, int | None] = {}
-        self._asked = {}
+        self._asked: dict[str, int] = {}
         for settings in recipe.stages:
             if isinstance(settings.new, ScratchSource):
                 key = settings.new.model_dump_json()

@@ -76,12 +76,11 @@ def embed_new(
             named = f"{old.name}, mapped without memory", model.embeds_fingerprint().derived("upgrade")
             forgetful = map_contestant(old, *named, model.own_upgrade, model.device, side_info)
         return Contestants(old, own, own, independent, upgraded=upgraded, forgetful=forgetful, side_info=side_info)
-    version = old.fingerprint
+    version, backfilled = old.fingerprint, None
     asking = raw if old_on_new else raw.queries_alone()
-    backfilled = None
     if model.memory is not None or model.embeds_in_memory or model.stored_dim != model.config.embedding_dim:
         stored = fingerprint.derived("backfilled")  # elsewhere new/new measures it already
-        backfilled = map_contestant(raw, name, stored, lambda embeds: model.own_view(embeds, version), model.device)
+        backfilled = map_contestant(raw, name, stored, partial(model.own_view, version=version), model.device)
     view = map_contestant(asking, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, version), model.device)
     extra = {}
     if model.memory is not None:
