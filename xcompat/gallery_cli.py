@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -122,7 +123,7 @@ def _printing_results(is_printing: bool) -> AbstractContextManager[object]:
     return results_on_stdout() if is_printing else nullcontext()
 
 
-def _versions_of(opened: Gallery | Store) -> list[Fingerprint]:
+def _versions_of(opened: Gallery | Store) -> Sequence[Fingerprint | None]:
     """Return the models whose embeddings a gallery or a store holds."""
     from xcompat.retrieval import Gallery
 
