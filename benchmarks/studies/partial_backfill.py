@@ -154,12 +154,12 @@ def main() -> None:
     """Measure every seed and model, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="Number of seeds.")
-    started, curves = time.monotonic(), dict[str, list[Curve]]()
+    started, curves, sure = time.monotonic(), dict[str, list[Curve]](), True
     seeds = parser.parse_args().seeds
     for seed in range(seeds):
         run_seed(seed, curves)
-        console.print(f"seed {seed}: {(time.monotonic() - started) / 60:.0f} minutes")
-    sure = show(curves)
+        console.print(f"\n{seed + 1} of {seeds} seeds, {(time.monotonic() - started) / 60:.0f} minutes")
+        sure = show(curves)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "faiss-cpu"))
     console.print(
         f"\n{seeds} seeds, {(time.monotonic() - started) / 60:.0f} minutes; Python {platform.python_version()}, {versions}"
