@@ -87,7 +87,8 @@ KINDS = ["ascending", "shuffled", "permuted", "negative", "mixed"]
 def test_own_ids_are_the_items_ids(factory: str, kind: str, tmp_path: Path) -> None:
     ids = own_ids(kind)
     index = make_index(factory, ids=ids)
-    gallery = adopt(index, tmp_path)
+    # an inverted file does not show whether ids 0 to N - 1 are its own
+    gallery = adopt(index, tmp_path, [str(number) for number in range(ROWS)] if kind == "permuted" else None)
     segment = gallery.segments[0]
     assert sorted(segment.ids(np.arange(ROWS))) == sorted(map(str, ids.tolist()))
     row_of = {name: row for row, name in enumerate(map(str, ids.tolist()))}
