@@ -359,5 +359,5 @@ def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert report["new"] == {"name": "letters-3-large", "service": "letters_service:embed"}
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
     assert model.config.encoder is None and model.view(torch.tensor(Service()(["a red fox"]))).shape == (1, 4)
-    with pytest.raises(XcompatError, match="give it embeddings"):
+    with pytest.raises(XcompatError, match="use embeddings as queries"):
         model.embed_texts(torch.ones(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64))

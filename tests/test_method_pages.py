@@ -112,6 +112,7 @@ def test_recipes_run(
     for name in ("photos/captioned", "photos/train/cat", "photos/test/cat"):
         (tmp_path / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name / "a.png")
+    (tmp_path / "photos/captioned/metadata.csv").write_text("file_name,caption\na.png,a dog\n", encoding="utf-8")
     (tmp_path / "texts.txt").write_text("a dog\n", encoding="utf-8")
     shown = section(PAGES[method], "Run it")
     ((file, recipe),) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", shown, re.DOTALL)
