@@ -93,7 +93,19 @@ def folder(content: ReportContent, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_json_has_the_schema_and_nothing_more(folder: Path, content: ReportContent) -> None:
     document = json.loads((folder / "report.json").read_text())
-    assert set(document) == {"schema", "old", "new", "method", "cases", "criterion", "seconds", "training", "costs", "run"}
+    assert set(document) == {
+        "schema",
+        "old",
+        "new",
+        "method",
+        "cases",
+        "criterion",
+        "seconds",
+        "training",
+        "costs",
+        "run",
+        "backfill_losses",
+    }
     assert document["schema"] == 1
     assert document["old"] == {"name": "old<b>", "fingerprint": content.contestants.old.fingerprint.digest, "dim": 8}
     assert document["new"]["dim"] == 12
