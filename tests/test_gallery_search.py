@@ -15,7 +15,7 @@ from PIL import Image
 from xcompat import Fingerprint, XbtModel
 from xcompat.models.embedder import load_embedder
 from xcompat.progress import console
-from xcompat.retrieval import Gallery, queries, searching, showing
+from xcompat.retrieval import Gallery, embedded_queries, searching, showing
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import load_originals
 
@@ -97,7 +97,7 @@ def test_many_texts_find_what_each_finds_alone(run: Run, gallery: Path, tmp_path
 def test_many_pictures_and_embeddings_find_themselves(
     form: str, run: Run, gallery: Path, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queries, "EMBEDDINGS_AT_ONCE", 5)
+    monkeypatch.setattr(embedded_queries, "ROWS_AT_ONCE", 5)
     source, names = photos, sorted(f"{LONG}/{number}.png" for number in range(12))
     expected = names
     if form == "list":
