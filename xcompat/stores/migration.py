@@ -45,7 +45,7 @@ class Migration(BaseModel):
         model: the map's digest.
         state: ``filling`` until the switch, then ``switched``; one that was killed between them is in neither.
         filled: whether the last ``start`` ended: every row has its new vector, and the indexes are built.
-        verified: whether the last ``verify`` passed. Rows that services write afterwards do not change that.
+        verified: whether the last ``verify`` passed, None before the first. Rows that services write afterwards do not matter.
         after: rows up to this id were seen in the current round.
         written: rows written so far, in all rounds.
         skipped: rows met so far whose old vector cannot be used; their new vectors are zeros.
@@ -59,7 +59,7 @@ class Migration(BaseModel):
     model: str
     state: Literal["filling", "switching", "switched", "switching back"] = "filling"
     filled: bool = False
-    verified: bool = False
+    verified: bool | None = None
     after: str | None = None
     written: int = 0
     skipped: int = 0
@@ -342,13 +342,14 @@ def switch(store: Store, mapping: Filling) -> Migration:
         mapping: what filled it.
 
     Raises:
-        XcompatError: ``start`` or ``verify`` has not ended, rows cannot be written, or the migration is another map's.
+        XcompatError: ``start`` has not ended, the new space does not pass ``verify``, rows cannot be written, or the migration
+            is another map's.
     """
     with store.claimed():
         migration = _of(store, mapping)
         store.settle()  # of a rollback that was killed
         if migration.state == "filling":
-            _require_ready(store, migration)
+            _require_ready(store, mapping, migration)
             _fill(store, mapping, migration, BATCH, None)
             with store.alone():
                 left = _catch_up(store, mapping, migration, migration.space, migration.into)
@@ -370,14 +371,18 @@ def switch(store: Store, mapping: Filling) -> Migration:
     return migration
 
 
-def _require_ready(store: Store, migration: Migration) -> None:
-    """Raise if a step before the switch has not ended."""
+def _require_ready(store: Store, mapping: Filling, migration: Migration) -> None:
+    """Raise if a step before the switch has not ended or not passed; a new space that was never verified is verified now."""
     if not migration.filled:
         raise XcompatError(f"start of {store.uri} has not ended; run `xcompat migrate start` again, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
         raise XcompatError(f"{migration.into} of {store.uri} lacks {_listed(missing)}; run `xcompat migrate start` again")
+    if migration.verified is None:
+        migration.verified = _check(store, mapping, migration, ASKED).passed
+        store.renew_claim()
+        store.set_record(RECORD, migration.model_dump())
     if not migration.verified:
-        raise XcompatError(f"{migration.into} of {store.uri} is not verified; run `xcompat migrate verify` first")
+        raise XcompatError(f"{migration.into} of {store.uri} did not pass; run `xcompat migrate verify` to see why")
 
 
 def _listed(indexes: list[str]) -> str:
