@@ -76,9 +76,9 @@ def train(
 @app.command("map")
 def map_(
     old: Annotated[
-        Path, typer.Option(help="What the old model made: .npy, Parquet, JSON lines or a folder; with --texts, or it.")
+        Path, typer.Option(help="Old embeddings (.npy, Parquet, JSON lines or a folder). With --texts: or the old model.")
     ],
-    new: Annotated[Path, typer.Option(help="What the new model made of the same items, likewise; with --texts, or itself.")],
+    new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts: or the new model.")],
     out: Annotated[Path, typer.Option(help="Folder that gets the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
         str | None, typer.Option(help="The old model, or the name it has in the gallery; that of --old unless given.")
@@ -87,7 +87,7 @@ def map_(
     searched_classes: Annotated[
         Literal["known", "open", "unknown"], typer.Option(help="Whether all classes that will be searched are given.")
     ] = "unknown",
-    seed: Annotated[int, typer.Option(min=0, help="Of what is held out.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out, such as another map.")] = False,
     memory_codec: Annotated[
         str | None,
@@ -336,7 +336,7 @@ def lineage(
 def serve(
     target: Annotated[str, typer.Argument(metavar="GALLERY_OR_RUN", help="Folder of a gallery, or of a finished run.")],
     model: Annotated[str | None, typer.Option(help="The new model: a run's folder, a checkpoint, or any model by name.")] = None,
-    old: Annotated[str | None, typer.Option(help="The old model, likewise, to see what its queries find beside.")] = None,
+    old: Annotated[str | None, typer.Option(help="Old model. Its results are shown side by side.")] = None,
     images: Annotated[
         list[Path] | None,
         typer.Option("--images", "--texts", help="The pictures or texts that the gallery was built from; repeat it for more."),
