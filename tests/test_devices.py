@@ -206,9 +206,10 @@ def test_embeddings_on_a_gpu_are_taken_wherever_arrays_are(old_folder: str, tmp_
     fallen = Fallback(old).old_queries(clip, gallery.manifest, far, lambda _: pytest.fail("nothing is unsure"))
     assert fallen.shape == (3, old.dim) and np.isnan(fallen).all()
     own = Space("vector", None, "float32", clip)
-    viewed = Store._viewed(SimpleNamespace(uri=""), far, clip, own)
-    assert np.array_equal(Store.queries(SimpleNamespace(uri=""), viewed, own), near)
-    assert np.array_equal(Store.queries(SimpleNamespace(uri=""), far[0], own), near[:1])
+    store = SimpleNamespace(uri="", metric="cosine", _padded_queries=lambda queries_QD, _: queries_QD)
+    viewed = Store._viewed(store, far, clip, own)
+    assert np.array_equal(Store.queries(store, viewed, own), near)
+    assert np.array_equal(Store.queries(store, far[0], own), near[:1])
 
 
 def test_items_that_nobody_read_are_left_out_on_a_gpu_too() -> None:

@@ -69,7 +69,7 @@ class Curve(NamedTuple):
     new_S: NDArray[np.float64]
 
 
-STORED, ASKED = Photos(TINY / "train-0003.tar.gz", ITEMS), Photos(TINY / "val-0000.tar.gz", QUERIES)
+STORED, ASKED = Photos(TINY / "train-0002.tar.gz", ITEMS), Photos(TINY / "val-0000.tar.gz", QUERIES)
 
 
 def measure(model: CompatModel, old: Embedder, stored: tuple[Floats, Floats], asked_QD: Floats, seed: int) -> Curve:
