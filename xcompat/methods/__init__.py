@@ -31,6 +31,7 @@ from xcompat.methods.residual_mlp import ResidualMlpConfig, ResidualMlpModel
 from xcompat.methods.ridge import RidgeConfig, RidgeModel
 from xcompat.methods.simclr import SimClrConfig, SimClrModel
 from xcompat.methods.unibct import UniBctConfig, UniBctModel
+from xcompat.methods.whitened import WhitenedConfig, WhitenedModel
 from xcompat.methods.xbt import XbtConfig, XbtModel
 from xcompat.models.base import CompatModel
 
@@ -63,6 +64,7 @@ METHODS: dict[str, type[CompatModel]] = {
         RidgeModel,
         SimClrModel,
         UniBctModel,
+        WhitenedModel,
         XbtModel,
     )
 }
@@ -126,6 +128,8 @@ __all__ = [
     "SimClrModel",
     "UniBctConfig",
     "UniBctModel",
+    "WhitenedConfig",
+    "WhitenedModel",
     "XbtConfig",
     "XbtModel",
 ]

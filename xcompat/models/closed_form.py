@@ -32,6 +32,7 @@ class Moments:
         old_d: sum of the old embeddings.
         new_new_DD: sum of outer products of the new embeddings.
         new_old_Dd: sum of outer products of new with old embeddings.
+        old_old_dd: sum of outer products of the old embeddings.
     """
 
     count: int
@@ -39,6 +40,7 @@ class Moments:
     old_d: Tensor
     new_new_DD: Tensor
     new_old_Dd: Tensor
+    old_old_dd: Tensor
 
     @classmethod
     def of(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
@@ -56,7 +58,7 @@ class Moments:
         count, sums = 0, list[Tensor]()
         for new_BD, old_Bd in batches:
             new, old = new_BD.double(), old_Bd.double()
-            parts = [new.sum(0), old.sum(0), _gram(new), new.T @ old]
+            parts = [new.sum(0), old.sum(0), _gram(new), new.T @ old, _gram(old)]
             count, sums = count + len(new), list(map(torch.add, sums, parts)) if sums else parts
         if not count:
             raise XcompatError("a closed-form map needs paired embeddings to be solved from, and there are none")
