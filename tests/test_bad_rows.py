@@ -111,7 +111,7 @@ def test_too_many_bad_rows_are_refused_with_the_option(tmp_path: Path) -> None:
 
 def run_map(here: Path, *options: str) -> Result:
     files = ["--old", str(here / "old.npy"), "--new", str(here / "new.npy"), "--old-model", "b32", "--out", str(here / "map")]
-    return CliRunner().invoke(app, ["map", *files, *options])
+    return CliRunner().invoke(app, ["map", *files, "--allow-worse", *options])
 
 
 def test_map_says_what_it_left_out_and_keeps_it_in_the_report(tmp_path: Path) -> None:

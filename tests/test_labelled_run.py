@@ -25,7 +25,7 @@ from xcompat.evaluation import Contestants, EmbeddedImages, cmc
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
-from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.candidates import LINES, Candidate, Known
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
@@ -227,7 +227,7 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
     assert report.method == "map"
     (cost,) = report.costs.values()
     assert cost.samples == len(load_labelled(trained["data"]["images"]["path"]).dataset) and cost.parameters > 0, "it was solved"
-    assert {trial["line"] for trial in said["trials"]} == {"procrustes", "ridge", "procrustes of penultimate features"}
+    assert {trial["line"] for trial in said["trials"]} == {*LINES, "procrustes of penultimate features"}
     inputs = [
         [trial for trial in said["trials"] if ("penultimate" in trial["line"]) == of_features] for of_features in (False, True)
     ]

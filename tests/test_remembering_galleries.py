@@ -27,7 +27,7 @@ from xcompat.models import CompatModel, describe_old
 from xcompat.models.query_memory import QueryMemory
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.upgrading import plan_upgrade
-from xcompat.retrieval.versions import remembers, stored_version, upgraded_version
+from xcompat.retrieval.versions import stored_version, takes_old_queries, upgraded_version
 
 NEW, OLD, CLASSES, EACH = 12, 8, 10, 14
 OLD_MODEL = Fingerprint.from_string("old")
@@ -64,7 +64,7 @@ def turned() -> TurnedEmbeddings:
 
 
 def memory(codec: str | None = None, **settings: Any) -> QueryMemory:
-    worn = Known(turned(), codec=codec).memory(Candidate("procrustes", **{"sharpness": 20.0, "share": 0.7, **settings}))
+    worn = Known(turned(), codec=codec).memory(Candidate("rotation", **{"sharpness": 20.0, "share": 0.7, **settings}))
     assert worn is not None
     return worn
 
@@ -164,7 +164,7 @@ def old_gallery(folder: Path) -> Gallery:
 
 def test_a_gallery_is_upgraded_with_what_is_remembered(tmp_path: Path) -> None:
     gallery, model, given = old_gallery(tmp_path / "g"), mapping("procrustes").remember(memory()), pairs()
-    assert not remembers(model, gallery.manifest.present()[0]), "no query of it leans on anything"
+    assert not takes_old_queries(model, gallery.manifest.present()[0]), "no query of it leans on anything"
     assert plan_upgrade(gallery, model).items == len(given)
     assert gallery.upgrade(model, batch_size=50) == len(given)
     assert gallery.versions == [model.fingerprint().derived("upgrade")]
@@ -220,7 +220,7 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
     assert trial.candidate.share
     found, floor = list[float](), list[float]()
     for fold in folds(given.labels_N, "open"):
-        rows = fold.searched["half of them new"]
+        rows = fold.queries["half of them new"]
         labels, old, new = given.labels_N[rows], torch.from_numpy(given.new_ND[rows]), given.old_Nd[rows]
         worn = Known(given.take(fold.fit_F)).memory(trial.candidate)
         assert worn is not None

@@ -28,10 +28,10 @@ from xcompat.score_scale import ScoreScale, ScoreScales
 OLD = Fingerprint.from_string("old")
 CLASSES, EACH, OLD_DIM, NEW_DIM = 30, 40, 24, 48
 CANDIDATES = [
-    Candidate("procrustes"),
+    Candidate("scaled rotation"),
     Candidate("ridge"),
     Candidate("ridge", power=0.35),
-    Candidate("procrustes", power=0.5, share=0.3),
+    Candidate("scaled rotation", power=0.5, share=0.3),
     Candidate("ridge", share=0.8),
 ]
 Floats = NDArray[np.float32]

@@ -111,12 +111,17 @@ def map_(
     requests_per_minute: Annotated[float | None, typer.Option(help="Most calls of --embed-with in a minute.")] = None,
     price_per_million_tokens: Annotated[float | None, typer.Option(help="Of --embed-with, for an estimate first.")] = None,
     max_bad_share: BadVectorShare = None,
+    allow_worse: Annotated[
+        bool, typer.Option("--allow-worse", help="Write the best map even if it is not surely at or above old queries.")
+    ] = False,
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
     A folder holds image_embeds.npy, image_ids.txt (an id a line) and perhaps labels.txt (a class a line), or text_embeds.npy and
     text_ids.txt (the id of the image that each describes), or both; a table holds id and embedding. What each way finds on what
     was held out decides. With --texts, --old, --new or both may be models: they embed the texts, once.
+
+    Exits with code 1, and writes nothing, if no map is surely at or above old queries.
     """
     from xcompat.mapping.asked import Asked, Start, Texts
     from xcompat.vectors import BAD_SHARE
@@ -129,11 +134,12 @@ def map_(
     given = Texts(texts, *about_service) if texts is not None else None
     start = Start(start_from, activation) if start_from is not None else None
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, given, start)
-    asked = Asked(old, new, out, *choices, BAD_SHARE if max_bad_share is None else max_bad_share)
+    asked = Asked(old, new, out, *choices, BAD_SHARE if max_bad_share is None else max_bad_share, allow_worse)
     asked.require()
     from xcompat.mapping.commands import map_embeddings
 
-    map_embeddings(asked)
+    if not map_embeddings(asked):
+        raise typer.Exit(1)
 
 
 @app.command()

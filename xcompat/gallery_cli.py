@@ -173,23 +173,27 @@ def search(
     with _printing_results(json or csv):
         opened = _open_store(gallery) if is_store else _open(Path(gallery))
         asked.require_named(model)
+        from xcompat.distributed import device
         from xcompat.retrieval import Gallery
+        from xcompat.retrieval.embedded_queries import EmbeddedQueries
+        from xcompat.retrieval.fallback import Fallback
         from xcompat.retrieval.query_sources import load_queries_and_model
         from xcompat.retrieval.showing import shower
 
         versions = _versions_of(opened)
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
+        old = None if isinstance(typed, EmbeddedQueries) else Fallback.of(source, device())
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
         if isinstance(opened, Gallery):
             from xcompat.retrieval.commands import search as search_gallery
-            from xcompat.retrieval.fallback import Fallback
 
-            old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below) if fallback else None
+            if fallback:
+                old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below)
             search_gallery(opened, typed, source, top_k, where or [], show, old, group_by)
         else:
             from xcompat.stores.commands import search as search_store
 
-            search_store(opened, typed, source, top_k, where[0] if where else None, show)
+            search_store(opened, typed, source, top_k, where[0] if where else None, show, old)
 
 
 @app.command()

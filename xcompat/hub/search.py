@@ -67,8 +67,8 @@ class Found:
 
     @property
     def finds_more(self) -> bool | None:
-        """Whether its queries find more than old ones by every metric of its card; None if the card has no results."""
-        return all(gain.mean > 0 for gain in self.gains) if self.gains else None
+        """Whether its queries are surely at or above old ones by every metric of its card; None if the card has no results."""
+        return all(gain.ci95[0] >= 0 for gain in self.gains) if self.gains else None
 
     @property
     def least(self) -> Gain | None:

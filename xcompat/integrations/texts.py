@@ -21,9 +21,18 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.paths import model_folder
 from xcompat.retrieval.embedded_queries import require_dim
+from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import VersionRecord
-from xcompat.retrieval.versions import as_float32, own_metric, query_view, searchable_versions, stored_version
+from xcompat.retrieval.versions import (
+    as_float32,
+    notice_missing_old,
+    own_metric,
+    query_view,
+    searchable_versions,
+    stored_version,
+    takes_old_queries,
+)
 
 Source: TypeAlias = str | Path | CompatModel | Embedder
 """A run's folder, a checkpoint, a name on the Hub, or a model that is loaded already."""
@@ -56,6 +65,7 @@ class TextEmbedder:
         self._asking = asking(self._source)
         self._stored = stored_version(self._asking, None)
         self._version = _chosen(version, self._asking)
+        self._old = Fallback.of(self._asking, device or "cpu")
 
     @property
     def version(self) -> Fingerprint:
@@ -77,7 +87,7 @@ class TextEmbedder:
             As many floats as the version's embeddings have dimensions, of length 1.
         """
         _require_texts([text])
-        return self._view(self._own(text))
+        return self._view(self._own(text), text)
 
     def vector(self, embedding: Sequence[float]) -> list[float]:
         """Bring the embedding of a query, as the new model makes it, into the store's space.
@@ -95,9 +105,16 @@ class TextEmbedder:
         require_dim(self._asking, own_1D.shape[1], "the embedding")
         return self._view(checked_embeddings(own_1D, own_metric(self._asking), lambda _: "the embedding"))
 
-    def _view(self, own_1D: Tensor | NDArray[np.float32]) -> list[float]:
+    def _view(self, own_1D: Tensor | NDArray[np.float32], text: str | None = None) -> list[float]:
         view_1d = query_view(self._asking, own_1D, self._version)
         assert view_1d is not None
+        if takes_old_queries(self._asking, self._version):
+            if self._old is None or text is None:
+                notice_missing_old(self._asking)
+            else:
+                asking = self._old.model.for_queries()
+                old_1d = asking.embed(asking.processor.texts([text]))
+                view_1d = OldQueries(self._old.model, old_1d, self._old.share).among(self._asking, self._version, view_1d)
         return view_1d[0].tolist()
 
     def documents(self, texts: Sequence[str]) -> list[list[float]]:

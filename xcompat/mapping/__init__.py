@@ -8,15 +8,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xcompat.mapping.candidates import Candidate, fit
     from xcompat.mapping.choosing import Choice, choose
+    from xcompat.mapping.fitting import FittedMap, fit_map
     from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, load_paired
 
 _PLACES = {
     "candidates": ["Candidate", "fit"],
     "choosing": ["Choice", "choose"],
+    "fitting": ["FittedMap", "fit_map"],
     "paired": ["CaptionedEmbeddings", "PairedEmbeddings", "load_paired"],
 }
 
-__all__ = ["Candidate", "CaptionedEmbeddings", "Choice", "PairedEmbeddings", "choose", "fit", "load_paired"]
+__all__ = [
+    "Candidate",
+    "CaptionedEmbeddings",
+    "Choice",
+    "FittedMap",
+    "PairedEmbeddings",
+    "choose",
+    "fit",
+    "fit_map",
+    "load_paired",
+]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used

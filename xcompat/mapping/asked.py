@@ -88,6 +88,7 @@ class Asked:
         texts: what a side that is a model embeds; its embeddings are cached beside ``out``.
         start: a map that exists already, tried like those that are solved.
         max_bad_share: the share of each side's rows that may have no usable embedding.
+        allow_worse: whether to write the best candidate even if it is not surely at or above old queries.
     """
 
     old: Path
@@ -103,6 +104,7 @@ class Asked:
     texts: Texts | None = None
     start: Start | None = None
     max_bad_share: float = BAD_SHARE
+    allow_worse: bool = False
 
     @cached_property
     def read(self) -> list[Path]:

@@ -15,7 +15,7 @@ from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.mapping.score_scales import scale_scores
-from xcompat.methods import ProcrustesModel, RidgeModel
+from xcompat.methods import ProcrustesModel, RidgeModel, WhitenedModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.query_memory import QueryMemory, QueryMetric
@@ -27,10 +27,14 @@ Solver = Callable[[Paired, Described], CompatModel]
 """From pairs, and the old model as ``describe_old`` gives it, to a linear map; one that was imported ignores the pairs."""
 
 
-def solve_procrustes(pairs: Paired, old: Described) -> CompatModel:
-    """Solve for the centred rotation with a scale."""
-    config = ProcrustesModel.config_class(old=old, embedding_dim=pairs.dims[0], centre=True, scale=True)
-    return ProcrustesModel(config).fit_moments(pairs.moments).eval()
+def rotation(centre: bool = False, scale: bool = False) -> Solver:
+    """Return the solver of a rotation (see :class:`~xcompat.methods.procrustes.ProcrustesConfig`)."""
+
+    def solve(pairs: Paired, old: Described) -> CompatModel:
+        config = ProcrustesModel.config_class(old=old, embedding_dim=pairs.dims[0], centre=centre, scale=scale)
+        return ProcrustesModel(config).fit_moments(pairs.moments).eval()
+
+    return solve
 
 
 def solve_ridge(pairs: Paired, old: Described) -> CompatModel:
@@ -38,7 +42,19 @@ def solve_ridge(pairs: Paired, old: Described) -> CompatModel:
     return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit_moments(pairs.moments).eval()
 
 
-LINES: dict[str, Solver] = {"procrustes": solve_procrustes, "ridge": solve_ridge}
+def solve_whitened(pairs: Paired, old: Described) -> CompatModel:
+    """Solve for the whitened map."""
+    return WhitenedModel(WhitenedModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit_moments(pairs.moments).eval()
+
+
+WHITENED = "whitened"
+LINES: dict[str, Solver] = {
+    "rotation": rotation(),
+    "centred rotation": rotation(centre=True),
+    "scaled rotation": rotation(centre=True, scale=True),
+    "ridge": solve_ridge,
+    WHITENED: solve_whitened,
+}
 """Solvers of linear maps from the new space to the old one, by name."""
 
 
@@ -47,7 +63,7 @@ def steady(lines: Mapping[str, Solver], learned: int, dim: int) -> Mapping[str, 
 
     With a weak penalty its error is largest where both numbers are equal (double descent; Hastie et al. 2022, Surprises in
     High-Dimensional Ridgeless Least Squares Interpolation). What it finds after fewer items does not say what it finds after all
-    of them. The rotation has no such peak.
+    of them. The others have no such peak.
 
     Args:
         lines: the solver of each line, by name.
@@ -70,6 +86,7 @@ class Candidate:
         damping: ε of the metric.
         sharpness: β of the memory.
         share: λ of the memory; 0 for no memory.
+        old_share: weight of the old model's query on the arc between both (:func:`~xcompat.heads.slerp`); 0 for the map alone.
     """
 
     line: str
@@ -77,15 +94,18 @@ class Candidate:
     damping: float = 0.3
     sharpness: float = 30.0
     share: float = 0.0
+    old_share: float = 0.0
 
     @property
     def kind(self) -> str:
         """The candidate's parts, without their settings."""
-        return self.line + " + metric" * (self.power is not None) + " + memory" * bool(self.share)
+        parts = {"metric": self.power is not None, "memory": self.share, "old query": self.old_share}
+        return " + ".join([self.line, *(part for part, has in parts.items() if has)])
 
     def __str__(self) -> str:
         settings = [f"α {self.power:g}, ε {self.damping:g}"] if self.power is not None else []
         settings += [f"β {self.sharpness:g}, λ {self.share:g}"] if self.share else []
+        settings += [f"weight {self.old_share:g}"] if self.old_share else []
         return ", ".join([self.kind, *settings])
 
 
@@ -93,7 +113,7 @@ LEAST_SPREAD = 1e-12
 """Least variance within classes, a dimension, of embeddings that differ there: that of rounding in float32 is smaller."""
 OF_ITEMS = 60.0, 0.8
 """β and λ of a memory of stored items, in the middle of what is tried for others: without questions nothing can choose them."""
-GUESS = Candidate("procrustes")
+GUESS = Candidate(WHITENED)
 """The candidate if no items can be held out."""
 
 
@@ -225,5 +245,6 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
     """
     line, memory = known.line(candidate.line), known.memory(candidate, confidence)
     model = line if memory is None else line.remember(memory)  # an imported line may have a memory of its own
+    model.config.old_share = candidate.old_share or None
     scale_scores(model, known.pairs)
     return model

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from xcompat.errors import NothingHeldOutError
 from xcompat.evaluation.cases import BackfillLoss
-from xcompat.mapping.candidates import LINES, Candidate, Paired, Solver, steady
+from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver, steady
 from xcompat.mapping.confidence import Calibration, calibrate
 from xcompat.mapping.folds import LEARNED, Searched
 from xcompat.mapping.held_out import HeldOut, HeldOutCaptions, HeldOutClasses, HeldOutGalleries, Trial
@@ -15,7 +15,9 @@ from xcompat.mapping.paired import CaptionedEmbeddings, TurnedEmbeddings
 
 DAMPINGS = (0.1, 0.3, 1.0)
 MIXED = 0.5
-"""The share of the old query in a mixture of both queries."""
+"""The weight of the old query where it joins the new one half-way."""
+OLD_SHARES = (0.3, 0.5, 0.7)
+"""The weights that are tried."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,12 @@ class Choice:
         too_few_for_ridge: the number of items that a fold learned from, if these were too few to try ridge regression; else None.
         than: the line whose gains were subtracted from those of metric and memory; None to compare with old queries. Both models
             may have trained on the held-out items, the old one on more of them, and gains over old queries then say less.
-        mixed: the best, mixed half and half with old queries; only where the best map of queries finds no more than these.
+        mixed: the best, half-way with old queries; only where the best map is not surely at or above these, and no old model can
+            embed queries.
         confidence: the calibration of the best's memory; None without one.
         no_confidence: why there is none.
         of_galleries: whether the maps are of stored embeddings, not of queries.
-        of_agreement: whether what old queries find was what all looked for (:func:`~xcompat.mapping.agreement.agree`).
+        of_agreement: whether the new model's neighbours were what all looked for (:func:`~xcompat.mapping.agreement.agree`).
         remembers: whether what is chosen has a memory, its own or one that came with the map.
         left_out: sentences about candidates that could not be solved, and were not tried.
         backfill_losses: metrics on which what is chosen finds less once the new model has re-embedded everything.
@@ -63,10 +66,16 @@ class Choice:
     backfill_losses: tuple[BackfillLoss, ...] = ()
 
     @property
+    def is_safe(self) -> bool:
+        """Whether what is chosen is surely at or above old queries, or without labels surely agrees more with the new model."""
+        at_or_above = self.chosen.is_surely_better if self.of_agreement else self.chosen.is_surely_no_worse
+        return at_or_above and not self.by_chance
+
+    @property
     def objective(self) -> str:
         """The criterion of the choice, in words."""
         if self.of_agreement:
-            return "the largest agreement with old queries on held-out items, to a standard error, then the largest mean"
+            return "whitened, if it finds surely more of the new model's nearest neighbours than old queries do"
         beside = "old queries" if self.than is None else "the same without metric and memory"
         best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
         careful = "; where it is not surely above zero, the largest mean gain of what is close to it and remembers little"
@@ -97,7 +106,7 @@ def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
 
 
 def careful(trials: Collection[Trial]) -> Trial:
-    """Return the best trial if its worst gain is surely above zero, else the best mean among close trials with the least memory.
+    """Return the best trial whose every gain is surely above zero; else the best mean among close ones.
 
     Few held-out items are weak evidence. A memory with a large share costs most on unseen classes; the smallest share costs
     almost nothing there and gains on all others (after the rule of one standard error, Breiman et al. 1984, Classification and
@@ -106,9 +115,9 @@ def careful(trials: Collection[Trial]) -> Trial:
     Args:
         trials: one or more.
     """
+    if sure := [trial for trial in trials if trial.is_surely_better]:
+        return better(sure)
     best = better(trials)
-    if best.least.low > 0:
-        return best
     close = [trial for trial in trials if trial.worst >= best.worst - best.error]
     mildest = min((trial.candidate.share for trial in close if trial.candidate.share), default=0.0)
     return max((trial for trial in close if trial.candidate.share <= mildest), key=lambda trial: trial.mean)
@@ -132,7 +141,7 @@ def joined(choices: Sequence[Choice]) -> Choice:
 
 
 def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Trial]:
-    """Try every line with every metric, then memories on the best of these, then dampings of the best of those."""
+    """Try every line, the two best with every metric, then memories on the best of these, then dampings of the best of those."""
     alone = [Candidate(name) for name in lines]
     trials = {than.candidate: than} if than is not None else {}
 
@@ -142,7 +151,9 @@ def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Tria
                 trials[each] = held.try_(each)
         return better((trials[each] for each in candidates), than).candidate
 
-    best = best_of([*alone, *(replace(line, power=power) for line in alone for power in held.powers)])
+    first = best_of(alone)
+    second = [best_of(others)] if (others := [line for line in alone if line != first]) else []
+    best = best_of([first, *(replace(line, power=power) for line in (first, *second) for power in held.powers)])
     if held.shares:
         best = best_of([replace(best, sharpness=beta, share=share) for beta in held.sharpnesses for share in held.shares])
     if best.power is not None:
@@ -165,8 +176,11 @@ def choose(
     seed: int = 0,
     lines: Mapping[str, Solver] = LINES,
     beside_line: bool = False,
+    with_old_model: bool = False,
 ) -> Choice:
     """Try candidates part by part: lines with metrics, memories, and finer settings.
+
+    Where no map is surely at or above old queries, and the old model can embed queries too, mixtures of both queries are tried.
 
     Args:
         pairs: the training set, with classes or with captions; turned for maps of galleries, which take no metric.
@@ -175,6 +189,7 @@ def choose(
         lines: the solver of each line, by name.
         beside_line: whether metric and memory are compared with the first line alone instead of old queries, for a model that was
             trained on the held-out items, as the old one may have been.
+        with_old_model: whether the old model can embed queries.
 
     Returns:
         Every trial, and the best.
@@ -188,19 +203,26 @@ def choose(
     tried = steady(lines, fewest, pairs.dims[0])
     trials = _tried(held, tried, than)
     chosen = better(trials, than) if than is not None else careful(trials)
+    if with_old_model and than is None and not held.of_galleries and not chosen.is_surely_no_worse:
+        lines_alone = better(trial for trial in trials if trial.candidate.kind == trial.candidate.line)
+        bases = dict.fromkeys((chosen.candidate, lines_alone.candidate, replace(lines_alone.candidate, line=WHITENED)))
+        trials += [held.try_(replace(base, old_share=share)) for base in bases if base.line in lines for share in OLD_SHARES]
+        chosen = careful(trials)
     floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     without_new_model = None
     if chosen.candidate.power is not None or chosen.candidate.share:  # with a line alone, old queries are the floor itself
         beside = held.with_old_queries()
         if beside.shares or not chosen.candidate.share:
-            without_new_model = beside.try_(replace(chosen.candidate, line="procrustes"))
+            without_new_model = beside.try_(replace(chosen.candidate, line="rotation"))
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
     if brought := held.known[0].line(chosen.candidate.line).memory is not None:
         no_confidence = "what they remember came with the map, and was calibrated where that was made, if anywhere"
     if chosen.candidate.share and not held.of_galleries:
         confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
-    mixed = held.try_(chosen.candidate, MIXED) if chosen.worst <= 0 and not held.of_galleries else None
+    mixed = None
+    if not (chosen.is_surely_no_worse or chosen.candidate.old_share or held.of_galleries):
+        mixed = held.try_(replace(chosen.candidate, old_share=MIXED))
     return Choice(
         trials=trials,
         chosen=chosen,

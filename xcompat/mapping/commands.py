@@ -30,6 +30,11 @@ from xcompat.progress import console, literal, notice, silence_libraries, stage
 from xcompat.provenance import provenance
 from xcompat.vectors import require_codec
 
+_REFUSED = (
+    "Nothing was written: no candidate is surely at or above old queries. Give more items, or their classes or captions; or "
+    "write the best candidate with --allow-worse."
+)
+
 
 class _Decision(NamedTuple):
     """What is taken, and why.
@@ -50,9 +55,9 @@ class _Decision(NamedTuple):
         return self.choice.confidence if self.choice is not None else None
 
     @property
-    def beats(self) -> bool:
-        """Whether new queries find more than old ones by every protocol and metric."""
-        return self.choice is not None and self.choice.chosen.worst > 0
+    def is_safe(self) -> bool:
+        """Whether new queries are surely at or above old ones; see :attr:`~xcompat.mapping.choosing.Choice.is_safe`."""
+        return self.choice is not None and self.choice.is_safe
 
 
 class Remembering(NamedTuple):
@@ -96,7 +101,7 @@ def map_embeddings(asked: Asked) -> bool:
         asked: what it is made of; :meth:`~xcompat.mapping.asked.Asked.require` has found nothing wrong with it.
 
     Returns:
-        Whether new queries find more than old ones by every protocol and metric; never without classes or captions.
+        Whether a model was written: one that is surely at or above old queries, unless a worse one is allowed.
 
     Raises:
         XcompatError: the embeddings cannot be used, or there is something at ``out`` that may not be replaced.
@@ -112,7 +117,13 @@ def map_embeddings(asked: Asked) -> bool:
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
-        decided = remembering.added_to(_decide(pairs, lines, theirs, asked.searched, asked.seed), len(pairs))
+        has_old_model = found.old is not None or (asked.old_model is not None and is_loadable(asked.old_model))
+        can_mix = has_old_model and encoder is not None
+        decided = remembering.added_to(_decide(pairs, lines, theirs, asked.searched, asked.seed, can_mix), len(pairs))
+    _say(decided)
+    if not (decided.is_safe or asked.allow_worse):
+        console.print(_REFUSED, soft_wrap=True)
+        return False
     replacing = owned_path(out, MADE_BY, asked.overwrite, asked.read, asked.inputs)
     with stage("solve on everything", seconds), replacing as temporary:
         temporary.mkdir()
@@ -123,8 +134,8 @@ def map_embeddings(asked: Asked) -> bool:
         document = _document(decided, pairs, model, theirs) | {"old": described, "new": asking}
         document |= {"searched_classes": asked.searched, "seed": asked.seed, "seconds": seconds, "run": provenance()}
         write_json(temporary / "report.json", document)
-    _say(decided, out)
-    return decided.beats
+    console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
+    return True
 
 
 def _require_classes(searched: Searched, pairs: Paired) -> None:
@@ -133,13 +144,12 @@ def _require_classes(searched: Searched, pairs: Paired) -> None:
         raise XcompatError(f"--searched-classes {searched}: no classes are given, as in labels.txt; leave it out, or give them")
 
 
-def _say(decided: _Decision, out: Path) -> None:
-    """Print what was tried, and what is taken."""
+def _say(decided: _Decision) -> None:
+    """Print what was tried, and what came of it."""
     if decided.choice is not None:
         console.print(choice_table(decided.choice))
     for line in decided.said:
         console.print(literal(line), soft_wrap=True)
-    console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
 
 
 def _decide(
@@ -148,11 +158,12 @@ def _decide(
     theirs: Imported | None,
     searched: Searched,
     seed: int,
+    can_mix: bool,
 ) -> _Decision:
     """Choose on what can be held out; where nothing can, take a guess."""
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        choice = choose_by_what_is_known(pairs, searched, seed, lines)
+        choice = choose_by_what_is_known(pairs, searched, seed, lines, can_mix)
     except NothingHeldOutError as error:
         uncompared = " Theirs was not compared, and is not taken." if theirs is not None else ""
         return _Decision(GUESS, [*about, f"{error}: the line that is taken is a guess.{uncompared}"])
@@ -189,7 +200,7 @@ def _described_old(name: str | None, path: Path, found: TextPairs) -> dict[str, 
         )
         return describe_old(Fingerprint.from_string(name), dim)
     old = load_embedder(name)
-    _require_dim(old, dim, "--old-model")
+    require_dim(old, dim, "--old-model")
     return old.describe_old()
 
 
@@ -200,11 +211,12 @@ def _described_new(name: str | None, found: TextPairs) -> dict[str, Any] | None:
     new = load_embedder(name) if name is not None else found.new
     if new is None:
         return None
-    _require_dim(new, found.pairs.dims[0], "--new-model")
+    require_dim(new, found.pairs.dims[0], "--new-model")
     return new.describe_encoder()
 
 
-def _require_dim(model: Embedder, dim: int, option: str) -> None:
+def require_dim(model: Embedder, dim: int, option: str) -> None:
+    """Refuse a model that embeds in another dimension than the given embeddings have."""
     if model.dim != dim:
         raise XcompatError(f"{option} {model.name} embeds in {model.dim} dimensions, the embeddings given have {dim}")
 
@@ -217,7 +229,7 @@ def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: Imp
         "classes": (pairs.n_classes or None) if isinstance(pairs, PairedEmbeddings) else None,
         "model": {"name": str(candidate), **asdict(candidate)},
         "fingerprint": model.fingerprint().digest,
-        "verdict": decided.beats,
+        "verdict": decided.is_safe,
         "said": decided.said,
     }
     if theirs is not None:

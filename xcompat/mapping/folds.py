@@ -15,11 +15,15 @@ from xcompat.errors import NothingHeldOutError
 Searched = Literal["known", "open", "unknown"]
 """What a user knows of the classes that will be searched: all are in the training set, some are, or nothing."""
 
+IN_WHOLE = "new classes in the whole gallery"
+"""Items of new classes that search everything: themselves, the held-out items of known classes, and the learned items."""
 PROTOCOLS: dict[Searched, tuple[str, ...]] = {
     "known": ("known classes",),
-    "open": ("known classes", "half of them new"),
-    "unknown": ("known classes", "half of them new", "new classes"),
+    "open": ("known classes", "half of them new", IN_WHOLE),
+    "unknown": ("known classes", "half of them new", "new classes", IN_WHOLE),
 }
+WHOLE = 10_000
+"""Most learned items that are searched."""
 HELD_OUT = 0.3
 """Share of a known class's items that is held out."""
 LEARNED = 100_000
@@ -40,11 +44,13 @@ class Fold:
 
     Args:
         fit_F: rows to learn from.
-        searched: protocol -> held-out rows that search each other.
+        queries: protocol -> held-out rows that search.
+        galleries: protocol -> rows that are searched; a query never finds itself.
     """
 
     fit_F: NDArray[np.int64]
-    searched: dict[str, NDArray[np.int64]]
+    queries: dict[str, NDArray[np.int64]]
+    galleries: dict[str, NDArray[np.int64]]
 
 
 def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int = 0) -> Iterator[Fold]:
@@ -76,12 +82,15 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
         split = [_split(rows, number) for rows in half]
         fit_F = np.sort(draw.permutation(np.concatenate([fit for fit, _ in split]))[:LEARNED])
         known_K = _enough([held for _, held in split if len(held)])
-        shown = {"known classes": known_K}
+        queries = {"known classes": known_K}
+        galleries = dict(queries)
         if searched != "known":
             typical = max(2, int(np.median([len(held) for _, held in split if len(held)])))
             new_U = _enough([rows[:typical] for rows in halves[1 - number]])
-            shown |= {"half of them new": np.concatenate([known_K, new_U]), "new classes": new_U}
-        yield Fold(fit_F, {name: np.sort(shown[name]) for name in PROTOCOLS[searched]})
+            both = np.concatenate([known_K, new_U])
+            queries |= {"half of them new": both, "new classes": new_U, IN_WHOLE: new_U}
+            galleries = queries | {IN_WHOLE: np.concatenate([both, draw.permutation(fit_F)[:WHOLE]])}
+        yield Fold(fit_F, *({name: np.sort(rows[name]) for name in PROTOCOLS[searched]} for rows in (queries, galleries)))
 
 
 def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

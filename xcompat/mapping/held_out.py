@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import rows_of
+from xcompat.arrays import normalise_rows, rows_of
 from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, BackfillLoss
 from xcompat.heads import slerp
@@ -44,6 +44,7 @@ class Measured(NamedTuple):
         found: metric -> value of each query.
         quality_Q: each query's result as one number: average precision, or for captions the reciprocal rank.
         about_Q: the item of each query.
+        clusters_Q: what the bootstrap draws: the class of each query, or its group of images and captions.
     """
 
     fold: int
@@ -51,6 +52,7 @@ class Measured(NamedTuple):
     found: Mapping[str, np.ndarray]
     quality_Q: NDArray[np.float64]
     about_Q: NDArray[np.int64]
+    clusters_Q: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,16 @@ class Trial:
         return (self.least.high - self.least.low) / (2 * _STANDARD_ERRORS)
 
     @property
+    def is_surely_better(self) -> bool:
+        """Whether every interval lies above zero."""
+        return all(gain.low > 0 for _, _, gain in self.cells())
+
+    @property
+    def is_surely_no_worse(self) -> bool:
+        """Whether no interval reaches below zero."""
+        return all(gain.low >= 0 for _, _, gain in self.cells())
+
+    @property
     def mean(self) -> float:
         """The mean gain."""
         return float(np.mean([gain.mean for _, _, gain in self.cells()]))
@@ -112,6 +124,10 @@ class HeldOut(ABC):
         self.known = [Known(pairs, lines=lines, codec=AS_THEY_ARE) for pairs in self.learned()]
         self.old = self.found_by_old()
         self.floor = _joined(self.old)
+        self.clusters = {
+            protocol: np.concatenate([each.clusters_Q for each in self.old if each.protocol == protocol])
+            for protocol in self.floor
+        }
 
     @abstractmethod
     def learned(self) -> Iterable[Paired]:
@@ -163,7 +179,10 @@ class HeldOut(ABC):
 
         def queries(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             new_QD, *beside = side.inputs(rows_Q)
-            return self.known[fold].queries(candidate, new_QD, protocol, *beside).numpy()
+            mapped_Qd = self.known[fold].queries(candidate, new_QD, protocol, *beside)
+            if candidate.old_share:
+                mapped_Qd = slerp(mapped_Qd, torch.from_numpy(normalise_rows(rows_of(side.old_Nd, rows_Q))), candidate.old_share)
+            return mapped_Qd.numpy()
 
         return queries
 
@@ -183,18 +202,14 @@ class HeldOut(ABC):
         about = [each.about_Q * len(self.known) + each.fold for each in new]
         return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
 
-    def try_(self, candidate: Candidate, old_share: float = 0.0) -> Trial:
-        """Measure a candidate; with a share, its queries are mixed with old ones (:func:`~xcompat.heads.slerp`)."""
-        new = self.queries_of(candidate)
-
-        def mixed(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
-            new_Qd, old_Qd = new(fold, protocol, rows_Q, side), np.array(side.old_Nd[rows_Q], np.float32)
-            return slerp(torch.from_numpy(new_Qd), torch.from_numpy(old_Qd), old_share).numpy()
-
-        found = _joined(self.measured(mixed if old_share else new))
+    def try_(self, candidate: Candidate) -> Trial:
+        """Measure a candidate."""
+        found = _joined(self.measured(self.queries_of(candidate)))
         gains = {
             protocol: {
-                metric: paired_bootstrap(values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed)
+                metric: paired_bootstrap(
+                    values_Q, self.floor[protocol][metric], RESAMPLES, seed=self.seed, clusters_Q=self.clusters[protocol]
+                )
                 for metric, values_Q in metrics.items()
             }
             for protocol, metrics in found.items()
@@ -249,7 +264,7 @@ class HeldOutClasses(HeldOut):
         return self.found(queries, _stay)
 
     def found(self, asked: Queries, searched: Queries) -> list[Measured]:
-        """Measure every held-out item as a query among the others.
+        """Measure held-out items as queries.
 
         Args:
             asked: embeds items as queries.
@@ -257,14 +272,16 @@ class HeldOutClasses(HeldOut):
         """
         parts = []
         for number, fold in enumerate(self.folds):
-            for protocol, rows_Q in fold.searched.items():
-                labels_Q = self.labels_N[rows_Q]
-                asked_Qd, searched_Qd = (each(number, protocol, rows_Q, self.pairs) for each in (asked, searched))
-                ranked = ranking_per_query(asked_Qd, searched_Qd, labels_Q, labels_Q, rows_Q, rows_Q)
+            for protocol, rows_Q in fold.queries.items():
+                rows_G = fold.galleries[protocol]
+                labels_Q, labels_G = self.labels_N[rows_Q], self.labels_N[rows_G]
+                asked_Qd = asked(number, protocol, rows_Q, self.pairs)
+                searched_Gd = searched(number, protocol, rows_G, self.pairs)
+                ranked = ranking_per_query(asked_Qd, searched_Gd, labels_Q, labels_G, rows_Q, rows_G)
                 assert (ranked.positives_Q > 0).all()  # of each class, folds hold out two items at least
                 first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
                 found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
-                parts.append(Measured(number, protocol, found, precision_Q, rows_Q))
+                parts.append(Measured(number, protocol, found, precision_Q, rows_Q, labels_Q))
         return parts
 
     @override
@@ -353,7 +370,10 @@ class HeldOutCaptions(HeldOut):
                 entries_Nd = stored(number, protocol, np.arange(len(sides[searched])), sides[searched])
                 first_Q = first_hit_ranks(asked_Qd, entries_Nd, groups[asking][rows_Q], groups[searched])
                 found = {f"recall@{k}": first_Q < k for k in RECALLS}
-                parts.append(Measured(number, protocol, found, 1 / (1.0 + first_Q), groups[asking][rows_Q]))
+                groups_Q = groups[asking][rows_Q]
+                parts.append(
+                    Measured(number, protocol, found, 1 / (1.0 + first_Q), groups_Q, groups_Q * len(self.searched) + number)
+                )
         return parts
 
     @override

@@ -12,7 +12,7 @@ from rich.table import Table
 from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain, metric_now
-from xcompat.mapping.agreement import NEIGHBOURS, SAME, SHARED
+from xcompat.mapping.agreement import NEIGHBOURS, SHARED
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
 from xcompat.metric_names import metric_name
@@ -23,7 +23,9 @@ def choice_table(choice: Choice) -> Table:
     """Return a table of the candidates that people see and their gains over old queries; what is taken is marked."""
     title = "points over old queries on what was held out, with 95 % intervals"
     if choice.of_agreement:
-        title = f"points beside old queries: how often items find their own old embedding (R@1), and the {NEIGHBOURS} next to it"
+        title = (
+            f"points over old queries at the share of the new model's {NEIGHBOURS} nearest items that are found, 95 % intervals"
+        )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     table.add_column("candidate", overflow="fold")
     for protocol, count in choice.n_queries.items():
@@ -36,7 +38,7 @@ def choice_table(choice: Choice) -> Table:
     if choice.without_new_model is not None:
         table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
     if choice.mixed is not None:
-        table.add_row("the best with old queries half-way", *_cells(choice.mixed), style="dim")
+        table.add_row("the best, half-way with old queries", *_cells(choice.mixed), style="dim")
     return table
 
 
@@ -68,18 +70,16 @@ def said_of(choice: Choice) -> list[str]:
     sure = _said_of_confidence(choice)
     if choice.of_agreement:
         return [*held, _said_of_agreement(choice)]
-    if best.worst <= 0:
-        mix = " Where the old model is at hand, mix its queries in (xcompat.slerp); "
-        mix = f"{mix}half-way they are at {_least(choice.mixed)}." if choice.mixed is not None else ""
-        return [
-            *held,
-            "Nothing finds more than old queries in everything that was held out: "
-            f"what is taken, {best.candidate}, is at {_least(best)}.{mix}",
-            *sure,
-        ]
-    above = all(gain.low > 0 for _, _, gain in best.cells())
-    luck = "and every interval lies above zero" if above else "though not every interval lies above zero"
-    said = [*held, f"New queries find more than old ones in everything that was held out, {luck}; the least is {_least(best)}."]
+    if not choice.is_safe:
+        mix = ""
+        if choice.mixed is not None:
+            mix = (
+                f" Half-way between new and old queries the least is {_least(choice.mixed)}: if the old model can still embed, "
+                "name it with --old-model."
+            )
+        least = f"the least of the best, {best.candidate}, is {_least(best)}"
+        return [*held, f"No candidate is surely at or above old queries: {least}.{mix}", *sure]
+    said = [*held, f"New queries are surely at or above old ones in everything that was held out; the least is {_least(best)}."]
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
@@ -90,13 +90,19 @@ def said_of(choice: Choice) -> list[str]:
 
 
 def _said_of_agreement(choice: Choice) -> str:
-    """Return a sentence on how far mapped queries find what old ones find, and on what that leaves open."""
+    """Return a sentence on how far queries find what the new model would find, and on what that leaves open."""
     (protocol, floor), gains = next(iter(choice.floor.items())), next(iter(choice.chosen.gains.values()))
-    same, shared = (100 * (floor[metric] + gains[metric].mean) for metric in (SAME, SHARED))
+    old, change = floor[SHARED], gains[SHARED]
+    found = (
+        f"Of the {NEIGHBOURS} items that the new model finds nearest, {choice.chosen.candidate} finds "
+        f"{100 * (old + change.mean):.0f} % in the old gallery and old queries find {100 * old:.0f} % "
+        f"({gain_with_interval(change.mean, change.low, change.high)} points, {choice.n_queries[protocol]:,} {protocol})."
+    )
+    if choice.chosen.candidate.old_share:
+        return found
     return (
-        f"Of {choice.n_queries[protocol]:,} {protocol}, mapped new embeddings find the item's own old embedding first in "
-        f"{same:.1f} %, and {shared:.0f} % of the {NEIGHBOURS} old ones next to it; old queries find {100 * floor[SAME]:.1f} % "
-        "and all. Nothing says what a query should find: this is agreement with the old model, and says not which is better."
+        f"{found} The items themselves were the queries, so questions of another kind may do worse. To measure what users look "
+        "for, give classes (labels.txt) or captions; to search half-way with old queries, name the old model with --old-model."
     )
 
 

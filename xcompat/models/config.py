@@ -58,6 +58,8 @@ class CompatConfig(PreTrainedConfig):
             :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
         score_scales: how scores against the model's own embeddings compare with scores against old ones:
             :class:`~xcompat.score_scale.ScoreScales`; left out if None.
+        old_share: weight of the old model's query on the arc between both (:func:`~xcompat.heads.slerp`), if the model was
+            chosen to search together with the old one; left out if None.
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
         service: the service whose embeddings a map was fitted on: its ``name``, the ``function`` that asked it, and the
             ``sketch`` of its answers to a few test texts; left out if None.
@@ -76,6 +78,7 @@ class CompatConfig(PreTrainedConfig):
     logit_scale: Annotated[float, Field(gt=0)] = 1 / 0.07
     memory: dict | None = None
     score_scales: dict | None = None
+    old_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     started_from: dict | None = None
     service: dict | None = None
 
@@ -115,7 +118,7 @@ class CompatConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all keys but those that most models do not have."""
         written = super().to_dict()
-        for optional in ("score_scales", "started_from", "service"):
+        for optional in ("score_scales", "old_share", "started_from", "service"):
             if getattr(self, optional) is None:
                 del written[optional]
         return written

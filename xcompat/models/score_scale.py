@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from xcompat.heads import slerp
 from xcompat.score_scale import ScoreScale, ScoreScales
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ def _tails(model: CompatModel, items: ScoredItems) -> Tensor:
         new = _scores(model, own_QD, model.upgrade(old_Nd, side_NS)), _scores(model, own_QD, own_Nd)
         return torch.stack([torch.stack([mean_tail(scores) for scores in new])] * 2)
     viewed_Qd, old_Qd, old_Nd = model.view(new_QD), model.of_metric(old_Qd), model.of_metric(old_Nd)
+    if model.config.old_share is not None:
+        viewed_Qd = slerp(viewed_Qd, F.normalize(old_Qd, dim=-1), model.config.old_share)
     if not model.stores_view:  # whole embeddings stand beside old ones, and old queries do not search them
         new = _scores(model, own_QD, own_Nd), _scores(model, viewed_Qd, old_Nd)
         return torch.stack([torch.stack([mean_tail(scores) for scores in new])] * 2)

@@ -164,7 +164,7 @@ def search(
             gallery.require_keys(wanted)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
             found = Found(query, text, each)
-            if fallback is not None and found.confidence is not None and found.confidence < fallback.below:
+            if fallback is not None and fallback.below and found.confidence is not None and found.confidence < fallback.below:
                 found = found._replace(fallback=fallback.model.name)
             show(found)
 

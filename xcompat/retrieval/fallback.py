@@ -1,4 +1,4 @@
-"""Fall back on the old model: where the new model is not sure, the old model's query replaces or joins the new one."""
+"""Search with the old model too: where the new model is not sure, or always, the old query replaces or joins the new one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from xcompat.encoders import EncoderSource
 from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.heads import slerp
 from xcompat.models.embedder import Embedder, load_embedder
@@ -21,8 +22,8 @@ from xcompat.retrieval.versions import (
     of_length,
     query_confidence,
     query_view,
-    remembers,
     stored_version,
+    takes_old_queries,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class OldQueries(NamedTuple):
 
         old_Qd = query_view(self.model, self.embeds_Qd, version)
         if old_Qd is None:
-            if not remembers(model, version):
+            if not takes_old_queries(model, version):
                 return queries_Qd
             raise FingerprintMismatchError(_not_the_old(self.model, version))
         if old_Qd.shape != queries_Qd.shape:
@@ -85,18 +86,20 @@ class Fallback:
 
     Args:
         model: the old model, which embedded the gallery.
-        below: confidence from which on the new query searches alone.
-        share: the weight of the old query below that confidence, as in :class:`OldQueries`.
+        below: confidence from which on the new query searches alone; None to use every old query.
+        share: the weight of the old query, as in :class:`OldQueries`.
     """
 
     model: Embedder
-    below: float = 0.5
+    below: float | None = 0.5
     share: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse numbers outside (0, 1]."""
         for name in ("below", "share"):
             value = getattr(self, name)
+            if name == "below" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise XcompatError(f"fallback: {name} is {value!r}; give a number above 0, and 1 at most")
 
@@ -118,6 +121,20 @@ class Fallback:
             raise XcompatError("fallback asks the old model: name it as model, the one that embedded the gallery")
         return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
 
+    @classmethod
+    def of(cls, model: object, device: torch.device | str) -> Self | None:
+        """Load the old model of a map that was chosen to search together with it; None for any other model.
+
+        Args:
+            model: what embeds queries.
+            device: the device of the old model.
+        """
+        config: Any = getattr(getattr(model, "model", model), "config", None)
+        if (share := getattr(config, "old_share", None)) is None:
+            return None
+        old = config.old
+        return cls(load_embedder(EncoderSource(name=old["name"], revision=old.get("revision")), device), None, share)
+
     def require(self, model: Model, manifest: Manifest) -> None:
         """Refuse a query model without confidence, and an old model that did not embed the gallery.
 
@@ -125,13 +142,13 @@ class Fallback:
             FingerprintMismatchError: the old model did not make embeddings that the query model searches with its memory.
             XcompatError: the query model has no confidence.
         """
-        if not getattr(model, "is_confident", False):
+        if self.below is not None and not getattr(model, "is_confident", False):
             raise XcompatError(
                 f"queries of {identity(model)} do not say how sure they are: leave the fallback out, or take a model whose "
                 "queries remember, of which enough could be held out to calibrate them"
             )
         for version in manifest.present():
-            if remembers(model, version) and not fits(self.model, version):
+            if takes_old_queries(model, version) and not fits(self.model, version):
                 raise FingerprintMismatchError(_not_the_old(self.model, version))
 
     def old_queries(
@@ -141,7 +158,7 @@ class Fallback:
         embeds_QD: ArrayLike,
         embed: Callable[[list[int]], torch.Tensor | NDArray[np.float32]],
     ) -> NDArray[np.float32]:
-        """Embed with the old model the queries that the new model is not sure of.
+        """Embed with the old model the queries that the new model is not sure of, or all of them.
 
         Args:
             model: the query model.
@@ -152,9 +169,12 @@ class Fallback:
         Returns:
             (Q, d) float32, as :class:`OldQueries` takes them.
         """
-        confidence_Q = query_confidence(model, embeds_QD, manifest)
         old_Qd = np.full((len(as_float32(embeds_QD)), self.model.dim), np.nan, np.float32)
-        unsure = [] if confidence_Q is None else np.flatnonzero(confidence_Q < self.below).tolist()
+        if self.below is None:
+            unsure = list(range(len(old_Qd)))
+        else:
+            confidence_Q = query_confidence(model, embeds_QD, manifest)
+            unsure = [] if confidence_Q is None else np.flatnonzero(confidence_Q < self.below).tolist()
         if unsure:
             old_Qd[unsure] = torch.as_tensor(embed(unsure)).float().cpu().numpy()
         return old_Qd

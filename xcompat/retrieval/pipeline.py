@@ -107,7 +107,9 @@ class CompatibleRetrievalPipeline(Pipeline):
         else:  # a plain encoder, which searches embeddings that it made itself
             self.asking = load_embedder(str(self.model.name_or_path), self.device)
             self._own = partial(_in_order, self.asking.processor, self._run)
-        self.fallback = Fallback.described(fallback, self.device) if fallback is not None else None
+        self.fallback = (
+            Fallback.described(fallback, self.device) if fallback is not None else Fallback.of(self.asking, self.device)
+        )
         if self.fallback is not None:
             self.fallback.require(self.asking, self.gallery.manifest)
 
@@ -150,7 +152,7 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     def postprocess(self, model_outputs: dict[str, Any], **searching: Any) -> Any:  # noqa: ANN401
         """Search the gallery with embedded queries."""
-        if self.fallback is not None:
+        if self.fallback is not None and "old" in model_outputs:
             searching["old_queries"] = OldQueries(self.fallback.model, model_outputs["old"], self.fallback.share)
         hits = self.gallery.search(model_outputs["embeds"], self.asking, **{"top_k": 10, **searching})
         found = [[Found({**hit._asdict(), "version": str(hit.version)}) for hit in each] for each in hits]
@@ -167,13 +169,13 @@ class CompatibleRetrievalPipeline(Pipeline):
     def _embed(self, queries: Sequence[str | Image.Image | NDArray[np.float32]]) -> dict[str, Tensor]:
         """Embed queries, and with the old model those of which the new one is not sure; vectors are taken as they are."""
         rows = {row: query for row, query in enumerate(queries) if isinstance(query, np.ndarray)}
-        if rows and self.fallback is not None:
+        if rows and self.fallback is not None and self.fallback.below is not None:
             raise XcompatError("the fallback embeds queries with the old model, and a vector is embedded already; use a text")
         others = {row: query for row, query in enumerate(queries) if not isinstance(query, np.ndarray)}
         parts = [torch.from_numpy(np.stack([*rows.values()]))] if rows else []
         parts += [self._own([*others.values()])] if others else []
         embeds_BD = torch.cat(parts)[torch.from_numpy(np.argsort([*rows, *others]))] if rows else parts[0]
-        if (old := self.fallback) is None:
+        if (old := self.fallback) is None or rows:
             return {"embeds": embeds_BD}
 
         def embed(rows: list[int]) -> Tensor:

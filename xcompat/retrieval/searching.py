@@ -16,7 +16,15 @@ from xcompat.progress import notice_once
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import Manifest, VersionRecord
 from xcompat.retrieval.segment import Segment, plain_filter
-from xcompat.retrieval.versions import as_float32, fits, gallery_scales, query_confidence, query_views, remembers
+from xcompat.retrieval.versions import (
+    as_float32,
+    fits,
+    gallery_scales,
+    notice_missing_old,
+    query_confidence,
+    query_views,
+    takes_old_queries,
+)
 
 if TYPE_CHECKING:
     from xcompat.retrieval.fallback import OldQueries
@@ -139,8 +147,10 @@ class Search:
             raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
         where = None if where is None else plain_filter(where)
         views = query_views(model, embeds_QD, self.manifest, self.place)
-        if not any(remembers(model, version) for version, _ in views):
+        if not any(takes_old_queries(model, version) for version, _ in views):
             old_queries = None
+        elif old_queries is None:
+            notice_missing_old(model)
         confidence_Q = query_confidence(model, embeds_QD, self.manifest)
         scales = self._scales(views, model, old_queries) if merge == "calibrated" and len(views) > 1 else None
         if merge == "calibrated" and scales is None:

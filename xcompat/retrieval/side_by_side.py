@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL.Image import Image
 
+from xcompat.distributed import device
 from xcompat.embedding_provider import asking
+from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.searching import Hit
 from xcompat.retrieval.versions import fits, require_views
@@ -16,6 +19,8 @@ from xcompat.retrieval.versions import fits, require_views
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from xcompat.encoders.base import Space
+    from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
 
 DEPTH = 100
@@ -59,15 +64,15 @@ def place(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -> list
     return [Placed(hit, row, elsewhere.get(hit.id)) for row, hit in enumerate(hits[:top_k], 1)]
 
 
-def embed_query(embedder: Embedder, query: str | Image) -> Tensor:
-    """Embed a text as a query, or a picture, in the model's own space: (1, D).
+def embed_query(embedder: Embedder, query: str | Image, space: Space = "own") -> Tensor:
+    """Embed a text as a query, or a picture, in the model's own space or in that of its galleries: (1, D).
 
     Raises:
         XcompatError: the model embeds no texts, or no pictures.
     """
     if isinstance(query, Image):
-        return embedder.embed({"pixel_values": embedder.processor.images([query])}, "own")
-    return embedder.embed(embedder.processor.for_queries().texts([query]), "own")
+        return embedder.embed({"pixel_values": embedder.processor.images([query])}, space)
+    return embedder.embed(embedder.processor.for_queries().texts([query]), space)
 
 
 def find(gallery: Gallery, embedder: Embedder, query: str | Image, top_k: int, where: Mapping[str, Any] | None) -> list[Hit]:
@@ -80,7 +85,17 @@ def find(gallery: Gallery, embedder: Embedder, query: str | Image, top_k: int, w
         top_k: most hits.
         where: as in :meth:`~xcompat.retrieval.snapshot.Snapshot.search`.
     """
-    return gallery.search(embed_query(embedder, query), asking(embedder), top_k, dict(where) if where else None)[0]
+    model, embeds_1D, old_queries = asking(embedder), embed_query(embedder, query), None
+    if (old := _old_model(model)) is not None:
+        old_1d = old.old_queries(model, gallery.manifest, embeds_1D, lambda _: embed_query(old.model, query, "stored"))
+        old_queries = OldQueries(old.model, old_1d, old.share)
+    return gallery.search(embeds_1D, model, top_k, dict(where) if where else None, old_queries=old_queries)[0]
+
+
+@lru_cache(maxsize=4)
+def _old_model(model: CompatModel | Embedder) -> Fallback | None:
+    """Load the old model of a map that was chosen to search together with it, once."""
+    return Fallback.of(model, device())
 
 
 def searchable_state(path: Path, embedder: Embedder) -> Gallery:

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from xcompat.arrays import normalise_rows, row_lengths
 from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.fingerprint import Fingerprint
+from xcompat.progress import notice_once
 from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
 from xcompat.score_scale import ScoreScale
 from xcompat.vectors import UNIT
@@ -260,14 +261,29 @@ def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionReco
     return normalise_rows(embeds_ND) * np.float32(version.length)
 
 
-def remembers(model: Model, version: VersionRecord) -> bool:
-    """Return whether a model searches stored embeddings of a version, which are not its own, with a memory."""
+def takes_old_queries(model: Model, version: VersionRecord) -> bool:
+    """Return whether old queries may replace or join those of a model among stored embeddings of a version.
+
+    They may if the model is not its own and searches it with a memory, or was chosen to search together with the old model.
+    """
     compat = _compat(model)
-    if compat is None or compat is not model or compat.memory is None or compat.maps_galleries:
+    if compat is None or compat is not model or compat.maps_galleries:
+        return False
+    if compat.memory is None and compat.config.old_share is None:
         return False
     if version.digest == compat.stored_fingerprint().digest:
         return False
     return compat.compatible_with[0].digest in (version.digest, *version.shares)
+
+
+def notice_missing_old(model: Model) -> None:
+    """Say once that a model was chosen to search together with the old one, where it searches alone."""
+    compat = _compat(model)
+    if compat is not None and compat.config.old_share is not None:
+        notice_once(
+            f"{identity(model)} was chosen to search half-way with queries of the old model, which are missing here: it may find "
+            "less than old queries"
+        )
 
 
 def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
@@ -342,7 +358,7 @@ def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> 
         nothing here with its memory.
     """
     compat = _compat(model)
-    if compat is None or not compat.is_confident or not any(remembers(model, version) for version in manifest.present()):
+    if compat is None or not compat.is_confident or not any(takes_old_queries(model, version) for version in manifest.present()):
         return None
     return _through(cast("Callable[[Tensor], Tensor]", compat.confidence), _at_length_one(compat, as_float32(embeds_QD)), compat)
 

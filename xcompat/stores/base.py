@@ -16,11 +16,20 @@ from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric, VersionRecord
-from xcompat.retrieval.versions import alias_advice, aliased_version, as_float32, identity, query_view
+from xcompat.retrieval.versions import (
+    alias_advice,
+    aliased_version,
+    as_float32,
+    identity,
+    notice_missing_old,
+    query_view,
+    takes_old_queries,
+)
 from xcompat.stores.padding import is_padded, pad_vectors
 from xcompat.stores.uri import StoreUri
 
 if TYPE_CHECKING:
+    from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.versions import Model
 
 
@@ -192,7 +201,14 @@ class Store(ABC):
             "fingerprint": own.fingerprint.digest if own.fingerprint is not None else None,
         }
 
-    def find(self, embeds_QD: ArrayLike, model: Model, top_k: int = 10, filter: Any = None) -> list[list[Hit]]:  # noqa: A002, ANN401
+    def find(
+        self,
+        embeds_QD: ArrayLike,
+        model: Model,
+        top_k: int = 10,
+        filter: Any = None,  # noqa: A002, ANN401
+        old_queries: OldQueries | None = None,
+    ) -> list[list[Hit]]:
         """Search with a model's embeddings, which are brought into the space that is searched.
 
         Args:
@@ -200,6 +216,7 @@ class Store(ABC):
             model: as :meth:`~xcompat.retrieval.Gallery.search` takes it.
             top_k: most hits of a query.
             filter: in the store's own language.
+            old_queries: as :meth:`~xcompat.retrieval.Gallery.search` takes them.
 
         Returns:
             The hits of each query, the best first.
@@ -210,7 +227,7 @@ class Store(ABC):
         """
         own = (self._known if self.tells else None) or self._look()
         try:
-            hits = self.search(self._viewed(embeds_QD, model, own), top_k, filter)
+            hits = self.search(self._viewed(embeds_QD, model, own, old_queries), top_k, filter)
         except XcompatError:
             if self._look() == own:
                 raise
@@ -218,14 +235,14 @@ class Store(ABC):
             if all(hit.version == own.fingerprint for found in hits for hit in found):
                 return hits
             self._known = None
-        return self.find(embeds_QD, model, top_k, filter)  # it was switched, or named, since we looked
+        return self.find(embeds_QD, model, top_k, filter, old_queries)  # it was switched, or named, since we looked
 
     def _look(self) -> Space:
         """Look at what is searched."""
         self._known = self.spaces()[self.space]
         return self._known
 
-    def _viewed(self, embeds_QD: ArrayLike, model: Model, own: Space) -> ArrayLike:
+    def _viewed(self, embeds_QD: ArrayLike, model: Model, own: Space, old_queries: OldQueries | None = None) -> ArrayLike:
         """Return a model's queries in a space."""
         if own.fingerprint is None:
             raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
@@ -233,13 +250,19 @@ class Store(ABC):
         made = VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim)
         view = query_view(model, embeds_QD, made)
         if view is None and (aliases := self.aliases()):
-            view = query_view(model, embeds_QD, made.model_copy(update={"shares": aliases}))
+            made = made.model_copy(update={"shares": aliases})
+            view = query_view(model, embeds_QD, made)
         if view is None:
             advice = alias_advice(model, made, self.uri) or "take that model, or one that is compatible with it"
             raise FingerprintMismatchError(
                 f"queries of {identity(model)} cannot be compared with {self.space} of {self.uri}, which {own.fingerprint} made: "
                 f"{advice}"
             )
+        if takes_old_queries(model, made):
+            if old_queries is None:
+                notice_missing_old(model)
+            else:
+                view = old_queries.among(model, made, view)
         return self._padded_queries(view, own)
 
     def _padded_queries(self, queries_QD: NDArray[np.float32], own: Space) -> NDArray[np.float32]:

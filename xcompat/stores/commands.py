@@ -19,6 +19,7 @@ from xcompat.stores.base import Store
 
 if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.queries import Queries, Source
     from xcompat.stores.doctor import Held
     from xcompat.stores.migration import Filling
@@ -31,13 +32,18 @@ def search(
     top_k: int,
     where: str | None,
     show: Callable[[Found], None],
+    old: Fallback | None = None,
 ) -> None:
     """Show the items of a store that are nearest to each query, block by block; nothing is written."""
     from xcompat.embedding_provider import asking
+    from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
 
     for asked in followed(queries, embedder):
-        hits = store.find(asked.embeds_QD, asking(embedder), top_k, where)
+        old_queries = None
+        if old is not None:
+            old_queries = OldQueries(old.model, queries.again(old.model, range(len(asked.ids))), old.share)
+        hits = store.find(asked.embeds_QD, asking(embedder), top_k, where, old_queries)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
             show(Found(query, text, each))
 

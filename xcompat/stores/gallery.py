@@ -21,6 +21,7 @@ from xcompat.stores.base import Rows, Space, Store
 from xcompat.stores.uri import StoreUri
 
 if TYPE_CHECKING:
+    from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.versions import Model
 
 
@@ -78,9 +79,14 @@ class GalleryStore(Store):
 
     @override
     def find(
-        self, embeds_QD: ArrayLike, model: Model, top_k: int = 10, filter: dict[str, Any] | str | None = None
+        self,
+        embeds_QD: ArrayLike,
+        model: Model,
+        top_k: int = 10,
+        filter: dict[str, Any] | str | None = None,
+        old_queries: OldQueries | None = None,
     ) -> list[list[Hit]]:
-        return self.gallery.search(embeds_QD, model, top_k, _wanted(filter))
+        return self.gallery.search(embeds_QD, model, top_k, _wanted(filter), old_queries=old_queries)
 
     @override
     def rows(

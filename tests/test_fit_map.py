@@ -1,0 +1,92 @@
+"""``fit_map``: embeddings in memory, what it chooses, and queries of the old gallery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_map import made, write
+from transformers import AutoModel
+
+from xcompat import XcompatError
+from xcompat.heads import slerp
+from xcompat.mapping import choose, fit_map
+from xcompat.mapping.candidates import Known, fit
+from xcompat.models.embedder import load_embedder
+
+TEXTS = [f"{colour} {thing}" for colour in ("red", "green", "blue", "old") for thing in ("shoe", "dog", "tree", "cup", "car")]
+
+
+def test_it_chooses_what_the_command_chooses(tmp_path: Path) -> None:
+    pairs = made()
+    assert pairs.labels_N is not None
+    found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N.tolist())
+    choice = choose(pairs)
+    assert found.choice is not None and found.choice.chosen == choice.chosen and found.is_safe == choice.is_safe
+    expected = fit(choice.chosen.candidate, Known(pairs)).view(torch.from_numpy(pairs.new_ND[:5]))
+    np.testing.assert_allclose(found.to_space(3 * pairs.new_ND[:5]), expected, atol=1e-6)
+    assert found.report["verdict"] == found.is_safe and str(choice.chosen.candidate) in repr(found)
+    found.save(tmp_path / "model")
+    saved = AutoModel.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(saved.view(torch.from_numpy(pairs.new_ND[:5])), expected)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "float16", "list"])
+def test_arrays_of_all_kinds_are_taken(kind: str) -> None:
+    pairs = made()
+    turn = {"tensor": torch.from_numpy, "float16": lambda rows: rows.astype(np.float16), "list": np.ndarray.tolist}[kind]
+    found = fit_map(turn(pairs.old_Nd), turn(pairs.new_ND))
+    expected = fit_map(pairs.old_Nd, pairs.new_ND)
+    np.testing.assert_allclose(found.to_space(turn(pairs.new_ND[:3])), expected.to_space(pairs.new_ND[:3]), atol=1e-2)
+
+
+def test_rows_without_a_direction_are_left_out() -> None:
+    pairs = made()
+    new_ND, old_Nd = (np.insert(side, [0, 5], rows, axis=0) for side, rows in ((pairs.new_ND, np.nan), (pairs.old_Nd, 0)))
+    assert repr(fit_map(old_Nd, new_ND)) == repr(fit_map(pairs.old_Nd, pairs.new_ND))
+
+
+def test_paths_are_read_as_the_command_reads_them(tmp_path: Path) -> None:
+    pairs = made()
+    sides = write(tmp_path / "old", pairs.old_Nd), write(tmp_path / "new", pairs.new_ND)
+    found = fit_map(*map(str, sides))
+    np.testing.assert_allclose(
+        found.to_space(pairs.new_ND[:3]), fit_map(pairs.old_Nd, pairs.new_ND).to_space(pairs.new_ND[:3]), atol=1e-5
+    )
+
+
+def test_texts_become_queries_of_the_old_gallery(folder_of: dict[str, str], old_folder: str) -> None:
+    new, old = load_embedder(folder_of["clip"]), load_embedder(old_folder)
+    sides = [model.embed(model.processor.texts(TEXTS * 3)) for model in (old, new)]
+    found = fit_map(*sides, old_model=old_folder, new_model=folder_of["clip"])
+    share = found.model.config.old_share
+    assert share == 0.5, "without labels, and with the old model at hand"
+    mapped = torch.from_numpy(found.to_space(sides[1][:2]))
+    expected = slerp(mapped, sides[0][:2], share)
+    np.testing.assert_allclose(found.encode_query(TEXTS[:2]), expected, atol=1e-5)
+    np.testing.assert_allclose(found.encode_query(TEXTS[0]), expected[0], atol=1e-5)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "other counts": (lambda pairs: fit_map(pairs.old_Nd[1:], pairs.new_ND), "not 719 old and 720 new rows"),
+    "other labels": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND, [1]), "not 720 old and 720 new rows, 1 labels"),
+    "nothing usable": (lambda pairs: fit_map(0 * pairs.old_Nd, pairs.new_ND), "no row has usable embeddings"),
+    "a path and an array": (lambda pairs: fit_map("old.npy", pairs.new_ND), "both sides as arrays, or both as paths"),
+    "no new model": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"), "fitted on embeddings alone"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_inputs_are_one_line(what: str) -> None:
+    call, said = BAD[what]
+    with pytest.raises(XcompatError, match=said):
+        call(made())
+
+
+def test_few_items_are_a_guess() -> None:
+    pairs = made().take(np.arange(30))
+    found = fit_map(pairs.old_Nd, pairs.new_ND)
+    assert not found.is_safe and found.report == {} and "a guess" in repr(found)

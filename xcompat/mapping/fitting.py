@@ -1,0 +1,158 @@
+"""From embeddings in memory to a chosen map: what `xcompat map` does, for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from xcompat.arrays import normalise_rows, numbered
+from xcompat.encoders import is_loadable
+from xcompat.errors import NothingHeldOutError, XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.integrations.texts import TextEmbedder
+from xcompat.mapping.agreement import choose_by_what_is_known
+from xcompat.mapping.candidates import GUESS, LINES, Known, Paired, fit
+from xcompat.mapping.choosing import Choice
+from xcompat.mapping.commands import require_dim
+from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.showing import as_json, said_of
+from xcompat.models import CompatModel
+from xcompat.models.config import describe_old
+from xcompat.models.embedder import load_embedder
+from xcompat.retrieval.versions import as_float32
+
+
+class FittedMap:
+    """A chosen map of queries, and the evidence for it.
+
+    Args:
+        model: the map, as `xcompat map` saves it.
+        choice: all that was tried on what was held out; None if nothing could be.
+    """
+
+    def __init__(self, model: CompatModel, choice: Choice | None) -> None:
+        self.model, self.choice = model, choice
+        self._embedder: TextEmbedder | None = None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether its queries are surely at or above old ones on what was held out."""
+        return self.choice is not None and self.choice.is_safe
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Return all measurements, as ``report.json`` of `xcompat map` holds them; empty if nothing could be held out."""
+        return as_json(self.choice) | {"verdict": self.is_safe} if self.choice is not None else {}
+
+    def to_space(self, embeds: ArrayLike | Tensor) -> NDArray[np.float32]:
+        """Bring embeddings of the new model into the space of the old gallery.
+
+        Args:
+            embeds: (B, D) floats of any length above 0.
+
+        Returns:
+            (B, d) float32, L2-normalised; without the old query that the map may have been chosen to be mixed with.
+        """
+        return self.model.view(torch.from_numpy(normalise_rows(as_float32(embeds)))).numpy(force=True)
+
+    def encode_query(self, queries: str | Sequence[str]) -> NDArray[np.float32]:
+        """Embed texts as queries of the old gallery, mixed with the old model's queries if the map was chosen so.
+
+        Args:
+            queries: one text or several.
+
+        Returns:
+            (d,) or (B, d) float32, L2-normalised.
+
+        Raises:
+            XcompatError: the map does not know the new model: ``new_model`` was not named.
+        """
+        texts = [queries] if isinstance(queries, str) else list(queries)
+        if self._embedder is None:
+            self._embedder = TextEmbedder(self.model)
+        found_Bd = np.array([self._embedder.query(text) for text in texts], np.float32)
+        return found_Bd[0] if isinstance(queries, str) else found_Bd
+
+    def save(self, folder: str | Path) -> None:
+        """Save the model into a folder, from which every command and ``AutoModel`` load it."""
+        self.model.save_pretrained(folder)
+
+    def __repr__(self) -> str:
+        """Return what was chosen, and what was found on what was held out."""
+        dims = f"{self.model.config.embedding_dim} to {self.model.config.old['dim']} dimensions"
+        if self.choice is None:
+            return f"FittedMap({GUESS}, {dims}): a guess, as nothing could be held out"
+        return f"FittedMap({self.choice.chosen.candidate}, {dims}): {said_of(self.choice)[-1]}"
+
+
+def fit_map(
+    old: ArrayLike | Tensor | str | Path,
+    new: ArrayLike | Tensor | str | Path,
+    labels: Sequence[Hashable] | None = None,
+    old_model: str | None = None,
+    new_model: str | None = None,
+    seed: int = 0,
+) -> FittedMap:
+    """Choose a map of queries on held-out items, and solve it on everything.
+
+    Args:
+        old: (N, d) float embeddings of items by the old model; or where they lie, as `xcompat map --old` takes it.
+        new: (N, D) float embeddings of the same items by the new model, row by row; or where they lie.
+        labels: N classes, for evidence of what users look for. Files bring their own.
+        old_model: the old model, by folder or name on the Hub, so that its queries can join the new ones where no map alone is
+            surely at or above them; or what a gallery calls it.
+        new_model: the new model, so that texts can be queries.
+        seed: of what is held out.
+
+    Returns:
+        The map. Look at ``is_safe`` before you use it: the best candidate may find less than old queries.
+
+    Raises:
+        XcompatError: the sides cannot be used, or a model does not fit them.
+
+    Example:
+        ``found = fit_map(old_vectors, new_vectors, labels); found.to_space(query)``
+    """
+    pairs = _pairs(old, new, labels)
+    described, can_embed = describe_old(Fingerprint.from_string(old_model or "old"), pairs.dims[1]), False
+    if old_model is not None and is_loadable(old_model):
+        embedder = load_embedder(old_model)
+        require_dim(embedder, pairs.dims[1], "old_model")
+        described, can_embed = embedder.describe_old(), new_model is not None
+    encoder = None
+    if new_model is not None:
+        asking = load_embedder(new_model)
+        require_dim(asking, pairs.dims[0], "new_model")
+        encoder = asking.describe_encoder()
+    try:
+        choice = choose_by_what_is_known(pairs, "unknown", seed, LINES, can_embed)
+    except NothingHeldOutError:
+        choice = None
+    candidate = choice.chosen.candidate if choice is not None else GUESS
+    model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
+    model.config.encoder = encoder
+    return FittedMap(model, choice)
+
+
+def _pairs(old: Any, new: Any, labels: Sequence[Hashable] | None) -> Paired:  # noqa: ANN401 - see fit_map
+    if isinstance(old, str | Path) != isinstance(new, str | Path):
+        raise XcompatError("fit_map takes both sides as arrays, or both as paths")
+    if isinstance(old, str | Path):
+        if labels is not None:
+            raise XcompatError("fit_map: with paths the classes are those of labels.txt; leave labels out")
+        return load_paired(Path(old), Path(new))
+    old_Nd, new_ND = as_float32(old), as_float32(new)
+    if len(old_Nd) != len(new_ND) or (labels is not None and len(labels) != len(old_Nd)):
+        counts = f"{len(old_Nd):,} old and {len(new_ND):,} new rows" + (f", {len(labels):,} labels" if labels is not None else "")
+        raise XcompatError(f"fit_map takes the same items row by row, not {counts}")
+    usable_N = np.logical_and(*(np.isfinite(side).all(1) & (side != 0).any(1) for side in (old_Nd, new_ND)))
+    if not usable_N.any():
+        raise XcompatError("no row has usable embeddings on both sides: all are zero, or not finite")
+    labels_N = numbered(list(labels))[1][usable_N] if labels is not None else None
+    return PairedEmbeddings(normalise_rows(new_ND[usable_N]), normalise_rows(old_Nd[usable_N]), labels_N)
