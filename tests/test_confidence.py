@@ -26,6 +26,7 @@ from xcompat.mapping import choose
 from xcompat.mapping.candidates import Known
 from xcompat.mapping.confidence import FEWEST, Evidence, calibrate
 from xcompat.mapping.folds import folds
+from xcompat.mapping.held_out import HeldOutClasses
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models.indexed_memory import described
 from xcompat.models.query_memory import QueryMemory
@@ -122,13 +123,15 @@ def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> 
         memory = Known(pairs.take(fold.fit_F)).memory(choice.chosen.candidate)
         assert memory is not None
         line = Known(pairs.take(fold.fit_F)).line(choice.chosen.candidate.line)
-        for rows in fold.searched.values():
+        for protocol, rows in fold.queries.items():
+            searched = fold.galleries[protocol]
             new, labels = torch.from_numpy(pairs.new_ND[rows]), pairs.labels_N[rows]
             with torch.inference_mode():
                 asked = memory(new, line.own_view(new)).numpy()
                 leaning += memory.recalled(new).norm(dim=1).tolist()
             mine, theirs = (
-                ranking_per_query(q, pairs.old_Nd[rows], labels, labels, rows, rows) for q in (asked, pairs.old_Nd[rows])
+                ranking_per_query(q, pairs.old_Nd[searched], labels, pairs.labels_N[searched], rows, searched)
+                for q in (asked, pairs.old_Nd[rows])
             )
             hurt += (mine.average_precision_Q < theirs.average_precision_Q).tolist()
     np.testing.assert_allclose(evidence.leaning_Q, leaning, atol=1e-5)
@@ -142,7 +145,7 @@ def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
     assert pairs.labels_N is not None
     old = write(tmp_path / "old", pairs.old_Nd, labels=[f"class {label:02}" for label in pairs.labels_N])
     command = ["map", "--old", str(old), "--new", str(write(tmp_path / "new", pairs.new_ND)), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli.app, [*command, "--searched-classes", "open"])
+    done = CliRunner().invoke(cli.app, [*command, "--searched-classes", "open", "--allow-worse"])
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     model, said = AutoModel.from_pretrained(tmp_path / "out" / "model"), report["confidence"]
@@ -153,7 +156,8 @@ def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
     assert 0.5 < said["auroc"]["ci95"][0] < said["auroc"]["value"]
 
 
-def test_without_a_metric_no_damping_of_it_is_tried() -> None:
+def test_without_a_metric_no_damping_of_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldOutClasses, "powers", ())
     choice = choose(made())
     assert choice.chosen.candidate.power is None and choice.chosen.candidate.share
     names = [str(trial.candidate) for trial in choice.trials]

@@ -121,9 +121,9 @@ def test_a_bad_map_is_tried_and_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("good", [True, False])
 def test_without_classes_it_is_compared_by_what_the_new_model_finds(good: bool, tmp_path: Path) -> None:
-    solved(pairs=made() if good else shuffled()).export(tmp_path / "theirs")
-    said, report = mapped(sample(tmp_path, 2, labelled=False), tmp_path / "out", "--start-from", str(tmp_path / "theirs"))
-    assert report["start_from"]["taken"] is good and report["model"]["line"] == (THEIRS if good else "whitened")
+    LINES["whitened"](made() if good else shuffled(), GALLERY).export(tmp_path / "theirs")
+    said, report = mapped(sample(tmp_path, 4, labelled=False), tmp_path / "out", "--start-from", str(tmp_path / "theirs"))
+    assert report["start_from"]["taken"] is good and (report["model"]["line"] == THEIRS) is good
     assert ("it is taken" if good else "it is not taken") in said
     assert {trial["name"] for trial in report["trials"]} == {*LINES, THEIRS}
 

@@ -272,7 +272,10 @@ def test_of_texts_alone_lines_are_compared_by_what_the_new_model_finds(
     assert said["chosen"] in LINES and said["memory"] is None and said["of_agreement"]
     assert {trial["name"] for trial in said["trials"]} == set(LINES)
     said = " ".join(capsys.readouterr().out.split())
-    assert "that the new model finds nearest" in said and "queries of images may find less than old ones; name images with captions" in said
+    assert (
+        "that the new model finds nearest" in said
+        and "queries of images may find less than old ones; name images with captions" in said
+    )
 
 
 def test_entries_are_kept_as_the_recipe_says(raw: dict[str, Any], tmp_path: Path) -> None:

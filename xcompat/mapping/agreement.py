@@ -16,6 +16,7 @@ from xcompat.mapping.choosing import MIXED, Choice, careful, choose
 from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched
 from xcompat.mapping.held_out import HeldOut, Measured, Queries, Trial
 from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.mapping.sentences import Sentences, Texts
 from xcompat.models.old_knowledge import Rows
 
 LEARNED = 25_000
@@ -76,12 +77,19 @@ class HeldOutItems(HeldOut):
         return HeldOutItems(self.pairs.of_old(), LINES, self.seed)
 
 
-def agree(pairs: PairedEmbeddings, seed: int = 0, lines: Mapping[str, Solver] = LINES, with_old_model: bool = False) -> Choice:
+def agree(
+    pairs: PairedEmbeddings,
+    seed: int = 0,
+    lines: Mapping[str, Solver] = LINES,
+    with_old_model: bool = False,
+    texts: Texts | None = None,
+) -> Choice:
     """Choose a line without labels, and measure how far its queries agree with the new model.
 
-    The whitened line is taken if it agrees surely more than old queries do. In all upgrades with labels that were measured it
-    finds more than the other lines, and agreement does not show it: on photos it favours rotations (docs/results/lines.md). A
-    map that was brought along is taken instead if it agrees more.
+    With texts, the line is taken whose queries find most texts by one of their sentences. Without texts, it is the whitened line
+    if it agrees surely more than old queries do: in all upgrades with labels that were measured it finds more than the other
+    lines, and agreement does not show it, because on photos it favours rotations (docs/results/lines.md). A map that was brought
+    along is taken instead if it agrees more.
 
     Args:
         pairs: the training set; its classes are not read.
@@ -90,6 +98,7 @@ def agree(pairs: PairedEmbeddings, seed: int = 0, lines: Mapping[str, Solver] = 
         with_old_model: whether the old model can embed queries; they then meet new ones half-way. Agreement overrates lines alone
             where queries are not like what is stored, and half-way queries find at least as much as old ones in every upgrade
             that was measured (docs/results/lines.md).
+        texts: what the pairs are embeddings of, and the new model.
 
     Returns:
         Every trial, and the best.
@@ -99,21 +108,26 @@ def agree(pairs: PairedEmbeddings, seed: int = 0, lines: Mapping[str, Solver] = 
     """
     held = HeldOutItems(pairs, lines, seed)
     trials = [held.try_(Candidate(name)) for name in lines]
-    chosen = _preferred(trials)
+    sentences = {}
+    if texts is not None and len(asking := Sentences(held, texts)):
+        sentences = {trial.candidate.line: float(asking.reciprocal_ranks(trial.candidate).mean()) for trial in trials}
+        chosen = max(trials, key=lambda trial: sentences[trial.candidate.line])
+    else:
+        chosen = _preferred(trials)
     if with_old_model:
         chosen = held.try_(replace(chosen.candidate, old_share=MIXED))
         trials.append(chosen)
-    floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     most = max(map(len, held.learned_rows))
     return Choice(
         trials=trials,
         chosen=chosen,
         without_new_model=None,
-        floor=floor,
+        floor=held.floor_means(),
         n_queries={PROTOCOL: sum(min(QUERIES, len(rows_G)) for rows_G in held.searched_rows)},
         learned_at_most=most if most == LEARNED else None,
         no_confidence="they remember nothing",
         of_agreement=True,
+        sentences=sentences,
         by_chance=held.is_by_chance(chosen.candidate),
     )
 
@@ -127,7 +141,12 @@ def _preferred(trials: list[Trial]) -> Trial:
 
 
 def choose_by_what_is_known(
-    pairs: Paired, searched: Searched, seed: int, lines: Mapping[str, Solver], with_old_model: bool = False
+    pairs: Paired,
+    searched: Searched,
+    seed: int,
+    lines: Mapping[str, Solver],
+    with_old_model: bool = False,
+    texts: Texts | None = None,
 ) -> Choice:
     """Choose by classes or captions; where neither is known, by agreement with the new model.
 
@@ -137,12 +156,13 @@ def choose_by_what_is_known(
         seed: of the folds and of the intervals.
         lines: the solver of each line, by name.
         with_old_model: whether the old model can embed queries.
+        texts: as :func:`agree` takes them.
 
     Raises:
         NothingHeldOutError: there are too few items to hold any out.
     """
     if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
-        return agree(pairs, seed, lines, with_old_model)
+        return agree(pairs, seed, lines, with_old_model, texts)
     return choose(pairs, searched, seed, lines, with_old_model=with_old_model)
 
 

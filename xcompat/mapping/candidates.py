@@ -243,8 +243,18 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
         known: the parts, learned from a training set.
         confidence: the calibration of its memory; None for none.
     """
+
+    def solve(pairs: Paired) -> CompatModel:
+        return _assembled(candidate, Known(pairs, known.old, known.lines, known.codec), None)
+
+    model = _assembled(candidate, known, confidence)
+    scale_scores(model, known.pairs, solve)
+    return model
+
+
+def _assembled(candidate: Candidate, known: Known, confidence: Calibration | None) -> CompatModel:
+    """Return a candidate's model without its score scales."""
     line, memory = known.line(candidate.line), known.memory(candidate, confidence)
     model = line if memory is None else line.remember(memory)  # an imported line may have a memory of its own
     model.config.old_share = candidate.old_share or None
-    scale_scores(model, known.pairs)
     return model

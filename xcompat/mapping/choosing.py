@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from xcompat.errors import NothingHeldOutError
 from xcompat.evaluation.cases import BackfillLoss
@@ -41,6 +41,7 @@ class Choice:
         no_confidence: why there is none.
         of_galleries: whether the maps are of stored embeddings, not of queries.
         of_agreement: whether the new model's neighbours were what all looked for (:func:`~xcompat.mapping.agreement.agree`).
+        sentences: line -> mean reciprocal rank of a held-out text, asked for by one of its sentences; empty without texts.
         remembers: whether what is chosen has a memory, its own or one that came with the map.
         left_out: sentences about candidates that could not be solved, and were not tried.
         backfill_losses: metrics on which what is chosen finds less once the new model has re-embedded everything.
@@ -60,6 +61,7 @@ class Choice:
     no_confidence: str = ""
     of_galleries: bool = False
     of_agreement: bool = False
+    sentences: Mapping[str, float] = field(default_factory=dict)
     remembers: bool = False
     by_chance: bool = False
     left_out: tuple[str, ...] = ()
@@ -75,6 +77,8 @@ class Choice:
     def objective(self) -> str:
         """The criterion of the choice, in words."""
         if self.of_agreement:
+            if self.sentences:
+                return "the largest mean reciprocal rank of a held-out text, asked for by one of its sentences"
             return "whitened, if it finds surely more of the new model's nearest neighbours than old queries do"
         beside = "old queries" if self.than is None else "the same without metric and memory"
         best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
@@ -161,6 +165,19 @@ def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Tria
     return list(trials.values())
 
 
+def mixtures(held: HeldOut, trials: Collection[Trial], chosen: Trial) -> list[Trial]:
+    """Try the chosen candidate, the best line and the whitened line together with old queries.
+
+    Args:
+        held: what is held out.
+        trials: those without old queries.
+        chosen: the best of them.
+    """
+    line = better(trial for trial in trials if trial.candidate.kind == trial.candidate.line).candidate
+    bases = dict.fromkeys((chosen.candidate, line, replace(line, line=WHITENED)))
+    return [held.try_(replace(base, old_share=share)) for base in bases if base.line in held.lines for share in OLD_SHARES]
+
+
 def _held_out(pairs: Paired, searched: Searched, lines: Mapping[str, Solver], seed: int) -> HeldOut:
     """Hold out parts of a training set."""
     if isinstance(pairs, CaptionedEmbeddings):
@@ -204,11 +221,8 @@ def choose(
     trials = _tried(held, tried, than)
     chosen = better(trials, than) if than is not None else careful(trials)
     if with_old_model and than is None and not held.of_galleries and not chosen.is_surely_no_worse:
-        lines_alone = better(trial for trial in trials if trial.candidate.kind == trial.candidate.line)
-        bases = dict.fromkeys((chosen.candidate, lines_alone.candidate, replace(lines_alone.candidate, line=WHITENED)))
-        trials += [held.try_(replace(base, old_share=share)) for base in bases if base.line in lines for share in OLD_SHARES]
+        trials += mixtures(held, trials, chosen)
         chosen = careful(trials)
-    floor = {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in held.floor.items()}
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     without_new_model = None
     if chosen.candidate.power is not None or chosen.candidate.share:  # with a line alone, old queries are the floor itself
@@ -227,7 +241,7 @@ def choose(
         trials=trials,
         chosen=chosen,
         without_new_model=without_new_model,
-        floor=floor,
+        floor=held.floor_means(),
         n_queries=counts,
         learned_at_most=LEARNED if max(map(len, held.learned_rows)) == LEARNED else None,
         too_few_for_ridge=fewest if len(tried) < len(lines) else None,

@@ -21,6 +21,7 @@ from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts
 from xcompat.mapping.imported import THEIRS, Imported, read_imported
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.sentences import Texts
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
@@ -113,13 +114,14 @@ def map_embeddings(asked: Asked) -> bool:
         pairs = (found := _pairs(asked)).pairs
     remembering.require(pairs)
     _require_classes(asked.searched, pairs)
-    described, encoder = _described_old(asked.old_model, asked.old, found), _described_new(asked.new_model, found)
+    old, new = _old_model(asked.old_model, found), _new_model(asked.new_model, found)
+    described = old.describe_old() if old is not None else _named_old(asked.old_model, asked.old, pairs.dims[1])
+    encoder = new.describe_encoder() if new is not None else None
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
     with stage("try what was held out", seconds):
-        has_old_model = found.old is not None or (asked.old_model is not None and is_loadable(asked.old_model))
-        can_mix = has_old_model and encoder is not None
-        decided = remembering.added_to(_decide(pairs, lines, theirs, asked.searched, asked.seed, can_mix), len(pairs))
+        both = old is not None and new is not None
+        decided = remembering.added_to(_decide(found, lines, theirs, asked.searched, asked.seed, both), len(pairs))
     _say(decided)
     if not (decided.is_safe or asked.allow_worse):
         console.print(_REFUSED, soft_wrap=True)
@@ -153,17 +155,29 @@ def _say(decided: _Decision) -> None:
 
 
 def _decide(
-    pairs: Paired,
+    found: TextPairs,
     lines: Mapping[str, Solver],
     theirs: Imported | None,
     searched: Searched,
     seed: int,
-    can_mix: bool,
+    with_old_model: bool,
 ) -> _Decision:
-    """Choose on what can be held out; where nothing can, take a guess."""
+    """Choose on what can be held out; where nothing can, take a guess.
+
+    Args:
+        found: the pairs, and perhaps their texts.
+        lines: the solver of each line, by name.
+        theirs: a map that exists already.
+        searched: what is known of the classes that will be searched.
+        seed: of the folds.
+        with_old_model: whether both models can embed queries.
+    """
+    pairs, texts = found.pairs, None
+    if found.new is not None and found.texts is not None:
+        texts = Texts(found.texts, found.new)
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        choice = choose_by_what_is_known(pairs, searched, seed, lines, can_mix)
+        choice = choose_by_what_is_known(pairs, searched, seed, lines, with_old_model, texts)
     except NothingHeldOutError as error:
         uncompared = " Theirs was not compared, and is not taken." if theirs is not None else ""
         return _Decision(GUESS, [*about, f"{error}: the line that is taken is a guess.{uncompared}"])
@@ -179,40 +193,43 @@ def _pairs(asked: Asked) -> TextPairs:
     return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share), None, None)
 
 
-def _described_old(name: str | None, path: Path, found: TextPairs) -> dict[str, Any]:
-    """Describe the gallery's model: loaded, or by its name alone, as in galleries that adopted an index."""
-    dim = found.pairs.dims[1]
+def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
+    """Return the gallery's model; None if only its name is known."""
     if found.old is not None:
         if name is not None:
             raise XcompatError(f"--old-model {name}: --old is a model already; leave one out")
-        return found.old.describe_old()
+        return found.old
+    if name is None or not is_loadable(name):
+        return None
+    old = load_embedder(name)
+    require_dim(old, found.pairs.dims[1], "--old-model")
+    return old
+
+
+def _named_old(name: str | None, path: Path, dim: int) -> dict[str, Any]:
+    """Describe the gallery's model by its name alone, as in galleries that adopted an index."""
     if name is None:
         notice(
             f"the old model is called {path.stem!r} after {path}, like every other that lies in such a place: say with "
             "--old-model which it is, or what galleries call it"
         )
         return describe_old(Fingerprint.from_string(path.stem), dim)
-    if not is_loadable(name):
-        notice(
-            f"--old-model {name} is a name: the map fits galleries that have this name for their model. For a gallery that the "
-            f"model itself built, give the model (a folder, or its full name on the Hub), or run `xcompat gallery alias GALLERY "
-            f"{shlex.quote(name)}` later"
-        )
-        return describe_old(Fingerprint.from_string(name), dim)
-    old = load_embedder(name)
-    require_dim(old, dim, "--old-model")
-    return old.describe_old()
+    notice(
+        f"--old-model {name} is a name: the map fits galleries that have this name for their model. For a gallery that the "
+        f"model itself built, give the model (a folder, or its full name on the Hub), or run `xcompat gallery alias GALLERY "
+        f"{shlex.quote(name)}` later"
+    )
+    return describe_old(Fingerprint.from_string(name), dim)
 
 
-def _described_new(name: str | None, found: TextPairs) -> dict[str, Any] | None:
-    """Describe what embeds the queries; None if they come as embeddings."""
+def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
+    """Return what embeds the queries; None if they come as embeddings."""
     if found.new is not None and name is not None:
         raise XcompatError(f"--new-model {name}: --new is a model already; leave one out")
     new = load_embedder(name) if name is not None else found.new
-    if new is None:
-        return None
-    require_dim(new, found.pairs.dims[0], "--new-model")
-    return new.describe_encoder()
+    if new is not None:
+        require_dim(new, found.pairs.dims[0], "--new-model")
+    return new
 
 
 def require_dim(model: Embedder, dim: int, option: str) -> None:

@@ -21,6 +21,7 @@ from xcompat.mapping.candidates import GUESS, LINES, Known, Paired, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.sentences import Texts
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
@@ -95,6 +96,7 @@ def fit_map(
     old: ArrayLike | Tensor | str | Path,
     new: ArrayLike | Tensor | str | Path,
     labels: Sequence[Hashable] | None = None,
+    texts: Sequence[str] | None = None,
     old_model: str | None = None,
     new_model: str | None = None,
     seed: int = 0,
@@ -105,6 +107,7 @@ def fit_map(
         old: (N, d) float embeddings of items by the old model; or where they lie, as `xcompat map --old` takes it.
         new: (N, D) float embeddings of the same items by the new model, row by row; or where they lie.
         labels: N classes, for evidence of what users look for. Files bring their own.
+        texts: N texts of the items: with the new model named, their sentences are evidence too.
         old_model: the old model, by folder or name on the Hub, so that its queries can join the new ones where no map alone is
             surely at or above them; or what a gallery calls it.
         new_model: the new model, so that texts can be queries.
@@ -119,40 +122,50 @@ def fit_map(
     Example:
         ``found = fit_map(old_vectors, new_vectors, labels); found.to_space(query)``
     """
-    pairs = _pairs(old, new, labels)
-    described, can_embed = describe_old(Fingerprint.from_string(old_model or "old"), pairs.dims[1]), False
-    if old_model is not None and is_loadable(old_model):
-        embedder = load_embedder(old_model)
-        require_dim(embedder, pairs.dims[1], "old_model")
-        described, can_embed = embedder.describe_old(), new_model is not None
-    encoder = None
+    pairs, texts = _pairs(old, new, labels, texts)
+    asking, embedder = None, None
     if new_model is not None:
         asking = load_embedder(new_model)
         require_dim(asking, pairs.dims[0], "new_model")
-        encoder = asking.describe_encoder()
+    if old_model is not None and is_loadable(old_model):
+        embedder = load_embedder(old_model)
+        require_dim(embedder, pairs.dims[1], "old_model")
+    named = describe_old(Fingerprint.from_string(old_model or "old"), pairs.dims[1])
+    described = embedder.describe_old() if embedder is not None else named
+    both = asking is not None and embedder is not None
+    said = Texts(texts, asking) if texts is not None and asking is not None else None
     try:
-        choice = choose_by_what_is_known(pairs, "unknown", seed, LINES, can_embed)
+        choice = choose_by_what_is_known(pairs, "unknown", seed, LINES, both, said)
     except NothingHeldOutError:
         choice = None
     candidate = choice.chosen.candidate if choice is not None else GUESS
     model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
-    model.config.encoder = encoder
+    model.config.encoder = asking.describe_encoder() if asking is not None else None
     return FittedMap(model, choice)
 
 
-def _pairs(old: Any, new: Any, labels: Sequence[Hashable] | None) -> Paired:  # noqa: ANN401 - see fit_map
+def _pairs(
+    old: Any,  # noqa: ANN401 - see fit_map
+    new: Any,  # noqa: ANN401 - see fit_map
+    labels: Sequence[Hashable] | None,
+    texts: Sequence[str] | None,
+) -> tuple[Paired, Sequence[str] | None]:
+    """Return the usable pairs, and their texts."""
     if isinstance(old, str | Path) != isinstance(new, str | Path):
         raise XcompatError("fit_map takes both sides as arrays, or both as paths")
     if isinstance(old, str | Path):
-        if labels is not None:
-            raise XcompatError("fit_map: with paths the classes are those of labels.txt; leave labels out")
-        return load_paired(Path(old), Path(new))
+        if labels is not None or texts is not None:
+            raise XcompatError("fit_map: labels and texts belong to arrays; with paths the classes are those of labels.txt")
+        return load_paired(Path(old), Path(new)), None
     old_Nd, new_ND = as_float32(old), as_float32(new)
-    if len(old_Nd) != len(new_ND) or (labels is not None and len(labels) != len(old_Nd)):
-        counts = f"{len(old_Nd):,} old and {len(new_ND):,} new rows" + (f", {len(labels):,} labels" if labels is not None else "")
-        raise XcompatError(f"fit_map takes the same items row by row, not {counts}")
+    given = {"old": old_Nd, "new": new_ND, "labels": labels, "texts": texts}
+    counts = {name: len(side) for name, side in given.items() if side is not None}
+    if len(set(counts.values())) > 1:
+        unequal = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        raise XcompatError(f"fit_map takes the same items row by row, not {unequal}")
     usable_N = np.logical_and(*(np.isfinite(side).all(1) & (side != 0).any(1) for side in (old_Nd, new_ND)))
     if not usable_N.any():
         raise XcompatError("no row has usable embeddings on both sides: all are zero, or not finite")
     labels_N = numbered(list(labels))[1][usable_N] if labels is not None else None
-    return PairedEmbeddings(normalise_rows(new_ND[usable_N]), normalise_rows(old_Nd[usable_N]), labels_N)
+    kept = [texts[row] for row in np.flatnonzero(usable_N).tolist()] if texts is not None else None
+    return PairedEmbeddings(normalise_rows(new_ND[usable_N]), normalise_rows(old_Nd[usable_N]), labels_N), kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,12 +48,14 @@ class TextPairs:
         old: the old model; None if its embeddings were stored.
         new: the new model, as it embeds queries; None if its embeddings were stored, or a service made them.
         service: the service that made them, as a map's configuration describes it; None without one.
+        texts: the texts, row by row; None if embeddings alone are known.
     """
 
     pairs: Paired
     old: Embedder | None
     new: Embedder | None
     service: dict[str, Any] | None = None
+    texts: Sequence[str] | None = None
 
 
 def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_share: float = BAD_SHARE) -> TextPairs:
@@ -99,7 +102,7 @@ def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_
     labels_N = _classes(stored, places_N[kept_N])
     notes = _notes(stored, ids, kept_N, texts.path)
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
-    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described)
+    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described, taken[TEXT])
 
 
 def describe_service(provider: Provider, function: str, cache: Path) -> dict[str, Any]:

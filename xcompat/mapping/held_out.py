@@ -129,6 +129,10 @@ class HeldOut(ABC):
             for protocol in self.floor
         }
 
+    def floor_means(self) -> dict[str, dict[str, float]]:
+        """Return what old queries find: protocol -> metric -> mean."""
+        return {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in self.floor.items()}
+
     @abstractmethod
     def learned(self) -> Iterable[Paired]:
         """Return the pairs that each fold learns from."""

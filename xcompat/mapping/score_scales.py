@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,24 +14,54 @@ from xcompat.models import CompatModel
 from xcompat.models.old_knowledge import Rows
 from xcompat.models.score_scale import ScoredItems, fit_score_scales
 
+Paired = PairedEmbeddings | CaptionedEmbeddings
 SAMPLE = 512
 """Most queries, and most searched items, of each kind."""
+FOLDS = 4
+FEWEST = 64
+"""Fewest items, or captioned images, of which some are held out from a map that is solved again."""
+NO_OVERFIT = 5
+"""Items for each dimension of the larger space from which on a solved map scores items that it learned from as it does others."""
 
 
-def scale_scores(model: CompatModel, pairs: PairedEmbeddings | CaptionedEmbeddings) -> None:
+def scale_scores(model: CompatModel, pairs: Paired, solve: Callable[[Paired], CompatModel] | None = None) -> None:
     """Fit ``config.score_scales`` of a model; leave it None if there are too few pairs.
+
+    A map that was solved from few pairs brings these pairs nearer to each other than later items. Their scores would then say
+    nothing about later ones, so the map is solved again without a part of the pairs, and these are scored.
 
     Args:
         model: with the memory that it is saved with.
         pairs: embeddings of both models, e.g. those that the model was fitted on.
+        solve: solves the model again from other pairs; None for a model that did not learn from these.
     """
     draw = np.random.default_rng(0)
+    samples = [(solved, sample) for solved, part in _held_out(model, pairs, solve, draw) for sample in _samples(part, draw)]
+    scales = fit_score_scales(samples)
+    model.config.score_scales = scales.settings if scales is not None else None
+
+
+def _held_out(
+    model: CompatModel, pairs: Paired, solve: Callable[[Paired], CompatModel] | None, draw: np.random.Generator
+) -> Iterator[tuple[CompatModel, Paired]]:
+    """Yield a model, and pairs that it has not learned from; everything at once where that makes no difference."""
+    count = int(pairs.groups[0].max()) + 1 if isinstance(pairs, CaptionedEmbeddings) else len(pairs)
+    if solve is None or not FEWEST <= count < NO_OVERFIT * max(pairs.dims):
+        yield model, pairs
+        return
+    parts = np.array_split(draw.permutation(count), FOLDS)
+    for number, held in enumerate(parts):
+        rest = np.concatenate([part for other, part in enumerate(parts) if other != number])
+        yield solve(pairs.take(np.sort(rest))), pairs.take(np.sort(held))
+
+
+def _samples(pairs: Paired, draw: np.random.Generator) -> Sequence[ScoredItems]:
+    """Draw queries and searched items of each kind."""
     if isinstance(pairs, CaptionedEmbeddings):
         kinds = [(pairs.texts, pairs.images), (pairs.images, pairs.texts), (pairs.images, pairs.images)]
     else:
         kinds = [(pairs, pairs)]
-    scales = fit_score_scales(model, [_drawn(asking, searched, draw) for asking, searched in kinds])
-    model.config.score_scales = scales.settings if scales is not None else None
+    return [_drawn(asking, searched, draw) for asking, searched in kinds]
 
 
 def _drawn(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random.Generator) -> ScoredItems:

@@ -98,11 +98,17 @@ def _said_of_agreement(choice: Choice) -> str:
         f"{100 * (old + change.mean):.0f} % in the old gallery and old queries find {100 * old:.0f} % "
         f"({gain_with_interval(change.mean, change.low, change.high)} points, {choice.n_queries[protocol]:,} {protocol})."
     )
+    if choice.sentences:
+        ranks = ", ".join(
+            f"{line} {100 * rank:.0f}" for line, rank in sorted(choice.sentences.items(), key=lambda each: -each[1])
+        )
+        found = f"{found} Asked for by one of its sentences, a held-out text has this mean reciprocal rank (%): {ranks}."
     if choice.chosen.candidate.old_share:
         return found
     return (
-        f"{found} The items themselves were the queries, so questions of another kind may do worse. To measure what users look "
-        "for, give classes (labels.txt) or captions; to search half-way with old queries, name the old model with --old-model."
+        f"{found} That is what the map keeps of the new model, and not whether the new model is better; questions that are "
+        "unlike the items may do worse. To measure what users look for, give classes (labels.txt) or captions. To search "
+        "half-way with old queries, name the old model with --old-model."
     )
 
 
@@ -137,6 +143,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "learned_at_most": choice.learned_at_most,
         "too_few_for_ridge": choice.too_few_for_ridge,
         "of_agreement": choice.of_agreement,
+        "sentences": dict(choice.sentences),
         "by_chance": choice.by_chance,
         "left_out": list(choice.left_out),
         "backfill_losses": [loss._asdict() for loss in choice.backfill_losses],

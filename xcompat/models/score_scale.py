@@ -40,7 +40,7 @@ class ScoredItems(NamedTuple):
     side_info_NS: Tensor | None = None
 
 
-def fit_score_scales(model: CompatModel, samples: Sequence[ScoredItems]) -> ScoreScales | None:
+def fit_score_scales(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> ScoreScales | None:
     """Fit the scales of a model on items that both models embedded.
 
     A partly re-embedded gallery holds two kinds of vectors. The same query scores higher or lower against one kind than against
@@ -49,16 +49,16 @@ def fit_score_scales(model: CompatModel, samples: Sequence[ScoredItems]) -> Scor
     the first new item as for the last.
 
     Args:
-        model: brings its queries and what it embeds into the old space, or old embeddings into its own.
-        samples: one for each kind of query and of searched item.
+        samples: one or more for each kind of query and of searched item, each with a model that brings its queries and what it
+            embeds into the old space, or old embeddings into its own.
 
     Returns:
         The scales; None if the samples have fewer than :data:`FEWEST` queries or items, or if their scores do not differ.
     """
-    samples = [each for each in samples if min(len(each.new_QD), len(each.new_ND)) >= FEWEST]
+    samples = [(model, items) for model, items in samples if min(len(items.new_QD), len(items.new_ND)) >= FEWEST]
     if not samples:
         return None
-    tails_KSV = torch.stack([_tails(model, each) for each in samples]).mean(0)  # kinds of queries weigh the same
+    tails_KSV = torch.stack([_tails(model, items) for model, items in samples]).mean(0)  # kinds of queries weigh the same
     scales = [_matched(*tails_SV) for tails_SV in tails_KSV]
     return None if None in scales else ScoreScales(*scales)  # type: ignore[arg-type]  # none is None
 

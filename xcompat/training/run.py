@@ -55,7 +55,7 @@ from xcompat.training.record import (
 )
 from xcompat.training.remembering import memory_of_one, pairs_to_remember, remember
 from xcompat.training.score_scales import FOLDER as SCALED
-from xcompat.training.score_scales import pairs_to_scale
+from xcompat.training.score_scales import pairs_to_scale, solver_of
 from xcompat.training.sections import EvaluationSettings
 from xcompat.training.sequence import AGAINST, write_sequence
 from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
@@ -193,7 +193,7 @@ class StageRun:
         else:
             pairs = pairs_to_scale(models, data, model.eval(), self.paths.folder / SCALED)
         if pairs is not None and is_main_process():
-            scale_scores(model, pairs)
+            scale_scores(model, pairs, solver_of(model))
             shutil.rmtree(self.paths.folder / SCALED, ignore_errors=True)
         return model
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +15,10 @@ from numpy.typing import NDArray
 from xcompat.data import flatten_captions, load_pairs
 from xcompat.data.schema import ID, PASSAGE, QUERY, SIDE_INFO
 from xcompat.errors import XcompatError
+from xcompat.mapping.candidates import Paired
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings, grouped
 from xcompat.models import CompatModel
+from xcompat.models.closed_form import LeastSquaresModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import Rows
 from xcompat.progress import notice
@@ -26,6 +30,13 @@ FOLDER = "score_scales"
 """Folder of a stage for what is embedded only to fit scales, until that is done."""
 SAMPLE = 1024
 """Most images, or passages, that a trained model embeds for its score scales."""
+
+
+def solver_of(model: CompatModel) -> Callable[[Paired], CompatModel] | None:
+    """Return what solves a map again from other pairs; None for one that is trained, remembers, or maps galleries."""
+    if not isinstance(model, LeastSquaresModel) or model.memory is not None or model.maps_galleries:
+        return None
+    return lambda pairs: type(model)(copy.deepcopy(model.config)).fit(pairs.batches()).eval()
 
 
 def pairs_to_scale(

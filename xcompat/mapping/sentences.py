@@ -1,0 +1,89 @@
+"""Evidence from texts: a sentence of a held-out text must find the text itself in the old gallery."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.embedding import embed_in_memory
+from xcompat.evaluation import first_hit_ranks
+from xcompat.mapping.candidates import Candidate
+from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.models.embedder import Embedder
+
+if TYPE_CHECKING:
+    from xcompat.mapping.agreement import HeldOutItems
+
+ASKED = 500
+"""Most sentences of a fold; the new model embeds each."""
+FEWEST = 50
+"""Fewest sentences of a fold that are evidence."""
+WORDS = 4
+"""Fewest words of a sentence that asks."""
+_BETWEEN = re.compile(r"(?<=[.!?;])\s+")
+
+
+class Texts(NamedTuple):
+    """The texts of pairs, and what embeds queries.
+
+    Args:
+        texts: N strings.
+        new: the new model.
+    """
+
+    texts: Sequence[str]
+    new: Embedder
+
+
+class Sentences:
+    """Sentences of held-out texts that search the old embeddings of whole held-out texts.
+
+    Stored passages that ask for their neighbours flatter every map, because what people type is shorter. A sentence takes that
+    step too, without a label. On SciFact it orders lines exactly as nDCG does (docs/results/lines.md). It does not compare them
+    with old queries: a model that counts words finds the text of its own sentence best, and little else.
+
+    Args:
+        held: held-out items, in their folds.
+        given: their texts, and the new model.
+    """
+
+    def __init__(self, held: HeldOutItems, given: Texts) -> None:
+        self.held, draw = held, np.random.default_rng(held.seed)
+        self.asking: list[tuple[NDArray[np.int64], PairedEmbeddings]] = []
+        for rows_G in held.searched_rows:
+            drawn = {row: said for row in rows_G.tolist() if (said := split_sentences(given.texts[row]))}
+            rows_Q = np.array([*drawn][:ASKED], np.int64)
+            said_Q = [drawn[row][draw.integers(len(drawn[row]))] for row in rows_Q.tolist()]
+            if len(said_Q) >= FEWEST:
+                new_QD = embed_in_memory(given.new.for_queries(), said_Q)
+                self.asking.append((rows_Q, PairedEmbeddings(new_QD, new_QD)))
+
+    def __len__(self) -> int:
+        """Return how many ask; 0 where a fold has too few texts of several sentences."""
+        return sum(len(rows_Q) for rows_Q, _ in self.asking) if len(self.asking) == len(self.held.searched_rows) else 0
+
+    def reciprocal_ranks(self, candidate: Candidate) -> NDArray[np.float64]:
+        """Return the reciprocal rank of each sentence's text (Q,)."""
+        queries, found = self.held.queries_of(candidate), []
+        searched = zip(self.held.searched_rows, self.held.searched, self.asking, strict=True)
+        for number, (rows_G, old_Gd, (rows_Q, side)) in enumerate(searched):
+            asked_Qd = queries(number, "sentences", np.arange(len(rows_Q)), side)
+            found.append(1 / (1.0 + first_hit_ranks(asked_Qd, old_Gd, rows_Q, rows_G)))
+        return np.concatenate(found)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text that has several, without very short ones.
+
+    Example:
+        >>> split_sentences("Mice sleep in winter. Do they? Nobody has seen them awake.")
+        ['Mice sleep in winter.', 'Nobody has seen them awake.']
+        >>> split_sentences("One sentence alone is the text itself.")
+        []
+    """
+    parts = _BETWEEN.split(text.strip())
+    return [part for part in parts if len(part.split()) >= WORDS] if len(parts) > 1 else []
