@@ -14,7 +14,7 @@ import pytest
 import warm
 from PIL import Image
 
-from xcompat import progress
+from xcompat import Fingerprint, progress
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "speed"
@@ -133,6 +133,67 @@ def test_the_study_of_texts_at_toy_size(
         assert printed.count("\n|") >= 5
         texts.kept(name, lambda: pytest.fail("it is kept"))
         assert capsys.readouterr().out == printed
+
+
+def test_lines_study_finds_a_planted_rotation(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, draw = benchmark("lines"), np.random.default_rng(0)
+    classes_N = np.repeat(np.arange(12), 12)
+    old_Nd = draw.normal(size=(12, 8))[classes_N] + draw.normal(size=(144, 8))
+    old_Nd = (old_Nd / np.linalg.norm(old_Nd, axis=1, keepdims=True)).astype(np.float32)
+    turn_dD = np.linalg.qr(draw.normal(size=(10, 8)))[0].T.astype(np.float32)
+    embedded = {name: old_Nd @ turn_dD if "new" in name else old_Nd for name in ("old", "new")}
+    for name, value in {"QUERIES": 48, "PHOTO_PAIRS": (80, 48), "PHOTO_UPGRADES": (("old", "new"),)}.items():
+        monkeypatch.setattr(lines, name, value)
+    monkeypatch.setattr(lines, "load_photos", lambda names: (embedded, classes_N.astype(str)))
+    monkeypatch.setattr(sys, "argv", ["lines.py", "--seeds", "2", "--only", "photos"])
+    lines.main()
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in printed.splitlines() if row.startswith("| ")]
+    rotations = [row for row in rows if row[0] in ("rotation", "rotation, half-way") and "(" in row[1]]
+    assert len(rotations) == 4 and all(cell.endswith("+0.0 (0.0 to 0.0)") for row in rotations for cell in row[1:-1])
+    assert {row[0] for row in rows} >= {"old/old", "new/new", *lines.SOLVERS, "rank correlation, all rows"}
+    assert "2 seeds" in printed and "torch" in printed
+
+
+def test_lines_study_ranks_texts_by_their_judgements(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, draw = benchmark("lines"), np.random.default_rng(0)
+    folder = tmp_path / "data/text/embeddings"
+    documents = draw.normal(size=(90, 8)).astype(np.float16)
+    documents[7] = 0  # an empty document
+    for name, rows in {"toy_docs": documents, "toy_queries": documents[20:40]}.items():
+        for model, noise in (("old", 0.0), ("new", 2.0)):
+            (folder / model).mkdir(parents=True, exist_ok=True)
+            np.save(folder / model / f"{name}.npy", rows + noise * draw.normal(size=rows.shape) * (rows != 0))
+        first = 0 if name == "toy_docs" else 20
+        (folder / f"{name}_ids.txt").write_text("\n".join(str(first + row) for row in range(len(rows))))
+    task = benchmark("texts_tasks").Task("Toy", {}, {}, {str(row): {str(row): 1.0} for row in range(20, 40)}, [], apart=False)
+    monkeypatch.setattr(lines, "SHARED", tmp_path)
+    monkeypatch.setattr(lines.texts_tasks, "scifact", lambda: task)
+    monkeypatch.setattr(lines.texts_tasks, "cranfield", lambda: task)
+    monkeypatch.setattr(lines, "TEXT_UPGRADES", (("old", "new"),))
+    monkeypatch.setattr(lines, "FEW_TEXTS", 50)
+    lines.run_texts(seeds=1)
+    printed = capsys.readouterr().out
+    assert printed.count("| old/old | 100.0 | 100.0 | +0.0 |") == 2 and "50 documents to learn from" in printed
+
+
+def test_mutual_information_is_a_block_of_the_joint_precision(benchmark: Any) -> None:
+    from xcompat.mapping import PairedEmbeddings
+    from xcompat.models import describe_old
+
+    lines, draw = benchmark("lines"), np.random.default_rng(0)
+    new_ND = draw.normal(size=(300, 6)).astype(np.float32)
+    old_Nd = (new_ND[:, :4] + draw.normal(size=(300, 4))).astype(np.float32)
+    model = lines.solve_information(PairedEmbeddings(new_ND, old_Nd), describe_old(Fingerprint.from_string("old"), 4))
+    both_NM = np.hstack([new_ND, old_Nd]).astype(np.float64)
+    joint_MM = both_NM.T @ both_NM / 300
+    for rows in (range(6), range(6, 10)):
+        joint_MM[rows, rows] += lines.DAMPING * joint_MM[rows, rows].mean()
+    np.testing.assert_allclose(model.weight.numpy(), -np.linalg.inv(joint_MM)[:6, 6:], rtol=1e-4, atol=1e-6)
 
 
 def test_transformers_of_the_study_of_texts_are_made_once(benchmark: Any, tmp_path: Path) -> None:

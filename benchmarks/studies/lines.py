@@ -1,0 +1,276 @@
+"""Linear maps learned from stored items alone: what their queries find, and whether evidence without labels can order them.
+
+    python benchmarks/studies/lines.py --seeds 5
+
+Needs ../shared/data/text, ../shared/data/tiny-imagenet and ../shared/models. Prints Markdown: nDCG@10 on texts with judgements,
+CMC@1 and mAP on photos, with the gain over old queries and its 95 % interval. Each map is measured alone and half-way to the old
+query. A second table of each set compares these results with the agreement that ``xcompat map`` measures without labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import texts_tasks
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from scipy.stats import spearmanr
+
+from xcompat.arrays import normalise_rows
+from xcompat.data import LabelledSource, load_labelled
+from xcompat.evaluation import graded_per_query, paired_bootstrap, ranking_per_query
+from xcompat.fingerprint import Fingerprint
+from xcompat.heads import slerp
+from xcompat.mapping import PairedEmbeddings
+from xcompat.mapping.agreement import HeldOutItems
+from xcompat.mapping.candidates import LINES, Candidate, Described, Paired, Solver
+from xcompat.methods import WhitenedModel
+from xcompat.methods.whitened import DAMPING, DAMPING_OF_FEW, damped_power
+from xcompat.models import CompatModel, describe_old
+from xcompat.models.embedder import load_embedder
+from xcompat.report.wording import gain_with_interval
+from xcompat.training.caches import cached_images
+
+SHARED, OUT = Path("../shared"), Path("runs/lines")
+TEXT_UPGRADES = (("wordllama", "all-minilm-l6"), ("paraphrase-minilm-l3", "all-minilm-l6"), ("wordllama", "paraphrase-minilm-l3"))
+PHOTO_UPGRADES = (
+    ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"),
+    ("mobilenet_v1_0.25_128", "mobilenet_v2_1.0_224"),
+    ("mobilenet_v1_0.5_160", "mobilenet_v2_1.0_224"),
+)
+FEW_TEXTS, PHOTOS, QUERIES, PHOTO_PAIRS = 500, 4000, 1000, (3000, 300)
+HALF = 0.5
+OLD, NEW, INFORMATION, HALF_WAY = "old/old", "new/new", "mutual information", ", half-way"
+Floats = NDArray[np.float32]
+Values = dict[str, NDArray[np.float64]]
+"""Metric -> value of each query."""
+
+console = Console(soft_wrap=True, markup=False, highlight=False)
+
+
+def solve_information(pairs: Paired, old: Described) -> CompatModel:
+    """Solve for C_x^(-1/2) U S / (1 - S²) Vᵀ C_y^(-1/2), with U S Vᵀ = C_x^(-1/2) C_xy C_y^(-1/2).
+
+    It is the cross term of log p(y | x) / p(y) of jointly Gaussian embeddings without means. Its damping is the whitened map's.
+    """
+    moments = pairs.moments
+    damping = DAMPING_OF_FEW if moments.count < 2 * max(moments.new_old_Dd.shape) else DAMPING
+    source_DD, target_dd = (
+        damped_power(each / moments.count, -0.5, damping) for each in (moments.new_new_DD, moments.old_old_dd)
+    )
+    left_Dr, s_r, right_rd = torch.linalg.svd(source_DD @ (moments.new_old_Dd / moments.count) @ target_dd, full_matrices=False)
+    weight_Dd = source_DD @ (left_Dr * (s_r / (1 - s_r**2))) @ right_rd @ target_dd
+    model = WhitenedModel(WhitenedModel.config_class(old=old, embedding_dim=pairs.dims[0]))
+    return model.take(weight_Dd, torch.zeros_like(moments.old_d)).eval()
+
+
+SOLVERS: dict[str, Solver] = {**LINES, INFORMATION: solve_information}
+
+
+class Search(NamedTuple):
+    """A gallery and queries, embedded by both models.
+
+    Args:
+        stored: the gallery.
+        asked: the queries.
+        score: measures queries (Q, d) in a gallery (G, d).
+        clusters_Q: query photo or text; equal ones are resampled together.
+    """
+
+    stored: PairedEmbeddings
+    asked: PairedEmbeddings
+    score: Callable[[Floats, Floats], Values]
+    clusters_Q: NDArray[np.int64]
+
+    @torch.inference_mode()
+    def measure(self, pairs: PairedEmbeddings) -> dict[str, Values]:
+        """Measure old queries, new queries in a new index, and each map of some pairs alone and half-way to the old query."""
+        new_QD, old_Qd = (torch.from_numpy(np.array(side, np.float32)) for side in (self.asked.new_ND, self.asked.old_Nd))
+        gallery_Gd = np.asarray(self.stored.old_Nd)
+        rows = {
+            OLD: self.score(old_Qd.numpy(), gallery_Gd),
+            NEW: self.score(new_QD.numpy(), np.asarray(self.stored.new_ND)),
+        }
+        for name, solve in SOLVERS.items():
+            mapped_Qd = solve(pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1])).view(new_QD)
+            rows[name] = self.score(mapped_Qd.numpy(), gallery_Gd)
+            rows[name + HALF_WAY] = self.score(slerp(mapped_Qd, old_Qd, HALF).numpy(), gallery_Gd)
+        return rows
+
+
+class Column:
+    """Results of one upgrade over several draws.
+
+    Args:
+        name: of the upgrade.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: dict[tuple[str, str], list[NDArray[np.float64]]] = defaultdict(list)
+        self.agreement: dict[str, list[float]] = defaultdict(list)
+        self.clusters: list[NDArray[np.int64]] = []
+
+    def add(self, search: Search, pairs: PairedEmbeddings, seed: int) -> None:
+        """Measure one draw: results of the queries, and agreement among the pairs themselves."""
+        for row, values in search.measure(pairs).items():
+            for metric, values_Q in values.items():
+                self.values[row, metric].append(values_Q)
+        self.clusters.append(search.clusters_Q)
+        for row, share in measure_agreement(pairs, seed).items():
+            self.agreement[row].append(share)
+
+    def mean(self, row: str, metric: str) -> float:
+        """Return the mean over queries and draws, times 100."""
+        return 100 * float(np.concatenate(self.values[row, metric]).mean())
+
+    def gain(self, row: str, metric: str) -> str:
+        """Return the mean of a row, and its gain over old queries with a 95 % interval."""
+        own_Q, old_Q = (np.concatenate(self.values[name, metric]) for name in (row, OLD))
+        if row == OLD:
+            return f"{self.mean(row, metric):.1f}"
+        gain = paired_bootstrap(own_Q, old_Q, clusters_Q=np.concatenate(self.clusters).tolist())
+        return f"{self.mean(row, metric):.1f}: {gain_with_interval(gain.mean, gain.low, gain.high)}"
+
+    def order(self, rows: Sequence[str], metric: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return agreement and true results of some rows."""
+        agreement = np.array([100 * np.mean(self.agreement[row]) for row in rows])
+        return agreement, np.array([self.mean(row, metric) for row in rows])
+
+
+def measure_agreement(pairs: PairedEmbeddings, seed: int) -> dict[str, float]:
+    """Measure the share of the new model's 10 nearest neighbours that each query finds among held-out items."""
+    held = HeldOutItems(pairs, LINES, seed)
+    floor = float(np.mean([values.mean() for found in held.floor.values() for values in found.values()]))
+    shares = {OLD: floor}
+    for line in LINES:
+        for row, old_share in ((line, 0.0), (line + HALF_WAY, HALF)):
+            shares[row] = floor + held.try_(Candidate(line, old_share=old_share)).mean
+    return shares
+
+
+def load_text_sides(name: str, old: str, new: str) -> PairedEmbeddings:
+    """Return embeddings of one set of texts by both models."""
+    new_ND, old_Nd = (np.load(SHARED / f"data/text/embeddings/{model}/{name}.npy") for model in (new, old))
+    return PairedEmbeddings(normalise_rows(new_ND), normalise_rows(old_Nd))
+
+
+def load_text_searches() -> Iterator[tuple[str, Search]]:
+    """Yield the name of each upgrade on texts, and its documents and queries."""
+    for task in (texts_tasks.scifact(), texts_tasks.cranfield()):
+        names = [f"{task.name.lower()}_{kind}" for kind in ("docs", "queries")]
+        ids = [(SHARED / f"data/text/embeddings/{name}_ids.txt").read_text(encoding="utf-8").split() for name in names]
+
+        def score(queries_Qd: Floats, gallery_Gd: Floats, ids: list[list[str]] = ids, task: texts_tasks.Task = task) -> Values:
+            return {"nDCG@10": graded_per_query(queries_Qd, gallery_Gd, ids[1], ids[0], task.qrels).values["ndcg@10"]}
+
+        for old, new in TEXT_UPGRADES:
+            stored, asked = (load_text_sides(name, old, new) for name in names)
+            yield f"{task.name}, {old} → {new}", Search(stored, asked, score, np.arange(len(asked)))
+
+
+def run_texts(seeds: int) -> None:
+    """Measure and print the upgrades on texts: learned from all documents, and from a few."""
+    columns: dict[int, list[Column]] = {0: [], FEW_TEXTS: []}
+    for name, search in load_text_searches():
+        stored = search.stored
+        known = np.flatnonzero((stored.new_ND != 0).any(1) & (stored.old_Nd != 0).any(1))
+        for count, of_count in columns.items():
+            of_count.append(column := Column(name))
+            for seed in range(seeds if count else 1):
+                rows = np.random.default_rng(seed).permutation(known)[:count] if count else known
+                column.add(search, stored.take(np.sort(rows)), seed)
+        console.print(f"measured: {name}")
+    for count, of_count in columns.items():
+        show(f"Texts, {f'{count} documents to learn from' if count else 'all documents to learn from'}", of_count, "nDCG@10")
+
+
+def load_photos(names: Sequence[str]) -> tuple[dict[str, Floats], NDArray[np.str_]]:
+    """Return normalised embeddings of photos by some models, and the photos' classes."""
+    images = load_labelled(LabelledSource(path=str(SHARED / "data/tiny-imagenet/train-0002.tar.gz"), limit=PHOTOS))
+    embedded = {}
+    for name in names:
+        vectors = cached_images(load_embedder(str(SHARED / "models" / name)), images.dataset, OUT / "cache")
+        embedded[name] = normalise_rows(np.array(vectors[:], np.float32))
+    return embedded, np.array(images.class_names())
+
+
+def run_photos(seeds: int) -> None:
+    """Measure and print the upgrades on photos, with seeds of gallery, queries and pairs."""
+    embedded, labels_N = load_photos(sorted({name for upgrade in PHOTO_UPGRADES for name in upgrade}))
+    columns = {
+        count: [Column(f"{old} → {new}".replace("mobilenet_", "")) for old, new in PHOTO_UPGRADES] for count in PHOTO_PAIRS
+    }
+    for seed in range(seeds):
+        rows_Q, rows_G = np.split(np.random.default_rng(seed).permutation(len(labels_N)), [QUERIES])
+
+        def score(queries_Qd: Floats, gallery_Gd: Floats, rows_Q: NDArray = rows_Q, rows_G: NDArray = rows_G) -> Values:
+            found = ranking_per_query(queries_Qd, gallery_Gd, labels_N[rows_Q], labels_N[rows_G])
+            return {"CMC@1": (found.first_hit_ranks_Q == 0).astype(float), "mAP": found.average_precision_Q}
+
+        for place, (old, new) in enumerate(PHOTO_UPGRADES):
+            stored, asked = (PairedEmbeddings(embedded[new][rows], embedded[old][rows]) for rows in (rows_G, rows_Q))
+            for count in PHOTO_PAIRS:
+                drawn = np.random.default_rng((seed, count)).permutation(len(rows_G))[:count]
+                columns[count][place].add(Search(stored, asked, score, rows_Q), stored.take(np.sort(drawn)), seed)
+        console.print(f"measured: photos, {seed + 1} of {seeds} seeds")
+    for count, of_count in columns.items():
+        show(f"Photos, {count:,} pairs to learn from", of_count, "mAP", "CMC@1")
+
+
+def show(title: str, columns: Sequence[Column], *metrics: str) -> None:
+    """Print results and gains of every row, then agreement beside the first metric."""
+    names = " | ".join(f"{column.name}: {metric}" for column in columns for metric in metrics)
+    console.print(f"\n| {title} | {names} | mean gain, {metrics[0]} |\n|---|{'---:|' * (len(columns) * len(metrics) + 1)}")
+    for row in (OLD, *(name + way for name in SOLVERS for way in ("", HALF_WAY)), NEW):
+        cells = " | ".join(column.gain(row, metric) for column in columns for metric in metrics)
+        gain = np.mean([column.mean(row, metrics[0]) - column.mean(OLD, metrics[0]) for column in columns])
+        console.print(f"| {row} | {cells} | {gain:+.1f} |")
+    show_agreement(title, columns, metrics[0])
+
+
+def show_agreement(title: str, columns: Sequence[Column], metric: str) -> None:
+    """Print the agreement of each row beside its result, their rank correlation, and the loss of who takes the largest."""
+    names = " | ".join(column.name for column in columns)
+    console.print(f"\n| {title}: agreement, {metric} | {names} |\n|---|{'---:|' * len(columns)}")
+    half_way = [line + HALF_WAY for line in LINES]
+    for row in (OLD, *LINES, *half_way):
+        cells = (tuple(float(side[0]) for side in column.order([row], metric)) for column in columns)
+        console.print(f"| {row} | {' | '.join(f'{agreement:.1f}, {found:.1f}' for agreement, found in cells)} |")
+    for name, rows in (("the maps alone", [*LINES]), ("half-way", half_way), ("all rows", [OLD, *LINES, *half_way])):
+        orders = [column.order(rows, metric) for column in columns]
+        ranks = " | ".join(f"{spearmanr(*order).statistic:+.2f}" for order in orders)
+        lost = " | ".join(f"{found.max() - found[agreement.argmax()]:.1f}" for agreement, found in orders)
+        console.print(
+            f"| rank correlation, {name} | {ranks} |\n| {metric} lost by taking the largest agreement, {name} | {lost} |"
+        )
+
+
+def main() -> None:
+    """Measure every upgrade, and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="Number of seeds.")
+    parser.add_argument("--only", choices=("texts", "photos"), help="Measure only one of the two sets.")
+    options, started = parser.parse_args(), time.monotonic()
+    for name, run in (("texts", run_texts), ("photos", run_photos)):
+        if options.only in (None, name):
+            run(options.seeds)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "scipy"))
+    minutes = (time.monotonic() - started) / 60
+    console.print(
+        f"\n{options.seeds} seeds, {minutes:.0f} minutes, {torch.get_num_threads()} threads of {platform.machine()}; "
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
+if __name__ == "__main__":
+    main()
