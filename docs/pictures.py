@@ -160,6 +160,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "ridge": of_a_map(solved("x·W + b"), "squared distance"),
     "procrustes": of_a_map(solved("rotation W"), "squared distance"),
+    "whitened": of_a_map(solved("x·W, from whitened x and y"), "second moments of both"),
     "mini_vec2vec": of_a_map(solved("rotation W, without pairs"), "shapes of the clouds"),
     "lambda_orthogonality": of_a_map(solved("x·W + b, nearly a rotation"), "squared distance"),
     "geometry_residual": of_a_map(trained("Procrustes, and a network beside it"), "nearer than its neighbours?"),
