@@ -19,9 +19,12 @@ from xcompat import cli
 from xcompat.data.cache import cache_folder
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim
-from xcompat.encoders.scratch import ScratchSource
-from xcompat.encoders.standins import save_stand_in
+from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
+from xcompat.encoders.standins import save_stand_in, small_scratch
 from xcompat.errors import XcompatError
+from xcompat.methods.lambda_orthogonality import LambdaOrthogonalityModel
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.training import stage
 from xcompat.training.compare import dry_run_comparison
 from xcompat.training.data_checks import check_data
 from xcompat.training.dry_run import dry_run_recipe
@@ -279,6 +282,43 @@ def test_stored_embeddings_have_their_own_dimension(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="48"):
         dry_run_recipe(recipe_of(tmp_path, **changes))
     assert dry_run_recipe(recipe_of(tmp_path, **{**changes, "options": {"dim": 48}})) == []
+
+
+# ------------------------------------------------------------------------------------------------------------------ speed
+
+
+def test_a_dry_run_loads_each_frozen_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    def load(source: EncoderSource, *arguments: Any) -> Embedder:
+        loaded.append(Path(source.name).name)
+        return load_embedder(source, *arguments)
+
+    monkeypatch.setattr(stage, "load_embedder", load)
+    stages = [{"name": name, "method": name} for name in ("ridge", "procrustes")]
+    assert dry_run_recipe(recipe_of(tmp_path, stages=stages)) == []
+    assert sorted(loaded) == ["some--new", "some--old"]
+
+
+def test_penalties_are_not_searched_for_but_still_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(model: LambdaOrthogonalityModel, _: object) -> None:
+        raise RuntimeError(f"strength {model.config.strength}")
+
+    monkeypatch.setattr(LambdaOrthogonalityModel, "solve", stop)
+    with pytest.raises(RuntimeError, match=r"^strength 0\.0$"):
+        dry_run_recipe(recipe_of(tmp_path, method="lambda_orthogonality", options={"strength": 2.0}))
+    with pytest.raises(XcompatError, match=r"options\.strength is -1"):
+        dry_run_recipe(recipe_of(tmp_path, method="lambda_orthogonality", options={"strength": -1.0}))
+
+
+def test_large_architectures_have_small_stand_ins() -> None:
+    for model in (
+        {"model_type": "alexnet"},
+        {"model_type": "resnet"},
+        {"model_type": "timm_wrapper", "architecture": "vgg13_bn"},
+    ):
+        encoder, _ = encoder_from_scratch(small_scratch(ScratchSource(model=model, image_size=224), 16))
+        assert sum(weights.numel() for weights in encoder.parameters()) < 50_000, model
 
 
 def test_the_help_names_the_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

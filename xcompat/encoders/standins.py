@@ -104,7 +104,9 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
 
 
 def small_scratch(source: ScratchSource, dim: int) -> ScratchSource:
-    """Return a tiny architecture of the same kind; an image-text model, or one without a stand-in, as it is.
+    """Return a tiny architecture of the same kind. Image-text models and those without a stand-in stay as they are.
+
+    AlexNet has only one size, of 57 million weights: a small ResNet replaces it.
 
     Args:
         source: an architecture to train from scratch.
@@ -116,6 +118,8 @@ def small_scratch(source: ScratchSource, dim: int) -> ScratchSource:
         [1, 1]
     """
     model_type = source.model["model_type"]
+    if model_type == "alexnet":
+        model_type = "resnet"
     if not source.image_only or model_type not in (tiny := _image_configurations(dim)):
         return source
     return source.model_copy(update={"model": {"model_type": model_type, **tiny[model_type]}, "image_size": 32})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from xcompat.training.places import require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings
+from xcompat.training.stage import keep_frozen_models
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class
 from xcompat.vectors import is_stored
 
@@ -69,7 +71,8 @@ def dry_run_recipe(recipe: Recipe) -> list[str]:
         stand_in = _stand_in_recipe(recipe, Path(folder))
         console.quiet = True  # the figures of random weights mean nothing
         try:
-            run_recipe(stand_in)
+            with keep_frozen_models():
+                run_recipe(stand_in)
         finally:
             console.quiet = not is_main_process()
     paths = "path" if len(missing) == 1 else f"{len(missing)} paths"
@@ -211,8 +214,8 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], wi
         known = widths.is_known(settings.independent) and widths.is_known(settings.old)
         dim = settings.options.get("dim") if known else widths.of(settings.independent, "independent")
         replaced["options"] = {**settings.options, "dim": dim}
-    if settings.method == "mini_vec2vec":  # which refuses random spaces
-        replaced["options"] = {**settings.options, "least_agreement": -1.0}
+    if changes := _quick_options(settings):
+        replaced["options"] = {**settings.options, **changes}
     replaced["data"] = _stand_in_data(replaced.get("data", {}), folder)
     if sets := settings.data.zero_shot_sets():
         tiny = {name: shot.model_dump(exclude_unset=True) | _tiny_classes(folder) for name, shot in sets.items()}
@@ -225,6 +228,15 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], wi
     if settings.evaluation is not None:
         replaced["evaluation"] = settings.evaluation.model_dump() | {"resamples": 100, "ks": [1, 2]}
     return StageRecipe(**replaced)
+
+
+def _quick_options(settings: StageRecipe) -> dict[str, Any]:
+    """Return changes to the options without which a method refuses random models, or takes long to solve them."""
+    if settings.method == "mini_vec2vec":  # which refuses random spaces
+        return {"least_agreement": -1.0}
+    if settings.method == "lambda_orthogonality" and 0 <= settings.options.get("strength", 1) < math.inf:  # others are refused
+        return {"strength": 0.0}  # least squares: the penalty needs 500 steps of L-BFGS on so few samples
+    return {}
 
 
 def _stand_in_data(data: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +61,19 @@ STORED_ROLES = ("old", *SIDES)
 """Roles in which stored embeddings can replace the model."""
 
 
+_kept: ContextVar[dict[tuple[str, torch.dtype | None], Embedder] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def keep_frozen_models() -> Iterator[None]:
+    """Load each frozen model once in the block. All of them stay in memory, so they must be small and must not change on disk."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 class StagePaths:
     """The folders that a stage writes to.
 
@@ -102,7 +117,13 @@ class StageModels:
             raise XcompatError(f"{settings.name}: {source.name} holds embeddings and no model; name one under {role}")
         halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
         chosen = next((dtype for key, dtype in halves.items() if settings.training.get(key)), None)
-        return load_embedder(self._resolved(source), device(), chosen)
+        resolved, kept = self._resolved(source), _kept.get()
+        if kept is None:
+            return load_embedder(resolved, device(), chosen)
+        key = (resolved.model_dump_json(), chosen)
+        if key not in kept:
+            kept[key] = load_embedder(resolved, device(), chosen)
+        return kept[key]
 
     def frozen(self, role: str) -> FrozenModel:
         """Load the model in a role, or its stored embeddings if it is the old model or one of side-information.
