@@ -23,6 +23,7 @@ from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.encoders.standins import save_stand_in, small_scratch
 from xcompat.errors import XcompatError
 from xcompat.methods.lambda_orthogonality import LambdaOrthogonalityModel
+from xcompat.methods.mini_vec2vec import MiniVec2VecModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.training import stage
 from xcompat.training.compare import dry_run_comparison
@@ -309,6 +310,17 @@ def test_penalties_are_not_searched_for_but_still_checked(tmp_path: Path, monkey
         dry_run_recipe(recipe_of(tmp_path, method="lambda_orthogonality", options={"strength": 2.0}))
     with pytest.raises(XcompatError, match=r"options\.strength is -1"):
         dry_run_recipe(recipe_of(tmp_path, method="lambda_orthogonality", options={"strength": -1.0}))
+
+
+def test_searches_without_pairs_are_short_but_still_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(model: MiniVec2VecModel, _: object) -> None:
+        raise RuntimeError(f"{model.config.runs} runs, {model.config.rounds} rounds, {model.config.clusters} clusters")
+
+    monkeypatch.setattr(MiniVec2VecModel, "fit", stop)
+    with pytest.raises(RuntimeError, match="^2 runs, 1 rounds, 20 clusters$"):
+        dry_run_recipe(recipe_of(tmp_path, method="mini_vec2vec", options={"rounds": 1}))
+    with pytest.raises(XcompatError, match="runs"):
+        dry_run_recipe(recipe_of(tmp_path, method="mini_vec2vec", options={"runs": 0}))
 
 
 def test_large_architectures_have_small_stand_ins() -> None:

@@ -30,7 +30,7 @@ from xcompat.training.recipe import Recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage import keep_frozen_models
-from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class
+from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
 from xcompat.vectors import is_stored
 
 BATCH = 4
@@ -232,8 +232,10 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], wi
 
 def _quick_options(settings: StageRecipe) -> dict[str, Any]:
     """Return changes to the options without which a method refuses random models, or takes long to solve them."""
-    if settings.method == "mini_vec2vec":  # which refuses random spaces
-        return {"least_agreement": -1.0}
+    if settings.method == "mini_vec2vec":
+        options = usual_options(settings.method) | settings.options
+        # random spaces do not agree
+        return {"least_agreement": -1.0} | {key: min(options[key], 2) for key in ("runs", "rounds")}
     if settings.method == "lambda_orthogonality" and 0 <= settings.options.get("strength", 1) < math.inf:  # others are refused
         return {"strength": 0.0}  # least squares: the penalty needs 500 steps of L-BFGS on so few samples
     return {}
