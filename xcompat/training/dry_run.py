@@ -226,7 +226,7 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], wi
     if settings.mini_batch_size is not None:
         replaced["mini_batch_size"] = BATCH // 2
     if settings.evaluation is not None:
-        replaced["evaluation"] = settings.evaluation.model_dump() | {"resamples": 100, "ks": [1, 2]}
+        replaced["evaluation"] = settings.evaluation.model_dump() | {"resamples": 100, "ks": [1, 2], "tsne_pairs": 0}
     return StageRecipe(**replaced)
 
 
