@@ -34,6 +34,18 @@ def test_it_chooses_what_the_command_chooses(tmp_path: Path) -> None:
     torch.testing.assert_close(saved.view(torch.from_numpy(pairs.new_ND[:5])), expected)
 
 
+def test_classes_may_be_anything_that_tells_them_apart() -> None:
+    pairs = made()
+    assert pairs.labels_N is not None
+    named = [f"class {label:02}" for label in pairs.labels_N]
+    sides = pairs.old_Nd, pairs.new_ND
+    assert (
+        repr(fit_map(*sides, named))
+        == repr(fit_map(*sides, torch.from_numpy(pairs.labels_N)))
+        == repr(fit_map(*sides, pairs.labels_N))
+    )
+
+
 @pytest.mark.parametrize("kind", ["tensor", "float16", "list"])
 def test_arrays_of_all_kinds_are_taken(kind: str) -> None:
     pairs = made()

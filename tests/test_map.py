@@ -436,7 +436,7 @@ def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> 
     for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items():
         np.save(tmp_path / f"{name}.npy", embeds)
     command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, [*command, "--remember-items"])
+    done = CliRunner().invoke(app, [*command, "--remember-items", "--allow-worse"])
     assert done.exit_code == 0 and f"of the {len(pairs)} items that they resemble" in " ".join(done.output.split()), done.output
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.memory.entries == len(pairs) and not model.is_confident

@@ -187,7 +187,20 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     (tmp_path / "old").mkdir()
     np.save(tmp_path / "old" / "text_embeds.npy", rotated(new(TEXTS), OLD_DIM).astype(np.float32))
     (tmp_path / "old" / "text_ids.txt").write_text("\n".join(TEXTS))
-    yield ["map", "--old", "old", "--new", "letters", "--texts", "texts.jsonl", "--out", "made", "--old-model", OLD.name]
+    yield [
+        "map",
+        "--old",
+        "old",
+        "--new",
+        "letters",
+        "--texts",
+        "texts.jsonl",
+        "--out",
+        "made",
+        "--old-model",
+        OLD.name,
+        "--allow-worse",
+    ]
     sys.modules.pop("of_services", None)
 
 

@@ -75,7 +75,7 @@ def measure(items: int = 1_000_000, dim: int = 768) -> list[Row]:
         for dtype in ("float16", "float32"):
             old, new = (write(folder / f"{side}.npy", items, dim, dtype, seed) for seed, side in enumerate(("old", "new")))
             bare = sums(old, new) * items
-            took, busy, peak = run_command(["map", "--old", old, "--new", new, "--out", folder / dtype], folder)
+            took, busy, peak = run_command(["map", "--old", old, "--new", new, "--out", folder / dtype, "--allow-worse"], folder)
             what = f"xcompat map, {items:,} x {dim} of {dtype}"
             rows.append(timed(what, "the sums of products alone", "", took, bare, f"{busy:.0f} s of processor time"))
             rows.append(Row(what, "60 s", took / 60, "<= 1", f"{took:.1f} s"))

@@ -96,8 +96,7 @@ def agree(
         seed: of the folds and of the intervals.
         lines: the solver of each line, by name.
         with_old_model: whether the old model can embed queries; they then meet new ones half-way. Agreement overrates lines alone
-            where queries are not like what is stored, and half-way queries find at least as much as old ones in every upgrade
-            that was measured (docs/results/lines.md).
+            where queries are not like what is stored (docs/results/lines.md).
         texts: what the pairs are embeddings of, and the new model.
 
     Returns:
@@ -127,6 +126,7 @@ def agree(
         learned_at_most=most if most == LEARNED else None,
         no_confidence="they remember nothing",
         of_agreement=True,
+        of_few_pairs=len(pairs) < 2 * max(pairs.dims),
         sentences=sentences,
         by_chance=held.is_by_chance(chosen.candidate),
     )

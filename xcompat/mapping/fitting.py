@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from xcompat.arrays import normalise_rows, numbered
+from xcompat.arrays import normalise_rows
 from xcompat.encoders import is_loadable
 from xcompat.errors import NothingHeldOutError, XcompatError
 from xcompat.fingerprint import Fingerprint
@@ -166,6 +166,13 @@ def _pairs(
     usable_N = np.logical_and(*(np.isfinite(side).all(1) & (side != 0).any(1) for side in (old_Nd, new_ND)))
     if not usable_N.any():
         raise XcompatError("no row has usable embeddings on both sides: all are zero, or not finite")
-    labels_N = numbered(list(labels))[1][usable_N] if labels is not None else None
+    labels_N = _numbers(labels)[usable_N] if labels is not None else None
     kept = [texts[row] for row in np.flatnonzero(usable_N).tolist()] if texts is not None else None
     return PairedEmbeddings(normalise_rows(new_ND[usable_N]), normalise_rows(old_Nd[usable_N]), labels_N), kept
+
+
+def _numbers(labels: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Number the classes in the order in which they first occur."""
+    plain = getattr(labels, "tolist", lambda: labels)()  # scalars of a tensor are hashed by where they lie
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(plain))}
+    return np.array([numbers[label] for label in plain], np.int64)

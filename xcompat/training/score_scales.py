@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import datasets
 import numpy as np
@@ -26,6 +27,9 @@ from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.remembering import without_unreadable
 from xcompat.training.stage import StageData, StageModels
 
+if TYPE_CHECKING:
+    from xcompat.models.mapped import MappedConfig
+
 FOLDER = "score_scales"
 """Folder of a stage for what is embedded only to fit scales, until that is done."""
 SAMPLE = 1024
@@ -36,7 +40,8 @@ def solver_of(model: CompatModel) -> Callable[[Paired], CompatModel] | None:
     """Return what solves a map again from other pairs; None for one that is trained, remembers, or maps galleries."""
     if not isinstance(model, LeastSquaresModel) or model.memory is not None or model.maps_galleries:
         return None
-    return lambda pairs: type(model)(copy.deepcopy(model.config)).fit(pairs.batches()).eval()
+    config = cast("MappedConfig", model.config)
+    return lambda pairs: type(model)(copy.deepcopy(config)).fit(pairs.batches()).eval()
 
 
 def pairs_to_scale(
