@@ -197,9 +197,16 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out a report's drawings, which take most of the time of a run so short and are the same for all."""
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
+def drawn() -> None:
+    """Keep the drawings of reports in a test of a file that leaves them out."""
+
+
+@pytest.fixture
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out a report's plots and t-SNE maps, which take most of the time of a run so short and are the same for all."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
+        monkeypatch.setattr("xcompat.report.report.project", lambda _: [])
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from xcompat.training.checkpoints import last_complete_checkpoint
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = (
     "train",
@@ -419,7 +420,7 @@ def test_xbt_refuses_a_projection_for_another_encoder(
     nothing_finished(tmp_path / "run")
 
 
-def test_report_renders_again(run: Run, done: Path) -> None:
+def test_report_renders_again(run: Run, done: Path, drawn: None) -> None:
     page = done / "run" / "report" / "report.html"
     page.unlink()
     code, out, _ = run("report", done / "run")

@@ -28,6 +28,7 @@ from xcompat.retrieval.originals import load_originals
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import run_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 RAW = {"metric": "l2"}
 

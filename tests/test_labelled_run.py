@@ -42,6 +42,7 @@ from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.training.stage import StageData, StageModels
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 CLASSES = ["ant", "bee", "cat", "dog"]
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}, "mini_vec2vec": {"least_agreement": -1.0}}

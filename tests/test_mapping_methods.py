@@ -72,6 +72,7 @@ from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
 from xcompat.training.stage import StageData, StageModels
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 OLD = describe_old(Fingerprint.from_string("old"), dim=6)
 SIDE = describe_old(Fingerprint.from_string("seen otherwise"), dim=5)
 NEW_SIDE = describe_old(Fingerprint.from_string("newly seen otherwise"), dim=4)

@@ -45,6 +45,7 @@ from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.test_data import check_test_sets
 from xcompat.training.trainer import check_services, training_arguments
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
 
@@ -90,7 +91,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModel.from_pretrained(folder).state_dict()
 
 
-def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_the_whole_course(raw: dict[str, Any], tmp_path: Path, drawn: None) -> None:
     run_recipe(recipe_of(raw))
     run = tmp_path / "run"
     report = json.loads((run / "report" / "report.json").read_text())
