@@ -26,6 +26,7 @@ from xcompat.mapping.folds import folds
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.progress import notice_once
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.side_by_side import find
@@ -90,6 +91,7 @@ def test_a_search_with_old_queries_mixes_both(
 def test_a_search_without_old_queries_says_so(
     gallery: Gallery, model: CompatModel, old: Embedder, caplog: pytest.LogCaptureFixture
 ) -> None:
+    notice_once.cache_clear()
     own = model.embed_texts(**model.processor.texts([QUERY]))
     (found,) = gallery.search(own, model, 1)
     alone = (model.view(own) @ old.embed(old.processor.texts(TEXTS)).T).max()
@@ -127,6 +129,12 @@ def test_the_command_line_asks_the_old_model_too(gallery: Gallery, map_folder: s
     assert done.exit_code == 0, done.output
     hits = [SimpleNamespace(**hit) for hit in json.loads(done.stdout.splitlines()[-1])["hits"]]
     require_equal(hits, expected)
+
+
+def test_an_export_says_that_it_holds_the_map_alone(map_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notice_once.cache_clear()
+    done = CliRunner().invoke(app, ["export", "onnx", map_folder, "--out", str(tmp_path / "out")])
+    assert done.exception is None and "queries of the old model, which are missing here" in caplog.text
 
 
 def test_mixtures_are_tried_where_no_map_is_surely_at_or_above_old_queries() -> None:

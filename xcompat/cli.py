@@ -123,17 +123,11 @@ def map_(
 
     Exits with code 1, and writes nothing, if no map is surely at or above old queries.
     """
-    from xcompat.mapping.asked import Asked, Start, Texts
+    from xcompat.mapping.asked import Asked, start_of, texts_of
     from xcompat.vectors import BAD_SHARE
 
-    about_service = (embed_with, requests_per_minute, price_per_million_tokens)
-    if texts is None and any(each is not None for each in about_service):
-        raise XcompatError("--embed-with and its options embed texts: name them with --texts, or leave the options out")
-    if start_from is None and activation is not None:
-        raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
-    given = Texts(texts, *about_service) if texts is not None else None
-    start = Start(start_from, activation) if start_from is not None else None
-    choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, given, start)
+    given = texts_of(texts, embed_with, requests_per_minute, price_per_million_tokens), start_of(start_from, activation)
+    choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     asked = Asked(old, new, out, *choices, BAD_SHARE if max_bad_share is None else max_bad_share, allow_worse)
     asked.require()
     from xcompat.mapping.commands import map_embeddings

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
+    from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.originals import Originals
+    from xcompat.retrieval.queries import Queries
+    from xcompat.retrieval.queries import Source as QuerySource
     from xcompat.stores import Store
 
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
@@ -173,22 +176,17 @@ def search(
     with _printing_results(json or csv):
         opened = _open_store(gallery) if is_store else _open(Path(gallery))
         asked.require_named(model)
-        from xcompat.distributed import device
         from xcompat.retrieval import Gallery
-        from xcompat.retrieval.embedded_queries import EmbeddedQueries
-        from xcompat.retrieval.fallback import Fallback
         from xcompat.retrieval.query_sources import load_queries_and_model
         from xcompat.retrieval.showing import shower
 
         versions = _versions_of(opened)
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
-        old = None if isinstance(typed, EmbeddedQueries) else Fallback.of(source, device())
+        old = _old_model(typed, source, fallback, fallback_below)
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
         if isinstance(opened, Gallery):
             from xcompat.retrieval.commands import search as search_gallery
 
-            if fallback:
-                old = Fallback(_load(fallback), 0.5 if fallback_below is None else fallback_below)
             search_gallery(opened, typed, source, top_k, where or [], show, old, group_by)
         else:
             from xcompat.stores.commands import search as search_store
@@ -437,6 +435,17 @@ def _open(folder: Path) -> Gallery:
     from xcompat.retrieval import Gallery
 
     return Gallery.open(folder)
+
+
+def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float | None) -> Fallback | None:
+    """Load the old model that is named, or that a map was chosen to search with; embedded queries cannot be embedded again."""
+    from xcompat.distributed import device
+    from xcompat.retrieval.embedded_queries import EmbeddedQueries
+    from xcompat.retrieval.fallback import Fallback
+
+    if fallback:
+        return Fallback(_load(fallback), 0.5 if below is None else below)
+    return None if isinstance(typed, EmbeddedQueries) else Fallback.of(source, device())
 
 
 def _load(model: str, dtype: Dtype = "float32") -> Embedder:

@@ -7,14 +7,23 @@ from pathlib import Path
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
 from xcompat.export.modules import Space
 from xcompat.files import listed
+from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
 from xcompat.progress import console, literal, silence_libraries
+from xcompat.retrieval.versions import notice_missing_old
+
+
+def _load_alone(name: str) -> CompatModel:
+    """Load a model; say so if it was chosen to search together with the old one, which no export does."""
+    model = load_checkpoint(name)
+    notice_missing_old(model)
+    return model
 
 
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
     """Write a faiss index that takes queries of the new model."""
     silence_libraries()
-    loaded = load_checkpoint(model)
+    loaded = _load_alone(model)
     query_transform.to_faiss(loaded, index, out, overwrite)
     old, dim = literal(str(loaded.compatible_with[0])), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
@@ -32,7 +41,7 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
 def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write a folder that sentence-transformers loads."""
     silence_libraries()
-    enough = sentence_transformers.to_sentence_transformers(load_checkpoint(run), out, space, overwrite)
+    enough = sentence_transformers.to_sentence_transformers(_load_alone(run), out, space, overwrite)
     flag, needs = ("", "without xcompat") if enough else (", trust_remote_code=True", "where xcompat is installed")
     load = f"SentenceTransformer({str(out)!r}{flag})"
     console.print(f"[green]✓[/] {literal(load)} embeds in the {space} space, {needs}", soft_wrap=True)
@@ -41,7 +50,7 @@ def to_sentence_transformers(run: str, out: Path, space: Space, overwrite: bool)
 def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write image and text tower as ONNX."""
     silence_libraries()
-    onnx_towers.to_onnx(load_checkpoint(run), out, space, overwrite)
+    onnx_towers.to_onnx(_load_alone(run), out, space, overwrite)
     towers = " and ".join(path.name for path in listed(out, "*.onnx"))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
     console.print(f"[green]✓[/] {literal(str(out))}: {towers} embed in the {space} space, {allowed}")

@@ -67,6 +67,10 @@ class HeldOutItems(HeldOut):
             parts.append(Measured(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q))
         return parts
 
+    def searched_folds(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Return the rows and the old embeddings of the items that each fold searches."""
+        return list(zip(self.searched_rows, self.searched, strict=True))
+
     @override
     def re_embedded(self, candidate: Candidate) -> list[Measured]:
         """Measure the old gallery again: without labels nothing says what a re-embedded one loses."""
@@ -108,7 +112,7 @@ def agree(
     held = HeldOutItems(pairs, lines, seed)
     trials = [held.try_(Candidate(name)) for name in lines]
     sentences = {}
-    if texts is not None and len(asking := Sentences(held, texts)):
+    if texts is not None and len(asking := Sentences(held, held.searched_folds(), texts)):
         sentences = {trial.candidate.line: float(asking.reciprocal_ranks(trial.candidate).mean()) for trial in trials}
         chosen = max(trials, key=lambda trial: sentences[trial.candidate.line])
     else:

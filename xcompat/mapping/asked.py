@@ -153,6 +153,33 @@ class Asked:
             )
 
 
+def texts_of(path: Path | None, embed_with: str | None, requests_per_minute: float | None, price: float | None) -> Texts | None:
+    """Return the texts to embed, if any.
+
+    Raises:
+        XcompatError: something is said of a service, and no texts are named.
+    """
+    about_service = (embed_with, requests_per_minute, price)
+    if path is not None:
+        return Texts(path, *about_service)
+    if any(each is not None for each in about_service):
+        raise XcompatError("--embed-with and its options embed texts: name them with --texts, or leave the options out")
+    return None
+
+
+def start_of(name: str | None, activation: Activation | None) -> Start | None:
+    """Return the map that exists already, if any.
+
+    Raises:
+        XcompatError: an activation is given, and no map.
+    """
+    if name is not None:
+        return Start(name, activation)
+    if activation is not None:
+        raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
+    return None
+
+
 def _files(path: Path) -> Iterable[Path]:
     """Return a file, or the files below a folder; none of what is neither."""
     return files_below(path) if path.is_dir() else [path] if path.is_file() else []

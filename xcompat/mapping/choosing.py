@@ -187,6 +187,23 @@ def mixtures(held: HeldOut, trials: Collection[Trial], chosen: Trial) -> list[Tr
     return [held.try_(replace(base, old_share=share)) for base in bases if base.line in held.lines for share in OLD_SHARES]
 
 
+def _half_way(held: HeldOut, chosen: Trial) -> Trial | None:
+    """Try the chosen candidate half-way with old queries, unless it needs none or has them."""
+    if chosen.is_surely_no_worse or chosen.candidate.old_share or held.of_galleries:
+        return None
+    return held.try_(replace(chosen.candidate, old_share=MIXED))
+
+
+def _old_alone(held: HeldOut, chosen: Trial) -> Trial | None:
+    """Try the old model with the metric and the memory of the chosen candidate, if it has either."""
+    if chosen.candidate.power is None and not chosen.candidate.share:
+        return None  # old queries are the floor itself
+    beside = held.with_old_queries()
+    if chosen.candidate.share and not beside.shares:
+        return None
+    return beside.try_(replace(chosen.candidate, line="rotation", old_share=0.0))
+
+
 def _held_out(pairs: Paired, searched: Searched, lines: Mapping[str, Solver], seed: int) -> HeldOut:
     """Hold out parts of a training set."""
     if isinstance(pairs, CaptionedEmbeddings):
@@ -233,29 +250,21 @@ def choose(
         trials += mixtures(held, trials, chosen)
         chosen = careful(trials)
     counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
-    without_new_model = None
-    if chosen.candidate.power is not None or chosen.candidate.share:  # with a line alone, old queries are the floor itself
-        beside = held.with_old_queries()
-        if beside.shares or not chosen.candidate.share:
-            without_new_model = beside.try_(replace(chosen.candidate, line="rotation"))
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
     if brought := held.known[0].line(chosen.candidate.line).memory is not None:
         no_confidence = "what they remember came with the map, and was calibrated where that was made, if anywhere"
     if chosen.candidate.share and not held.of_galleries:
         confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
-    mixed = None
-    if not (chosen.is_surely_no_worse or chosen.candidate.old_share or held.of_galleries):
-        mixed = held.try_(replace(chosen.candidate, old_share=MIXED))
     return Choice(
         trials=trials,
         chosen=chosen,
-        without_new_model=without_new_model,
+        without_new_model=_old_alone(held, chosen),
         floor=held.floor_means(),
         n_queries=counts,
         learned_at_most=LEARNED if max(map(len, held.learned_rows)) == LEARNED else None,
         too_few_for_ridge=fewest if len(tried) < len(lines) else None,
         than=than,
-        mixed=mixed,
+        mixed=_half_way(held, chosen),
         confidence=confidence,
         no_confidence=no_confidence,
         of_galleries=held.of_galleries,

@@ -44,11 +44,13 @@ class _Decision(NamedTuple):
         candidate: what is taken.
         said: sentences for the user.
         choice: all that was tried on what was held out; None if nothing could be.
+        is_untried: whether the candidate has a part that nothing was held out to try.
     """
 
     candidate: Candidate
     said: list[str]
     choice: Choice | None = None
+    is_untried: bool = False
 
     @property
     def confidence(self) -> Calibration | None:
@@ -58,7 +60,7 @@ class _Decision(NamedTuple):
     @property
     def is_safe(self) -> bool:
         """Whether new queries are surely at or above old ones; see :attr:`~xcompat.mapping.choosing.Choice.is_safe`."""
-        return self.choice is not None and self.choice.is_safe
+        return self.choice is not None and self.choice.is_safe and not self.is_untried
 
 
 class Remembering(NamedTuple):
@@ -90,9 +92,8 @@ class Remembering(NamedTuple):
             f"Queries lean towards the old embeddings of those of the {items:,} items that they resemble, which nothing was held "
             "out to choose. Give what the gallery holds, most of it: of a small part of it they find less than without."
         )
-        return decided._replace(
-            candidate=replace(decided.candidate, sharpness=sharpness, share=share), said=[*decided.said, said]
-        )
+        remembering = replace(decided.candidate, sharpness=sharpness, share=share)
+        return decided._replace(candidate=remembering, said=[*decided.said, said], is_untried=True)
 
 
 def map_embeddings(asked: Asked) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from xcompat.embedding import embed_in_memory
 from xcompat.evaluation import first_hit_ranks
 from xcompat.mapping.candidates import Candidate
+from xcompat.mapping.held_out import HeldOut
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models.embedder import Embedder
-
-if TYPE_CHECKING:
-    from xcompat.mapping.agreement import HeldOutItems
 
 ASKED = 500
 """Most sentences of a fold; the new model embeds each."""
@@ -47,14 +45,15 @@ class Sentences:
     with old queries: a model that counts words finds the text of its own sentence best, and little else.
 
     Args:
-        held: held-out items, in their folds.
-        given: their texts, and the new model.
+        held: what is held out.
+        folds: of each fold, the rows (G,) of the held-out items and their old embeddings (G, d).
+        given: the texts of all items, and the new model.
     """
 
-    def __init__(self, held: HeldOutItems, given: Texts) -> None:
-        self.held, draw = held, np.random.default_rng(held.seed)
+    def __init__(self, held: HeldOut, folds: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]], given: Texts) -> None:
+        self.held, self.folds, draw = held, folds, np.random.default_rng(held.seed)
         self.asking: list[tuple[NDArray[np.int64], PairedEmbeddings]] = []
-        for rows_G in held.searched_rows:
+        for rows_G, _ in folds:
             drawn = {row: said for row in rows_G.tolist() if (said := split_sentences(given.texts[row]))}
             rows_Q = np.array([*drawn][:ASKED], np.int64)
             said_Q = [drawn[row][draw.integers(len(drawn[row]))] for row in rows_Q.tolist()]
@@ -64,13 +63,12 @@ class Sentences:
 
     def __len__(self) -> int:
         """Return how many ask; 0 where a fold has too few texts of several sentences."""
-        return sum(len(rows_Q) for rows_Q, _ in self.asking) if len(self.asking) == len(self.held.searched_rows) else 0
+        return sum(len(rows_Q) for rows_Q, _ in self.asking) if len(self.asking) == len(self.folds) else 0
 
     def reciprocal_ranks(self, candidate: Candidate) -> NDArray[np.float64]:
         """Return the reciprocal rank of each sentence's text (Q,)."""
         queries, found = self.held.queries_of(candidate), []
-        searched = zip(self.held.searched_rows, self.held.searched, self.asking, strict=True)
-        for number, (rows_G, old_Gd, (rows_Q, side)) in enumerate(searched):
+        for number, ((rows_G, old_Gd), (rows_Q, side)) in enumerate(zip(self.folds, self.asking, strict=True)):
             asked_Qd = queries(number, "sentences", np.arange(len(rows_Q)), side)
             found.append(1 / (1.0 + first_hit_ranks(asked_Qd, old_Gd, rows_Q, rows_G)))
         return np.concatenate(found)

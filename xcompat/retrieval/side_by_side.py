@@ -11,6 +11,7 @@ from PIL.Image import Image
 
 from xcompat.distributed import device
 from xcompat.embedding_provider import asking
+from xcompat.models.base import CompatModel
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.searching import Hit
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.encoders.base import Space
-    from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
 
 DEPTH = 100
@@ -86,14 +86,14 @@ def find(gallery: Gallery, embedder: Embedder, query: str | Image, top_k: int, w
         where: as in :meth:`~xcompat.retrieval.snapshot.Snapshot.search`.
     """
     model, embeds_1D, old_queries = asking(embedder), embed_query(embedder, query), None
-    if (old := _old_model(model)) is not None:
+    if isinstance(model, CompatModel) and (old := _old_model(model)) is not None:
         old_1d = old.old_queries(model, gallery.manifest, embeds_1D, lambda _: embed_query(old.model, query, "stored"))
         old_queries = OldQueries(old.model, old_1d, old.share)
     return gallery.search(embeds_1D, model, top_k, dict(where) if where else None, old_queries=old_queries)[0]
 
 
 @lru_cache(maxsize=4)
-def _old_model(model: CompatModel | Embedder) -> Fallback | None:
+def _old_model(model: CompatModel) -> Fallback | None:
     """Load the old model of a map that was chosen to search together with it, once."""
     return Fallback.of(model, device())
 
