@@ -45,14 +45,18 @@ def _held_out(
     model: CompatModel, pairs: Paired, solve: Callable[[Paired], CompatModel] | None, draw: np.random.Generator
 ) -> Iterator[tuple[CompatModel, Paired]]:
     """Yield a model, and pairs that it has not learned from; everything at once where that makes no difference."""
-    count = int(pairs.groups[0].max()) + 1 if isinstance(pairs, CaptionedEmbeddings) else len(pairs)
-    if solve is None or not FEWEST <= count < NO_OVERFIT * max(pairs.dims):
+    if solve is None or not FEWEST <= (count := _count(pairs)) < NO_OVERFIT * max(pairs.dims):
         yield model, pairs
         return
     parts = np.array_split(draw.permutation(count), FOLDS)
     for number, held in enumerate(parts):
         rest = np.concatenate([part for other, part in enumerate(parts) if other != number])
         yield solve(pairs.take(np.sort(rest))), pairs.take(np.sort(held))
+
+
+def _count(pairs: Paired) -> int:
+    """Return how many items, or captioned images, can be held out one by one."""
+    return int(pairs.groups[0].max()) + 1 if isinstance(pairs, CaptionedEmbeddings) else len(pairs)
 
 
 def _samples(pairs: Paired, draw: np.random.Generator) -> Sequence[ScoredItems]:
