@@ -106,6 +106,19 @@ def test_a_map_is_judged_with_the_memory_that_it_has() -> None:
     assert choice.chosen.candidate == Candidate(THEIRS) and "came with the map" in choice.no_confidence
 
 
+def test_fitting_score_scales_leaves_a_map_its_memory() -> None:
+    """Scales of few pairs are fitted on parts, each with a memory of its own; there is one imported map for all."""
+    draw, labels = np.random.default_rng(0), np.repeat(np.arange(25), 6)
+    new_ND, old_Nd = (normalised(draw.standard_normal((len(labels), dim))) for dim in (40, OLD))
+    few = PairedEmbeddings(new_ND, old_Nd, labels)
+    theirs = LINES["ridge"](few, GALLERY)
+    candidate, known = Candidate(THEIRS, share=0.5), Known(few, lines={THEIRS: lambda *_: theirs})
+    fitted = fit(candidate, known)
+    expected = Known(few, lines=known.lines).memory(candidate)
+    assert expected is not None and fitted.memory is not None and fitted.score_scales is not None
+    assert all(map(torch.equal, fitted.memory.buffers(), expected.buffers()))
+
+
 def test_a_bad_map_is_tried_and_left(tmp_path: Path) -> None:
     solved(pairs=shuffled()).export(tmp_path / "theirs")
     more = ("--start-from", str(tmp_path / "theirs"), "--searched-classes", "known")

@@ -21,6 +21,7 @@ from xcompat.methods import METHODS, ProcrustesConfig, ProcrustesModel
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.score_scale import _matched, mean_tail
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.manifest import VersionRecord
 from xcompat.retrieval.versions import gallery_scales
 from xcompat.score_scale import ScoreScale, ScoreScales
@@ -33,6 +34,8 @@ CANDIDATES = [
     Candidate("ridge", power=0.35),
     Candidate("scaled rotation", power=0.5, share=0.3),
     Candidate("ridge", share=0.8),
+    Candidate("whitened"),
+    Candidate("whitened", old_share=0.5),
 ]
 Floats = NDArray[np.float32]
 
@@ -81,7 +84,9 @@ class World:
 
     def first_hits(self, gallery: Gallery, model: CompatModel) -> tuple[float, list[str]]:
         """Return the share of queries whose first hit is of their class, and the right first hits."""
-        first = [hits[0].id for hits in gallery.search(self.new_ND[self.asked], model, top_k=1)]
+        share = model.config.old_share
+        old_queries = OldQueries(OLD, self.old_Nd[self.asked], share) if share else None
+        first = [hits[0].id for hits in gallery.search(self.new_ND[self.asked], model, top_k=1, old_queries=old_queries)]
         right = [
             name for name, row in zip(first, self.asked.tolist(), strict=True) if self.labels_N[int(name)] == self.labels_N[row]
         ]

@@ -443,9 +443,11 @@ def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float 
     from xcompat.retrieval.embedded_queries import EmbeddedQueries
     from xcompat.retrieval.fallback import Fallback
 
-    if fallback:
-        return Fallback(_load(fallback), 0.5 if below is None else below)
-    return None if isinstance(typed, EmbeddedQueries) else Fallback.of(source, device())
+    if isinstance(typed, EmbeddedQueries):
+        return None
+    given = {"model": fallback or None, "below": below}
+    named = {name: value for name, value in given.items() if value is not None}
+    return Fallback.of(source, device(), named or None)
 
 
 def _load(model: str, dtype: Dtype = "float32") -> Embedder:

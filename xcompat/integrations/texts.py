@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -62,10 +63,10 @@ class TextEmbedder:
         embed_with: Service | None = None,
     ) -> None:
         self._source = _load_source(model, device) if embed_with is None else _served(model, device, embed_with)
-        self._asking = asking(self._source)
+        self._device, self._asking = device, asking(self._source)
         self._stored = stored_version(self._asking, None)
         self._version = _chosen(version, self._asking)
-        self._old = Fallback.of(self._asking, device or "cpu")
+        self._mixes = takes_old_queries(self._asking, self._version)
 
     @property
     def version(self) -> Fingerprint:
@@ -108,14 +109,19 @@ class TextEmbedder:
     def _view(self, own_1D: Tensor | NDArray[np.float32], text: str | None = None) -> list[float]:
         view_1d = query_view(self._asking, own_1D, self._version)
         assert view_1d is not None
-        if takes_old_queries(self._asking, self._version):
-            if self._old is None or text is None:
+        if text is None:
+            if self._mixes:
                 notice_missing_old(self._asking)
-            else:
-                asking = self._old.model.for_queries()
-                old_1d = asking.embed(asking.processor.texts([text]))
-                view_1d = OldQueries(self._old.model, old_1d, self._old.share).among(self._asking, self._version, view_1d)
+        elif self._mixes and (old := self._old) is not None:
+            asking = old.model.for_queries()
+            old_1d = asking.embed(asking.processor.texts([text]))
+            view_1d = OldQueries(old.model, old_1d, old.share).among(self._asking, self._version, view_1d)
         return view_1d[0].tolist()
+
+    @cached_property
+    def _old(self) -> Fallback | None:
+        """Load the old model of a map that was chosen to search together with it, when a query first needs it."""
+        return Fallback.of(self._asking, self._device or own_device())
 
     def documents(self, texts: Sequence[str]) -> list[list[float]]:
         """Embed documents.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -244,8 +245,11 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
         confidence: the calibration of its memory; None for none.
     """
 
+    def solve_copy(pairs: Paired, old: Described) -> CompatModel:  # an imported line is one model, which must not change
+        return copy.deepcopy(known.lines[candidate.line](pairs, old))
+
     def solve(pairs: Paired) -> CompatModel:
-        return _assembled(candidate, Known(pairs, known.old, known.lines, known.codec), None)
+        return _assembled(candidate, Known(pairs, known.old, {candidate.line: solve_copy}, known.codec), None)
 
     model = _assembled(candidate, known, confidence)
     scale_scores(model, known.pairs, solve)

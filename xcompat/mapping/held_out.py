@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -290,7 +290,8 @@ class HeldOutClasses(HeldOut):
 
     @override
     def re_embedded(self, candidate: Candidate) -> list[Measured]:
-        return self.found(self.queries_of(candidate), self.stored_by(candidate))
+        alone = replace(candidate, old_share=0.0)  # old queries join where old embeddings are left
+        return self.found(self.queries_of(alone), self.stored_by(alone))
 
     @override
     def with_old_queries(self) -> HeldOut:
@@ -356,7 +357,8 @@ class HeldOutCaptions(HeldOut):
 
     @override
     def re_embedded(self, candidate: Candidate) -> list[Measured]:
-        return self.found(self.queries_of(candidate), self.stored_by(candidate))
+        alone = replace(candidate, old_share=0.0)  # old queries join where old embeddings are left
+        return self.found(self.queries_of(alone), self.stored_by(alone))
 
     def found(self, queries: Queries, stored: Queries) -> list[Measured]:
         """Measure captions that search images, and images that search captions.

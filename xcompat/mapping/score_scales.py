@@ -12,14 +12,15 @@ from torch import Tensor
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
 from xcompat.models import CompatModel
 from xcompat.models.old_knowledge import Rows
+from xcompat.models.score_scale import FEWEST as FEWEST_SCORED
 from xcompat.models.score_scale import ScoredItems, fit_score_scales
 
 Paired = PairedEmbeddings | CaptionedEmbeddings
 SAMPLE = 512
 """Most queries, and most searched items, of each kind."""
 FOLDS = 4
-FEWEST = 64
-"""Fewest items, or captioned images, of which some are held out from a map that is solved again."""
+FEWEST = FOLDS * 2 * FEWEST_SCORED
+"""Fewest items, or captioned images, of which some are held out from a map that is solved again: each fold needs both sides."""
 NO_OVERFIT = 5
 """Items for each dimension of the larger space from which on a solved map scores items that it learned from as it does others."""
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.encoders import EncoderSource
 from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.heads import slerp
 from xcompat.models.embedder import Embedder, load_embedder
@@ -96,10 +95,8 @@ class Fallback:
 
     def __post_init__(self) -> None:
         """Refuse numbers outside (0, 1]."""
-        for name in ("below", "share"):
+        for name in ("share",) if self.below is None else ("below", "share"):
             value = getattr(self, name)
-            if name == "below" and value is None:
-                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise XcompatError(f"fallback: {name} is {value!r}; give a number above 0, and 1 at most")
 
@@ -122,18 +119,19 @@ class Fallback:
         return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
 
     @classmethod
-    def of(cls, model: object, device: torch.device | str) -> Self | None:
-        """Load the old model of a map that was chosen to search together with it; None for any other model.
+    def of(cls, model: object, device: torch.device | str, given: Mapping[str, Any] | None = None) -> Self | None:
+        """Load the old model that is given, or that a map was chosen to search together with; None if there is neither.
 
         Args:
             model: what embeds queries.
             device: the device of the old model.
+            given: options of :meth:`described`; they take precedence over those of the map.
+
+        Raises:
+            XcompatError: the old model cannot be loaded.
         """
-        config: Any = getattr(getattr(model, "model", model), "config", None)
-        if (share := getattr(config, "old_share", None)) is None:
-            return None
-        old = config.old
-        return cls(load_embedder(EncoderSource(name=old["name"], revision=old.get("revision")), device), None, share)
+        options = {**_options_of(model), **(given or {})}
+        return cls.described(options, device) if options or given is not None else None
 
     def require(self, model: Model, manifest: Manifest) -> None:
         """Refuse a query model without confidence, and an old model that did not embed the gallery.
@@ -178,6 +176,15 @@ class Fallback:
         if unsure:
             old_Qd[unsure] = torch.as_tensor(embed(unsure)).float().cpu().numpy()
         return old_Qd
+
+
+def _options_of(model: object) -> dict[str, Any]:
+    """Return the options of a map that was chosen to search together with the old model; none of any other model."""
+    config: Any = getattr(getattr(model, "model", model), "config", None)
+    if (share := getattr(config, "old_share", None)) is None:
+        return {}
+    name, revision = config.old["name"], config.old.get("revision")
+    return {"model": name if revision is None else f"{name}@{revision}", "below": None, "share": share}
 
 
 def _not_the_old(model: Model, version: VersionRecord) -> str:

@@ -107,9 +107,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         else:  # a plain encoder, which searches embeddings that it made itself
             self.asking = load_embedder(str(self.model.name_or_path), self.device)
             self._own = partial(_in_order, self.asking.processor, self._run)
-        self.fallback = (
-            Fallback.described(fallback, self.device) if fallback is not None else Fallback.of(self.asking, self.device)
-        )
+        self.fallback = Fallback.of(self.asking, self.device, fallback)
         if self.fallback is not None:
             self.fallback.require(self.asking, self.gallery.manifest)
 
@@ -152,7 +150,7 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     def postprocess(self, model_outputs: dict[str, Any], **searching: Any) -> Any:  # noqa: ANN401
         """Search the gallery with embedded queries."""
-        if self.fallback is not None and "old" in model_outputs:
+        if self.fallback is not None:
             searching["old_queries"] = OldQueries(self.fallback.model, model_outputs["old"], self.fallback.share)
         hits = self.gallery.search(model_outputs["embeds"], self.asking, **{"top_k": 10, **searching})
         found = [[Found({**hit._asdict(), "version": str(hit.version)}) for hit in each] for each in hits]
@@ -175,14 +173,18 @@ class CompatibleRetrievalPipeline(Pipeline):
         parts = [torch.from_numpy(np.stack([*rows.values()]))] if rows else []
         parts += [self._own([*others.values()])] if others else []
         embeds_BD = torch.cat(parts)[torch.from_numpy(np.argsort([*rows, *others]))] if rows else parts[0]
-        if (old := self.fallback) is None or rows:
+        if (old := self.fallback) is None:
             return {"embeds": embeds_BD}
 
-        def embed(rows: list[int]) -> Tensor:
-            return _in_order(old.model.processor, old.model.embed, [others[row] for row in rows])
+        def embed(places: list[int]) -> Tensor:
+            return _in_order(old.model.processor, old.model.embed, [texts_and_pictures[place] for place in places])
 
-        old_Bd = old.old_queries(self.asking, self.gallery.manifest, embeds_BD, embed)
-        return {"embeds": embeds_BD, "old": torch.from_numpy(old_Bd)}
+        texts_and_pictures, old_Bd = [*others.values()], torch.full((len(queries), old.model.dim), float("nan"))
+        if others:  # nothing can embed vectors again: they search alone
+            asked = [*others]
+            found_Bd = old.old_queries(self.asking, self.gallery.manifest, embeds_BD[asked], embed)
+            old_Bd[asked] = torch.from_numpy(found_Bd)
+        return {"embeds": embeds_BD, "old": old_Bd}
 
     def _embed_own(self, queries: Sequence[str | Image.Image]) -> Tensor:
         return _in_order(cast("CompatModel", self.asking).processor, self._run, queries)

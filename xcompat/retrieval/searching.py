@@ -189,13 +189,16 @@ class Search:
     def _scales(
         self, views: Sequence[tuple[VersionRecord, NDArray[np.float32]]], model: Model, old_queries: OldQueries | None
     ) -> list[NDArray[np.float32]] | None:
-        """Return slopes and offsets (Q, 2) of each version's scores, for new queries and for old ones that replace them."""
+        """Return slopes and offsets (Q, 2) of each version's scores, for new queries and for old ones that replace them.
+
+        Queries that are mixed keep the new query's scale, which is fitted on mixed ones if the model was chosen to mix.
+        """
         versions, count = [version for version, _ in views], len(views[0][1])
         scales = gallery_scales(model, versions, self.manifest.metric)
         if scales is None:
             return None
         scales_Q = [np.tile(np.array(scale, np.float32), (count, 1)) for scale in scales]
-        if old_queries is not None:
+        if old_queries is not None and old_queries.share == 1:
             replaced_Q = old_queries.asked()
             of_old = gallery_scales(old_queries.model, versions, self.manifest.metric)
             for version, scale_Q2, scale in zip(versions, scales_Q, of_old or scales, strict=True):
