@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_fallback import TEXTS, gallery_of
 from test_map import made
 from transformers import AutoModel, pipeline
 from typer.testing import CliRunner
 
 import xcompat.stores
+from xcompat import XcompatError
 from xcompat.cli import app
 from xcompat.evaluation import cmc
 from xcompat.heads import slerp
@@ -31,7 +33,6 @@ from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.side_by_side import find
 
-TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups", "green grass", "a small letter"]
 QUERY, SHARE = "a red dog", 0.4
 
 
@@ -59,10 +60,7 @@ def model(map_folder: str) -> CompatModel:
 
 @pytest.fixture
 def gallery(old: Embedder, tmp_path: Path) -> Gallery:
-    made = Gallery.create(tmp_path / "gallery", old)
-    made.add(old.embed(old.processor.texts(TEXTS)), TEXTS)
-    made.commit()
-    return made
+    return gallery_of(old, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +101,30 @@ def test_a_pipeline_asks_the_old_model_too(gallery: Gallery, map_folder: str, ex
     search = pipeline("compatible-retrieval", model=map_folder, gallery=gallery)
     require_equal(search(QUERY, top_k=len(TEXTS)), expected)
     require_equal(search([QUERY, "a dog"], top_k=len(TEXTS))[0], expected)
+
+
+def test_a_pipeline_takes_texts_beside_vectors(
+    gallery: Gallery, map_folder: str, model: CompatModel, expected: list[tuple[str, float]]
+) -> None:
+    search = pipeline("compatible-retrieval", model=map_folder, gallery=gallery)
+    own_1D = model.embed_texts(**model.processor.texts([QUERY]))
+    by_text, by_vector = search([QUERY, own_1D[0].detach().numpy()], top_k=len(TEXTS), batch_size=2)
+    require_equal(by_text, expected)
+    (alone,) = gallery.search(own_1D, model, len(TEXTS))
+    require_equal(by_vector, [(hit.id, hit.score) for hit in alone])
+
+
+def test_a_named_old_model_takes_the_place_of_the_recorded_one(
+    gallery: Gallery, map_folder: str, old_folder: str, tmp_path: Path, expected: list[tuple[str, float]]
+) -> None:
+    """A map from the Hub may name a folder of the machine that made it."""
+    moved = AutoModel.from_pretrained(map_folder)
+    moved.config.old["name"] = str(tmp_path / "gone")
+    moved.export(tmp_path / "moved")
+    with pytest.raises(XcompatError, match="gone"):
+        pipeline("compatible-retrieval", model=str(tmp_path / "moved"), gallery=gallery)
+    search = pipeline("compatible-retrieval", model=str(tmp_path / "moved"), gallery=gallery, fallback={"model": old_folder})
+    require_equal(search(QUERY, top_k=len(TEXTS)), expected)
 
 
 def test_the_page_asks_the_old_model_too(gallery: Gallery, map_folder: str, expected: list[tuple[str, float]]) -> None:

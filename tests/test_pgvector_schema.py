@@ -275,12 +275,12 @@ def test_finish_refuses_while_an_index_is_missing(postgres: str, database: Any, 
     database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
     store = prepared(postgres, mapping)
     database.execute("CREATE INDEX later ON items USING ivfflat (embedding vector_cosine_ops) WITH (lists = 1)")
-    with pytest.raises(XcompatError, match=r"embedding_new of .* lacks the index later; run `xcompat migrate start` again"):
+    with pytest.raises(XcompatError, match=r"embedding_new of .* has no index later: run `xcompat migrate start` again"):
         migration.switch(store, mapping)
     migration.start(store, mapping)
     migration.switch(store, mapping)
     database.execute("DROP INDEX by_meaning")
-    with pytest.raises(XcompatError, match=r"embedding of .* lacks the index by_meaning_before, which embedding_before has; run"):
+    with pytest.raises(XcompatError, match=r"embedding of .* has no index by_meaning_before, which embedding_before has; run"):
         migration.finish(store)
     database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
     migration.finish(store)

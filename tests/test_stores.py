@@ -304,7 +304,9 @@ def test_switch_waits_for_start_and_verify(
     spoiled = place.vectors(place.into)["5"]
     place.spoil(place.into, "5", -spoiled)
     assert not migration.verify(store, mapping, queries=2 * N).passed
-    with pytest.raises(XcompatError, match=rf"{place.into} of .* did not pass; run `xcompat migrate verify` to see why"):
+    with pytest.raises(
+        XcompatError, match=rf"{place.into} of .* failed its verification: run `xcompat migrate verify` to see why"
+    ):
         migration.switch(store, mapping)
     place.spoil(place.into, "5", spoiled)
     place.put("5000", unit_vectors(2, OLD_DIM)[1])
@@ -321,7 +323,7 @@ def test_switch_verifies_what_nobody_has_verified(store: Store, place: Place, mo
     migration.start(store, mapping, place.into)
     if is_spoiled:
         place.spoil(place.into, "5", -place.vectors(place.into)["5"])
-        with pytest.raises(XcompatError, match="did not pass; run `xcompat migrate verify` to see why"):
+        with pytest.raises(XcompatError, match="failed its verification: run `xcompat migrate verify` to see why"):
             migration.switch(store, mapping)
     else:
         migration.switch(store, mapping)

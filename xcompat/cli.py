@@ -278,16 +278,17 @@ def push(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A finished run's folder, or a checkpoint's.")],
     name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub (or on HF_ENDPOINT).")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of the repository; a new one is private where the base is gated.")
+        bool | None,
+        typer.Option("--private/--public", help="Visibility; a new repository of a gated base model is private."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model that is there.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Fold LoRA into the weights.")] = False,
     adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Leave out the weights of the base.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch; made if missing.")] = None,
-    license: Annotated[str | None, typer.Option(help="Of the model, such as apache-2.0.")] = None,  # noqa: A002
+    revision: Annotated[str | None, typer.Option(help="The branch to push to; created if missing.")] = None,
+    license: Annotated[str | None, typer.Option(help="License of the model, such as apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
         Literal["all", "metric", "none"],
-        typer.Option(help="What goes along of what queries remember, which holds embeddings of training data."),
+        typer.Option(help="Parts of the memory to upload; it holds embeddings of training data."),
     ] = "all",
 ) -> None:
     """Share a model on the Hub with a card that says what it is compatible with and how well it does."""

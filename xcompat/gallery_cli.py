@@ -141,16 +141,14 @@ def search(
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
     where: Annotated[
         list[str] | None,
-        typer.Option(
-            help="KEY=VALUE of a hit's metadata; of several values of one key, any. Of a store, a condition in its own language."
-        ),
+        typer.Option(help="Keep hits with this metadata: KEY=VALUE, repeated for several values. For a store: a condition."),
     ] = None,
     group_by: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Show only the best hit of each value in the metadata, such as of each document."),
     ] = None,
-    fallback: Annotated[str, typer.Option(help="The old model, asked instead where the new one is not sure.")] = "",
-    fallback_below: Annotated[float | None, typer.Option(help="Of which confidence on it is not; 0.5 unless given.")] = None,
+    fallback: Annotated[str, typer.Option(help="The old model, for queries whose confidence is low.")] = "",
+    fallback_below: Annotated[float | None, typer.Option(help="Confidence below which it is used; 0.5 by default.")] = None,
     embed_with: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds texts for a map of a service's embeddings."),
@@ -200,7 +198,7 @@ def add(
     source: Source,
     model: ModelName = "",
     replace: Annotated[
-        bool, typer.Option("--replace", help="Embed anew what another model embedded, or what has changed under its id.")
+        bool, typer.Option("--replace", help="Embed items again if another model embedded them or their content changed.")
     ] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
@@ -229,9 +227,9 @@ def add(
 def upgrade(
     gallery: Folder,
     model: ModelName = "",
-    backfill: Annotated[Path | None, typer.Option(help="The pictures or texts, to embed them anew in random order.")] = None,
-    budget: Annotated[int | None, typer.Option(min=1, help="How many to embed in this call.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and change nothing.")] = False,
+    backfill: Annotated[Path | None, typer.Option(help="The pictures or texts to embed again, in random order.")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Most items to embed in this call.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost and change nothing.")] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -321,22 +319,24 @@ def doctor(
     images: Annotated[
         str | None,
         typer.Option(
-            "--images", "--texts", help="The pictures or texts it was built from; of a store, the field that holds or names them."
+            "--images",
+            "--texts",
+            help="The pictures or texts it was built from; for a store, the field with them.",
         ),
     ] = None,
-    pictures: Annotated[str | None, typer.Option(help="Of a store, the folder where the paths of pictures begin.")] = None,
-    sample: Annotated[int, typer.Option(min=1, help="How many of each version are embedded anew.")] = 400,
+    pictures: Annotated[str | None, typer.Option(help="For a store: the folder that paths of pictures are relative to.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="How many items of each version to embed again.")] = 400,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
     words: Words = None,
     overlap: Overlap = None,
 ) -> None:
-    """Embed a sample anew and say what of it a model made, and how; exit with code 1 if something is of another origin."""
+    """Embed a sample again and say which items the model made; exit with code 1 if another model made some."""
     from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if images is None:
-        raise XcompatError("name what the vectors were made of with --images or --texts: a sample of it is embedded anew")
+        raise XcompatError("name the pictures or texts of the gallery with --images or --texts: a sample is embedded again")
     if _is_address(gallery):
         if texts:
             raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")

@@ -34,7 +34,7 @@ class FittedMap:
 
     Args:
         model: the map, as `xcompat map` saves it.
-        choice: all that was tried on what was held out; None if nothing could be.
+        choice: all candidates and their results on held-out items; None if there were too few items.
     """
 
     def __init__(self, model: CompatModel, choice: Choice | None) -> None:
@@ -43,7 +43,7 @@ class FittedMap:
 
     @property
     def is_safe(self) -> bool:
-        """Whether its queries are surely at or above old ones on what was held out."""
+        """Whether its queries are surely at or above old ones on held-out items."""
         return self.choice is not None and self.choice.is_safe
 
     @property
@@ -85,7 +85,7 @@ class FittedMap:
         self.model.save_pretrained(folder)
 
     def __repr__(self) -> str:
-        """Return what was chosen, and what was found on what was held out."""
+        """Describe the chosen map and its results on held-out items."""
         dims = f"{self.model.config.embedding_dim} to {self.model.config.old['dim']} dimensions"
         if self.choice is None:
             return f"FittedMap({GUESS}, {dims}): a guess, as nothing could be held out"
@@ -111,7 +111,7 @@ def fit_map(
         old_model: the old model, by folder or name on the Hub, so that its queries can join the new ones where no map alone is
             surely at or above them; or what a gallery calls it.
         new_model: the new model, so that texts can be queries.
-        seed: of what is held out.
+        seed: random seed of the validation split.
 
     Returns:
         The map. Look at ``is_safe`` before you use it: the best candidate may find less than old queries.

@@ -376,17 +376,17 @@ def _require_ready(store: Store, mapping: Filling, migration: Migration) -> None
     if not migration.filled:
         raise XcompatError(f"start of {store.uri} has not ended; run `xcompat migrate start` again, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
-        raise XcompatError(f"{migration.into} of {store.uri} lacks {_listed(missing)}; run `xcompat migrate start` again")
+        raise XcompatError(f"{migration.into} of {store.uri} has no {_listed(missing)}: run `xcompat migrate start` again")
     if migration.verified is None:
         migration.verified = _check(store, mapping, migration, ASKED).passed
         store.renew_claim()
         store.set_record(RECORD, migration.model_dump())
     if not migration.verified:
-        raise XcompatError(f"{migration.into} of {store.uri} did not pass; run `xcompat migrate verify` to see why")
+        raise XcompatError(f"{migration.into} of {store.uri} failed its verification: run `xcompat migrate verify` to see why")
 
 
 def _listed(indexes: list[str]) -> str:
-    return f"the index{'es' * (len(indexes) > 1)} {', '.join(indexes)}"
+    return f"index {', '.join(indexes)}"
 
 
 def _catch_up(store: Store, mapping: Filling, migration: Migration, old: str, new: str) -> int:
@@ -444,7 +444,7 @@ def finish(store: Store) -> Migration:
             raise XcompatError(f"{store.uri} has not been switched; `xcompat migrate switch` comes before finish")
         if migration.before in store.spaces() and (missing := store.missing_indexes(migration.space, migration.before)):
             raise XcompatError(
-                f"{migration.space} of {store.uri} lacks {_listed(missing)}, which {migration.before} has; run `xcompat migrate "
+                f"{migration.space} of {store.uri} has no {_listed(missing)}, which {migration.before} has; run `xcompat migrate "
                 f"rollback`, `start`, `verify` and `switch`, or drop what {migration.before} no longer needs"
             )
         _drop(store, migration.before)
