@@ -103,11 +103,24 @@ def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_pat
         assert gain["old"] == pytest.approx(report["floor"][gain["where"]][gain["metric"]], abs=1e-6)
         assert gain["new"] - gain["old"] == pytest.approx(gain["mean"], abs=2e-6)
     assert len(listed["gains"]) == 12
-    assert "| known classes | CMC@1 |" in hub.files("me/map")["README.md"].decode()
+    card = hub.files("me/map")["README.md"].decode()
+    assert "| known classes | CMC@1 |" in card and ("It was not shown" in card) == (not report["verdict"])
     for half in (("--old", old.digest[:9]), ("--new", encoder)):
         assert json.loads(found(*half, "--json")[1]) == [listed]
     code, said = found("--old", old.digest)
     assert code == 0 and "me/map" in said and "2026-01-31" in said and ("yes" if report["verdict"] else "no") in said
+
+
+def test_a_map_that_was_chosen_without_labels_claims_no_results(hub: Hub, tmp_path: Path) -> None:
+    pairs = made()
+    sides = write(tmp_path / "old", pairs.old_Nd), write(tmp_path / "new", pairs.new_ND)
+    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--allow-worse"]
+    assert CliRunner().invoke(app, [*command, "--old-model", "clip-b32"]).exit_code == 0
+    push(tmp_path / "out", "me/unlabelled")
+    card = hub.files("me/unlabelled")["README.md"].decode()
+    assert "It was not shown that queries of this map find as much as old ones" in card and "Not stated" not in card
+    code, said = found("--old", Fingerprint.from_string("clip-b32").digest, "--json")
+    assert code == 0 and [each["finds_more"] for each in json.loads(said)] == [None]
 
 
 def test_both_models_must_fit_and_all_pages_are_read(hub: Hub) -> None:

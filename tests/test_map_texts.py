@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from xcompat import XcompatError
 from xcompat.cli import app
 from xcompat.embedding_provider import ATTEMPTS, Provider, load_function
+from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings, agreement
 from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, HeldOutItems, agree
 from xcompat.mapping.asked import Texts
@@ -28,6 +29,7 @@ from xcompat.mapping.sentences import Sentences
 from xcompat.mapping.sentences import Texts as SentenceTexts
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models.embedder import load_embedder
+from xcompat.retrieval import Gallery
 
 THINGS = ("shoe", "dog", "tree", "cup", "car", "hat", "lamp", "bird", "ring", "boat")
 COLOURS = ("red", "green", "blue", "old", "new", "tiny")
@@ -101,7 +103,18 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
     command = ("--old", old, "--new", new, "--texts", written(tmp_path), "--out", tmp_path / "map")
     mapped(*command)
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
-    assert model.compatible_with == [load_embedder(old).fingerprint]
+    assert model.compatible_with == [load_embedder(old).fingerprint] and model.config.old_share == 0.5
+    with Gallery.create(tmp_path / "gallery", load_embedder(old)) as gallery:
+        gallery.add(embedded(old), IDS)
+        gallery.commit()
+    own_1D, old_1d = (torch.from_numpy(embedded(name, TEXTS[:1])) for name in (new, old))
+    mixed = slerp(model.view(own_1D), torch.nn.functional.normalize(old_1d, dim=-1), 0.5)
+    done = CliRunner().invoke(
+        app, ["gallery", "search", str(gallery.path), TEXTS[0], "--model", str(tmp_path / "map"), "--json", "--top-k", "3"]
+    )
+    hits, best = json.loads(done.stdout.splitlines()[-1])["hits"], (mixed @ torch.from_numpy(embedded(old)).T)[0].topk(3)
+    assert [hit["id"] for hit in hits] == [IDS[row] for row in best.indices.tolist()]
+    assert [hit["score"] for hit in hits] == pytest.approx(best.values.tolist(), abs=1e-5)
     for option in ("--old-model", "--new-model"):
         with pytest.raises(XcompatError, match="is a model already"):
             mapped(*command, "--overwrite", option, new)

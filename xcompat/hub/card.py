@@ -78,6 +78,7 @@ class RunFacts:
         results: the report in Markdown; empty for none.
         gains: the gains over old queries, for programs, and for people where there is no report.
         measured_on: the data that they were measured on.
+        warning: a sentence above the results.
         data: role -> names of training and test data.
         datasets: those of them that are data sets on the Hub.
         recipe: the resolved recipe as YAML.
@@ -89,6 +90,7 @@ class RunFacts:
     results: str = ""
     gains: list[Gain] = field(default_factory=list)
     measured_on: str = ""
+    warning: str = ""
     data: dict[str, list[str]] = field(default_factory=dict)
     datasets: list[str] = field(default_factory=list)
     recipe: str = ""

@@ -184,11 +184,13 @@ def gains_written(document: dict[str, Any], file: Path) -> list[Gain]:
         file: for the message.
 
     Returns:
-        They; none if nothing was held out.
+        They; none if nothing was held out, or no labels said what a query should find.
 
     Raises:
         XcompatError: the file was damaged.
     """
+    if document.get("of_agreement"):
+        return []
     try:
         name = document["model"]["name"]
         gains: dict[str, Any] = next((trial["gains"] for trial in document.get("trials", []) if trial["name"] == name), {})

@@ -39,6 +39,7 @@ from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
+NOT_SHOWN = "It was not shown that queries of this map find as much as old ones: compare them on your own data first."
 HELD_OUT = "what was held out of its training set"
 _OF_ENCODERS = (*PATTERNS, MODULES, ABOUT, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Name patterns of the files that a plain encoder is pushed with."""
@@ -215,7 +216,8 @@ def _with_results(run: RunFacts, folders: list[Path], fingerprint: Fingerprint) 
             continue
         if is_report_of_map(document := read_json(file)):
             if document.get("fingerprint") == fingerprint.digest:
-                return replace(run, gains=gains_written(document, file), measured_on=HELD_OUT)
+                warning = "" if document.get("verdict") else NOT_SHOWN
+                return replace(run, gains=gains_written(document, file), measured_on=HELD_OUT, warning=warning)
             continue
         report = load_report(folder)
         if report.new.fingerprint in (fingerprint.digest, fingerprint.derived("view").digest):
