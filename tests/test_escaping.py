@@ -161,7 +161,16 @@ def card_of(name: str, kind: str) -> str:
     model = ModelFacts("xbt", name, Fingerprint.from_string("a"), 16, [old], described, embeds_texts=True, **facts)
     data, recipe = {name: [name], "texts": [name]}, f"name: plain\n{name}"
     gains = [Gain(name, name, 0.5, 0.6, 0.1, (0.05, 0.15))]
-    run = RunFacts("", gains, name, data, [name], recipe, 90.0, name, {name: name})
+    run = RunFacts(
+        gains=gains,
+        measured_on=name,
+        data=data,
+        datasets=[name],
+        recipe=recipe,
+        seconds=90.0,
+        machine=name,
+        versions={name: name},
+    )
     return str(model_card("me/model", model, None, run, name, [name]))
 
 

@@ -146,7 +146,7 @@ MISTAKES = {
     "gallery upgrade nowhere --workers 3": WORKERS,
     "gallery info nowhere": NO_GALLERY,
     "gallery verify nowhere": NO_GALLERY,
-    "gallery doctor nowhere": "name what the vectors were made of with --images or --texts",
+    "gallery doctor nowhere": "name the pictures or texts of the gallery with --images or --texts",
     "gallery doctor nowhere --images empty": NO_GALLERY,
     "gallery doctor foo://x --texts body --model enc": NO_STORE,
     "gallery rollback nowhere": NO_GALLERY,

@@ -512,7 +512,7 @@ def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new:
 
 
 def test_what_a_search_refuses_is_said_in_the_place_of_hits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise XcompatError("no item has the key 'color'; known keys are 'colour' and 'caption'")
 
     monkeypatch.setattr(Gallery, "search", refuse)
