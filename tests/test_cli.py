@@ -51,7 +51,6 @@ VERBS = (
     "find",
     "lineage",
     "serve",
-    "quickstart",
 )
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
@@ -797,7 +796,7 @@ def test_help_of_every_verb_comes_without_torch() -> None:
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        ("xcompat ", {*VERBS, "gallery", "export", "migrate"}),
+        ("xcompat ", {*VERBS, "gallery", "export", "migrate", "quickstart"}),
         ("xcompat gallery ro", {"rollback"}),
         ("xcompat gallery search --fall", {"--fallback", "--fallback-below"}),
     ],

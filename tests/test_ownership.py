@@ -246,7 +246,7 @@ def test_a_gallery_knows_whose_embeddings_go_into_an_export(tmp_path: Path) -> N
 
 
 def test_the_quickstart_replaces_no_other_recipe(tmp_path: Path) -> None:
-    from xcompat.quickstart import run_quickstart
+    from xcompat.quickstart.characters import run_quickstart
 
     (tmp_path / "data").mkdir()
     (tmp_path / "recipe.yaml").write_text("method: bct\n")

@@ -18,7 +18,8 @@ from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
 from xcompat.gallery_cli import app as gallery_app
 from xcompat.migrate_cli import app as migrate_app
-from xcompat.options import BadVectorShare, Engine, GpusPerWorker, WorkerCount
+from xcompat.options import BadVectorShare, Engine, GpusPerWorker, Overrides, WorkerCount
+from xcompat.quickstart_cli import app as quickstart_app
 
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
@@ -26,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
 app.add_typer(migrate_app, name="migrate")
+app.add_typer(quickstart_app, name="quickstart")
 app.command()(caption)
 app.command()(classes)
 app.command()(recipes)
@@ -38,10 +40,6 @@ def _print_version(asked: bool) -> None:
 
 
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),
-]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the recipe on tiny stand-ins, list missing paths; download and write nothing.")
 ]
@@ -366,19 +364,6 @@ def serve(
     options.require_password()  # before models are loaded
     require_served(target, model, images or [])
     serve_target(target, options, model, old, images or [], allow_changes)
-
-
-@app.command()
-def quickstart(
-    output: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/quickstart"),
-    overrides: Overrides = None,
-) -> None:
-    """Do the main job on the embedded data: two models, one old gallery, a verdict. 6 to 10 minutes on 2 cores."""
-    from xcompat.quickstart import RECIPE, run_quickstart
-    from xcompat.training.recipe import load_recipe
-
-    load_recipe(RECIPE, overrides or [], is_quick=True)
-    run_quickstart(output, overrides or [])
 
 
 def main() -> None:

@@ -17,3 +17,7 @@ BadVectorShare = Annotated[
     ),
 ]
 GpusPerWorker = Annotated[float | None, typer.Option("--gpus-per-worker", min=0, help="Of each process, such as 0.5.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from rich.box import SIMPLE_HEAD
@@ -12,7 +12,7 @@ from rich.table import Table
 from xcompat.evaluation import Case
 from xcompat.metric_names import metric_name
 from xcompat.progress import literal
-from xcompat.report.content import Hit, Report
+from xcompat.report.content import Example, Hit, Report
 from xcompat.report.wording import failed_lines, gain, interval, verdicts
 
 _STYLES = {
@@ -27,7 +27,7 @@ def print_report(report: Report, console: Console) -> None:
     """Print a table per direction, the example searches and the verdict."""
     for direction, metrics, cases in report.tables():
         console.print(_table(direction, metrics, cases))
-    _print_examples(report, console)
+    print_examples(report.examples, console, report.is_judged)
     for note in report.notes:
         console.print(f"[dim]{literal(note)}[/]")
     for verdict in verdicts(report):
@@ -70,11 +70,18 @@ def _table(direction: str, metrics: list[str], cases: list[Case], names: Mapping
     return table
 
 
-def _print_examples(report: Report, console: Console) -> None:
-    for example in report.examples:
+def print_examples(examples: Sequence[Example], console: Console, is_judged: bool) -> None:
+    """Print the hits of each kind of query side by side.
+
+    Args:
+        examples: the searches.
+        console: where to.
+        is_judged: whether the items are texts with judgements, which are cut to the width of a column.
+    """
+    for example in examples:
         table = Table(title=f"“{literal(example.query_text)}” in the old gallery", title_justify="left", box=SIMPLE_HEAD)
         for label, _ in example.rows:
-            table.add_column(literal(label), no_wrap=report.is_judged)
+            table.add_column(literal(label), no_wrap=is_judged)
         depth = max((len(hits) for _, hits in example.rows), default=0)
         for place in range(depth):
             cells = []

@@ -12,7 +12,7 @@ from xcompat.progress import console, literal, silence_libraries, stage
 from xcompat.report import report_file
 from xcompat.training.recipe import load_recipe
 
-RECIPE = Path(__file__).with_name("quickstart.yaml")
+RECIPE = Path(__file__).with_name("characters.yaml")
 SPLIT_SEED = 1
 """Another split than 0, on whose test characters every setting of the recipe was chosen."""
 
