@@ -625,3 +625,51 @@ def test_a_named_new_model_is_asked_texts_and_judged(folder_of: dict[str, str], 
     own = model.embed_texts(**model.processor.texts(texts[:4]))
     np.testing.assert_allclose(own.numpy(), embeds[:4], atol=1e-6)
     assert model.view(own).shape == (4, 8)
+
+
+def write_questions(folder: Path, passages: np.ndarray, questions: np.ndarray, answers: list[str]) -> Path:
+    """Write passages, and questions with the ids of the passages that answer them."""
+    write(folder, passages)
+    for kind in ("embeds.npy", "ids.txt"):
+        (folder / f"image_{kind}").rename(folder / f"text_{kind}")
+    np.save(folder / "query_embeds.npy", questions)
+    (folder / "query_ids.txt").write_text("".join(f"{name}\n" for name in answers))
+    return folder
+
+
+def test_questions_that_find_passages_decide(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    passages = normalised(draw.standard_normal((200, 16)))
+    ids = [f"item {row}" for row in range(200)]
+    turn = np.linalg.qr(draw.standard_normal((16, 16)))[0]
+    sides = {}
+    for side, noise, space in (("old", 1.0, np.eye(16)), ("new", 0.1, turn)):
+        questions = normalised(passages + noise * draw.standard_normal((200, 16)) / 4)
+        sides[side] = write_questions(tmp_path / side, passages @ space, questions @ space, ids)
+    pairs = load_paired(sides["old"], sides["new"])
+    assert isinstance(pairs, CaptionedEmbeddings) and pairs.are_questions
+    found = choose(pairs)
+    assert list(found.floor) == ["question to passage", "passage to question"]
+    assert {protocol for protocol, _, _ in found.chosen.cells()} == {"question to passage"}
+    assert as_json(found)["shown_only"] == ["passage to question"]
+    assert set(as_json(found)["trials"][0]["gains"]) == set(found.floor), "both are shown"
+    with_captions = choose(replace(pairs, are_questions=False))
+    assert list(with_captions.floor) == ["text-to-image", "image-to-text"]
+    assert {protocol for protocol, _, _ in with_captions.chosen.cells()} == set(with_captions.floor)
+
+
+def test_a_protocol_that_is_only_shown_decides_nothing() -> None:
+    def gained(mean: float) -> dict[str, PairedDifference]:
+        return {"recall@1": PairedDifference(mean, mean - 0.01, mean + 0.01)}
+
+    gains = {"question to passage": gained(0.05), "passage to question": gained(-0.2)}
+    trial = Trial(Candidate("ridge"), gains, ("passage to question",))
+    assert trial.is_surely_better and trial.worst == trial.mean == 0.05
+    assert not replace(trial, shown_only=()).is_surely_better
+
+
+def test_queries_with_ids_of_their_own_are_not_used(tmp_path: Path) -> None:
+    for side in ("old", "new"):
+        write_questions(tmp_path / side, np.eye(8), np.eye(8), [f"q{row}" for row in range(8)])
+    pairs = load_paired(tmp_path / "old", tmp_path / "new")
+    assert isinstance(pairs, PairedEmbeddings) and "queries are not used" in pairs.notes[-1]

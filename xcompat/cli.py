@@ -112,6 +112,10 @@ def map_(
     allow_worse: Annotated[
         bool, typer.Option("--allow-worse", help="Write the best map even if it is not surely at or above old queries.")
     ] = False,
+    gallery: Annotated[
+        Path | None,
+        typer.Option(help="The gallery that queries will search, or its vectors. Warns if the pairs are unlike it."),
+    ] = None,
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
@@ -126,7 +130,7 @@ def map_(
 
     given = texts_of(texts, embed_with, requests_per_minute, price_per_million_tokens), start_of(start_from, activation)
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
-    asked = Asked(old, new, out, *choices, BAD_SHARE if max_bad_share is None else max_bad_share, allow_worse)
+    asked = Asked(old, new, out, *choices, BAD_SHARE if max_bad_share is None else max_bad_share, allow_worse, gallery)
     asked.require()
     from xcompat.mapping.commands import map_embeddings
 

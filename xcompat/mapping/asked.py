@@ -89,6 +89,7 @@ class Asked:
         start: a map that exists already, tried like those that are solved.
         max_bad_share: the share of each side's rows that may have no usable embedding.
         allow_worse: whether to write the best candidate even if it is not surely at or above old queries.
+        gallery: what queries will search, a gallery or its vectors, to compare the pairs with; None if it is not available.
     """
 
     old: Path
@@ -105,6 +106,7 @@ class Asked:
     start: Start | None = None
     max_bad_share: float = BAD_SHARE
     allow_worse: bool = False
+    gallery: Path | None = None
 
     @cached_property
     def read(self) -> list[Path]:

@@ -17,6 +17,7 @@ from xcompat.mapping.asked import MADE_BY, Asked
 from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.confidence import Calibration
+from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts
 from xcompat.mapping.imported import THEIRS, Imported, read_imported
@@ -112,7 +113,8 @@ def map_embeddings(asked: Asked) -> bool:
     out, texts, remembering = asked.out, asked.texts, Remembering(asked.memory_codec, asked.remember_items)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
-        pairs = (found := _pairs(asked)).pairs
+        found = _compare_with_gallery(_pairs(asked), asked.gallery)
+        pairs = found.pairs
     remembering.require(pairs)
     _require_classes(asked.searched, pairs)
     old, new = _old_model(asked.old_model, found), _new_model(asked.new_model, found)
@@ -139,6 +141,16 @@ def map_embeddings(asked: Asked) -> bool:
         write_json(temporary / "report.json", document)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
     return True
+
+
+def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:
+    """Add a warning to the pairs' notes if they are unlike the gallery."""
+    if gallery is None:
+        return found
+    pairs = found.pairs
+    items = pairs if isinstance(pairs, PairedEmbeddings) else pairs.images
+    warning = describe_shift(items.old_Nd, read_gallery_vectors(gallery), str(gallery))
+    return replace(found, pairs=replace(pairs, notes=(*pairs.notes, *warning)))
 
 
 def _require_classes(searched: Searched, pairs: Paired) -> None:

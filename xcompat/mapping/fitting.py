@@ -20,12 +20,14 @@ from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.candidates import GUESS, LINES, Known, Paired, fit
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.commands import require_dim
+from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.sentences import Texts
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
+from xcompat.progress import notice
 from xcompat.retrieval.versions import as_float32
 
 
@@ -100,6 +102,7 @@ def fit_map(
     old_model: str | None = None,
     new_model: str | None = None,
     seed: int = 0,
+    gallery: ArrayLike | Tensor | str | Path | None = None,
 ) -> FittedMap:
     """Choose a map of queries on held-out items, and solve it on everything.
 
@@ -112,6 +115,7 @@ def fit_map(
             surely at or above them; or what a gallery calls it.
         new_model: the new model, so that texts can be queries.
         seed: random seed of the validation split.
+        gallery: stored embeddings that queries will search, or their place. A notice warns if the pairs are unlike them.
 
     Returns:
         The map. Look at ``is_safe`` before you use it: the best candidate may find less than old queries.
@@ -123,6 +127,11 @@ def fit_map(
         ``found = fit_map(old_vectors, new_vectors, labels); found.to_space(query)``
     """
     pairs, texts = _pairs(old, new, labels, texts)
+    if gallery is not None:
+        stored = read_gallery_vectors(Path(gallery)) if isinstance(gallery, str | Path) else as_float32(gallery)
+        items = pairs if isinstance(pairs, PairedEmbeddings) else pairs.images
+        for warning in describe_shift(items.old_Nd, stored, "the gallery"):
+            notice(warning.removeprefix("! "))
     asking, embedder = None, None
     if new_model is not None:
         asking = load_embedder(new_model)

@@ -23,6 +23,7 @@ from xcompat.errors import XcompatError
 from xcompat.files import read_json, write_json
 from xcompat.mapping.asked import Texts
 from xcompat.mapping.candidates import Paired
+from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.paired import PairedEmbeddings, picked
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
@@ -101,6 +102,8 @@ def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_
     stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
     labels_N = _classes(stored, places_N[kept_N])
     notes = _notes(stored, ids, kept_N, texts.path)
+    if isinstance(old_source, Side) and len(old_Nd) < old_source.usable_N.sum():
+        notes = (*notes, *describe_shift(old_Nd, sample_side(old_source), str(old)))
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
     return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described, taken[TEXT])
 

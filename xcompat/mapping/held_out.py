@@ -27,6 +27,7 @@ CHANCE_LEVEL = 0.99
 """Of the interval that tells a candidate from chance: one map in 200 that is chance goes unnoticed."""
 POWERS = (0.15, 0.25, 0.35, 0.5)
 RECALLS = (1, 5, 10)
+QUESTION_TO_PASSAGE, PASSAGE_TO_QUESTION = "question to passage", "passage to question"
 _ALIKE = "embeddings do not differ within their classes."
 _STANDARD_ERRORS = 1.96  # half the width of a 95 % interval
 Values = dict[str, dict[str, np.ndarray]]
@@ -62,18 +63,21 @@ class Trial:
     Args:
         candidate: the candidate.
         gains: protocol -> metric -> new/old minus old/old, paired over the queries of all folds.
+        shown_only: protocols whose gains are shown and decide nothing.
     """
 
     candidate: Candidate
     gains: dict[str, dict[str, PairedDifference]]
+    shown_only: tuple[str, ...] = ()
 
     def cells(self) -> Iterator[tuple[str, str, PairedDifference]]:
-        """Yield protocol, metric and gain."""
-        return ((protocol, metric, gain) for protocol, gains in self.gains.items() for metric, gain in gains.items())
+        """Yield protocol, metric and gain of the protocols that decide."""
+        deciding = {protocol: gains for protocol, gains in self.gains.items() if protocol not in self.shown_only}
+        return ((protocol, metric, gain) for protocol, gains in deciding.items() for metric, gain in gains.items())
 
     @property
     def least(self) -> PairedDifference:
-        """The smallest gain over all protocols and metrics."""
+        """The smallest gain over the deciding protocols and all metrics."""
         return min((gain for _, _, gain in self.cells()), key=lambda gain: gain.mean)
 
     @property
@@ -116,6 +120,8 @@ class HeldOut(ABC):
     of_galleries = False
     left_out: tuple[str, ...] = ()
     """Sentences about the candidates that cannot be solved, and are not tried."""
+    shown_only: tuple[str, ...] = ()
+    """Protocols whose results are shown and decide nothing."""
     learned_rows: list[NDArray[np.int64]]
     """Rows, or groups, that each fold learns from."""
 
@@ -158,7 +164,7 @@ class HeldOut(ABC):
         losses = []
         now, after = _joined(self.measured(self.queries_of(candidate))), _joined(self.re_embedded(candidate))
         for protocol, metrics in now.items():
-            for metric, values_Q in metrics.items():
+            for metric, values_Q in metrics.items() if protocol not in self.shown_only else ():
                 before, then = float(values_Q.mean()), float(after[protocol][metric].mean())
                 if then < before:
                     losses.append(BackfillLoss(protocol, metric, before, then))
@@ -218,7 +224,7 @@ class HeldOut(ABC):
             }
             for protocol, metrics in found.items()
         }
-        return Trial(candidate, gains)
+        return Trial(candidate, gains, self.shown_only)
 
     def is_by_chance(self, candidate: Candidate) -> bool:
         """Return whether a candidate's queries find no more, for sure, than the same queries dealt out to other items.
@@ -332,12 +338,19 @@ class HeldOutGalleries(HeldOutClasses):
 
 
 class HeldOutCaptions(HeldOut):
-    """Captions that search images, and images that search captions."""
+    """Captions that search images, and images that search captions; or questions that search passages, and the reverse.
+
+    Nobody searches questions with passages: these results are shown and decide nothing.
+    """
 
     sharpnesses, shares, powers = (40.0, 60.0, 100.0), (0.3, 0.5, 0.8, 1.2), ()
 
     def __init__(self, pairs: CaptionedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
         self.pairs = pairs
+        self.protocols = TEXT_TO_IMAGE, IMAGE_TO_TEXT
+        if pairs.are_questions:
+            self.protocols = QUESTION_TO_PASSAGE, PASSAGE_TO_QUESTION
+            self.shown_only = (PASSAGE_TO_QUESTION,)
         folds = list(caption_folds(int(pairs.groups[0].max()) + 1, seed))
         self.learned_rows = [learned_K for learned_K, _ in folds]
         self.searched = [pairs.take(searched_K) for _, searched_K in folds]
@@ -361,7 +374,7 @@ class HeldOutCaptions(HeldOut):
         return self.found(self.queries_of(alone), self.stored_by(alone))
 
     def found(self, queries: Queries, stored: Queries) -> list[Measured]:
-        """Measure captions that search images, and images that search captions.
+        """Measure both directions of search.
 
         Args:
             queries: embeds items as queries.
@@ -370,7 +383,7 @@ class HeldOutCaptions(HeldOut):
         parts = []
         for number, pairs in enumerate(self.searched):
             sides, groups = (pairs.images, pairs.texts), pairs.groups
-            for protocol, asking, searched in ((TEXT_TO_IMAGE, 1, 0), (IMAGE_TO_TEXT, 0, 1)):
+            for protocol, asking, searched in zip(self.protocols, (1, 0), (0, 1), strict=True):
                 rows_Q = self.asked[number][asking]
                 asked_Qd = queries(number, protocol, rows_Q, sides[asking])
                 entries_Nd = stored(number, protocol, np.arange(len(sides[searched])), sides[searched])

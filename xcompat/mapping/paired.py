@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from xcompat.arrays import SomeRows, numbered, rows_of
 from xcompat.errors import XcompatError
+from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
@@ -114,26 +115,31 @@ class TurnedEmbeddings(PairedEmbeddings):
 
 @dataclass(frozen=True)
 class CaptionedEmbeddings:
-    """Embeddings of images and of their captions by both models.
+    """Embeddings of images and of their captions by both models, or of passages and the questions that they answer.
 
     Args:
-        images: the images; a label is the number of an image's group.
-        texts: the captions, labelled likewise: a caption describes the images of its group, and each group has both.
+        images: the images, or the passages; a label is the number of an item's group.
+        texts: the captions, or the questions. A caption describes the images of its group, and each group has both.
         notes: as in :class:`PairedEmbeddings`.
+        are_questions: whether these are passages and questions.
     """
 
     images: PairedEmbeddings
     texts: PairedEmbeddings
     notes: tuple[str, ...] = ()
+    are_questions: bool = False
 
     @classmethod
-    def whole(cls, images: PairedEmbeddings, texts: PairedEmbeddings, notes: tuple[str, ...] = ()) -> Self:
+    def whole(
+        cls, images: PairedEmbeddings, texts: PairedEmbeddings, notes: tuple[str, ...] = (), are_questions: bool = False
+    ) -> Self:
         """Join images and captions, without groups that lack either or have a number below 0.
 
         Args:
             images: labelled by their group.
             texts: labelled by their group.
             notes: as in the class.
+            are_questions: as in the class.
 
         Raises:
             XcompatError: no group has both.
@@ -143,7 +149,7 @@ class CaptionedEmbeddings:
         both_K = both_K[both_K >= 0]
         if not len(both_K):
             raise XcompatError("no image has a caption, and no caption an image: there is nothing to remember")
-        return cls(images, texts, notes)._of(both_K, PairedEmbeddings.narrowed)
+        return cls(images, texts, notes, are_questions)._of(both_K, PairedEmbeddings.narrowed)
 
     def of_old(self) -> CaptionedEmbeddings:
         """Return the same items with the old model in place of the new one."""
@@ -188,7 +194,7 @@ class CaptionedEmbeddings:
         for side, groups in zip((self.images, self.texts), self.groups, strict=True):
             rows = np.flatnonzero(np.isin(groups, groups_K))
             sides.append(replace(picked(side, rows), labels_N=np.searchsorted(np.sort(groups_K), groups[rows])))
-        return type(self)(sides[0], sides[1], self.notes)
+        return replace(self, images=sides[0], texts=sides[1])
 
 
 def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[str]) -> tuple[NDArray[np.int64], ...]:
@@ -222,14 +228,16 @@ def load_paired(old: Path, new: Path, max_bad_share: float = BAD_SHARE) -> Paire
 
     Args:
         old: a folder with ``image_embeds.npy`` and ``image_ids.txt`` (one id per line), or the same with ``text_``, and perhaps
-            ``labels.txt`` (one class per line); or with both, where a text's id is that of the image it describes; or anything
+            ``labels.txt`` (one class per line); or with both, where a text's id is that of the image it describes; or texts
+            with ``query_embeds.npy`` and ``query_ids.txt``, where a query's id is that of the text that answers it; or anything
             else that :func:`~xcompat.vectors.read_vectors` reads: tables have ids, and a bare ``.npy`` file has the same rows as
             the other side's.
         new: likewise; either side may have the classes.
         max_bad_share: the share of each side's rows that may have no usable embedding.
 
     Returns:
-        The items of both sides, in the order of the old side: images with captions if both sides have both.
+        The items of both sides, in the order of the old side: images with captions, or passages with questions, if both sides
+        have both.
 
     Raises:
         XcompatError: a file is missing or unusable, the sides share no item, or their classes contradict each other.
@@ -243,6 +251,8 @@ def load_paired(old: Path, new: Path, max_bad_share: float = BAD_SHARE) -> Paire
     if not kinds:
         found = f"{old} holds {' and '.join(old_sides)} embeddings, {new} {' and '.join(new_sides)} embeddings"
         raise XcompatError(f"{found}: give what both models made of the same items")
+    if len(kinds) > 2:
+        raise XcompatError(f"{old} and {new} contain images, texts and queries; keep the files of two of them")
     paired = {kind: _paired(old_sides[kind], new_sides[kind]) for kind in kinds}
     notes = [
         f"Of {side} only the {kinds[0]}s are read: the other side has nothing else."
@@ -252,12 +262,19 @@ def load_paired(old: Path, new: Path, max_bad_share: float = BAD_SHARE) -> Paire
     if len(kinds) == 1:
         pairs, _ = paired[kinds[0]]
         return replace(pairs, notes=(*notes, *pairs.notes))
-    (images, image_ids), (texts, text_ids) = (paired[kind] for kind in KINDS)
+    (images, image_ids), (texts, text_ids) = (paired[kind] for kind in kinds)
+    are_questions = kinds[0] == KINDS[1]
+    if are_questions and set(image_ids).isdisjoint(text_ids):  # a folder of `xcompat evaluate`, whose queries have own ids
+        unused = f"The queries are not used: none has the id of a text, such as {image_ids[0]!r}."
+        return replace(images, notes=(*notes, *images.notes, unused))
     if images.labels_N is not None:
-        raise XcompatError(f"{old} and {new} have classes ({LABELS}) and captions: leave out {LABELS}, or the text files")
+        raise XcompatError(f"{old} and {new} have classes ({LABELS}) and captions: leave out {LABELS}, or the {kinds[1]} files")
     image_groups_N, text_groups_M = grouped(image_ids, text_ids, list(map(str, range(len(text_ids)))))
     return CaptionedEmbeddings.whole(
-        replace(images, labels_N=image_groups_N), replace(texts, labels_N=text_groups_M), (*images.notes, *texts.notes)
+        replace(images, labels_N=image_groups_N),
+        replace(texts, labels_N=text_groups_M),
+        (*images.notes, *texts.notes),
+        are_questions,
     )
 
 
@@ -271,6 +288,8 @@ def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
     labels_N = numbered(labels)[1] if labels is not None else None
     new_ND, old_Nd = picked(new.embeds_ND, new_rows_N), picked(old.embeds_ND, old_rows_N)
+    if len(old_Nd) < old.usable_N.sum():
+        notes = (*notes, *describe_shift(old_Nd, sample_side(old), str(old.path)))
     ids = [old.ids[row] for row in old_rows_N.tolist()] if old.ids is not None else []
     return PairedEmbeddings(new_ND, old_Nd, labels_N, notes), ids
 

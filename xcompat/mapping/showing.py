@@ -29,7 +29,8 @@ def choice_table(choice: Choice) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     table.add_column("candidate", overflow="fold")
     for protocol, count in choice.n_queries.items():
-        table.add_column(f"{protocol}\n{count:,} queries", no_wrap=True)
+        only = "\nshown, does not decide" if protocol in choice.chosen.shown_only else ""
+        table.add_column(f"{protocol}\n{count:,} queries{only}", no_wrap=True)
     floors = ("\n".join(f"{metric_name(m)} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
     table.add_row("old queries", *floors)
     for trial in choice.shown():
@@ -139,6 +140,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
     return {
         "objective": choice.objective,
         "floor": choice.floor,
+        "shown_only": list(choice.chosen.shown_only),
         "queries": choice.n_queries,
         "learned_at_most": choice.learned_at_most,
         "too_few_for_ridge": choice.too_few_for_ridge,

@@ -26,7 +26,8 @@ from xcompat.vectors import (
     stored_at,
 )
 
-KINDS = ("image", "text")
+KINDS = ("image", "text", "query")
+"""Kinds of items in a folder. Of two kinds, the second searches the first."""
 BARE = "row"
 """What an array without ids holds."""
 ITEM = "item"
@@ -78,13 +79,13 @@ def read_sides(path: Path, max_bad_share: float = BAD_SHARE) -> dict[str, Side]:
         max_bad_share: the share of rows that may have no usable embedding.
 
     Returns:
-        The embeddings by kind of items: images, texts, or both; :data:`BARE` rows; or the :data:`ITEM` of tables.
+        The embeddings by kind of items: images, texts, queries, or several; :data:`BARE` rows; or the :data:`ITEM` of tables.
 
     Raises:
         XcompatError: a file is missing or unusable, or too many rows have no usable embedding.
     """
     if kinds := require_side(path):
-        return {kind: _read_side(path, kind, len(kinds) > 1, max_bad_share) for kind in kinds}
+        return {kind: _read_side(path, kind, kind != kinds[0], max_bad_share) for kind in kinds}
     vectors = read_vectors(path)
     side = Side(path, *check_rows(vectors.rows_ND, path, vectors.ids, max_bad_share), vectors.ids)
     if side.ids is not None:
@@ -151,17 +152,17 @@ def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
     return stored_at(folder / f"{kind}_embeds") or folder / f"{kind}_embeds.npy", f"{kind}_ids.txt"
 
 
-def _read_side(path: Path, kind: str, captioned: bool, max_bad_share: float) -> Side:
+def _read_side(path: Path, kind: str, searches: bool, max_bad_share: float) -> Side:
+    """Read one kind of items; those that search others have the ids of what they should find, and no classes."""
     place, listed = _files_of(path, kind)
     vectors = read_vectors(place)
     require_floats(vectors.rows_ND, place)
     embeds_ND, ids = vectors.rows_ND, vectors.ids or read_lines(path / listed)
-    of_items = kind == "image" or not captioned
-    labels = read_labels(path / LABELS) if of_items and (path / LABELS).is_file() else None
+    labels = read_labels(path / LABELS) if not searches and (path / LABELS).is_file() else None
     for name, lines in ((listed, ids), (LABELS, labels)):
         if lines is not None and len(lines) != len(embeds_ND):
             raise XcompatError(f"{path / name} has {len(lines):,} lines, but {place.name} has {len(embeds_ND):,} rows")
-    if of_items:
+    if not searches:
         _require_distinct(place if vectors.ids else path / listed, ids)
     return Side(path, *check_rows(embeds_ND, place, ids, max_bad_share), ids, labels)
 

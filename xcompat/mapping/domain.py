@@ -1,0 +1,96 @@
+"""Comparison of the pairs that a map learns from with the gallery that its queries search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.arrays import normalise_rows, rows_of
+from xcompat.errors import XcompatError
+from xcompat.mapping.sides import Side, read_sides
+from xcompat.models.old_knowledge import Rows
+
+FAR = 0.1
+"""A shift above it draws a warning. On SciFact and Cranfield random samples are below 0.01, texts of another domain above 0.2."""
+COMPARED = 20_000
+"""Most rows of each side that are compared."""
+
+
+def measure_shift(pairs_Nd: Rows, gallery_Gd: Rows) -> float:
+    """Return the squared distance between the means of pairs and gallery, as a share of the gallery's variance.
+
+    Args:
+        pairs_Nd: old embeddings of the pairs.
+        gallery_Gd: stored embeddings of the gallery.
+
+    Returns:
+        About 0 for a random sample of the gallery, because the expected distance of such a sample is subtracted.
+
+    Example:
+        >>> gallery = np.array([[1.0, 0.2], [1.0, -0.2], [0.2, 1.0], [-0.2, 1.0]])
+        >>> measure_shift(gallery, gallery) <= 0, measure_shift(gallery[:1], gallery) < measure_shift(-gallery, gallery)
+        (True, True)
+    """
+    pairs_nd, gallery_nd = _sample(pairs_Nd), _sample(gallery_Gd)
+    variance = float(gallery_nd.var(0).sum())
+    distance = float(((pairs_nd.mean(0) - gallery_nd.mean(0)) ** 2).sum())
+    return distance / max(variance, float(np.finfo(np.float32).tiny)) - 1 / len(pairs_nd) - 1 / len(gallery_nd)
+
+
+def describe_shift(pairs_Nd: Rows, gallery_Gd: Rows, name: str) -> tuple[str, ...]:
+    """Return a warning if the pairs are unlike the gallery; nothing if they are alike.
+
+    Args:
+        pairs_Nd: old embeddings of the pairs.
+        gallery_Gd: stored embeddings of the gallery.
+        name: of the gallery, for the warning.
+
+    Raises:
+        XcompatError: they have different dimensions.
+    """
+    if pairs_Nd.shape[1] != gallery_Gd.shape[1]:
+        raise XcompatError(f"{name} has {gallery_Gd.shape[1]} dimensions, and the old embeddings have {pairs_Nd.shape[1]}")
+    shift = measure_shift(pairs_Nd, gallery_Gd)
+    if shift < FAR:
+        return ()
+    return (
+        f"! The pairs are unlike the vectors of {name} (shift {shift:.2f}; a random sample has about 0), so this map can find "
+        "far less there: use a random sample of the gallery as pairs.",
+    )
+
+
+def read_gallery_vectors(path: Path) -> NDArray[np.float32]:
+    """Read up to :data:`COMPARED` stored vectors of a gallery's oldest version, or of files of embeddings.
+
+    Raises:
+        XcompatError: the gallery is empty, or there are no embeddings.
+    """
+    from xcompat.retrieval import Gallery
+    from xcompat.retrieval.manifest import CURRENT
+
+    if not (path / CURRENT).is_file():
+        return sample_side(next(iter(read_sides(path).values())))
+    with Gallery.open(path) as gallery, gallery.reading():
+        if not len(gallery):
+            raise XcompatError(f"{path} is empty: add items first")
+        filled = [(segment, rows_n) for segment in gallery.segments if len(rows_n := segment.present())]
+        stored = [(segment, rows_n) for segment, rows_n in filled if segment.record.version == filled[0][0].record.version]
+        share = COMPARED / sum(len(rows_n) for _, rows_n in stored)
+        parts = [segment.vectors(_spread(rows_n, max(1, round(share * len(rows_n))))) for segment, rows_n in stored]
+    return np.concatenate(parts)
+
+
+def sample_side(side: Side) -> NDArray[np.float32]:
+    """Return up to :data:`COMPARED` usable embeddings of one side."""
+    return rows_of(side.embeds_ND, _spread(np.flatnonzero(side.usable_N)))
+
+
+def _sample(rows_Nd: Rows) -> NDArray[np.float64]:
+    return normalise_rows(rows_of(rows_Nd, _spread(np.arange(len(rows_Nd))))).astype(np.float64)
+
+
+def _spread(rows_N: NDArray[np.int64], most: int = COMPARED) -> NDArray[np.int64]:
+    """Return at most so many row numbers, evenly spread over all."""
+    return rows_N if len(rows_N) <= most else rows_N[np.linspace(0, len(rows_N) - 1, most).astype(np.int64)]
