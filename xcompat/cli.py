@@ -120,8 +120,9 @@ def map_(
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 
     A folder holds image_embeds.npy, image_ids.txt (an id a line) and perhaps labels.txt (a class a line), or text_embeds.npy and
-    text_ids.txt (the id of the image that each describes), or both; a table holds id and embedding. What each way finds on what
-    was held out decides. With --texts, --old, --new or both may be models: they embed the texts, once.
+    text_ids.txt (the id of the image that each describes), or both, or texts and query_embeds.npy with query_ids.txt (the id of
+    the text that answers each); a table holds id and embedding. The results on held-out items decide. With --texts, --old, --new
+    or both may be models: they embed the texts, once.
 
     Exits with code 1, and writes nothing, if no map is surely at or above old queries.
     """

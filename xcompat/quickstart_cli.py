@@ -51,7 +51,7 @@ def texts(
     ] = None,
     new_model: Annotated[str | None, typer.Option(help="New model. all-MiniLM-L6-v2 by default.", show_default=False)] = None,
 ) -> None:
-    """Search an index of abstracts with a better text encoder. Under 5 minutes on 2 cores."""
+    """Search an index of abstracts with a better text encoder. About 5 minutes on 2 cores."""
     from xcompat.quickstart.texts import run_text_quickstart
 
     run_text_quickstart(output, data, old_model, new_model)

@@ -24,6 +24,8 @@ PASSAGES = ("corpus.jsonl", "corpus.jsonl.gz", "docs.jsonl", "docs.jsonl.gz")
 QUERIES = ("queries.jsonl", "queries.jsonl.gz")
 JUDGEMENTS = ("qrels/test.tsv", "qrels.tsv")
 TEXT_COLUMNS = ["title", "text"]
+SHARD_ROWS = 512
+"""Texts that a killed run embeds again at most: half a minute of work."""
 
 
 def load_scifact(folder: Path | None) -> JudgedTestSet:
@@ -41,7 +43,7 @@ def load_scifact(folder: Path | None) -> JudgedTestSet:
     passages, queries, qrels = _load_from_hub() if folder is None else _load_from_folder(folder)
     rows = zip(queries[ID][:], queries[METADATA][:], strict=True)
     judged = [row for row, (name, metadata) in enumerate(rows) if name in qrels and _is_test(metadata)]
-    test = JudgedTestSet(queries.select(judged) if judged else queries, passages, qrels)
+    test = JudgedTestSet(queries.select(judged) if judged else queries, passages, qrels, SHARD_ROWS)
     test.require_judgements()
     return test
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from xcompat.data.schema import TEXT
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedTexts, Evaluation
+from xcompat.evaluation.cases import TEXT_TO_TEXT
+from xcompat.evaluation.differing import differing
 from xcompat.files import atomic_path, write_json
 from xcompat.mapping import Candidate, FittedMap, PairedEmbeddings, fit_map
 from xcompat.mapping.candidates import OF_ITEMS, Known
@@ -22,7 +24,7 @@ from xcompat.provenance import provenance
 from xcompat.quickstart.scifact import load_scifact
 from xcompat.quickstart.table import Comparison, SearchedQueries, render_markdown, render_rich
 from xcompat.quickstart.text_models import NEW, OLD, prepare_model
-from xcompat.report import write_report
+from xcompat.report import Example, write_report
 from xcompat.report.terminal import print_examples
 from xcompat.training.contestants import map_contestant
 from xcompat.training.judged_texts import JudgedTestSet
@@ -91,12 +93,14 @@ def run_text_quickstart(
         fitted = _fit(run, old, new)
     with stage("search the old index", seconds):
         contestants = map_queries(fitted, old, new)
-        settings = EvaluationSettings(ks=[10], examples=1, tsne_pairs=0)
+        settings = EvaluationSettings(ks=[10], examples=0, tsne_pairs=0)
         report = make_report(contestants, test, settings, "map", seed=0, run=provenance(), seconds=seconds)
+        report = replace(report, examples=[show_largest_gain(test, report.evaluation, contestants)])
         rows = compare_queries(report.evaluation, fitted)
     console.print(
         render_rich(rows, f"{len(test.queries):,} claims, {len(test.passages):,} abstracts; percent, 95 % intervals", HALF_WAY)
     )
+    console.print("The claim that gains most:")
     print_examples(report.examples, console, is_judged=True)
     _print_explanation(rows)
     _write_tables(output, rows, fitted, seconds)
@@ -122,7 +126,7 @@ def _floats(rows_ND: Any) -> np.ndarray:  # noqa: ANN401 - an array or an embedd
     return np.asarray(rows_ND[:], np.float32)
 
 
-def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Contestants:
+def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Contestants[EmbeddedTexts]:
     """Bring the new queries into the old index in several ways.
 
     Args:
@@ -175,6 +179,17 @@ def compare_queries(evaluation: Evaluation, fitted: FittedMap) -> list[Compariso
     rows = [SearchedQueries.of_case(name, evaluation, query, gallery) for name, query, gallery in cases if query in measured]
     old = rows[1]
     return [Comparison(row, old) for row in rows]
+
+
+def show_largest_gain(test: JudgedTestSet, evaluation: Evaluation, contestants: Contestants[EmbeddedTexts]) -> Example:
+    """Return the hits of old and new queries for the claim whose first relevant hit moves up most."""
+    old_Q, new_Q = (evaluation.ranks[query, "old", TEXT_TO_TEXT] for query in ("old", "new"))
+    row = int(differing(old_Q, new_Q, "gained").rows_q[0])
+    masks = np.arange(len(old_Q)) == row, np.ones(len(test.passages), bool)
+    one = JudgedTestSet(test.queries.select([row]), test.passages, test.qrels)
+    old = contestants.old.keep(masks)
+    asking = replace(contestants.new_view, query_embeds_QD=np.asarray(contestants.new_view.query_embeds_QD)[[row]])
+    return one.examples(old, asking, old, count=1, seed=0)[0]
 
 
 def _print_explanation(rows: list[Comparison]) -> None:

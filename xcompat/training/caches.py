@@ -27,19 +27,20 @@ NO_TEXTS = "holds embeddings of images by their ids, and none of texts"
 """Error for a stored model that would have to embed queries and passages."""
 
 
-def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path) -> EmbeddingCache:
+def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path, shard_rows: int = 65536) -> EmbeddingCache:
     """Embed a text corpus, or open what was embedded before.
 
     Args:
         embedder: the frozen model.
         texts: as :func:`xcompat.data.load_texts` returns it.
         cache_dir: folder of all caches.
+        shard_rows: texts per shard, the unit of resuming.
 
     Returns:
         One row per text.
     """
     digest = texts._fingerprint
-    return embed_texts(embedder, texts[TEXT], _folder(cache_dir, "texts", embedder, digest), digest)
+    return embed_texts(embedder, texts[TEXT], _folder(cache_dir, "texts", embedder, digest), digest, shard_rows=shard_rows)
 
 
 def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) -> EmbeddingCache:

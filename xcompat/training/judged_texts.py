@@ -38,11 +38,13 @@ class JudgedTestSet(EvaluationSet):
         queries: the texts to search with, as :func:`xcompat.data.load_items_of_text` returns them.
         passages: the texts to search, likewise.
         qrels: query id -> passage id -> gain.
+        shard_rows: texts per shard of the embedding caches, the unit of resuming.
     """
 
     queries: datasets.Dataset
     passages: datasets.Dataset
     qrels: Qrels
+    shard_rows: int = 65536
 
     def texts(self) -> list[str]:
         """Return the texts from which nothing may be learned: the queries; passages lie in the old gallery and are known."""
@@ -60,8 +62,8 @@ class JudgedTestSet(EvaluationSet):
     @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedTexts:
         model = embedder.require_model(NO_TEXTS)
-        queries = cached_texts(model.for_queries(), self.queries, cache_dir)
-        passages = cached_texts(model, self.passages, cache_dir)
+        queries = cached_texts(model.for_queries(), self.queries, cache_dir, self.shard_rows)
+        passages = cached_texts(model, self.passages, cache_dir, self.shard_rows)
         ids = list(self.queries[ID]), list(self.passages[ID])
         return EmbeddedTexts(display_name(model.name), model.fingerprint, queries[:], passages[:], *ids, self.qrels)
 
