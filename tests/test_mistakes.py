@@ -139,6 +139,7 @@ MISTAKES = {
     "gallery search nowhere": "give one query, or many with --queries",
     "gallery search nowhere nowhere.png --model enc": "there is no picture nowhere.png",
     "gallery search foo://x hello --model enc": NO_STORE,
+    "gallery search nowhere hello --model enc --originals pictures": "--originals needs --rerank; add --rerank 20",
     "gallery search nowhere hello --json --csv": "--json and --csv are two forms of one result; choose one",
     "gallery add nowhere texts.txt --model enc": NO_GALLERY,
     "gallery upgrade nowhere --model enc": NO_GALLERY,

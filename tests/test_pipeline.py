@@ -71,6 +71,24 @@ def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_fo
         assert [hit["id"] for hit in find(query, top_k=2)] == [hit.id for hit in best]
 
 
+def test_hits_are_ordered_by_new_embeddings_of_their_texts(gallery: Gallery, model_folder: str, tmp_path: Path) -> None:
+    lines = "".join(f'{{"id": "{text}", "text": "{text}"}}\n' for text in TEXTS)
+    (tmp_path / "texts.jsonl").write_text(lines, encoding="utf-8")
+    named = {"model": model_folder, "gallery": str(gallery.path)}
+    find = pipeline("compatible-retrieval", **named, rerank=4, originals=tmp_path / "texts.jsonl")
+    model = find.model
+    with torch.inference_mode():
+        query, texts = (model.self_view(model.embed_texts(**model.processor.texts(each))) for each in (["a dog"], TEXTS))
+        new = torch.nn.functional.cosine_similarity(query, texts)
+    old = {hit["id"]: hit["score"] for hit in pipeline("compatible-retrieval", **named)("a dog")}
+    expected = {text: (2 * score + old[text]) / 3 for text, score in zip(TEXTS, new.tolist(), strict=True)}
+    hits = find(["a dog", "a red shoe"], top_k=3)[0]
+    assert [hit["id"] for hit in hits] == sorted(expected, key=lambda text: -expected[text])[:3]
+    np.testing.assert_allclose([hit["score"] for hit in hits], [expected[hit["id"]] for hit in hits], atol=1e-5)
+    with pytest.raises(XcompatError, match="add rerank=20"):
+        pipeline("compatible-retrieval", **named, originals=tmp_path / "texts.jsonl")
+
+
 def test_a_picture_is_read_as_galleries_read_theirs(find: Any, hub: Hub, tmp_path: Path) -> None:
     """Transparent parts are white, and a camera's orientation is left alone, wherever the picture comes from."""
     pixels = np.random.default_rng(0).integers(0, 255, (30, 40, 4), dtype=np.uint8)

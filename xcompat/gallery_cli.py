@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from xcompat.retrieval.originals import Originals
     from xcompat.retrieval.queries import Queries
     from xcompat.retrieval.queries import Source as QuerySource
+    from xcompat.retrieval.reranking import Reranker
     from xcompat.stores import Store
 
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
@@ -66,6 +67,49 @@ KeepText = Annotated[
         "--keep-text/--no-keep-text",
         help="Whether texts are kept beside their embeddings, as hits show and return them; they are unless you say no.",
         rich_help_panel="Texts",
+    ),
+]
+RERANKING = "Re-ranking"
+Candidates = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="K",
+        help="Embed the first K hits with the new model, and order them by that. 20 is a good start.",
+        rich_help_panel=RERANKING,
+    ),
+]
+OriginalsOf = Annotated[
+    Path | None,
+    typer.Option(
+        help="Pictures or texts of the gallery for --rerank. Without it, texts are read from the gallery's metadata.",
+        rich_help_panel=RERANKING,
+    ),
+]
+RerankModel = Annotated[
+    str, typer.Option(metavar="MODEL", help="New model of --rerank, if --model is the old one.", rich_help_panel=RERANKING)
+]
+RerankBudget = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Most embeddings that --rerank makes in this call.", rich_help_panel=RERANKING),
+]
+RecordDemand = Annotated[
+    bool,
+    typer.Option(
+        "--record-demand",
+        help="Count which items are candidates of --rerank, so that a backfill begins with them. No query is stored.",
+        rich_help_panel=RERANKING,
+    ),
+]
+Conditions = Annotated[
+    list[str] | None,
+    typer.Option(help="Keep hits with this metadata: KEY=VALUE, repeated for several values. For a store: a condition."),
+]
+ManyQueries = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        help="Many queries: texts (a line or row each), a folder of pictures, or embeddings (.npy, Parquet, JSON lines).",
     ),
 ]
 
@@ -139,10 +183,7 @@ def search(
     query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="A text, or the path of a picture.")] = None,
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(help="Keep hits with this metadata: KEY=VALUE, repeated for several values. For a store: a condition."),
-    ] = None,
+    where: Conditions = None,
     group_by: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Show only the best hit of each value in the metadata, such as of each document."),
@@ -153,13 +194,12 @@ def search(
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds texts for a map of a service's embeddings."),
     ] = None,
-    queries: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Many queries: texts (a line or row each), a folder of pictures, or embeddings (.npy, Parquet, JSON lines).",
-        ),
-    ] = None,
+    rerank: Candidates = None,
+    originals: OriginalsOf = None,
+    rerank_with: RerankModel = "",
+    rerank_budget: RerankBudget = None,
+    record_demand: RecordDemand = False,
+    queries: ManyQueries = None,
     max_bad_share: BadVectorShare = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each query.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row for each hit.")] = False,
@@ -167,10 +207,11 @@ def search(
     """Find what is nearest to a text or a picture, or to each of many, whichever models embedded the gallery."""
     from xcompat.retrieval import asked
 
+    asked.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
     asked.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     asked.require_asked(query, queries)
     if is_store := _is_address(gallery):
-        asked.require_of_stores(bool(fallback) or group_by is not None, where or [])
+        asked.require_of_stores(bool(fallback) or group_by is not None or record_demand, where or [])
     with _printing_results(json or csv):
         opened = _open_store(gallery) if is_store else _open(Path(gallery))
         asked.require_named(model)
@@ -181,15 +222,16 @@ def search(
         versions = _versions_of(opened)
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
         old = _old_model(typed, source, fallback, fallback_below)
+        reranker = _load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
         if isinstance(opened, Gallery):
             from xcompat.retrieval.commands import search as search_gallery
 
-            search_gallery(opened, typed, source, top_k, where or [], show, old, group_by)
+            search_gallery(opened, typed, source, top_k, where or [], show, old, group_by, reranker)
         else:
             from xcompat.stores.commands import search as search_store
 
-            search_store(opened, typed, source, top_k, where[0] if where else None, show, old)
+            search_store(opened, typed, source, top_k, where[0] if where else None, show, old, reranker)
 
 
 @app.command()
@@ -448,6 +490,19 @@ def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float 
     given = {"model": fallback or None, "below": below}
     named = {name: value for name, value in given.items() if value is not None}
     return Fallback.of(source, device(), named or None)
+
+
+def _load_reranker(
+    source: QuerySource, candidates: int | None, originals: Path | None, model: str, budget: int | None, record_demand: bool
+) -> Reranker | None:
+    """Load what ``--rerank`` needs; None without it."""
+    if candidates is None:
+        return None
+    from xcompat.retrieval.reranking import Reranker, require_source
+
+    embedder = require_source(_load(model) if model else source)
+    read = None if originals is None else _originals(originals, {})
+    return Reranker(embedder, read, candidates, budget=budget, record_demand=record_demand)
 
 
 def _load(model: str, dtype: Dtype = "float32") -> Embedder:

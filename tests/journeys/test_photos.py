@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,9 +102,9 @@ class Desk:
         assert done.returncode == code, done.stderr[-2000:]
         return done
 
-    def search(self, gallery: str, model: object) -> list[tuple[int, str]]:
+    def search(self, gallery: str, model: object, *options: object) -> list[tuple[int, str]]:
         """Search with all photos of ``asked``; return the class of each, and its first hit's id."""
-        done = self.type("gallery", "search", gallery, "--queries", "asked", "--model", model, "--json", "--top-k", 5)
+        done = self.type("gallery", "search", gallery, "--queries", "asked", "--model", model, "--json", "--top-k", 5, *options)
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         assert len(lines) == CLASSES * ASKED
         return [(int(Path(line["query"]).parts[0]), line["hits"][0]["id"]) for line in lines]
@@ -174,3 +175,48 @@ def test_a_backfill_that_loses_quality_is_announced_before_it_embeds(desk: Desk)
         done = desk.type("gallery", *verb, "--model", "runs/losing")
         said = " ".join((done.stdout + done.stderr).split())
         assert "loses quality: image to image CMC@1 falls from 41.7 % to 36.0 %" in said
+
+
+DYING = """
+import os, signal
+from xcompat.retrieval.new_embeddings import NewEmbeddings
+
+put, calls = NewEmbeddings.put, []
+
+def put_and_die(self, embeds, generation):
+    calls.append(len(embeds))
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    put(self, embeds, generation)
+
+NewEmbeddings.put = put_and_die
+from xcompat import cli
+cli.main()
+"""
+"""The command line, killed while the candidates of its second block of queries are about to be kept."""
+
+
+def test_reranked_searches_become_the_backfill(desk: Desk) -> None:
+    """Search with the old model and re-rank with the new one, by several processes, one of which is killed; then backfill."""
+    desk.type("gallery", "build", "--from-faiss", "photos.faiss", "--ids", "ids.txt", "--model", OLD, "--out", "reranked")
+    shutil.copytree(desk.folder / "reranked", desk.folder / "in_one_go")
+    old = quality(desk.search("reranked", OLD))
+
+    rerank = ("--rerank", 20, "--originals", "stored", "--record-demand")
+    search = ("gallery", "search", "reranked", "--queries", "asked", "--model", "runs/mine", "--json", *rerank)
+    killed = warm.run("-c", DYING, *search, folder=desk.folder)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    both = [warm.start("-m", "xcompat", *search, folder=desk.folder) for _ in range(2)]
+    done = [each.wait() for each in both]
+    assert [each.returncode for each in done] == [0, 0] and done[0].stdout == done[1].stdout
+    assert "from the cache" in done[0].stderr + done[1].stderr, "the killed process kept its first block"
+
+    reranked = quality(desk.search("reranked", "runs/mine", *rerank))
+    without_map = quality(desk.search("reranked", OLD, *rerank, "--rerank-with", NEW))
+    assert min(reranked, without_map) > old
+
+    plan = desk.type("gallery", "upgrade", "reranked", "--model", "runs/mine", "--backfill", "stored", "--dry-run").stdout
+    assert "more were embedded by re-ranked searches" in plan
+    for gallery in ("reranked", "in_one_go"):
+        desk.type("gallery", "upgrade", gallery, "--model", "runs/mine", "--backfill", "stored")
+    assert desk.search("reranked", "runs/mine") == desk.search("in_one_go", "runs/mine")

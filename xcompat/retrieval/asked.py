@@ -30,6 +30,25 @@ def require_one_search(query: str | None, queries: str | None, two_forms: bool, 
         raise XcompatError("--json and --csv are two forms of one result; choose one")
 
 
+def require_reranking(
+    rerank: int | None, originals: Path | None, rerank_with: str, budget: int | None, record_demand: bool
+) -> None:
+    """Refuse options of re-ranking without ``--rerank``, and originals or a model that are not there."""
+    given = {
+        "--originals": originals is not None,
+        "--rerank-with": bool(rerank_with),
+        "--rerank-budget": budget is not None,
+        "--record-demand": record_demand,
+    }
+    if rerank is None:
+        for option in (name for name, is_given in given.items() if is_given):
+            raise XcompatError(f"{option} needs --rerank; add --rerank 20")
+    if originals is not None:
+        local_files(str(originals))
+    if rerank_with:
+        require_models(rerank_with)
+
+
 def require_of_stores(of_galleries: bool, where: list[str]) -> None:
     """Refuse what a store cannot do.
 
@@ -38,7 +57,7 @@ def require_of_stores(of_galleries: bool, where: list[str]) -> None:
         where: the conditions.
     """
     if of_galleries:
-        raise XcompatError("--fallback and --group-by are of galleries; leave them out where a store is searched")
+        raise XcompatError("--fallback, --group-by and --record-demand work with galleries only, not with stores")
     if len(where) > 1:
         raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.originals import Originals
     from xcompat.retrieval.queries import Queries, Source
+    from xcompat.retrieval.reranking import Reranker
     from xcompat.retrieval.versions import Model
 
 
@@ -143,6 +144,7 @@ def search(
     show: Callable[[Found], None],
     fallback: Fallback | None = None,
     group_by: str | None = None,
+    rerank: Reranker | None = None,
 ) -> None:
     """Show the items nearest to each query, block by block, and the query's confidence if its model has one."""
     from xcompat.embedding_provider import asking
@@ -159,7 +161,17 @@ def search(
             again = partial(queries.again, fallback.model)
             old_Qd = fallback.old_queries(model, gallery.manifest, asked.embeds_QD, again)
             old_queries = OldQueries(fallback.model, old_Qd, fallback.share)
-        hits = gallery.search(asked.embeds_QD, model, top_k, wanted, old_queries=old_queries, group_by=group_by)
+        new_QD = None if rerank is None else rerank.embed_again(queries, asked, embedder)
+        hits = gallery.search(
+            asked.embeds_QD,
+            model,
+            top_k,
+            wanted,
+            old_queries=old_queries,
+            group_by=group_by,
+            rerank=rerank,
+            rerank_queries=new_QD,
+        )
         if number == 0 and wanted is not None and not any(hits):  # a filter keeps the same items for every query
             gallery.require_keys(wanted)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
@@ -167,6 +179,8 @@ def search(
             if fallback is not None and fallback.below and found.confidence is not None and found.confidence < fallback.below:
                 found = found._replace(fallback=fallback.model.name)
             show(found)
+    if rerank is not None:
+        console.print(f"candidates: {rerank.counts}")
 
 
 def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread | None = None) -> None:
@@ -205,7 +219,7 @@ def backfill(
     dry_run: bool,
     spread: Spread | None = None,
 ) -> None:
-    """Re-embed what a gallery holds within a budget, in a random order that is the same in all calls."""
+    """Re-embed what a gallery holds within a budget: items that people ask for first, then a random order that stays the same."""
     from xcompat.embedding import notice_cut_short
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.backfilling import Backfill
@@ -214,9 +228,11 @@ def backfill(
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
     console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: about {_duration(plan.seconds())}")
+    if len(plan.cached):
+        console.print(f"{len(plan.cached):,} more were embedded by re-ranked searches")
     if not dry_run:
         added = plan.run(spread)
-        console.print(f"[green]✓[/] {added.added:,} embedded anew, {remaining - added.added:,} to go")
+        console.print(f"[green]✓[/] {added.added:,} embedded anew, {remaining - added.added - added.cached:,} to go")
         notice_cut_short(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 

@@ -192,6 +192,7 @@ class Gallery(Snapshot):
         side_info_NS: ArrayLike | None = None,
         replace: bool = False,
         side_info_by: Model | None = None,
+        same_originals: bool = False,
     ) -> None:
         """Add items; they are visible after :meth:`commit`.
 
@@ -204,6 +205,8 @@ class Gallery(Snapshot):
             side_info_NS: (N, S) side-information, for methods that map galleries with it.
             replace: whether to replace items that have the same id.
             side_info_by: the model that made the side-information; an upgrade by a map for another one is then refused.
+            same_originals: whether replaced items were embedded from the same originals. New embeddings of re-ranked searches
+                stay valid then.
 
         Raises:
             XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; embeddings of one model have
@@ -224,7 +227,7 @@ class Gallery(Snapshot):
             present = staging.present()
             if not replace and record.digest not in [other.digest for other in present]:
                 require_common_search(version or record.fingerprint, present, self.path)
-            staging.add(record, items, replace)
+            staging.add(record, items, replace, same_originals)
 
         self._change(put_in)
 

@@ -34,12 +34,14 @@ class Added(NamedTuple):
         present: those that this model had embedded before.
         unreadable: those that could not be read.
         truncated: texts that were longer than the model takes, and lost their end.
+        cached: those whose embeddings re-ranked searches had made before.
     """
 
     added: int
     present: int
     unreadable: int
     truncated: int = 0
+    cached: int = 0
 
 
 class _Part(NamedTuple):
@@ -59,6 +61,7 @@ def ingest(
     spread: Spread | None = None,
     side_info: Embedder | None = None,
     by: str = "add",
+    same_originals: bool = False,
 ) -> Added:
     """Embed originals on all processes and add them under their ids on the first; skip those that this model embedded before.
 
@@ -71,13 +74,13 @@ def ingest(
         spread: workers of an engine that embed in the place of the processes.
         side_info: the model of side-information, which the processes store beside the embeddings.
         by: what the gallery's history calls it.
+        same_originals: as in :meth:`~xcompat.retrieval.gallery.Gallery.add`.
 
     Returns:
         The counts, on every process.
 
     Raises:
-        XcompatError: another model embedded one of them, or another is there under its id, and ``replace`` is not set; too many
-            cannot be read, the model embeds no such originals, or the gallery holds other parts of them.
+        XcompatError: an id is taken, and ``replace`` is not set; too many cannot be read; or the model embeds no such originals.
     """
     process_state()  # must come first: rows are dealt only to processes that have joined the group
     for model in (embedder, *([side_info] if side_info is not None else [])):
@@ -97,7 +100,7 @@ def ingest(
             rate_of(bar, task, len(kept), originals.kind, waiting)
             if is_main_process():
                 ids = [originals.ids[row] for row in kept.tolist()]
-                gallery.add(embeds, ids, originals.metadata(kept), embedder, side, replace, side_info)
+                gallery.add(embeds, ids, originals.metadata(kept), embedder, side, replace, side_info, same_originals)
                 if time.monotonic() - committed > COMMIT_EVERY:
                     gallery.commit(by)
                     committed = time.monotonic()
@@ -107,8 +110,7 @@ def ingest(
                 raise KeyboardInterrupt
     if is_main_process():
         gallery.commit(by)
-    # every process waits here until the first has committed
-    truncated = sum(gather_objects(embedder.processor.count_truncated - before, shared=True))
+    truncated = sum(gather_objects(embedder.processor.count_truncated - before, shared=True))  # waits for the commit
     return Added(len(todo) - len(bad.reasons), len(wanted) - len(todo), len(bad.reasons), truncated)
 
 

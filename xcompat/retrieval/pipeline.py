@@ -32,6 +32,8 @@ from xcompat.retrieval.embedded_queries import require_dim
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.fetching import fetch, shown_address
 from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.reranking import Reranker
 
 TASK = "compatible-retrieval"
 _SEARCH = ("top_k", "where", "merge", "parameters", "group_by")
@@ -70,6 +72,9 @@ class CompatibleRetrievalPipeline(Pipeline):
             choose the pictures; :func:`~xcompat.retrieval.fetching.fetch` says how URLs are downloaded.
         embed_with: what embeds texts for a map of a service's embeddings: a function, its name, or a
             :class:`~xcompat.embedding_provider.Provider`.
+        rerank: how many hits are embedded by the model and ordered by that, such as 20; or a
+            :class:`~xcompat.retrieval.reranking.Reranker`.
+        originals: path of the gallery's pictures or texts for ``rerank``; None for the texts in its metadata.
         kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by`` become
             defaults for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
@@ -89,6 +94,8 @@ class CompatibleRetrievalPipeline(Pipeline):
         fallback: Mapping[str, Any] | None = None,
         allow_private_addresses: bool = False,
         embed_with: str | Function | Provider | None = None,
+        rerank: int | Reranker | None = None,
+        originals: str | Path | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         if gallery is None:
@@ -98,15 +105,17 @@ class CompatibleRetrievalPipeline(Pipeline):
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery.open(gallery)
         self.asking: CompatModel | Embedder
         self._own: Callable[[Sequence[str | Image.Image]], Tensor]
+        source: Embedder | ServedMap
         if embed_with is not None:
-            served = ServedMap.load(self.model, embed_with)
-            self.asking, self._own = served.model, served.embed
+            source = ServedMap.load(self.model, embed_with)
+            self.asking, self._own = source.model, source.embed
         elif isinstance(self.model, CompatModel):
             self.asking = self.model.for_inference()
-            self._own = self._embed_own
+            self._own, source = self._embed_own, Embedder.of(self.asking, "own")
         else:  # a plain encoder, which searches embeddings that it made itself
-            self.asking = load_embedder(str(self.model.name_or_path), self.device)
-            self._own = partial(_in_order, self.asking.processor, self._run)
+            self.asking = source = load_embedder(str(self.model.name_or_path), self.device)
+            self._own = partial(_in_order, source.processor, self._run)
+        self.rerank = _reranker(source, rerank, originals)
         self.fallback = Fallback.of(self.asking, self.device, fallback)
         if self.fallback is not None:
             self.fallback.require(self.asking, self.gallery.manifest)
@@ -152,7 +161,8 @@ class CompatibleRetrievalPipeline(Pipeline):
         """Search the gallery with embedded queries."""
         if self.fallback is not None:
             searching["old_queries"] = OldQueries(self.fallback.model, model_outputs["old"], self.fallback.share)
-        hits = self.gallery.search(model_outputs["embeds"], self.asking, **{"top_k": 10, **searching})
+        searching = {"top_k": 10, "rerank": self.rerank, **searching}
+        hits = self.gallery.search(model_outputs["embeds"], self.asking, **searching)
         found = [[Found({**hit._asdict(), "version": str(hit.version)}) for hit in each] for each in hits]
         return found[0] if model_outputs.get("single") else found
 
@@ -191,6 +201,15 @@ class CompatibleRetrievalPipeline(Pipeline):
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
         return self.asking.embed({name: tensor.to(self.asking.device) for name, tensor in batch.items()}).cpu()
+
+
+def _reranker(source: Embedder | ServedMap, rerank: int | Reranker | None, originals: str | Path | None) -> Reranker | None:
+    """Return what re-ranks hits; None if nothing does."""
+    if isinstance(rerank, Reranker) or rerank is None:
+        if originals is not None:
+            raise XcompatError("originals are for re-ranking; add rerank=20")
+        return rerank
+    return Reranker(source, None if originals is None else load_originals(originals), rerank)
 
 
 def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor], queries: Sequence[str | Image.Image]) -> Tensor:

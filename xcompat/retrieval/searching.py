@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,7 +15,7 @@ from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.progress import notice_once
 from xcompat.retrieval.items import checked_embeddings
-from xcompat.retrieval.manifest import Manifest, VersionRecord
+from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
 from xcompat.retrieval.segment import Segment, plain_filter
 from xcompat.retrieval.versions import (
     as_float32,
@@ -65,6 +66,36 @@ class Hit(NamedTuple):
     confidence: float | None = None
     group: Any = None
     standing: float | None = None
+
+
+class SearchedGallery(Protocol):
+    """The state of a gallery that was searched: a :class:`~xcompat.retrieval.snapshot.Snapshot`."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def generation(self) -> int:
+        """Number of the state."""
+
+    @property
+    def metric(self) -> Metric:
+        """How embeddings are compared."""
+
+    def vectors(self, ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """Return the stored vectors of items."""
+
+
+class HitOrder(Protocol):
+    """Orders the hits of a search again: a :class:`~xcompat.retrieval.reranking.Reranker`."""
+
+    candidates: int
+    """Hits of a query that it wants."""
+
+    def order(
+        self, queries_QD: ArrayLike, hits_Q: Sequence[Sequence[Hit]], gallery: SearchedGallery | None = None
+    ) -> list[list[Hit]]:
+        """Return the hits of each query in their new order."""
 
 
 class Candidates(NamedTuple):

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.manifest import CURRENT, Manifest, Metric, is_current_whole, require_generation
-from xcompat.retrieval.searching import Hit, Merge, Search
+from xcompat.retrieval.searching import Hit, HitOrder, Merge, Search
 from xcompat.retrieval.segment import Segment, id_hashes
 
 if TYPE_CHECKING:
@@ -91,6 +91,17 @@ class Snapshot:
                     found[position] = about
         return found
 
+    def vectors(self, ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """Return the stored vectors of items, id -> (d,); ids that are not in the gallery are left out."""
+        found: dict[str, NDArray[np.float32]] = {}
+        hashes_N = id_hashes(ids)
+        for segment in self.segments:
+            with self.reading():
+                positions, rows = segment.rows_of(ids, hashes_N)
+                if len(rows):
+                    found.update(zip([ids[place] for place in positions.tolist()], segment.vectors(rows), strict=True))
+        return found
+
     def facets(self, sample: int = SAMPLED, most: int = FACET_VALUES) -> dict[str, list[Any]]:
         """Return what the metadata can be filtered by: keys whose values repeat, with the values seen, the commonest first.
 
@@ -143,6 +154,8 @@ class Snapshot:
         parameters: str | None = None,
         old_queries: OldQueries | None = None,
         group_by: str | None = None,
+        rerank: HitOrder | None = None,
+        rerank_queries: ArrayLike | None = None,
     ) -> list[list[Hit]]:
         """Find the nearest items of each query, comparing it with each stored version in the view that both share.
 
@@ -156,6 +169,9 @@ class Snapshot:
             old_queries: queries of the old model, used where the new model is not sure.
             group_by: key of the metadata, such as ``document``: of each of its values only the best item is a hit, and items
                 without it are hits of their own. There are ``top_k`` hits if the 16,384 nearest items are of so many groups.
+            rerank: a :class:`~xcompat.retrieval.reranking.Reranker`, which scores hits again by new embeddings of originals: as
+                many as it takes candidates, or ``top_k`` if that is more.
+            rerank_queries: (Q, E) queries as the model of ``rerank`` outputs them; None if that is the query model.
 
         Returns:
             Hits for each query, the best first.
@@ -165,8 +181,13 @@ class Snapshot:
             XcompatError: a query is zero, not finite or of another dimension, ``top_k`` is less than 1, or ``where`` holds what
                 no metadata are.
         """
+        depth = top_k if rerank is None else max(top_k, rerank.candidates)
         with self.reading():
-            return self._search.find(embeds_QD, model_or_fingerprint, top_k, where, merge, parameters, old_queries, group_by)
+            hits = self._search.find(embeds_QD, model_or_fingerprint, depth, where, merge, parameters, old_queries, group_by)
+        if rerank is None:
+            return hits
+        ordered = rerank.order(embeds_QD if rerank_queries is None else rerank_queries, hits, self)
+        return [each[:top_k] for each in ordered]
 
     def verify(self) -> None:
         """Compare every file with its checksum; vectors in a Milvus are counted, not compared.

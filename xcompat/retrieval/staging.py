@@ -24,6 +24,7 @@ from xcompat.retrieval.manifest import (
     read_manifest,
     write_manifest,
 )
+from xcompat.retrieval.new_embeddings import forget_items, forget_since
 from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.versions import require_like_sides
@@ -58,6 +59,7 @@ class Staging:
         self._versions: dict[str, VersionRecord] = {version.digest: version for version in self.manifest.versions}
         self._written: list[SegmentRecord] = []
         self._removed: dict[str, NDArray[np.int64]] = {}
+        self._other_originals: list[str] = []
         self._segments = {segment.record.name: segment for segment in self.base.segments}
 
     @property
@@ -79,13 +81,14 @@ class Staging:
         """Let other processes write."""
         self._lock.release()
 
-    def add(self, version: VersionRecord, items: Items, replace: bool) -> None:
+    def add(self, version: VersionRecord, items: Items, replace: bool, same_originals: bool = False) -> None:
         """Prepare checked items.
 
         Args:
             version: the model that made their embeddings.
             items: one block.
             replace: whether to replace items that have the same id.
+            same_originals: whether replaced items were embedded from the same originals, whose new embeddings stay valid.
 
         Raises:
             XcompatError: an id is in the gallery already, or the version has another dimension there.
@@ -102,6 +105,8 @@ class Staging:
             raise XcompatError(f"{name!r}{more} in the gallery already; leave them out, or replace them (--replace)")
         for segment, (_, rows) in present.items():
             self.remove_rows(segment, rows)
+        if not same_originals:
+            self._other_originals += [items.ids[place] for positions, _ in present.values() for place in positions.tolist()]
         self.put(version, items)
         self.flush_if_large()
 
@@ -156,6 +161,7 @@ class Staging:
             raise XcompatError(f"{ids[min(missing)]!r} is not in the gallery ({len(missing)} of {len(ids)} ids are not)")
         for segment, (_, rows) in found.items():
             self.remove_rows(segment, rows)
+        self._other_originals += ids
 
     def remove_rows(self, segment: str, rows_n: NDArray[np.int64]) -> None:
         """Prepare the removal of rows of a segment."""
@@ -199,8 +205,9 @@ class Staging:
                 record = removed_rows(self._segments[record.name], generation, rows)
             if record.name not in gone and record.n_removed < record.rows:
                 records.append(record)
+        forget_items(self.folder, self._other_originals, generation)
         self.publish(by, versions=tuple(self._versions.values()), segments=tuple(records))
-        self._written, self._removed = [], {}
+        self._written, self._removed, self._other_originals = [], {}, []
         return self.manifest
 
     def publish(self, by: str, **state: Any) -> Manifest:  # noqa: ANN401 - fields of a manifest
@@ -235,4 +242,5 @@ class Staging:
         state = {
             name: getattr(wanted, name) for name in Manifest.model_fields if name not in ("generation", "by", "made", "checksum")
         }
+        forget_since(self.folder, generation, self.manifest.generation + 1)
         return self.publish(f"rollback to {generation}", **state)

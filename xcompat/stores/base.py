@@ -30,6 +30,7 @@ from xcompat.stores.uri import StoreUri
 
 if TYPE_CHECKING:
     from xcompat.retrieval.fallback import OldQueries
+    from xcompat.retrieval.reranking import Reranker
     from xcompat.retrieval.versions import Model
 
 
@@ -208,6 +209,8 @@ class Store(ABC):
         top_k: int = 10,
         filter: Any = None,  # noqa: A002, ANN401
         old_queries: OldQueries | None = None,
+        rerank: Reranker | None = None,
+        rerank_queries: ArrayLike | None = None,
     ) -> list[list[Hit]]:
         """Search with a model's embeddings, which are brought into the space that is searched.
 
@@ -217,6 +220,8 @@ class Store(ABC):
             top_k: most hits of a query.
             filter: in the store's own language.
             old_queries: as :meth:`~xcompat.retrieval.Gallery.search` takes them.
+            rerank: as :meth:`~xcompat.retrieval.Gallery.search` takes it. Only galleries keep new embeddings.
+            rerank_queries: as :meth:`~xcompat.retrieval.Gallery.search` takes them.
 
         Returns:
             The hits of each query, the best first.
@@ -225,6 +230,10 @@ class Store(ABC):
             XcompatError: nobody has said which model made the stored vectors.
             FingerprintMismatchError: the queries cannot be compared with them.
         """
+        if rerank is not None:
+            hits = self.find(embeds_QD, model, max(top_k, rerank.candidates), filter, old_queries)
+            asked_QD = embeds_QD if rerank_queries is None else rerank_queries
+            return [each[:top_k] for each in rerank.order(asked_QD, hits, metric=self.metric)]
         own = (self._known if self.tells else None) or self._look()
         try:
             hits = self.search(self._viewed(embeds_QD, model, own, old_queries), top_k, filter)

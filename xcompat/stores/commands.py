@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.queries import Queries, Source
+    from xcompat.retrieval.reranking import Reranker
     from xcompat.stores.doctor import Held
     from xcompat.stores.migration import Filling
 
@@ -33,6 +34,7 @@ def search(
     where: str | None,
     show: Callable[[Found], None],
     old: Fallback | None = None,
+    rerank: Reranker | None = None,
 ) -> None:
     """Show the items of a store that are nearest to each query, block by block; nothing is written."""
     from xcompat.embedding_provider import asking
@@ -43,9 +45,12 @@ def search(
         old_queries = None
         if old is not None:
             old_queries = OldQueries(old.model, queries.again(old.model, range(len(asked.ids))), old.share)
-        hits = store.find(asked.embeds_QD, asking(embedder), top_k, where, old_queries)
+        new_QD = None if rerank is None else rerank.embed_again(queries, asked, embedder)
+        hits = store.find(asked.embeds_QD, asking(embedder), top_k, where, old_queries, rerank, new_QD)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
             show(Found(query, text, each))
+    if rerank is not None:
+        console.print(f"candidates: {rerank.counts}")
 
 
 def alias(store: Store, name: str) -> None:

@@ -22,6 +22,7 @@ from xcompat.stores.uri import StoreUri
 
 if TYPE_CHECKING:
     from xcompat.retrieval.fallback import OldQueries
+    from xcompat.retrieval.reranking import Reranker
     from xcompat.retrieval.versions import Model
 
 
@@ -85,8 +86,18 @@ class GalleryStore(Store):
         top_k: int = 10,
         filter: dict[str, Any] | str | None = None,
         old_queries: OldQueries | None = None,
+        rerank: Reranker | None = None,
+        rerank_queries: ArrayLike | None = None,
     ) -> list[list[Hit]]:
-        return self.gallery.search(embeds_QD, model, top_k, _wanted(filter), old_queries=old_queries)
+        return self.gallery.search(
+            embeds_QD,
+            model,
+            top_k,
+            _wanted(filter),
+            old_queries=old_queries,
+            rerank=rerank,
+            rerank_queries=rerank_queries,
+        )
 
     @override
     def rows(

@@ -1,0 +1,293 @@
+"""Re-ranked searches beside a naive reference, the embeddings they keep, and the backfill that takes these over."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+import xcompat.stores
+from xcompat import Fingerprint, XbtModel
+from xcompat.arrays import normalise_rows
+from xcompat.errors import XcompatError
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval import Gallery, Hit
+from xcompat.retrieval.backfilling import Backfill
+from xcompat.retrieval.fallback import OldQueries
+from xcompat.retrieval.ingestion import ingest
+from xcompat.retrieval.new_embeddings import NewEmbeddings
+from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.reranking import OLD_WEIGHT, Reranker
+from xcompat.stores.base import Store
+
+ITEMS, DEPTH = 24, 10
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(ITEMS):
+        pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02}.png")
+    return folder
+
+
+@pytest.fixture
+def gallery(tmp_path: Path, photos: Path, old_folder: str) -> Gallery:
+    """Return a gallery of the old model; two thirds of its items are red."""
+    embedder = load_embedder(old_folder)
+    made = Gallery.create(tmp_path / "gallery", embedder)
+    ingest(made, load_originals(photos), embedder)
+    ids = sorted(path.name for path in photos.iterdir())
+    embeds = made.vectors(ids)
+    about = [{"colour": "red" if row % 3 else "blue", "album": row // 4} for row in range(ITEMS)]
+    made.add(np.stack([embeds[name] for name in ids]), ids, about, replace=True)
+    made.commit()
+    return made
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> Embedder:
+    """Return a model whose queries search galleries of the old one."""
+    folder = tmp_path_factory.mktemp("newer")
+    torch.manual_seed(0)
+    XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
+    return load_embedder(str(folder))
+
+
+@pytest.fixture
+def asked(newer: Embedder) -> NDArray[np.float32]:
+    """Return queries in directions that find different items, as the newer model could output them."""
+    dim = newer.model.config.embedding_dim  # type: ignore[union-attr]
+    return normalise_rows(np.random.default_rng(5).normal(size=(5, dim)).astype(np.float32))
+
+
+def embed_photos(newer: Embedder, photos: Path, names: list[str]) -> NDArray[np.float32]:
+    pictures = [Image.open(photos / name) for name in names]
+    return newer.embed({"pixel_values": newer.processor.images(pictures)}, "own").numpy()
+
+
+def own_view(newer: Embedder, embeds: NDArray[np.float32]) -> NDArray[np.float32]:
+    model: Any = newer.model
+    with torch.inference_mode():
+        return torch.nn.functional.normalize(model.self_view(torch.from_numpy(np.array(embeds))), dim=-1).numpy()
+
+
+def naive_order(
+    newer: Embedder, photos: Path, query: NDArray[np.float32], hits: list[Hit], missing: set[str]
+) -> dict[str, float]:
+    """Return id -> score, the best first, one candidate after the other."""
+    scores = {}
+    for hit in hits:
+        if hit.id not in missing:
+            new = own_view(newer, embed_photos(newer, photos, [hit.id]))[0] @ own_view(newer, query[None])[0]
+            scores[hit.id] = (1 - OLD_WEIGHT) * new + OLD_WEIGHT * hit.score
+    shift = np.mean([scores[hit.id] - hit.score for hit in hits if hit.id in scores])
+    scores |= {hit.id: hit.score + shift for hit in hits if hit.id in missing}
+    return {name: float(scores[name]) for name in sorted(scores, key=lambda name: -scores[name])}
+
+
+def refuse_to_embed(*_: object, **__: object) -> Any:
+    raise AssertionError("nothing is left to embed")
+
+
+def test_order_equals_naive_reference_and_missing_keep_place(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]
+) -> None:
+    plain = gallery.search(asked, newer.model, DEPTH)
+    missing = {plain[0][0].id, plain[1][2].id}
+    expected = [naive_order(newer, photos, query, hits, missing) for query, hits in zip(asked, plain, strict=True)]
+    originals = load_originals(photos)
+    (photos / min(missing)).unlink()
+    (photos / max(missing)).write_bytes(b"no picture")
+    rerank = Reranker(newer, originals, candidates=DEPTH)
+    found = gallery.search(asked, newer.model, 4, rerank=rerank)
+    for hits, scores in zip(found, expected, strict=True):
+        assert [hit.id for hit in hits] == list(scores)[:4]
+        np.testing.assert_allclose([hit.score for hit in hits], list(scores.values())[:4], atol=1e-5)
+    candidates = {hit.id for hits in plain for hit in hits}
+    assert rerank.counts.missing == 2 and rerank.counts.embedded == len(candidates) - 2
+    assert [list(map(str, hits)) for hits in found] != [list(map(str, hits[:4])) for hits in plain]
+
+
+def test_second_search_embeds_nothing(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH))
+    again = Reranker(newer, load_originals(photos), DEPTH)
+    monkeypatch.setattr(type(again.originals), "embed", refuse_to_embed)
+    assert gallery.search(asked, newer.model, 4, rerank=again) == first
+    assert again.counts.embedded == 0 and again.counts.cached > 0
+    with pytest.raises(AssertionError, match="nothing is left"):
+        gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH, keep=False))
+
+
+def test_filters_groups_and_mixed_queries_work(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str
+) -> None:
+    rerank, old = Reranker(newer, load_originals(photos), DEPTH), load_embedder(old_folder)
+    for hits in gallery.search(asked, newer.model, 5, where={"colour": "blue"}, rerank=rerank):
+        assert len(hits) == 5 and {hit.metadata["colour"] for hit in hits if hit.metadata} == {"blue"}
+    for hits in gallery.search(asked, newer.model, 5, group_by="album", rerank=rerank):
+        assert len({hit.group for hit in hits}) == 5
+    old_queries = OldQueries(old, np.roll(asked, 1, axis=0)[:, : old.dim], 0.5)
+    assert all(len(hits) == 3 for hits in gallery.search(asked, newer.model, 3, old_queries=old_queries, rerank=rerank))
+    with pytest.raises(XcompatError, match="dimensions"):
+        gallery.search(asked, newer.model, 3, rerank=rerank, rerank_queries=asked[:, :3])
+
+
+def test_old_queries_are_reranked_without_a_map(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str
+) -> None:
+    old = load_embedder(old_folder)
+    old_QD = np.random.default_rng(3).normal(size=(len(asked), old.dim)).astype(np.float32)
+    plain = gallery.search(old_QD, old, DEPTH)
+    found = gallery.search(old_QD, old, DEPTH, rerank=Reranker(newer, load_originals(photos), DEPTH), rerank_queries=asked)
+    for query, hits, candidates in zip(asked, found, plain, strict=True):
+        assert [hit.id for hit in hits] == list(naive_order(newer, photos, query, candidates, set()))
+
+
+def test_budget_is_a_hard_limit(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]) -> None:
+    rerank = Reranker(newer, load_originals(photos), DEPTH, budget=3)
+    assert all(len(hits) == 5 for hits in gallery.search(asked, newer.model, 5, rerank=rerank))
+    assert rerank.counts.embedded == 3
+    gallery.search(-asked, newer.model, 5, rerank=rerank)
+    assert rerank.counts.embedded == 3
+
+
+def test_other_originals_make_kept_embeddings_invalid(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str
+) -> None:
+    gallery.search(asked, newer.model, rerank=Reranker(newer, load_originals(photos), ITEMS))
+    kept = NewEmbeddings(gallery.path, Embedder.of(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
+    names = [f"{row:02}.png" for row in range(ITEMS)]
+    assert len(kept.get(names, gallery.generation)) == ITEMS
+    state = gallery.generation
+    gallery.add(np.ones((1, 8)), [names[3]], replace=True)
+    gallery.remove([names[4]])
+    gallery.commit()
+    assert kept.get(names, gallery.generation).keys() == set(names) - {names[3], names[4]}
+    kept.put({names[3]: np.ones(kept.dim, np.float32)}, state)  # by a search that still sees the state before
+    assert names[3] not in kept.get(names, gallery.generation)
+    kept.put({names[3]: np.ones(kept.dim, np.float32)}, gallery.generation)
+    assert names[3] in kept.get(names, gallery.generation)
+    gallery.rollback(state)
+    assert kept.get(names, gallery.generation).keys() == set(names) - {names[3], names[4]}
+
+
+def test_backfill_takes_kept_embeddings_and_begins_with_demand(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], tmp_path: Path
+) -> None:
+    shutil.copytree(gallery.path, tmp_path / "other")
+    rerank = Reranker(newer, load_originals(photos), 4, record_demand=True, budget=6)
+    found = gallery.search(asked, newer.model, 4, rerank=rerank)
+    wanted = {hit.id for hits in found for hit in hits}
+    plan = Backfill(gallery, load_originals(photos), newer, budget=5)
+    assert len(plan.cached) == 6 and plan.items == 5
+    first = [plan.originals.ids[row] for row in plan.to_embed.tolist()]
+    assert set(first[: len(wanted) - 6]) <= wanted and not set(first[len(wanted) - 6 :]) & wanted
+    added = plan.run()
+    assert (added.added, added.cached) == (5, 6) and gallery.counts()[newer.fingerprint] == 11
+    assert Backfill(gallery, load_originals(photos), newer).run().added == ITEMS - 11
+
+    in_one_go = Gallery.open(tmp_path / "other")
+    assert Backfill(in_one_go, load_originals(photos), newer).run().added == ITEMS
+    names = [f"{row:02}.png" for row in range(ITEMS)]
+    one, other = gallery.vectors(names), in_one_go.vectors(names)
+    np.testing.assert_allclose([one[name] for name in names], [other[name] for name in names], atol=1e-6)
+    assert gallery.metadata(names) == in_one_go.metadata(names)
+    kept = NewEmbeddings(gallery.path, Embedder.of(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
+    assert len(kept.get(names, gallery.generation)) == 6, (
+        "the gallery holds views of the old space, and re-ranking own embeddings"
+    )
+
+
+def test_damaged_or_locked_cache_stops_no_search(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH))
+    (file,) = (gallery.path / "new_embeddings").glob("*.sqlite")
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE items SET embedding = zeroblob(length(embedding))")
+    connection.close()
+    rerank = Reranker(newer, load_originals(photos), DEPTH)
+    assert gallery.search(asked, newer.model, 4, rerank=rerank) == expected  # checksums differ: embedded again
+    assert rerank.counts.cached == 0 and rerank.counts.embedded > 0
+    for beside in file.parent.glob("*.sqlite*"):
+        beside.write_bytes(b"damaged" * 1000)
+    assert gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH)) == expected
+    assert "new embeddings are not kept" in caplog.text and str(file) in caplog.text
+
+
+def test_writers_of_several_processes_keep_all(tmp_path: Path) -> None:
+    model = Fingerprint.from_string("new")
+
+    def write(part: int) -> None:
+        kept = NewEmbeddings(tmp_path, model, 4)
+        for row in range(20):
+            kept.put({f"{part}-{row}": np.full(4, part, np.float32)}, 0)
+        kept.close()
+
+    threads = [threading.Thread(target=write, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(NewEmbeddings(tmp_path, model, 4)) == 80
+    with pytest.raises(XcompatError, match="other embeddings"):
+        NewEmbeddings(tmp_path, model, 5)
+
+
+def test_interrupted_write_leaves_nothing_of_itself(tmp_path: Path) -> None:
+    kept = NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2)
+    kept.put({"a": np.ones(2, np.float32)}, 0)
+
+    class Dying(dict[str, Any]):
+        def items(self) -> Any:
+            yield "b", np.ones(2, np.float32)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept.put(Dying(), 0)
+    kept.close()
+    assert NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2).get(["a", "b"], 0).keys() == {"a"}
+
+
+def test_size_and_age_limits(tmp_path: Path) -> None:
+    model, dim = Fingerprint.from_string("new"), 256
+    kept = NewEmbeddings(tmp_path, model, dim, max_bytes=200_000)
+    for start in range(0, 1000, 50):
+        kept.put({str(row): np.full(dim, row, np.float32) for row in range(start, start + 50)}, 0)
+    assert 50 <= len(kept) < 200
+    assert kept.get(["999", "0"], 0).keys() == {"999"}
+    assert NewEmbeddings(tmp_path, model, dim, max_days=0).get(["999"], 0) == {}
+
+
+@pytest.mark.parametrize(("numbers", "message"), [({"candidates": 0}, "at least 1"), ({"old_weight": 1.0}, "from 0 to below 1")])
+def test_numbers_out_of_range_are_refused(newer: Embedder, numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(XcompatError, match=message):
+        Reranker(newer, **numbers)
+
+
+def test_gallery_without_texts_asks_for_originals(gallery: Gallery, newer: Embedder, asked: NDArray[np.float32]) -> None:
+    with pytest.raises(XcompatError, match="--originals"):
+        gallery.search(asked, newer.model, rerank=Reranker(newer))
+
+
+def test_store_orders_as_its_gallery_does(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]) -> None:
+    expected = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH))
+    store, rerank = xcompat.stores.open(f"file://{gallery.path}"), Reranker(newer, load_originals(photos), DEPTH)
+    found = Store.find(store, asked, newer.model, 4, rerank=rerank)
+    for hits, wanted in zip(found, expected, strict=True):
+        assert [hit.id for hit in hits] == [hit.id for hit in wanted]
+        np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in wanted], atol=1e-5)
+    assert rerank.counts.embedded > 0 and rerank.counts.cached == 0, "only galleries keep new embeddings"

@@ -1,0 +1,281 @@
+"""New embeddings of items that stay in an old gallery: made once by re-ranked searches, and taken over by a backfill."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.files import make_folder
+from xcompat.fingerprint import Fingerprint
+
+FOLDER = "new_embeddings"
+SCHEMA = 1
+LOCK_SECONDS = 10.0
+"""Longest wait for another process that writes."""
+PER_STATEMENT = 500
+"""Ids of one statement; SQLite takes at most 999 values in old versions."""
+PRUNED_SHARE = 0.1
+"""Share of the oldest embeddings that goes when the file has grown to its limit."""
+_TABLES = f"""
+CREATE TABLE about (model TEXT NOT NULL, dim INTEGER NOT NULL);
+CREATE TABLE items (
+    id BLOB PRIMARY KEY,
+    embedding BLOB,
+    checksum BLOB,
+    made REAL,
+    valid_from INTEGER NOT NULL DEFAULT 0,
+    demand INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX by_age ON items (made) WHERE embedding IS NOT NULL;
+CREATE INDEX by_demand ON items (demand) WHERE demand > 0;
+PRAGMA user_version = {SCHEMA};
+"""
+
+
+class NewEmbeddings:
+    """Embeddings of one new model for items of a gallery, in an SQLite file beside its segments.
+
+    Any number of processes may read and write. A killed process loses only what it has not committed. An embedding belongs to the
+    original of an item: once the item is replaced by another original or removed, its embedding is not used any more.
+
+    Ids are stored as hashes, so the file names nobody's documents.
+
+    Args:
+        gallery: folder of the gallery.
+        model: fingerprint of the model's own embeddings.
+        dim: their dimension.
+        max_bytes: size at which the oldest embeddings are deleted; None for no limit.
+        max_days: age after which an embedding is not used any more; None for no limit.
+
+    Raises:
+        XcompatError: the file is damaged, or cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> kept = NewEmbeddings(Path(tempfile.mkdtemp()), Fingerprint.from_string("new"), dim=2)
+        >>> kept.put({"a": np.ones(2, np.float32)}, generation=3)
+        >>> kept.get(["a", "b"], generation=3)
+        {'a': array([1., 1.], dtype=float32)}
+    """
+
+    def __init__(
+        self,
+        gallery: Path,
+        model: Fingerprint,
+        dim: int,
+        max_bytes: int | None = None,
+        max_days: float | None = None,
+    ) -> None:
+        self.path = gallery / FOLDER / f"{model.digest[:16]}.sqlite"
+        self.dim, self.max_bytes, self.max_days = dim, max_bytes, max_days
+        self._lock = threading.Lock()
+        with self._explained():
+            make_folder(self.path.parent)
+            self._connection = _connect(self.path)
+            with self._writing() as connection:
+                if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+                    for statement in _TABLES.split(";\n"):
+                        connection.execute(statement)
+                    connection.execute("INSERT INTO about VALUES (?, ?)", (model.digest, dim))
+            schema = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            known = self._connection.execute("SELECT model, dim FROM about").fetchone() if schema == SCHEMA else None
+        if known != (model.digest, dim):
+            raise XcompatError(f"{self.path} holds other embeddings than {dim} dimensions of {model}; delete the file")
+
+    @classmethod
+    def find(cls, gallery: Path, model: Fingerprint, dim: int) -> NewEmbeddings | None:
+        """Return the embeddings that a gallery has for a model; None if there are none. The arguments are those of the class."""
+        return cls(gallery, model, dim) if (gallery / FOLDER / f"{model.digest[:16]}.sqlite").is_file() else None
+
+    def __len__(self) -> int:
+        """Return the number of embeddings."""
+        with self._reading() as connection:
+            return int(connection.execute("SELECT COUNT(*) FROM items WHERE embedding IS NOT NULL").fetchone()[0])
+
+    def get(self, ids: Sequence[str], generation: int) -> dict[str, NDArray[np.float32]]:
+        """Return the embeddings of those items that have one.
+
+        Args:
+            ids: ids of items.
+            generation: the state of the gallery that is searched.
+
+        Returns:
+            Id -> (D,) float32. A damaged embedding is left out, and made again.
+        """
+        oldest = 0.0 if self.max_days is None else time.time() - 86400 * self.max_days
+        names = {_hash(name): name for name in ids}
+        found: dict[str, NDArray[np.float32]] = {}
+        with self._reading() as connection:
+            for part in _parts(list(names)):
+                rows = connection.execute(
+                    f"SELECT id, embedding, checksum FROM items WHERE id IN ({_marks(part)}) AND embedding IS NOT NULL "
+                    "AND valid_from <= ? AND made >= ?",
+                    (*part, generation, oldest),
+                )
+                for key, embedding, checksum in rows:
+                    if len(embedding) == 4 * self.dim and _checksum(embedding) == checksum:
+                        found[names[key]] = np.frombuffer(embedding, "<f4")
+        return found
+
+    def put(self, embeds: Mapping[str, NDArray[np.float32]], generation: int) -> None:
+        """Store embeddings, in one transaction.
+
+        Args:
+            embeds: id -> (D,).
+            generation: the state of the gallery whose items they are; an item that was replaced since keeps none of them.
+        """
+        now = time.time()
+        rows = []
+        for name, embed_D in embeds.items():
+            embedding = np.ascontiguousarray(embed_D, "<f4").tobytes()
+            rows.append((_hash(name), embedding, _checksum(embedding), now, generation))
+        with self._explained(), self._writing() as connection:
+            connection.executemany(
+                "INSERT INTO items (id, embedding, checksum, made) VALUES (?1, ?2, ?3, ?4) ON CONFLICT (id) DO UPDATE SET "
+                "embedding = excluded.embedding, checksum = excluded.checksum, made = excluded.made WHERE valid_from <= ?5",
+                rows,
+            )
+            self._prune(connection)
+
+    def _prune(self, connection: sqlite3.Connection) -> None:
+        """Delete embeddings that are too old, and the oldest ones of a file that is too large."""
+        if self.max_days is not None:
+            connection.execute("UPDATE items SET embedding = NULL WHERE made < ?", (time.time() - 86400 * self.max_days,))
+        while self.max_bytes is not None and _used_bytes(connection) > self.max_bytes:
+            count = connection.execute("SELECT COUNT(*) FROM items WHERE embedding IS NOT NULL").fetchone()[0]
+            if not count:
+                return
+            oldest = connection.execute(
+                "SELECT id FROM items WHERE embedding IS NOT NULL ORDER BY made LIMIT ?", (1 + int(PRUNED_SHARE * count),)
+            ).fetchall()
+            connection.executemany("DELETE FROM items WHERE id = ? AND valid_from = 0 AND demand = 0", oldest)
+            connection.executemany("UPDATE items SET embedding = NULL WHERE id = ?", oldest)
+
+    def count_demand(self, ids: Iterable[str]) -> None:
+        """Count items that were among the candidates of a query; nothing of the query is stored."""
+        with self._explained(), self._writing() as connection:
+            connection.executemany(
+                "INSERT INTO items (id, demand) VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET demand = demand + 1",
+                [(_hash(name),) for name in ids],
+            )
+
+    def demand(self, ids: Sequence[str]) -> NDArray[np.int64]:
+        """Return how often each item was among the candidates of a query, as far as that was counted: (N,)."""
+        with self._reading() as connection:
+            counts = dict(connection.execute("SELECT id, demand FROM items WHERE demand > 0"))
+        return np.array([counts.get(_hash(name), 0) for name in ids] if counts else np.zeros(len(ids)), np.int64)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._explained(), self._lock:
+            yield self._connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, _transaction(self._connection):
+            yield self._connection
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of SQLite and the file system into one line."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise XcompatError(f"{self.path} cannot be used ({error}); delete it if it is damaged: it is a cache") from None
+
+
+def forget_items(gallery: Path, ids: Sequence[str], generation: int) -> None:
+    """Make the new embeddings of items invalid before a commit that replaces their originals or removes them.
+
+    Args:
+        gallery: folder of the gallery.
+        ids: ids of the items.
+        generation: number of the state that is about to be committed.
+    """
+    for connection in _all_files(gallery):
+        connection.executemany(
+            "INSERT INTO items (id, valid_from) VALUES (?1, ?2) ON CONFLICT (id) DO UPDATE SET embedding = NULL, valid_from = ?2",
+            [(_hash(name), generation) for name in ids],
+        )
+
+
+def forget_since(gallery: Path, restored: int, generation: int) -> None:
+    """Make the new embeddings of items invalid that were replaced or removed after the state that a rollback restores.
+
+    Args:
+        gallery: folder of the gallery.
+        restored: number of the restored state.
+        generation: number of the state that is about to be committed.
+    """
+    for connection in _all_files(gallery):
+        connection.execute("UPDATE items SET embedding = NULL, valid_from = ? WHERE valid_from > ?", (generation, restored))
+
+
+def _all_files(gallery: Path) -> Iterator[sqlite3.Connection]:
+    """Yield a transaction for the file of every model."""
+    for path in sorted((gallery / FOLDER).glob("*.sqlite")):
+        try:
+            with closing(_connect(path)) as connection, _transaction(connection):
+                yield connection
+        except sqlite3.Error as error:
+            raise XcompatError(f"{path} cannot be used ({error}); delete it: it is a cache") from None
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute(f"PRAGMA mmap_size = {2**40}")
+    return connection
+
+
+def _used_bytes(connection: sqlite3.Connection) -> int:
+    pages, free, size = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((pages - free) * size)
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commit what the block writes, or nothing of it."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def _parts(keys: list[bytes]) -> Iterator[list[bytes]]:
+    for start in range(0, len(keys), PER_STATEMENT):
+        yield keys[start : start + PER_STATEMENT]
+
+
+def _marks(part: Sequence[bytes]) -> str:
+    return ", ".join("?" * len(part))
+
+
+def _hash(name: str) -> bytes:
+    import xxhash
+
+    return xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass"))
+
+
+def _checksum(embedding: bytes) -> bytes:
+    import xxhash
+
+    return xxhash.xxh3_64_digest(embedding)

@@ -1,0 +1,343 @@
+"""Re-ranking: the old index finds candidates, and the new model scores them by their originals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import datasets as hf
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from xcompat.arrays import normalise_rows
+from xcompat.data import BadSamples
+from xcompat.data.schema import ID, METADATA, TEXT
+from xcompat.embedding_provider import ServedMap, asking
+from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.fingerprint import Fingerprint
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import Embedder
+from xcompat.progress import notice, notice_once
+from xcompat.retrieval.new_embeddings import NewEmbeddings
+from xcompat.retrieval.originals import Originals, Texts
+from xcompat.retrieval.searching import Hit, SearchedGallery
+from xcompat.retrieval.versions import as_float32
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xcompat.retrieval.manifest import Metric
+    from xcompat.retrieval.queries import Asked, Queries, Source
+
+CANDIDATES = 20
+"""Candidates of a query: on our studies they bring nine tenths of what embedding the whole gallery again would."""
+OLD_WEIGHT = 1 / 3
+"""Weight of the candidate's old score. Two models know more than one: on texts it adds up to 3 points of nDCG@10 over none."""
+
+
+@dataclass
+class Counts:
+    """Candidates of all searches so far, by where their new embeddings came from.
+
+    Args:
+        stored: the gallery holds it.
+        cached: an earlier search made it.
+        embedded: it was made now.
+        missing: the original is unknown or cannot be read, or the budget is spent; such a candidate keeps its old score.
+    """
+
+    stored: int = 0
+    cached: int = 0
+    embedded: int = 0
+    missing: int = 0
+
+    def __str__(self) -> str:
+        parts = (
+            (self.embedded, "embedded"),
+            (self.cached, "from the cache"),
+            (self.stored, "stored"),
+            (self.missing, "unreadable"),
+        )
+        return ", ".join(f"{count:,} {name}" for count, name in parts if count) or "none"
+
+
+def combine_scores(old: NDArray[np.float32], new: NDArray[np.float32], old_weight: float) -> NDArray[np.float32]:
+    """Return ``(1 - w) · new + w · old``: the scores by which candidates are ordered."""
+    return np.asarray((1 - old_weight) * new + old_weight * old, np.float32)
+
+
+def require_source(source: Source) -> Embedder | ServedMap:
+    """Return a model that embeds originals.
+
+    Raises:
+        XcompatError: it is a map whose encoder is unknown, or the name of a model.
+    """
+    if isinstance(source, Embedder | ServedMap):
+        return source
+    raise XcompatError(f"{source} embeds no originals; name the new model with --rerank-with")
+
+
+class Reranker:
+    """Order the first hits of a search by the new model's embeddings of their originals.
+
+    A candidate's score becomes ``(1 - w) · new + w · old``: the similarity of query and original in the new model's own space,
+    and the score by the stored embedding. A candidate whose original cannot be read keeps its old score, moved by the mean
+    difference between both scores of the query's other candidates.
+
+    An embedding is made once and kept in the gallery's folder (:class:`~xcompat.retrieval.new_embeddings.NewEmbeddings`). Later
+    searches use it, and so does ``xcompat gallery upgrade --backfill``.
+
+    Args:
+        model: the new model, alone or with the map that belongs to it.
+        originals: pictures or texts of the gallery; None to read the texts that the gallery keeps in its metadata.
+        candidates: hits of a query that are embedded; more if a search asks for more hits.
+        old_weight: w.
+        budget: most embeddings that this object makes; None for no limit. Further candidates keep their old scores.
+        keep: whether embeddings are kept in the gallery's folder.
+        record_demand: whether to count which items are candidates, so that a backfill begins with those.
+
+    Raises:
+        XcompatError: a number is out of range, or the model does not embed such originals.
+
+    Example:
+        ``gallery.search(embeds, model, top_k=10, rerank=Reranker(load_embedder("runs/map"), load_originals("photos")))``
+    """
+
+    def __init__(
+        self,
+        model: Embedder | ServedMap,
+        originals: Originals | None = None,
+        candidates: int = CANDIDATES,
+        old_weight: float = OLD_WEIGHT,
+        budget: int | None = None,
+        keep: bool = True,
+        record_demand: bool = False,
+    ) -> None:
+        if candidates < 1:
+            raise XcompatError(f"{candidates} candidates cannot be ranked again; use at least 1")
+        if not 0 <= old_weight < 1:
+            raise XcompatError(f"the weight of old scores is {old_weight}; use a number from 0 to below 1")
+        self.source, self.originals = model, originals
+        self.candidates, self.old_weight, self.budget = candidates, old_weight, budget
+        self.keep, self.record_demand = keep, record_demand
+        self.counts = Counts()
+        self._kept: dict[str, NewEmbeddings | None] = {}
+        if originals is not None:
+            self._require_kind(originals)
+
+    def _require_kind(self, originals: Originals) -> None:
+        if isinstance(self.source, Embedder):
+            originals.require(self.source)
+        elif not isinstance(originals, Texts):
+            raise XcompatError(f"{self.source.provider.name} embeds texts, and the originals are {originals.kind}; name texts")
+
+    @cached_property
+    def _embedder(self) -> Embedder | None:
+        """The model in its own space, with the prompt of passages; None for a service."""
+        if isinstance(self.source, ServedMap):
+            return None
+        embedder = self.source.passages or self.source
+        return Embedder.of(embedder.model, "own") if isinstance(embedder.model, CompatModel) else embedder
+
+    def embed_again(self, queries: Queries, asked: Asked, source: Source) -> Tensor | NDArray[np.float32] | None:
+        """Embed queries with this model; None if they are its embeddings already.
+
+        Args:
+            queries: where they come from.
+            asked: the last block of them.
+            source: the model that embedded them.
+
+        Raises:
+            XcompatError: they are embeddings of another model.
+        """
+        if source is self.source or (isinstance(source, CompatModel) and source.embeds_in_memory):
+            return None
+        if all(text is None for text in asked.texts) and isinstance(source, CompatModel | Fingerprint):
+            raise XcompatError(f"{self.fingerprint} cannot embed queries that are embeddings already; use texts or pictures")
+        if self._embedder is None:
+            raise XcompatError(f"{self.fingerprint} is a service and re-ranks its own queries only; search with a map of it")
+        return queries.again(self._embedder.for_queries(), range(len(asked.ids)))
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Identity of the embeddings that it makes."""
+        if self._embedder is None:
+            assert isinstance(self.source, ServedMap)
+            return self.source.provider.fingerprint
+        return self._embedder.fingerprint
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the embeddings that it makes."""
+        model = asking(self.source)
+        return model.config.embedding_dim if isinstance(model, CompatModel) else model.dim
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        assert self.originals is not None
+        return {name: row for row, name in enumerate(self.originals.ids)}
+
+    def order(
+        self,
+        queries_QD: ArrayLike,
+        hits_Q: Sequence[Sequence[Hit]],
+        gallery: SearchedGallery | None = None,
+        metric: Metric = "cosine",
+    ) -> list[list[Hit]]:
+        """Return the hits of each query in their new order.
+
+        Args:
+            queries_QD: (Q, D) queries as the new model outputs them.
+            hits_Q: hits of each query, the best first.
+            gallery: where they were found, and where new embeddings are kept; None for a store, where none are.
+            metric: how a store compares vectors; a gallery knows that itself.
+
+        Raises:
+            XcompatError: the queries have another dimension than the model's embeddings.
+        """
+        queries = as_float32(queries_QD)
+        if queries.shape[1] != self.dim:
+            raise FingerprintMismatchError(
+                f"the queries have {queries.shape[1]} dimensions, but {self.fingerprint} makes {self.dim}; embed them with it"
+            )
+        wanted = {hit.id: hit for hits in hits_Q for hit in hits}
+        embeds = self._new_embeddings(gallery, wanted)
+        if not embeds:
+            return [list(hits) for hits in hits_Q]
+        places = {name: place for place, name in enumerate(embeds)}
+        unit = np.float32(1 if gallery is None else gallery.manifest.present()[0].length ** 2)
+        new_ND, own_QD = self._own_view(np.stack([*embeds.values()])), self._own_view(queries)
+        ordered = []
+        for query_D, hits in zip(own_QD, hits_Q, strict=True):
+            read = np.array([hit.id in places for hit in hits], bool)
+            new_nD = new_ND[[places[hit.id] for hit in hits if hit.id in places]]
+            is_l2 = (metric if gallery is None else gallery.metric) == "l2"
+            new_n = -((new_nD - query_D) ** 2).sum(axis=1) if is_l2 else new_nD @ query_D
+            ordered.append(self._ordered(list(hits), read, unit * new_n))
+        return ordered
+
+    def _own_view(self, embeds_ND: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Bring the model's own embeddings into the form in which they are compared with each other."""
+        model = asking(self.source)
+        if not isinstance(model, CompatModel):
+            return normalise_rows(embeds_ND)
+        with torch.inference_mode():
+            viewed = model.self_view(torch.from_numpy(np.array(embeds_ND)).to(model.device)).float().cpu().numpy()
+        return viewed if model.metric == "l2" else normalise_rows(viewed)
+
+    def _ordered(self, hits: list[Hit], read: NDArray[np.bool_], new_n: NDArray[np.float32]) -> list[Hit]:
+        """Score one query's candidates again, and sort them; equal scores keep their order."""
+        if not read.any():
+            return hits
+        comparable = all(hit.standing is None for hit in hits)  # else old scores of several versions have scales of their own
+        weight = self.old_weight if comparable else 0.0
+        old_k = np.array([hit.score for hit in hits], np.float32)
+        score_k = old_k.copy()
+        score_k[read] = combine_scores(old_k[read], new_n, weight)
+        score_k[~read] += (score_k[read] - old_k[read]).mean()
+        return [hits[place]._replace(score=float(score_k[place]), standing=None) for place in np.argsort(-score_k, kind="stable")]
+
+    # ------------------------------------------------------------------------------------------------ new embeddings
+
+    def _new_embeddings(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
+        """Return the new embeddings of items: stored ones, cached ones, and those of originals that are embedded now."""
+        known, kept = self._stored(gallery, wanted), self._cache(gallery)
+        self.counts.stored += len(known)
+        generation = 0 if gallery is None else gallery.generation
+        left = [name for name in wanted if name not in known]
+        if kept is not None:
+            cached = self._look_up(kept, wanted, left, generation)
+            self.counts.cached += len(cached)
+            known |= cached
+            left = [name for name in left if name not in cached]
+        allowed = left if self.budget is None else left[: max(0, self.budget - self.counts.embedded)]
+        made = self._embed({name: wanted[name] for name in allowed})
+        self.counts.embedded += len(made)
+        self.counts.missing += len(left) - len(made)
+        if len(allowed) < len(left):
+            notice_once(f"the budget of {self.budget:,} embeddings is spent; further candidates keep their old scores")
+        if made and kept is not None:
+            try:
+                kept.put(made, generation)
+            except XcompatError as error:
+                notice_once(f"{error}; search goes on without it")
+        return known | made
+
+    def _look_up(
+        self, kept: NewEmbeddings, wanted: Mapping[str, Hit], left: list[str], generation: int
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return cached embeddings of some candidates, and count all of them if that is wanted."""
+        try:
+            if self.record_demand:
+                kept.count_demand(wanted)
+            return kept.get(left, generation)
+        except XcompatError as error:
+            notice_once(f"{error}; search goes on without it")
+            return {}
+
+    def _stored(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
+        """Return the embeddings of items that the gallery stores as this model outputs them."""
+        model = asking(self.source)
+        if gallery is None or (isinstance(model, CompatModel) and model.stores_view):
+            return {}
+        version = model.stored_fingerprint() if isinstance(model, CompatModel) else model.version
+        names = [name for name, hit in wanted.items() if hit.version.digest == version.digest]
+        return gallery.vectors(names) if names else {}
+
+    def _cache(self, gallery: SearchedGallery | None) -> NewEmbeddings | None:
+        """Return the cache in a gallery's folder; None if none is wanted, or it cannot be used."""
+        if gallery is None:
+            return None
+        place = str(gallery.path)
+        if self.keep and place not in self._kept:
+            try:
+                self._kept[place] = NewEmbeddings(gallery.path, self.fingerprint, self.dim)
+            except XcompatError as error:
+                notice(f"{error}; new embeddings are not kept")
+                self._kept[place] = None
+        return self._kept.get(place)
+
+    def _embed(self, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
+        """Embed originals; those that are unknown or cannot be read are left out, and so are all if the model fails."""
+        made: dict[str, NDArray[np.float32]] = {}
+        for originals, rows in self._read(wanted):
+            try:
+                for part, embeds in self._embedded(originals, rows):
+                    made.update(zip([originals.ids[row] for row in part.tolist()], embeds, strict=True))
+            except XcompatError as error:  # such as a service that fails: the old order is better than none
+                notice_once(f"candidates keep their old scores: {error}")
+        return {name: embed_D for name, embed_D in made.items() if np.isfinite(embed_D).all() and embed_D.any()}
+
+    def _embedded(self, originals: Originals, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        if self._embedder is not None:
+            bad = BadSamples(1.0, len(rows), what=originals.kind, raised_by="")
+            yield from originals.embed(self._embedder, rows, bad)
+            return
+        assert isinstance(self.source, ServedMap)
+        size = self.source.provider.batch
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            yield part, self.source.embed(originals.contents(part).values).float().cpu().numpy()
+
+    def _read(self, wanted: Mapping[str, Hit]) -> Iterator[tuple[Originals, NDArray[np.int64]]]:
+        """Yield originals of items with their row numbers: those that were given, then texts that the gallery keeps."""
+        if self.originals is not None:
+            rows = [self._rows[name] for name in wanted if name in self._rows]
+            if rows:
+                yield self.originals, np.array(rows)
+            elif wanted:
+                notice_once(
+                    f"none of the candidates, such as {next(iter(wanted))!r}, is among the {self.originals.kind}, such as "
+                    f"{self.originals.ids[0]!r}: ids are {self.originals.ids_are}"
+                )
+            return
+        texts = {name: text for name, hit in wanted.items() if (text := (hit.metadata or {}).get(TEXT)) and isinstance(text, str)}
+        if texts:
+            found = Texts(hf.Dataset.from_dict({ID: [*texts], TEXT: [*texts.values()], METADATA: [None] * len(texts)}))
+            self._require_kind(found)
+            yield found, np.arange(len(texts))
+        elif wanted:
+            raise XcompatError("this gallery keeps no texts to embed again; give its pictures or texts (--originals)")
