@@ -17,6 +17,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from xcompat.evaluation.cases import ALL
 from xcompat.files import atomic_path, read_json, write_json
 from xcompat.metric_names import metric_name
 from xcompat.report import Report, load_report, report_file
@@ -101,7 +102,7 @@ def _old_queries(report: Report) -> dict[str, tuple[int, float]]:
     return {
         f"{case.direction} {metric}": (case.n_queries, round(value, 6))
         for case in report.cases
-        if case.label == "old/old"
+        if case.population == ALL and case.label == "old/old"
         for metric, value in case.metrics.items()
     }
 

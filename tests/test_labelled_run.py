@@ -11,12 +11,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModel
+from typer.testing import CliRunner
 
 import xcompat
+from xcompat.cli import app
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.images import UnusableSampleError
 from xcompat.data.overlap import shared_images
@@ -26,11 +29,14 @@ from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.files import read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.candidates import LINES, Candidate, Known
+from xcompat.mapping.choosing import Choice
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.progress import notice_once
 from xcompat.report import load_report
+from xcompat.report.wording import NOT_SHOWN
+from xcompat.training.chosen import read_verdict
 from xcompat.training.contestants import best_rows
 from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
@@ -217,6 +223,30 @@ def test_of_a_model_trained_for_the_classes_features_alone_are_tried(
     said = read_json(tmp_path / "run" / CHOICE)
     assert {trial["line"] for trial in said["trials"]} == {"procrustes of penultimate features"}
     assert said["chosen"] == carefully(said["trials"])["name"]
+
+
+def test_queries_of_new_classes_are_judged_by_themselves(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    data = trained["data"] | {"subset": {"scenario": "extended-class", "fraction": 0.5, "side": "old"}}
+    changes = {"method": "ridge", "new": trained["independent"], "data": data, "output_dir": str(tmp_path / "run")}
+    run_recipe(recipe_of(trained, **changes))
+    sizes = {case.population: (case.n_queries, case.n_gallery) for case in load_report(tmp_path / "run").cases}
+    assert sizes == {"all": (12, 12), "known": (6, 12), "new": (6, 12), "new in the whole gallery": (6, 24)}
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_map_not_shown_to_be_better_fails_the_run(
+    allowed: bool, trained: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choice, "is_safe", property(lambda _: False))
+    raw = trained | {"new": trained["independent"], "output_dir": str(tmp_path / "run"), "allow_worse": allowed}
+    (tmp_path / "demo.yaml").write_text(yaml.safe_dump(raw))
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "demo.yaml")])
+    assert result.exit_code == (0 if allowed else 1), result.output
+    assert ("no map is surely at or above old queries" in " ".join(result.output.split())) is not allowed
+    report = load_report(tmp_path / "run")
+    assert report.verdict is False and NOT_SHOWN in report.notes
+    assert read_json(tmp_path / "run" / "report" / "report.json")["verdict"] is False
+    assert read_verdict(tmp_path / "run") is False, "the card is marked with it"
 
 
 def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:

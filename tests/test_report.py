@@ -112,7 +112,7 @@ def test_json_has_the_schema_and_nothing_more(folder: Path, content: ReportConte
     judged = {"backward_compatible", "new_model_not_hurt", "failed", "differences", "outcome", "queries_needed"}
     assert set(document["criterion"]) == judged
     assert set(document["criterion"]["differences"][0]) == {"direction", "metric", "mean", "ci95", "queries_needed", "outcome"}
-    keys = {"query", "gallery", "direction", "n_queries", "n_gallery", "metrics", "ci95"}
+    keys = {"query", "gallery", "direction", "population", "n_queries", "n_gallery", "metrics", "ci95"}
     for case, measured in zip(document["cases"], content.evaluation.cases, strict=True):
         assert set(case) == keys
         assert case["metrics"] == measured.metrics

@@ -57,7 +57,10 @@ def train(
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train every stage of a recipe that is not done, evaluate it and write its report."""
+    """Train every stage of a recipe that is not done, evaluate it and write its report.
+
+    The exit code is 1 if a chosen map is not surely at or above old queries, unless the recipe sets allow_worse.
+    """
     from xcompat.training.beforehand import load_checked
 
     loaded = load_checked(recipe, overrides or [], every_stage=dry_run, check_data=not dry_run)
@@ -66,9 +69,11 @@ def train(
 
         dry_run_recipe(loaded)
     else:
-        from xcompat.training.run import run_recipe
+        from xcompat.training.run import run_recipe, stages_below_old
 
         run_recipe(loaded)
+        if stages_below_old(loaded):
+            raise typer.Exit(1)
 
 
 @app.command("map")
@@ -123,6 +128,8 @@ def map_(
     text_ids.txt (the id of the image that each describes), or both, or texts and query_embeds.npy with query_ids.txt (the id of
     the text that answers each); a table holds id and embedding. The results on held-out items decide. With --texts, --old, --new
     or both may be models: they embed the texts, once.
+
+    The items must be a random sample of the gallery: --gallery compares them with it.
 
     Exits with code 1, and writes nothing, if no map is surely at or above old queries.
     """

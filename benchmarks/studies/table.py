@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from xcompat.evaluation.cases import ALL
 from xcompat.files import read_json
 from xcompat.metric_names import metric_name
 from xcompat.report import Report, load_report
@@ -30,7 +31,7 @@ def markdown(report: Report) -> str:
     Returns:
         Lines of Markdown.
     """
-    cases = {(case.label, case.direction): case for case in report.cases}
+    cases = {(case.label, case.direction): case for case in report.cases if case.population == ALL}
     labels = list(dict.fromkeys(case.label for case in report.cases))
     metrics = [name for name in report.cases[0].metrics if name.startswith("recall@")]
     heads = [f"{direction.replace('-to-', '→')} {name.replace('recall', 'R')}" for direction in DIRECTIONS for name in metrics]

@@ -30,6 +30,9 @@ MAPPED = "mapped"
 """Both sides of a case: old queries and the old gallery, mapped towards the new model."""
 OF_MODELS = frozenset({"old", "new", "independent", "new_view"})
 """Names that no extra model may have, as they name one of the five cases."""
+ALL, KNOWN, NEW, NEW_IN_WHOLE = "all", "known", "new", "new in the whole gallery"
+"""Populations of queries: all; of learned classes; of new classes; of new classes in a gallery with the learned items."""
+POPULATIONS = (ALL, KNOWN, NEW, NEW_IN_WHOLE)
 FLIP_METRIC = "negative_flip_rate@1"
 ZERO_SHOT = "zero_shot"
 RankKey = tuple[str, str, str]
@@ -71,6 +74,7 @@ class Case:
         n_gallery: items in the gallery.
         metrics: name such as ``recall@1`` -> fraction.
         ci95: the same names -> 95 % bootstrap interval.
+        population: the queries: :data:`ALL`, :data:`KNOWN`, :data:`NEW` or :data:`NEW_IN_WHOLE`.
     """
 
     query: str
@@ -80,6 +84,7 @@ class Case:
     n_gallery: int
     metrics: dict[str, float]
     ci95: dict[str, tuple[float, float]]
+    population: str = ALL
 
     @property
     def label(self) -> str:
@@ -98,6 +103,7 @@ class Difference:
         ci95: its 95 % interval by the paired bootstrap.
         queries_needed: how many queries an interval beside zero takes, as
             :func:`~xcompat.evaluation.intervals.queries_needed` estimates it; None if there is no estimate.
+        population: the queries, as in :class:`Case`.
     """
 
     direction: str
@@ -105,6 +111,7 @@ class Difference:
     mean: float
     ci95: tuple[float, float]
     queries_needed: int | None = None
+    population: str = ALL
 
     @property
     def outcome(self) -> Outcome:
@@ -146,10 +153,10 @@ class Criterion:
     """The verdict.
 
     Args:
-        backward_compatible: ``new/old > old/old`` for every metric in every direction.
-        new_model_not_hurt: ``new/new >= independent/independent`` likewise; None if one of them was not evaluated.
+        backward_compatible: ``new/old > old/old`` for every metric in every direction, for every population of queries.
+        new_model_not_hurt: ``new/new >= independent/independent`` over all queries; None if one of them was not evaluated.
         failed: one line per comparison that failed, of either verdict.
-        differences: ``new/old - old/old`` per direction and metric.
+        differences: ``new/old - old/old`` per direction, population and metric.
     """
 
     backward_compatible: bool
@@ -180,7 +187,7 @@ def backfill_losses(cases: Iterable[Case]) -> list[BackfillLoss]:
     Args:
         cases: of one evaluation.
     """
-    table = {(case.label, case.direction): case.metrics for case in cases}
+    table = {(case.label, case.direction): case.metrics for case in cases if case.population == ALL}
     losses = []
     for (label, direction), before in table.items():
         after = table.get((f"new/{BACKFILLED}", direction)) or table.get(("new/new", direction)) or {}
@@ -203,6 +210,7 @@ class Failed(NamedTuple):
         value: what it reaches.
         than: the case that it is held against.
         floor: what that reaches.
+        population: the queries, as in :class:`Case`.
     """
 
     direction: str
@@ -211,6 +219,7 @@ class Failed(NamedTuple):
     value: float
     than: str
     floor: float
+    population: str = ALL
 
     @property
     def sign(self) -> str:
@@ -227,13 +236,20 @@ def failed_comparisons(cases: Iterable[Case]) -> list[Failed]:
     Returns:
         What failed; negative flips are not judged, as they compare with old/old, which has none.
     """
-    table = {(case.label, case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
+    table = {
+        (case.label, case.direction, case.population, metric): value for case in cases for metric, value in case.metrics.items()
+    }
     failed = []
-    for asked, than in (("new/old", "old/old"), ("new/new", "independent/independent")):
-        for (label, direction, metric), value in table.items():
-            floor = table.get((than, direction, metric))
-            if label == asked and floor is not None and not (value > floor or (asked == "new/new" and value == floor)):
-                failed.append(Failed(direction, metric, asked, value, than, floor))
+    for asked, than, populations in (
+        ("new/old", "old/old", POPULATIONS),
+        ("new/new", "independent/independent", (ALL,)),
+    ):
+        for (label, direction, population, metric), value in table.items():
+            floor = table.get((than, direction, population, metric))
+            if label != asked or floor is None or population not in populations:
+                continue
+            if not (value > floor or (asked == "new/new" and value == floor)):
+                failed.append(Failed(direction, metric, asked, value, than, floor, population))
     return failed
 
 

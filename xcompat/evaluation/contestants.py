@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, WITHOUT_MEMORY
+from xcompat.evaluation.cases import ALL, BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 from xcompat.metric_names import metric_name
@@ -54,6 +54,8 @@ class Direction:
         without_match: describes the queries that are left out, in a note.
         notes: remarks for the reader, one sentence each.
         is_ranked: whether queries are ranked; else there are no ranks, and no flips of them.
+        population: the queries that search, as in :class:`~xcompat.evaluation.cases.Case`.
+        parts: population -> bool ``(Q,)``: the queries of it, whose results are reported by themselves too.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Direction:
     without_match: str = ""
     notes: tuple[str, ...] = ()
     is_ranked: bool = True
+    population: str = ALL
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def telling_cut_offs(
@@ -109,6 +113,14 @@ class Found(NamedTuple):
     ranks_Q: np.ndarray
     average_precision: Mapping[str, np.ndarray]
     shares: Mapping[str, float] = MappingProxyType({})
+
+    def of_queries(self, mask_Q: np.ndarray) -> Found:
+        """Return the results of some queries, as if the others had no match; without shares, which are of all together."""
+        of_pairs = self.shares.keys()
+        values = {name: values_Q for name, values_Q in self.average_precision.items() if name not in of_pairs}
+        return Found(
+            np.where(mask_Q, self.ranks_Q, -1), {name: np.where(mask_Q, each_Q, np.nan) for name, each_Q in values.items()}
+        )
 
 
 class Contestant(Protocol):

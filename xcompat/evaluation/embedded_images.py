@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import IMAGE_TO_IMAGE
+from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, KNOWN, NEW, NEW_IN_WHOLE
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
-from xcompat.evaluation.identities import Ids, as_ids
+from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.scores import Embeddings, as_rows, lifted
@@ -20,6 +20,21 @@ from xcompat.evaluation.verification import accepted_per_query, at_rate, found_p
 from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5)
+
+
+@dataclass(frozen=True)
+class LearnedItems:
+    """Training images of the new model or its map.
+
+    Args:
+        classes: their classes.
+        embeds_LD: ``(L, D)`` embeddings of some of them by the model whose gallery is searched; None to search without them.
+        labels_L: the class of each of these.
+    """
+
+    classes: frozenset[Hashable]
+    embeds_LD: Embeddings | None = None
+    labels_L: Ids = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class EmbeddedImages:
             re-identification; None if cameras do not matter.
         gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
         metric: how embeddings are compared: ``cosine``, or ``l2`` for L2 distances.
+        learned: what was learned from; None if that is not known. Then no query is known to be of a new class.
     """
 
     name: str
@@ -52,6 +68,7 @@ class EmbeddedImages:
     query_cameras: Ids | None = None
     gallery_cameras: Ids | None = None
     metric: Literal["cosine", "l2"] = "cosine"
+    learned: LearnedItems | None = None
 
     @property
     def dim(self) -> int:
@@ -70,8 +87,8 @@ class EmbeddedImages:
         return {"queries": self.query_embeds_QD, "images": self.gallery_embeds_GD}
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedImages:
-        """Return the same items with other embeddings."""
-        return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"])
+        """Return the same items with other embeddings; learned items have none in their space."""
+        return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"], learned=None)
 
     def queries_alone(self) -> EmbeddedImages:
         """Return all of them: its gallery is often its queries."""
@@ -100,12 +117,45 @@ class EmbeddedImages:
         )
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Return the one direction: images search images."""
+        """Return the one direction: images search images; a second time in the whole gallery if learned items are known."""
         without_match = "queries have no image of their class in the gallery"
         ks, n_gallery, n_searched = ks or _KS, len(self.gallery_embeds_GD), self._most_searched()
         kept, notes = telling_cut_offs(IMAGE_TO_IMAGE, "cmc", ks, n_gallery, n_searched)
         require_cut_offs(IMAGE_TO_IMAGE, kept, ks, n_searched)
-        return [Direction(IMAGE_TO_IMAGE, "cmc", kept, n_gallery, without_match=without_match, notes=notes)]
+        plain = Direction(IMAGE_TO_IMAGE, "cmc", kept, n_gallery, self._clusters(), without_match, notes)
+        if self.learned is None or not (new_Q := self._of_new_classes()).any():
+            return [plain]
+        both = {KNOWN: ~new_Q, NEW: new_Q} if not new_Q.all() else {}
+        directions = [replace(plain, parts=both)]
+        if self.learned.embeds_LD is not None:
+            n_gallery += len(self.learned.embeds_LD)
+            directions.append(replace(plain, n_gallery=n_gallery, notes=(), population=NEW_IN_WHOLE))
+        return directions
+
+    def _clusters(self) -> np.ndarray | None:
+        """Return the class of each query, as what a bootstrap draws; None for a single class, of which there is no draw."""
+        codes_Q, _ = id_codes(as_ids(self.query_labels, len(self.query_embeds_QD), "query labels"), ())
+        return codes_Q if codes_Q.max(initial=0) > 0 else None
+
+    def _of_new_classes(self) -> np.ndarray:
+        """Return a mask of the queries whose class was not learned from."""
+        assert self.learned is not None
+        labels = as_ids(self.query_labels, len(self.query_embeds_QD), "query labels")
+        return np.array([label not in self.learned.classes for label in labels], bool)
+
+    def _with_learned(self) -> EmbeddedImages:
+        """Return the same queries with a gallery that holds the learned items too."""
+        learned, gallery_GD = self.learned, as_rows(self.gallery_embeds_GD, "images")
+        assert learned is not None and learned.embeds_LD is not None
+        ids = [("learned", row) for row in range(len(learned.embeds_LD))]
+        return replace(
+            self,
+            gallery_embeds_GD=np.concatenate([gallery_GD, as_rows(learned.embeds_LD, "learned items").astype(gallery_GD.dtype)]),
+            gallery_ids=[*as_ids(self.gallery_ids, len(gallery_GD), "gallery ids"), *ids],
+            gallery_labels=[*as_ids(self.gallery_labels, len(gallery_GD), "gallery labels"), *learned.labels_L],
+            gallery_cameras=None if self.gallery_cameras is None else [*self.gallery_cameras, *ids],
+            learned=None,
+        )
 
     def _most_searched(self) -> int:
         """Return the most gallery items that count for a query with a match: its own do not, nor its class's of its camera."""
@@ -134,8 +184,14 @@ class EmbeddedImages:
             )
         return lifted(*rows) if self.metric == "l2" and rows[0].shape[1] == rows[1].shape[1] else rows
 
-    def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found:
+    def find(self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions) -> Found | None:
         """Rank the gallery images of each query's class, and verify and identify at the rates that are asked for."""
+        if direction.population == NEW_IN_WHOLE:
+            if gallery.learned is None or gallery.learned.embeds_LD is None:
+                return None
+            whole = replace(direction, population=ALL)
+            found = self.find(gallery._with_learned(), whole, replace(options, fars=(), fpirs=()))
+            return found.of_queries(gallery._of_new_classes()) if found is not None else None
         queries_QD, gallery_GD = self.compared(gallery)
         queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
         searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)

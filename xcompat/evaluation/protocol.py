@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import (
+    ALL,
     FLIP_METRIC,
     OLD_WITH_MEMORY,
     Case,
@@ -42,7 +43,8 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
     options = options or EvaluationOptions()
     searches, directions = contestants.searches(options.old_on_new), contestants.old.directions(options.ks)
     measured = [_measure(searches, direction, options, len(directions) > 1) for direction in directions]
-    retrieval = [each for each in measured if not is_zero_shot(each.direction.metric)]
+    retrieval = [each for each in measured if not is_zero_shot(each.direction.metric) and each.direction.population == ALL]
+    measured = [part for each in measured for part in each.parts()]
     pairs = [(query, gallery) for query, gallery, _, _ in searches]
     cases = [each.case(*pair) for pair in pairs for each in measured if pair in each.found]
     cases.sort(key=lambda case: any(map(is_zero_shot, case.metrics)))
@@ -87,6 +89,21 @@ class _Measured:
         """Queries that are left out."""
         return int((~self._known).sum())
 
+    def parts(self) -> list[_Measured]:
+        """Return these results, and those of each population by itself; none of a population that new queries do not search."""
+        if ("new", "old") not in self.found and self.direction.population != ALL:
+            return []
+        named = replace(self.direction, parts={})
+        parts = [
+            _Measured(
+                replace(named, population=population),
+                {pair: found.of_queries(mask_Q) for pair, found in self.found.items()},
+                self.options,
+            )
+            for population, mask_Q in self.direction.parts.items()
+        ]
+        return [self, *(part for part in parts if part._known.any())]
+
     def notes(self) -> list[str]:
         """Return the direction's notes, and one on the queries that are left out."""
         but = ", except that they are the impostors of TPIR" if self.options.fpirs else ""
@@ -111,7 +128,8 @@ class _Measured:
         ci95 = {name: (float(low), float(high)) for name, low, high in zip(columns, low_K, high_K, strict=True)}
         for name, share in self.found[query, gallery].shares.items():  # not their mean, which rounding may take past a tie
             metrics[name], ci95[name] = share, (max(0.0, ci95[name][0]), min(1.0, ci95[name][1]))
-        return Case(query, gallery, self.direction.name, len(values_QK), self.direction.n_gallery, metrics, ci95)
+        direction = self.direction
+        return Case(query, gallery, direction.name, len(values_QK), direction.n_gallery, metrics, ci95, direction.population)
 
     def differences(self, than: str) -> list[Difference]:
         """Compare the queries of ``new`` with those of ``than`` on the old gallery, by metric; empty if one was not measured."""
@@ -122,8 +140,10 @@ class _Measured:
         for name, values_Q in values.items():
             draws = self.options.n_resamples, 0.95, self.options.seed, self._clusters
             paired = paired_bootstrap(values_Q, floor[name], *draws)
-            found = Difference(self.direction.name, name, paired.mean, (paired.low, paired.high), paired.queries_needed)
-            differences.append(found)
+            ci95 = paired.low, paired.high
+            differences.append(
+                Difference(self.direction.name, name, paired.mean, ci95, paired.queries_needed, self.direction.population)
+            )
         return differences
 
     def _values(self, query: str, gallery: str) -> dict[str, np.ndarray]:
@@ -134,8 +154,10 @@ class _Measured:
 
     @property
     def _clusters(self) -> np.ndarray | None:
+        """Return what a bootstrap draws; None for single queries, also where they are all of one cluster."""
         clusters_Q = self.direction.clusters_Q
-        return None if clusters_Q is None else clusters_Q[self._known]
+        known_Q = clusters_Q[self._known] if clusters_Q is not None else None
+        return None if known_Q is None or (known_Q == known_Q[:1]).all() else known_Q
 
 
 def _measure(
@@ -168,7 +190,8 @@ def _judge(cases: Sequence[Case], differences: list[Difference]) -> Criterion:
     """Compare ``new/old`` with ``old/old``, and ``new/new`` with ``independent/independent``, metric by metric."""
     failed = failed_comparisons(cases)
     lines = [
-        f"{each.direction} {each.metric}: {each.case} {each.value:.4f} {each.sign} {each.than} {each.floor:.4f}"
+        f"{each.direction} {each.metric}{'' if each.population == ALL else f' ({each.population})'}: "
+        f"{each.case} {each.value:.4f} {each.sign} {each.than} {each.floor:.4f}"
         for each in failed
     ]
     lost, hurt = (any(each.case == case for each in failed) for case in ("new/old", "new/new"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +12,10 @@ from typing_extensions import override
 
 from xcompat.arrays import normalise_rows, rows_of
 from xcompat.errors import NothingHeldOutError
+from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.choosing import MIXED, Choice, careful, choose
+from xcompat.mapping.cleaning import leave_out_copies
 from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched
 from xcompat.mapping.held_out import HeldOut, Measured, Queries, Trial
 from xcompat.mapping.paired import PairedEmbeddings
@@ -64,7 +67,7 @@ class HeldOutItems(HeldOut):
             rows_Q = rows_G[:QUERIES]
             asked_Qd = queries(number, PROTOCOL, rows_Q, self.pairs)
             shared_Q = (_nearest(asked_Qd, old_Gd)[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
-            parts.append(Measured(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q))
+            parts.append(Measured(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q, len(rows_G)))
         return parts
 
     def searched_folds(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -110,6 +113,7 @@ def agree(
         NothingHeldOutError: there are too few items to hold any out.
     """
     held = HeldOutItems(pairs, lines, seed)
+    held.direction = TEXT_TO_TEXT if texts is not None else held.direction
     trials = [held.try_(Candidate(name)) for name in lines]
     sentences = {}
     if texts is not None and len(asking := Sentences(held, held.searched_folds(), texts)):
@@ -133,6 +137,7 @@ def agree(
         of_few_pairs=len(pairs) < 2 * max(pairs.dims),
         sentences=sentences,
         by_chance=held.is_by_chance(chosen.candidate),
+        cases=held.cases(chosen.candidate),
     )
 
 
@@ -165,9 +170,18 @@ def choose_by_what_is_known(
     Raises:
         NothingHeldOutError: there are too few items to hold any out.
     """
-    if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
-        return agree(pairs, seed, lines, with_old_model, texts)
-    return choose(pairs, searched, seed, lines, with_old_model=with_old_model)
+
+    def choose_from(pairs: Paired, texts: Texts | None) -> Choice:
+        if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
+            return agree(pairs, seed, lines, with_old_model, texts)
+        return choose(pairs, searched, seed, lines, with_old_model=with_old_model)
+
+    distinct, kept, copies = leave_out_copies(pairs, texts.texts if texts is not None else None)
+    if copies:
+        with suppress(NothingHeldOutError):  # where nearly all are copies, they are held out as they are
+            asking = texts._replace(texts=kept) if texts is not None and kept is not None else None
+            return replace(choose_from(distinct, asking), copies=copies)
+    return choose_from(pairs, texts)
 
 
 def _unit(rows_ND: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:

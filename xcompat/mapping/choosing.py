@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from xcompat.errors import NothingHeldOutError
-from xcompat.evaluation.cases import BackfillLoss
+from xcompat.evaluation.cases import BackfillLoss, Case
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver, steady
 from xcompat.mapping.confidence import Calibration, calibrate
 from xcompat.mapping.folds import LEARNED, Searched
@@ -46,6 +46,8 @@ class Choice:
         remembers: whether what is chosen has a memory, its own or one that came with the map.
         left_out: sentences about candidates that could not be solved, and were not tried.
         backfill_losses: metrics on which what is chosen finds less once the new model has re-embedded everything.
+        copies: the number of items that are exact copies of others, and were not held out.
+        cases: what old queries and those of the chosen candidate find, by population.
         by_chance: whether what is chosen finds no more than chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
     """
 
@@ -68,6 +70,8 @@ class Choice:
     by_chance: bool = False
     left_out: tuple[str, ...] = ()
     backfill_losses: tuple[BackfillLoss, ...] = ()
+    cases: tuple[Case, ...] = ()
+    copies: int = 0
 
     @property
     def is_safe(self) -> bool:
@@ -271,5 +275,6 @@ def choose(
         remembers=brought or chosen.candidate.share > 0,
         by_chance=held.is_by_chance(chosen.candidate),
         left_out=held.left_out,
+        cases=held.cases(chosen.candidate),
         backfill_losses=held.backfill_losses(chosen.candidate),
     )

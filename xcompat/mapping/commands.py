@@ -16,6 +16,7 @@ from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.asked import MADE_BY, Asked
 from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
 from xcompat.mapping.choosing import Choice
+from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.folds import Searched
@@ -113,8 +114,8 @@ def map_embeddings(asked: Asked) -> bool:
     out, texts, remembering = asked.out, asked.texts, Remembering(asked.memory_codec, asked.remember_items)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
-        found = _compare_with_gallery(_pairs(asked), asked.gallery)
-        pairs = found.pairs
+        found, dropped = _drop_wrong_pairs(_compare_with_gallery(_pairs(asked), asked.gallery), asked.seed)
+    pairs = found.pairs
     remembering.require(pairs)
     _require_classes(asked.searched, pairs)
     old, new = _old_model(asked.old_model, found), _new_model(asked.new_model, found)
@@ -137,7 +138,13 @@ def map_embeddings(asked: Asked) -> bool:
         model.save_pretrained(temporary / "model")
         asking = encoder or (texts.service_named(asked.new) if texts is not None else None)
         document = _document(decided, pairs, model, theirs) | {"old": described, "new": asking}
-        document |= {"searched_classes": asked.searched, "seed": asked.seed, "seconds": seconds, "run": provenance()}
+        document |= {
+            "dropped_pairs": dropped,
+            "searched_classes": asked.searched,
+            "seed": asked.seed,
+            "seconds": seconds,
+            "run": provenance(),
+        }
         write_json(temporary / "report.json", document)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
     return True
@@ -204,6 +211,15 @@ def _pairs(asked: Asked) -> TextPairs:
         cache = asked.out.with_name(f"{asked.out.name}.cache")
         return pairs_of_texts(asked.old, asked.new, asked.texts, cache, asked.max_bad_share)
     return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share), None, None)
+
+
+def _drop_wrong_pairs(found: TextPairs, seed: int) -> tuple[TextPairs, int]:
+    """Leave out wrong pairs and their texts, and return how many these are."""
+    right = drop_wrong_pairs(found.pairs, seed)
+    texts = found.texts
+    if texts is not None and right.rows_R is not None:
+        texts = [texts[row] for row in right.rows_R.tolist()]
+    return replace(found, pairs=right.pairs, texts=texts), right.dropped
 
 
 def _old_model(name: str | None, found: TextPairs) -> Embedder | None:

@@ -19,6 +19,7 @@ from xcompat.integrations.texts import TextEmbedder
 from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.candidates import GUESS, LINES, Known, Paired, fit
 from xcompat.mapping.choosing import Choice
+from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
@@ -37,10 +38,11 @@ class FittedMap:
     Args:
         model: the map, as `xcompat map` saves it.
         choice: all candidates and their results on held-out items; None if there were too few items.
+        dropped: the number of wrong pairs that were left out.
     """
 
-    def __init__(self, model: CompatModel, choice: Choice | None) -> None:
-        self.model, self.choice = model, choice
+    def __init__(self, model: CompatModel, choice: Choice | None, dropped: int = 0) -> None:
+        self.model, self.choice, self.dropped = model, choice, dropped
         self._embedder: TextEmbedder | None = None
 
     @property
@@ -132,6 +134,10 @@ def fit_map(
         items = pairs if isinstance(pairs, PairedEmbeddings) else pairs.images
         for warning in describe_shift(items.old_Nd, stored, "the gallery"):
             notice(warning.removeprefix("! "))
+    right = drop_wrong_pairs(pairs, seed)
+    if texts is not None and right.rows_R is not None:
+        texts = [texts[row] for row in right.rows_R.tolist()]
+    pairs = right.pairs
     asking, embedder = None, None
     if new_model is not None:
         asking = load_embedder(new_model)
@@ -150,7 +156,7 @@ def fit_map(
     candidate = choice.chosen.candidate if choice is not None else GUESS
     model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
     model.config.encoder = asking.describe_encoder() if asking is not None else None
-    return FittedMap(model, choice)
+    return FittedMap(model, choice, right.dropped)
 
 
 def _pairs(

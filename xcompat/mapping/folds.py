@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.errors import NothingHeldOutError
+from xcompat.evaluation.cases import ALL, KNOWN, NEW, NEW_IN_WHOLE
 
 Searched = Literal["known", "open", "unknown"]
 """What a user knows of the classes that will be searched: all are in the training set, some are, or nothing."""
@@ -22,6 +23,8 @@ PROTOCOLS: dict[Searched, tuple[str, ...]] = {
     "open": ("known classes", "half of them new", IN_WHOLE),
     "unknown": ("known classes", "half of them new", "new classes", IN_WHOLE),
 }
+POPULATIONS = {"known classes": KNOWN, "half of them new": ALL, "new classes": NEW, IN_WHOLE: NEW_IN_WHOLE}
+"""Protocol -> the population of its queries in ``report.json``."""
 WHOLE = 10_000
 """Most learned items that are searched."""
 HELD_OUT = 0.3

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from xcompat.arrays import normalise_rows, rows_of
-from xcompat.evaluation import PairedDifference, first_hit_ranks, paired_bootstrap, ranking_per_query
-from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, BackfillLoss
+from xcompat.evaluation import PairedDifference, bootstrap_interval, first_hit_ranks, paired_bootstrap, ranking_per_query
+from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
 from xcompat.heads import slerp
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
 from xcompat.mapping.confidence import Evidence
-from xcompat.mapping.folds import QUERIES, Searched, caption_folds, folds
+from xcompat.mapping.folds import POPULATIONS, QUERIES, Searched, caption_folds, folds
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
 from xcompat.vectors import AS_THEY_ARE
 
@@ -28,6 +28,7 @@ CHANCE_LEVEL = 0.99
 POWERS = (0.15, 0.25, 0.35, 0.5)
 RECALLS = (1, 5, 10)
 QUESTION_TO_PASSAGE, PASSAGE_TO_QUESTION = "question to passage", "passage to question"
+_DIRECTIONS = {TEXT_TO_IMAGE: TEXT_TO_IMAGE, IMAGE_TO_TEXT: IMAGE_TO_TEXT, QUESTION_TO_PASSAGE: TEXT_TO_TEXT}
 _ALIKE = "embeddings do not differ within their classes."
 _STANDARD_ERRORS = 1.96  # half the width of a 95 % interval
 Values = dict[str, dict[str, np.ndarray]]
@@ -46,6 +47,7 @@ class Measured(NamedTuple):
         quality_Q: each query's result as one number: average precision, or for captions the reciprocal rank.
         about_Q: the item of each query.
         clusters_Q: what the bootstrap draws: the class of each query, or its group of images and captions.
+        n_gallery: the number of items that are searched.
     """
 
     fold: int
@@ -54,6 +56,7 @@ class Measured(NamedTuple):
     quality_Q: NDArray[np.float64]
     about_Q: NDArray[np.int64]
     clusters_Q: NDArray[np.int64]
+    n_gallery: int
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class HeldOut(ABC):
     shares: Sequence[float]
     powers: Sequence[float]
     of_galleries = False
+    direction = IMAGE_TO_IMAGE
+    """Of the search in ``report.json``, where protocols are no directions."""
     left_out: tuple[str, ...] = ()
     """Sentences about the candidates that cannot be solved, and are not tried."""
     shown_only: tuple[str, ...] = ()
@@ -138,6 +143,24 @@ class HeldOut(ABC):
     def floor_means(self) -> dict[str, dict[str, float]]:
         """Return what old queries find: protocol -> metric -> mean."""
         return {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in self.floor.items()}
+
+    def cases(self, candidate: Candidate) -> tuple[Case, ...]:
+        """Return what old queries and a candidate's find, by protocol, as ``report.json`` lists cases."""
+        sizes = {each.protocol: each.n_gallery for each in self.old}
+        cases = []
+        for query, found in (("old", self.floor), ("new", _joined(self.measured(self.queries_of(candidate))))):
+            for protocol, metrics in found.items():
+                if protocol in self.shown_only:
+                    continue
+                ci95 = {
+                    metric: bootstrap_interval(values_Q, RESAMPLES, seed=self.seed, clusters_Q=self.clusters[protocol])
+                    for metric, values_Q in metrics.items()
+                }
+                means = {metric: float(values_Q.mean()) for metric, values_Q in metrics.items()}
+                direction = _DIRECTIONS.get(protocol, self.direction)
+                counts = len(self.clusters[protocol]), sizes[protocol]
+                cases.append(Case(query, "old", direction, *counts, means, ci95, POPULATIONS.get(protocol, ALL)))
+        return tuple(cases)
 
     @abstractmethod
     def learned(self) -> Iterable[Paired]:
@@ -241,7 +264,9 @@ class HeldOut(ABC):
             np.concatenate([np.mean(list(each.found.values()), axis=0) for each in self.measured(asked)])
             for asked in (queries, dealt)
         )
-        return paired_bootstrap(own_Q, dealt_Q, RESAMPLES, CHANCE_LEVEL, self.seed).low <= 0
+        # an item asks by several protocols, and finds much the same
+        clusters_Q = np.concatenate([each.clusters_Q for each in self.old])
+        return paired_bootstrap(own_Q, dealt_Q, RESAMPLES, CHANCE_LEVEL, self.seed, clusters_Q).low <= 0
 
 
 class HeldOutClasses(HeldOut):
@@ -291,7 +316,7 @@ class HeldOutClasses(HeldOut):
                 assert (ranked.positives_Q > 0).all()  # of each class, folds hold out two items at least
                 first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
                 found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
-                parts.append(Measured(number, protocol, found, precision_Q, rows_Q, labels_Q))
+                parts.append(Measured(number, protocol, found, precision_Q, rows_Q, labels_Q, len(rows_G)))
         return parts
 
     @override
@@ -390,9 +415,8 @@ class HeldOutCaptions(HeldOut):
                 first_Q = first_hit_ranks(asked_Qd, entries_Nd, groups[asking][rows_Q], groups[searched])
                 found = {f"recall@{k}": first_Q < k for k in RECALLS}
                 groups_Q = groups[asking][rows_Q]
-                parts.append(
-                    Measured(number, protocol, found, 1 / (1.0 + first_Q), groups_Q, groups_Q * len(self.searched) + number)
-                )
+                clusters_Q = groups_Q * len(self.searched) + number
+                parts.append(Measured(number, protocol, found, 1 / (1.0 + first_Q), groups_Q, clusters_Q, len(sides[searched])))
         return parts
 
     @override

@@ -59,6 +59,11 @@ def said_of(choice: Choice) -> list[str]:
             "! No better than chance: dealt out to other items, the queries find as much. Do the ids, or the rows, name the same "
             f"items on both sides{'' if choice.of_agreement else ', and the right classes or captions'}?"
         )
+    if choice.copies:
+        held.append(
+            f"{choice.copies:,} item{'s are exact copies' if choice.copies > 1 else ' is an exact copy'} of others: each item is "
+            "held out once, and what is written learns from all."
+        )
     if choice.learned_at_most is not None:
         held.append(f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are.")
     if choice.too_few_for_ridge is not None:
@@ -71,6 +76,8 @@ def said_of(choice: Choice) -> list[str]:
     sure = _said_of_confidence(choice)
     if choice.of_agreement:
         return [*held, _said_of_agreement(choice)]
+    if choice.by_chance and best.is_surely_no_worse:
+        return [*held, *sure]  # these gains are chance
     if not choice.is_safe:
         mix = ""
         if choice.mixed is not None:
@@ -141,12 +148,14 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "objective": choice.objective,
         "floor": choice.floor,
         "shown_only": list(choice.chosen.shown_only),
+        "cases": [asdict(case) for case in choice.cases],
         "queries": choice.n_queries,
         "learned_at_most": choice.learned_at_most,
         "too_few_for_ridge": choice.too_few_for_ridge,
         "of_agreement": choice.of_agreement,
         "sentences": dict(choice.sentences),
         "by_chance": choice.by_chance,
+        "copies": choice.copies,
         "left_out": list(choice.left_out),
         "backfill_losses": [loss._asdict() for loss in choice.backfill_losses],
         "trials": [_trial(trial) for trial in choice.trials],

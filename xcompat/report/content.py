@@ -138,6 +138,7 @@ class ReportContent:
         seed: seed of the choice of pairs and of t-SNE.
         training: stage -> the losses of its training.
         costs: stage -> what its training took.
+        verdict: whether a chosen map was surely at or above old queries on held-out items; None if no map was chosen.
     """
 
     evaluation: Evaluation
@@ -150,6 +151,7 @@ class ReportContent:
     seed: int = 0
     training: dict[str, list[LossPoint]] = field(default_factory=dict)
     costs: dict[str, Cost] = field(default_factory=dict)
+    verdict: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,7 @@ class Report:
         confidence: direction -> float32 ``(Q,)``, confidence of new queries, NaN for queries left out.
         training: stage -> the losses of its training; empty if the stages were solved, or an earlier version trained them.
         costs: stage -> what its training took, likewise.
+        verdict: whether a chosen map was surely at or above old queries on held-out items; None if no map was chosen.
     """
 
     old: ModelInfo
@@ -228,6 +231,7 @@ class Report:
     confidence: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     training: dict[str, list[LossPoint]] = field(default_factory=dict, repr=False)
     costs: dict[str, Cost] = field(default_factory=dict, repr=False)
+    verdict: bool | None = None
 
     @property
     def directions(self) -> list[str]:
@@ -250,13 +254,14 @@ class Report:
         return list(self.run.get("notes", []))
 
     def tables(self) -> list[tuple[str, list[str], list[Case]]]:
-        """Return (direction, metric names, cases) per table: one for each direction and zero-shot classification."""
-        groups: dict[tuple[str, str | None], list[Case]] = {}
+        """Return (direction, metric names, cases) per table: of each direction, population of queries, and classification."""
+        groups: dict[tuple[str, str, str | None], list[Case]] = {}
         for case in self.cases:
-            groups.setdefault((case.direction, next(filter(is_zero_shot, case.metrics), None)), []).append(case)
+            of_texts = next(filter(is_zero_shot, case.metrics), None)
+            groups.setdefault((case.direction, case.population, of_texts), []).append(case)
         return [
             (direction, list(dict.fromkeys(name for case in cases for name in case.metrics)), cases)
-            for (direction, _), cases in groups.items()
+            for (direction, *_), cases in groups.items()
         ]
 
 

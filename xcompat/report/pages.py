@@ -22,6 +22,7 @@ from xcompat.report.wording import (
     interval,
     metric_meanings,
     percent,
+    search_name,
     spread,
     verdicts,
 )
@@ -70,6 +71,7 @@ def page_template(name: str) -> Template:
         "metric_name": metric_name,
         "public_name": public_name,
         "case_meaning": case_meaning,
+        "search_name": search_name,
         "picture": lambda image: png_uri(encode_png(image)),
     }
     return environment.get_template(name)

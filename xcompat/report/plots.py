@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xcompat.evaluation import Case
+from xcompat.evaluation.cases import ALL
 from xcompat.evaluation.selective import query_quality, risk_coverage
 from xcompat.metric_names import metric_name
 from xcompat.report.content import LossPoint, Panel, Report, retrieval_metrics
@@ -43,6 +44,8 @@ def draw_plots(report: Report) -> dict[str, Figure]:
     figures = {}
     colours = case_colours(report)
     for direction, metrics, cases in report.tables():
+        if cases[0].population != ALL:
+            continue
         drawn = retrieval_metrics(metrics)
         if drawn:
             figures[f"cases-{direction}.png"] = _draw_cases(direction, drawn, cases, colours)

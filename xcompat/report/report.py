@@ -25,6 +25,7 @@ from xcompat.report.storage import (
     save_report,
 )
 from xcompat.report.tsne import project
+from xcompat.report.wording import NOT_SHOWN
 
 HTML_NAME = "report.html"
 PLOTS_NAME = "plots"
@@ -60,7 +61,7 @@ def gather(content: ReportContent) -> Report:
         cases=evaluation.cases,
         criterion=evaluation.criterion,
         seconds=content.seconds,
-        run={**content.run, "notes": evaluation.notes},
+        run={**content.run, "notes": [*evaluation.notes, *([NOT_SHOWN] if content.verdict is False else [])]},
         ranks=evaluation.ranks,
         panels=project(content) if content.tsne_pairs else [],
         examples=content.examples,
@@ -69,6 +70,7 @@ def gather(content: ReportContent) -> Report:
         confidence=evaluation.confidence,
         training=content.training,
         costs=content.costs,
+        verdict=content.verdict,
     )
 
 

@@ -14,9 +14,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation import Case, Criterion
+from xcompat.evaluation import Case, Criterion, Difference
 from xcompat.evaluation.cases import (
+    ALL,
     IDENTIFICATION,
+    POPULATIONS,
     VERIFICATION,
     BackfillLoss,
     RankKey,
@@ -64,6 +66,7 @@ class _Document(BaseModel):
     seconds: dict[str, float]
     training: dict[str, list[LossPoint]] = {}
     costs: dict[str, Cost] = {}
+    verdict: bool | None = None
     run: _Run = _Run()
 
     @model_validator(mode="after")
@@ -71,6 +74,8 @@ class _Document(BaseModel):
         for case in self.cases:
             if case.direction not in DIRECTIONS:
                 raise ValueError(f"a case has the direction {case.direction!r}; known: {', '.join(DIRECTIONS)}")
+            if case.population not in POPULATIONS:
+                raise ValueError(f"a case has the population {case.population!r}; known: {', '.join(POPULATIONS)}")
             if missing := case.metrics.keys() - case.ci95.keys():
                 raise ValueError(f"{case.label} has no interval of {min(missing)}")
         return self
@@ -126,6 +131,7 @@ def save_report(folder: Path, report: Report) -> None:
             "training": {stage: [point._asdict() for point in points] for stage, points in report.training.items()},
             "costs": {stage: cost._asdict() for stage, cost in report.costs.items()},
             "run": report.run,
+            **({"verdict": report.verdict} if report.verdict is not None else {}),
             "backfill_losses": [loss._asdict() for loss in backfill_losses(report.cases)],
         },
     )
@@ -135,10 +141,16 @@ def _described(criterion: Criterion) -> dict[str, Any]:
     """Return a verdict as JSON, with what follows from its intervals."""
     last = hangs_on(criterion.differences)
     return asdict(criterion) | {
-        "differences": [asdict(each) | {"outcome": each.outcome} for each in criterion.differences],
+        "differences": [_described_difference(each) for each in criterion.differences],
         "outcome": overall_outcome(criterion.differences),
         "queries_needed": last.queries_needed if last is not None else None,
     }
+
+
+def _described_difference(difference: Difference) -> dict[str, Any]:
+    """Return a gain as JSON, with its outcome; its population only if that is not all queries."""
+    described = asdict(difference) | {"outcome": difference.outcome}
+    return {key: value for key, value in described.items() if key != "population" or value != ALL}
 
 
 def recorded_backfill_losses(model: str) -> list[BackfillLoss]:
@@ -221,6 +233,7 @@ def load_report(path: str | Path) -> Report:
         seconds=read.seconds,
         training=read.training,
         costs=read.costs,
+        verdict=read.verdict,
         run=read.run.model_dump(exclude_unset=True),
         **_load_data(file.with_name(DATA_NAME)),
     )

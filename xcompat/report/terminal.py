@@ -13,7 +13,7 @@ from xcompat.evaluation import Case
 from xcompat.metric_names import metric_name
 from xcompat.progress import literal
 from xcompat.report.content import Example, Hit, Report
-from xcompat.report.wording import failed_lines, gain, interval, verdicts
+from xcompat.report.wording import failed_lines, gain, interval, search_name, verdicts
 
 _STYLES = {
     **dict.fromkeys(("yes", "better"), "bold green"),
@@ -35,7 +35,7 @@ def print_report(report: Report, console: Console) -> None:
     for line in failed_lines(report):
         console.print(f"  [red]✗[/] {literal(line)}")
     for each in report.criterion.differences:
-        which = literal(f"{each.direction} {metric_name(each.metric)}")
+        which = literal(f"{search_name(each.direction, each.population)} {metric_name(each.metric)}")
         found = f"{gain(each.mean)} points ({interval(each.ci95)})"
         console.print(f"  [dim]{which}: new/old - old/old = {found}[/]")
 
@@ -55,7 +55,8 @@ def print_ways(report: Report, console: Console, mapped: bool) -> None:
 
 def _table(direction: str, metrics: list[str], cases: list[Case], names: Mapping[str, str] = MappingProxyType({})) -> Table:
     size = "/".join(dict.fromkeys(f"{case.n_queries:,} queries, {case.n_gallery:,} items" for case in cases))
-    title = f"{literal(direction)}: {size}; percent, 95 % intervals"
+    name = search_name(direction, cases[0].population)
+    title = f"{literal(name)}: {size}; percent, 95 % intervals"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("way" if names else "query/gallery", no_wrap=True)
     for metric in metrics:

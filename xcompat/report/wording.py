@@ -6,15 +6,32 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from xcompat.evaluation.cases import BackfillLoss, failed_comparisons, hangs_on, is_zero_shot, overall_outcome
+from xcompat.evaluation.cases import (
+    ALL,
+    KNOWN,
+    NEW,
+    NEW_IN_WHOLE,
+    BackfillLoss,
+    failed_comparisons,
+    hangs_on,
+    is_zero_shot,
+    overall_outcome,
+)
 from xcompat.evaluation.intervals import POWER
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
+NOT_SHOWN = "It was not shown that queries of this map find as much as old ones: compare them on your own data first."
 COMPATIBLE_QUESTION = "A new query finds more in the old gallery than an old query did"
 LUCK_QUESTION = "Beyond the luck of these test queries, new queries on the old gallery are"
 NOT_HURT_QUESTION = "In its own space, the new model is as good as without compatibility training"
 
+_POPULATIONS = {
+    ALL: "",
+    KNOWN: "queries of known classes",
+    NEW: "queries of new classes",
+    NEW_IN_WHOLE: "queries of new classes in the whole gallery, learned items included",
+}
 _MEANINGS = {
     "old/old": "old queries, old gallery: what users have today",
     "independent/old": "a plain new model's queries, old gallery: what happens without compatibility",
@@ -105,6 +122,17 @@ def percent(value: float) -> str:
         '12.3 %'
     """
     return f"{value * 100:.1f} %"
+
+
+def search_name(direction: str, population: str = ALL) -> str:
+    """Return the direction of a search in words, and its queries where these are not all.
+
+    Example:
+        >>> search_name("image-to-image"), search_name("image-to-image", "new")
+        ('image to image', 'image to image, queries of new classes')
+    """
+    queries = _POPULATIONS.get(population, population)
+    return direction.replace("-", " ") + (f", {queries}" if queries else "")
 
 
 def interval(ci95: tuple[float, float]) -> str:
@@ -218,12 +246,15 @@ def _said_of_luck(report: Report) -> Iterator[str]:
     if (each := hangs_on(differences)) is None or each.queries_needed is None:
         yield "How many queries would tell is not known: nothing differs on one of them, or an earlier version wrote this report."
         return
-    asked = [case.n_queries for case in report.cases if case.direction == each.direction and each.metric in case.metrics]
+    search = each.direction, each.population
+    asked = [
+        case.n_queries for case in report.cases if (case.direction, case.population) == search and each.metric in case.metrics
+    ]
     instead = f" instead of {asked[0]:,}" if asked else ""
     would = "show that it is worse on" if each.mean < 0 else "tell on"
     yield (
         f"About {approximately(each.queries_needed)} queries{instead} would {would} "
-        f"{each.direction.replace('-', ' ')} {metric_name(each.metric)} ({gain(each.mean)} points), which takes the "
+        f"{search_name(*search)} {metric_name(each.metric)} ({gain(each.mean)} points), which takes the "
         f"{'fewest' if each.mean < 0 else 'most'}. It is an estimate: {100 * POWER:.0f} % probable if the gain and its spread "
         "over these queries are the true ones."
     )
@@ -263,6 +294,6 @@ def failed_lines(report: Report) -> list[str]:
     for each in failed_comparisons(report.cases):
         digits = 1 if each.value == each.floor or percent(each.value) != percent(each.floor) else 3
         value, floor = (f"{100 * number:.{digits}f} %" for number in (each.value, each.floor))
-        where = f"{each.direction.replace('-', ' ')} {metric_name(each.metric)}"
+        where = f"{search_name(each.direction, each.population)} {metric_name(each.metric)}"
         lines.append(f"{where}: {each.case} {value} {each.sign} {each.than} {floor}")
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 
 from xcompat.distributed import is_main_process
 from xcompat.errors import NothingHeldOutError, XcompatError
+from xcompat.files import read_json
 from xcompat.mapping import Choice, PairedEmbeddings, fit
 from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.candidates import GUESS, LINES, Described, Known, Paired, Solver
@@ -22,6 +23,7 @@ from xcompat.progress import notice
 from xcompat.training.cost import FILE as COST
 from xcompat.training.cost import Solving
 from xcompat.training.overlap import warn_of_shared_images
+from xcompat.training.record import CHOICE
 from xcompat.training.remembering import captioned_pairs, labelled_pairs, record, show
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
@@ -67,8 +69,14 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
     model.config.encoder = data.as_mapped(plain).describe_encoder()
     solving.write(model)
-    record(folder, candidate, choice, taken)
+    record(folder, candidate, choice, taken, verdict=choice is not None and choice.is_safe)
     return model
+
+
+def read_verdict(folder: Path) -> bool | None:
+    """Return whether a stage's chosen map is surely at or above old queries; None if no map was chosen there."""
+    file = folder / CHOICE
+    return read_json(file).get("verdict") if file.exists() else None
 
 
 def _inputs(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from xcompat.evaluation import Contestant, Evaluation
-from xcompat.evaluation.cases import FLIP_METRIC, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT
+from xcompat.evaluation.cases import ALL, FLIP_METRIC, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT
 from xcompat.evaluation.contestants import C
 from xcompat.evaluation.selective import area_under_roc, calibration_error, query_quality
 
@@ -51,7 +51,8 @@ def said_of_confidence(evaluation: Evaluation, below: float | None) -> list[str]
         below: the threshold of the fallback; None without fallback.
     """
     said = []
-    flips = {(case.query, case.direction): case.metrics[FLIP_METRIC] for case in evaluation.cases if FLIP_METRIC in case.metrics}
+    overall = [case for case in evaluation.cases if case.population == ALL]
+    flips = {(case.query, case.direction): case.metrics[FLIP_METRIC] for case in overall if FLIP_METRIC in case.metrics}
     for direction, confidence_Q in evaluation.confidence.items():
         known_Q = np.isfinite(confidence_Q)
         new_Q, old_Q = (

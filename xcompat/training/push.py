@@ -20,6 +20,7 @@ from xcompat.encoders import load_encoder, reading_model
 from xcompat.encoders.model_files import PATTERNS
 from xcompat.encoders.text_files import ABOUT, MODULES, module_folders
 from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import ALL
 from xcompat.files import listed, read_json
 from xcompat.fingerprint import Fingerprint
 from xcompat.folder_checksums import CHECKSUMS
@@ -33,13 +34,14 @@ from xcompat.models.embedder import is_checkpoint
 from xcompat.progress import console, literal
 from xcompat.report import Report, load_report, render_markdown, report_file
 from xcompat.report.storage import is_report_of_map
+from xcompat.report.wording import NOT_SHOWN, search_name
+from xcompat.training.chosen import read_verdict
 from xcompat.training.record import find_model
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
-NOT_SHOWN = "It was not shown that queries of this map find as much as old ones: compare them on your own data first."
 HELD_OUT = "what was held out of its training set"
 _OF_ENCODERS = (*PATTERNS, MODULES, ABOUT, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Name patterns of the files that a plain encoder is pushed with."""
@@ -195,6 +197,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint) -> RunFacts:
         seconds=done.get("seconds"),
         machine=environment.get("machine", {}).get("device", ""),
         versions=environment.get("versions", {}),
+        warning=_warning(stage),
     )
     return _with_results(facts, [folder, stage, stage.parent], fingerprint)
 
@@ -226,14 +229,25 @@ def _with_results(run: RunFacts, folders: list[Path], fingerprint: Fingerprint) 
     return run
 
 
+def _warning(stage: Path) -> str:
+    """Return the sentence above the results of a chosen map that is not surely at or above old queries."""
+    return NOT_SHOWN if read_verdict(stage) is False else ""
+
+
 def _gains(report: Report) -> list[Gain]:
     """Return the gains of a report's verdict, with the metrics that they are the difference of."""
-    metrics = {(case.label, case.direction, name): value for case in report.cases for name, value in case.metrics.items()}
+    metrics = {
+        (case.label, case.direction, case.population, name): value
+        for case in report.cases
+        for name, value in case.metrics.items()
+    }
     gains = []
     for each in report.criterion.differences:
-        old, new = (metrics.get((label, each.direction, each.metric)) for label in ("old/old", "new/old"))
+        search = each.direction, each.population
+        old, new = (metrics.get((label, *search, each.metric)) for label in ("old/old", "new/old"))
         if old is not None and new is not None:
-            gains.append(Gain(each.direction, each.metric, old, new, each.mean, each.ci95))
+            where = each.direction if each.population == ALL else search_name(*search)
+            gains.append(Gain(where, each.metric, old, new, each.mean, each.ci95))
     return gains
 
 

@@ -183,7 +183,7 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
     """
     now, then = _flat(settings), _flat(begun)
     judged = set(JUDGED_ON) - ({"data.test", "data.judged_texts"} if learns_from_texts else set())
-    kept = sorted({*now, *then} - {"evaluation", *judged})
+    kept = sorted({*now, *then} - {"evaluation", "allow_worse", *judged})
     return sorted(deep for key in kept for deep in _changed(now.get(key), then.get(key), key))
 
 

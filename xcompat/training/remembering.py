@@ -79,7 +79,7 @@ def show(choice: Choice) -> None:
         console.print(f"  {literal(line)}", soft_wrap=True)
 
 
-def record(folder: Path, candidate: Candidate, choice: Choice | None, known: Known) -> None:
+def record(folder: Path, candidate: Candidate, choice: Choice | None, known: Known, **verdict: bool) -> None:
     """Write the candidates, and a memory like the chosen one for a single model, which a report compares with.
 
     That model is the old one; for a map of galleries it is the new one.
@@ -89,10 +89,11 @@ def record(folder: Path, candidate: Candidate, choice: Choice | None, known: Kno
         candidate: the chosen candidate.
         choice: the candidates and their results; None if nothing could be held out.
         known: the training data of the memory.
+        verdict: whether a chosen map is surely at or above old queries; nothing for trained models.
     """
     memory = Known(known.pairs.of_old(), lines=known.lines, codec=known.codec).memory(candidate)
     said = {"chosen": str(candidate), "memory": memory.settings if memory is not None else None}
-    write_json(folder / CHOICE, said | (as_json(choice) if choice is not None else {}))
+    write_json(folder / CHOICE, said | (as_json(choice) if choice is not None else {}) | verdict)
     if memory is not None:
         with atomic_path(folder / OLD_MEMORY) as temporary:
             save_file({name: tensor.contiguous() for name, tensor in memory.state_dict().items()}, temporary)

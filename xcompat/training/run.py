@@ -28,12 +28,13 @@ from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.report.content import Cost, LossPoint
 from xcompat.training.chains import hops_before, mapped_along
-from xcompat.training.chosen import choose_map
+from xcompat.training.chosen import choose_map, read_verdict
 from xcompat.training.contestants import EvaluationSet, display_name
 from xcompat.training.cost import cost_of, seconds_before
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.headers import said_with_layout
 from xcompat.training.judging import embed_new, make_report, side_info_of, with_memory
+from xcompat.training.learned_items import add_learned_items
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import alone_in, require_places
 from xcompat.training.recipe import Recipe
@@ -63,6 +64,11 @@ from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageReci
 from xcompat.training.test_data import check_test_sets
 from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
 from xcompat.training.unread import unread_sections
+
+_BELOW_OLD = (
+    "no map is surely at or above old queries on held-out items. Compare it with old queries on your own data, or accept it with "
+    "allow_worse: true in the recipe."
+)
 
 
 def run_recipe(recipe: Recipe) -> dict[str, Path]:
@@ -109,6 +115,15 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         if is_main_process():
             write_sequence(recipe.output_dir, reports, console)
     return reports
+
+
+def stages_below_old(recipe: Recipe) -> list[str]:
+    """Return the stages whose chosen map is not surely at or above old queries, unless they allow it, and print a line each."""
+    runs = [StageRun(recipe, settings) for settings in recipe.stages if not settings.allow_worse]
+    names = [run.settings.name for run in runs if run.verdict is False]
+    for name in names:
+        console.print(f"{literal(name)}: {_BELOW_OLD}", soft_wrap=True)
+    return names
 
 
 def _require_own_folders(recipe: Recipe, runs: Sequence[StageRun]) -> None:
@@ -266,7 +281,7 @@ class StageRun:
             assert test is not None
             model = self.models.trained(self.settings.name)
             contestants = self._contestants(model, test)
-            about = {"seconds": self._seconds(), "training": self._losses(), "costs": self._costs()}
+            about = {"seconds": self._seconds(), "training": self._losses(), "costs": self._costs(), "verdict": self.verdict}
             self._write_report(contestants, test, self.paths.report, about)
             for version, earlier in self._earlier_galleries(model, test):
                 cache_dir, old_on_new = self.recipe.cache_dir, self._evaluation.old_on_new
@@ -290,6 +305,11 @@ class StageRun:
         """Return how the stage is judged; it is."""
         assert self.settings.evaluation is not None
         return self.settings.evaluation
+
+    @property
+    def verdict(self) -> bool | None:
+        """Return whether the chosen map is surely at or above old queries on held-out items; None if no map was chosen."""
+        return read_verdict(self.paths.folder) if self.settings.method == CHOSEN else None
 
     def _wanted(self) -> Evaluated:
         """Return the inputs that an up-to-date report has."""
@@ -327,6 +347,7 @@ class StageRun:
         evaluation, cache_dir = self._evaluation, self.recipe.cache_dir
         old, plain = test.embed(self.models.frozen("old"), cache_dir), self.models.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
+        old = add_learned_items(old, self.settings, self.models, self.data, self.recipe.seed_of(self.settings))
         contestants = embed_new(model, old, independent, test, cache_dir, evaluation.old_on_new)
         if evaluation.fallback is not None and contestants.confidence is None:
             raise XcompatError(

@@ -8,6 +8,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from xcompat.evaluation.cases import ALL
 from xcompat.files import atomic_path, listed
 from xcompat.metric_names import metric_name
 from xcompat.progress import literal
@@ -47,7 +48,7 @@ def _rows(report: Report, names: dict[str, tuple[str, str]]) -> list[dict[str, o
     return [
         {"query": query, "gallery": gallery, "direction": case.direction, "metric": metric, "value": value}
         for case in report.cases
-        if case.label in names
+        if case.population == ALL and case.label in names
         for (query, gallery) in [names[case.label]]
         for metric, value in case.metrics.items()
     ]

@@ -65,6 +65,8 @@ class StageRecipe(Section):
             numbers in keys.
         searched_classes: how many of the classes that will be searched are in ``data.images``: all (known), some (open), or
             nobody knows (unknown). It decides what is held out to choose the memory.
+        allow_worse: whether a run counts as done with a chosen map that is not surely at or above old queries on held-out items;
+            else its exit code is 1. The map is written and marked in either case.
         evaluation: how the result is evaluated; null for no evaluation.
     """
 
@@ -87,6 +89,7 @@ class StageRecipe(Section):
     memory: Literal["classes", "pairs"] | None = None
     memory_codec: str | None = None
     searched_classes: Searched = "unknown"
+    allow_worse: bool = False
     evaluation: EvaluationSettings | None = EvaluationSettings()
 
     @field_validator(*ROLES, mode="before")

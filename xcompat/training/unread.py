@@ -136,6 +136,7 @@ def _of_stage(stage: StageRecipe) -> Iterator[Setting]:
     yield "encoder_lr_factor", method.trains_encoder(stage.options), frozen
     yield "weight_decay_on", stage.is_trained and bool(stage.training.get("weight_decay")), "training.weight_decay is 0"
     yield "searched_classes", stage.memory is not None or chosen, "nothing is remembered"
+    yield "allow_worse", chosen, "only the choice of a map asks for it"
     yield "projection", method.starts_from_projection, f"{what} does not start from one"
     learned = stage.trains_on_labelled and NEW_EMBEDS in method.columns
     yield "independent", method.compares_with_old or learned, f"{what} does not learn from it, and no report compares with it"

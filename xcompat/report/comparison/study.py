@@ -12,7 +12,7 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Difference, PairedDifference, paired_bootstrap
-from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
+from xcompat.evaluation.cases import ALL, OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
@@ -202,7 +202,8 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
     ceiling = None
     if plain is not None:
         ceiling = Row("independent", _spreads(plain, "independent/old"), _spreads(plain, ceiling_case))
-    sizes = {case.direction: (case.n_queries, case.n_gallery) for case in reversed(first.cases)}  # zero-shot cases come last
+    overall = [case for case in reversed(first.cases) if case.population == ALL]  # zero-shot cases come last
+    sizes = {case.direction: (case.n_queries, case.n_gallery) for case in overall}
     notes = list(dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes))
     notes += [said for each in contenders if (said := _said_of_forgetting(each))]
     silent = [each.name for each in contenders if not values[each.name]]
@@ -280,7 +281,7 @@ def _differences(
 
 
 def _metrics(report: Report, label: str) -> dict[Key, float]:
-    cases = [case for case in report.cases if case.label == label]
+    cases = [case for case in report.cases if case.label == label and case.population == ALL]
     return {(case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
 
 
@@ -339,7 +340,7 @@ def _require_same_cases(names: tuple[str, str], one: Report, other: Report) -> N
         {
             (f"{case.label} {case.direction} {metric_name(metric)}", case.n_queries, case.n_gallery)
             for case in report.cases
-            if case.label in _OWN_CASES
+            if case.label in _OWN_CASES and case.population == ALL
             for metric in case.metrics
         }
         for report in (one, other)

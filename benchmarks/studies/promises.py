@@ -1,0 +1,100 @@
+"""Compare what a choice of maps promises on held-out items with what the map gains on a test set.
+
+A sample of half of the classes stands for the items that a user gives. The test set holds other items of these classes, and items
+of the other classes. A cell is a metric of a protocol: the promise holds if the test's gain lies in the promised 95 % interval.
+
+    python benchmarks/studies/promises.py --old old.npy --new new.npy --labels labels.npy
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.arrays import normalise_rows
+from xcompat.evaluation import ranking_per_query
+from xcompat.mapping.candidates import LINES, Candidate, Known
+from xcompat.mapping.folds import IN_WHOLE, WHOLE
+from xcompat.mapping.held_out import HeldOutClasses
+from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.progress import console
+
+METRICS = ("cmc@1", "cmc@5", "map")
+
+
+def split(labels_N: NDArray[np.int64], share: float, seed: int) -> dict[str, NDArray[np.int64]]:
+    """Return rows of the sample, of a test of its classes, and of a test of the other classes."""
+    draw = np.random.default_rng(seed)
+    classes = draw.permutation(int(labels_N.max()) + 1)
+    rows = {"sample": list[np.ndarray](), "known": list[np.ndarray](), "new": list[np.ndarray]()}
+    for number, label in enumerate(classes.tolist()):
+        of_class = draw.permutation(np.flatnonzero(labels_N == label))
+        cut = round(share * len(of_class))
+        if number % 2:
+            rows["new"].append(of_class[: len(of_class) - cut])
+        else:
+            rows["sample"].append(of_class[:cut])
+            rows["known"].append(of_class[cut:])
+    return {name: np.concatenate(parts) for name, parts in rows.items()}
+
+
+def protocols(rows: dict[str, NDArray[np.int64]], seed: int) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the name, the queries and the gallery of each protocol of the test."""
+    both = np.concatenate([rows["known"], rows["new"]])
+    learned = np.random.default_rng(seed).permutation(rows["sample"])[:WHOLE]
+    yield "known classes", rows["known"], rows["known"]
+    yield "half of them new", both, both
+    yield "new classes", rows["new"], rows["new"]
+    yield IN_WHOLE, rows["new"], np.concatenate([both, learned])
+
+
+def values(asked_Qd: np.ndarray, searched_Gd: np.ndarray, labels_N: np.ndarray, rows_Q: np.ndarray, rows_G: np.ndarray) -> dict:
+    """Return the metrics of each query that has a match."""
+    ranked = ranking_per_query(asked_Qd, searched_Gd, labels_N[rows_Q], labels_N[rows_G], rows_Q, rows_G)
+    first_Q = ranked.first_hit_ranks_Q
+    found = {"cmc@1": first_Q == 0, "cmc@5": first_Q < 5, "map": ranked.average_precision_Q}
+    return {metric: np.asarray(each, float)[first_Q >= 0].mean() for metric, each in found.items()}
+
+
+def main() -> None:
+    """Print the share of promises that hold, and by how much they are too high, by protocol and metric."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("old", "new", "labels"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--share", type=float, default=0.5, help="Share of a class's items that is in the sample.")
+    parser.add_argument("--classes", type=int, help="Use only so many classes.")
+    parser.add_argument("--lines", nargs="+", default=["whitened", "rotation", "ridge"])
+    given = parser.parse_args()
+    old_Nd, new_ND = (normalise_rows(np.load(path)) for path in (given.old, given.new))
+    labels_N = np.unique(np.load(given.labels), return_inverse=True)[1].astype(np.int64)
+    holds, excess = defaultdict(list), defaultdict(list)
+    for seed in range(given.seeds):
+        kept = np.flatnonzero(np.isin(labels_N, np.random.default_rng(seed).permutation(labels_N.max() + 1)[: given.classes]))
+        old, new, labels = old_Nd[kept], new_ND[kept], np.unique(labels_N[kept], return_inverse=True)[1]
+        rows = split(labels, given.share, seed)
+        sample = rows["sample"]
+        pairs = PairedEmbeddings(new[sample], old[sample], np.unique(labels[sample], return_inverse=True)[1])
+        held, known = HeldOutClasses(pairs, "unknown", LINES, seed), Known(pairs)
+        for line in given.lines:
+            trial = held.try_(Candidate(line))
+            for name, rows_Q, rows_G in protocols(rows, seed):
+                mapped_Qd = known.queries(Candidate(line), new[rows_Q], (line, name)).numpy()
+                after, before = (values(asked, old[rows_G], labels, rows_Q, rows_G) for asked in (mapped_Qd, old[rows_Q]))
+                for metric in METRICS:
+                    promise, gain = trial.gains[name][metric], after[metric] - before[metric]
+                    holds[name, metric].append(promise.low <= gain <= promise.high)
+                    excess[name, metric].append(100 * (promise.mean - gain))
+    for name, metric in holds:
+        cells, points = holds[name, metric], excess[name, metric]
+        high = f"too high by {np.mean(points):+.2f} points"
+        console.print(f"{name:36} {metric:6} holds in {np.mean(cells):4.0%} of {len(cells)}, {high}", soft_wrap=True)
+    console.print(f"all: {np.mean([each for cells in holds.values() for each in cells]):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Training images of a stage beside its test set: which queries are of new classes, and what else their gallery holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from xcompat.evaluation import Contestant, EmbeddedImages
+from xcompat.evaluation.embedded_images import LearnedItems
+from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage_recipe import CHOSEN, StageRecipe
+
+MOST = 10_000
+"""Most training images that a gallery is searched with."""
+
+
+def add_learned_items(old: Contestant, settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> Contestant:
+    """Tell the old model's test set which images the stage learned from; all processes call this.
+
+    Args:
+        old: the old model's embeddings of the test set.
+        settings: the stage.
+        models: the old one among them.
+        data: the training images.
+        seed: of the choice of images.
+
+    Returns:
+        The same test set. Its gallery holds the old embeddings of training images only if training has cached them.
+    """
+    if not isinstance(old, EmbeddedImages) or settings.data.images is None:
+        return old
+    learned = LearnedItems(frozenset(data.images.kept()))
+    of_new_classes = any(label not in learned.classes for label in old.query_labels)
+    if not of_new_classes or not _caches_old_embeddings(settings, models, seed):
+        return replace(old, learned=learned)
+    cache, names = data.cache(models.frozen("old")), data.images.class_names()
+    rows_L = np.flatnonzero(cache.readable())
+    rows_L = np.sort(np.random.default_rng(seed).permutation(rows_L)[:MOST])
+    return replace(old, learned=replace(learned, embeds_LD=cache[rows_L], labels_L=[names[row] for row in rows_L.tolist()]))
+
+
+def _caches_old_embeddings(settings: StageRecipe, models: StageModels, seed: int) -> bool:
+    """Return whether training has embedded the plain images with the old model."""
+    if settings.method == CHOSEN or settings.memory == "classes":
+        return True
+    if models.method.embeds_in_memory:
+        return not settings.views(seed)
+    return settings.data.old_embeddings == "cached"
