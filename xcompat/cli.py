@@ -76,6 +76,26 @@ def train(
             raise typer.Exit(1)
 
 
+SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids, for a side that is a model to embed.")]
+EmbedWith = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds a list of texts as --new, such as by a service."),
+]
+Activation = Annotated[Literal["relu", "gelu"] | None, typer.Option(help="Of a network in such a file, where that does not say.")]
+StartFrom = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A map to try too: a checkpoint, or another tool's .npz or .safetensors."),
+]
+SearchedVectors = Annotated[
+    Path | None,
+    typer.Option(help="The gallery that queries will search, or its vectors. Warns if the pairs are unlike it."),
+]
+MemoryCodec = Annotated[
+    str | None,
+    typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
+]
+
+
 @app.command("map")
 def map_(
     old: Annotated[
@@ -92,35 +112,21 @@ def map_(
     ] = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out, such as another map.")] = False,
-    memory_codec: Annotated[
-        str | None,
-        typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
-    ] = None,
+    memory_codec: MemoryCodec = None,
     remember_items: Annotated[
         bool, typer.Option("--remember-items", help="Lean queries towards stored items they resemble; give most of the gallery.")
     ] = False,
-    start_from: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A map to try too: a checkpoint, or another tool's .npz or .safetensors."),
-    ] = None,
-    activation: Annotated[
-        Literal["relu", "gelu"] | None, typer.Option(help="Of a network in such a file, where that does not say.")
-    ] = None,
-    texts: Annotated[Path | None, typer.Option(help="Texts with ids, for a side that is a model to embed.")] = None,
-    embed_with: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds a list of texts as --new, such as by a service."),
-    ] = None,
+    start_from: StartFrom = None,
+    activation: Activation = None,
+    texts: SideTexts = None,
+    embed_with: EmbedWith = None,
     requests_per_minute: Annotated[float | None, typer.Option(help="Most calls of --embed-with in a minute.")] = None,
     price_per_million_tokens: Annotated[float | None, typer.Option(help="Of --embed-with, for an estimate first.")] = None,
     max_bad_share: BadVectorShare = None,
     allow_worse: Annotated[
         bool, typer.Option("--allow-worse", help="Write the best map even if it is not surely at or above old queries.")
     ] = False,
-    gallery: Annotated[
-        Path | None,
-        typer.Option(help="The gallery that queries will search, or its vectors. Warns if the pairs are unlike it."),
-    ] = None,
+    gallery: SearchedVectors = None,
 ) -> None:
     """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
 

@@ -250,10 +250,9 @@ def choose(
     tried = steady(lines, fewest, pairs.dims[0])
     trials = _tried(held, tried, than)
     chosen = better(trials, than) if than is not None else careful(trials)
-    if with_old_model and than is None and not held.of_galleries and not chosen.is_surely_no_worse:
+    if with_old_model and than is None and not (held.of_galleries or chosen.is_surely_no_worse):
         trials += mixtures(held, trials, chosen)
         chosen = careful(trials)
-    counts = {name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()}
     confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
     if brought := held.known[0].line(chosen.candidate.line).memory is not None:
         no_confidence = "what they remember came with the map, and was calibrated where that was made, if anywhere"
@@ -264,7 +263,7 @@ def choose(
         chosen=chosen,
         without_new_model=_old_alone(held, chosen),
         floor=held.floor_means(),
-        n_queries=counts,
+        n_queries={name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()},
         learned_at_most=LEARNED if max(map(len, held.learned_rows)) == LEARNED else None,
         too_few_for_ridge=fewest if len(tried) < len(lines) else None,
         than=than,

@@ -27,7 +27,7 @@ from xcompat.mapping.sentences import Texts
 from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.progress import notice
 from xcompat.retrieval.versions import as_float32
 
@@ -138,13 +138,8 @@ def fit_map(
     if texts is not None and right.rows_R is not None:
         texts = [texts[row] for row in right.rows_R.tolist()]
     pairs = right.pairs
-    asking, embedder = None, None
-    if new_model is not None:
-        asking = load_embedder(new_model)
-        require_dim(asking, pairs.dims[0], "new_model")
-    if old_model is not None and is_loadable(old_model):
-        embedder = load_embedder(old_model)
-        require_dim(embedder, pairs.dims[1], "old_model")
+    asking = None if new_model is None else _load_side(new_model, pairs.dims[0], "new_model")
+    embedder = _load_side(old_model, pairs.dims[1], "old_model") if old_model is not None and is_loadable(old_model) else None
     named = describe_old(Fingerprint.from_string(old_model or "old"), pairs.dims[1])
     described = embedder.describe_old() if embedder is not None else named
     both = asking is not None and embedder is not None
@@ -157,6 +152,13 @@ def fit_map(
     model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
     model.config.encoder = asking.describe_encoder() if asking is not None else None
     return FittedMap(model, choice, right.dropped)
+
+
+def _load_side(model: str, dim: int, argument: str) -> Embedder:
+    """Load a model whose embeddings have some dimension."""
+    embedder = load_embedder(model)
+    require_dim(embedder, dim, argument)
+    return embedder
 
 
 def _pairs(
