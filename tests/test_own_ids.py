@@ -10,9 +10,13 @@ from typing import Any
 import faiss
 import numpy as np
 import pytest
+import torch
 from faiss.contrib.ondisk import merge_ondisk
 
 from xcompat import Fingerprint, XcompatError
+from xcompat.export import to_faiss
+from xcompat.methods import RidgeConfig, RidgeModel
+from xcompat.models.config import describe_old
 from xcompat.retrieval import Gallery, faiss_probe, probing
 from xcompat.retrieval.own_ids import RowLabels
 
@@ -253,6 +257,74 @@ def test_a_binary_index_is_named(kind: str, tmp_path: Path) -> None:
     faiss.write_index_binary(index, str(tmp_path / "i.faiss"))
     with pytest.raises(XcompatError, match=rf"is a binary index \({kind}\), which compares bits"):
         Gallery.from_faiss(tmp_path / "g", tmp_path / "i.faiss", None, OLD)
+
+
+def make_dedup(wrap: str, metric: int, equal: int) -> Any:
+    """Return an IndexIVFFlatDedup, with as many copies of its first vectors, perhaps wrapped."""
+    index = faiss.index_factory(DIM, f"{wrap}IVF8,FlatDedup", metric)
+    vectors = unit(ROWS, 0)
+    vectors[100 : 100 + equal] = vectors[:equal]
+    index.train(unit(2000, 99))
+    index.add_with_ids(vectors, own_ids("ascending")) if "IDMap" in wrap else index.add(vectors)
+    return index
+
+
+@pytest.mark.parametrize("metric", [IP, L2])
+@pytest.mark.parametrize("wrap", ["", "IDMap,", "RR16,"])
+@pytest.mark.parametrize("equal", [0, 50])
+def test_an_index_that_stores_equal_vectors_once_is_named(equal: int, wrap: str, metric: int, tmp_path: Path) -> None:
+    with pytest.raises(XcompatError, match=r"\(IndexIVFFlatDedup\).* returns no vectors .* build .* 'IVF8,Flat'"):
+        adopt(make_dedup(wrap, metric, equal), tmp_path, [str(row) for row in range(ROWS)])
+    assert not (tmp_path / "g").exists()
+
+
+def test_an_index_that_stores_equal_vectors_once_is_exported(tmp_path: Path) -> None:
+    faiss.write_index(make_dedup("", IP, 50), str(tmp_path / "i.faiss"))
+    config = RidgeConfig(old=describe_old(OLD, DIM), embedding_dim=DIM)
+    model = RidgeModel(config).fit([(torch.from_numpy(unit(ROWS, 0)), torch.from_numpy(unit(ROWS, 0)))])
+    to_faiss(model, tmp_path / "i.faiss", tmp_path / "out.faiss")
+    _, rows = search_all(faiss.read_index(str(tmp_path / "out.faiss")), unit(3, 0), 2)
+    assert [set(each) for each in rows.tolist()] == [{0, 100}, {1, 101}, {2, 102}]
+
+
+@pytest.mark.parametrize("factory", ["LSH", "LSHrt", "IVF8,SQ8,RFlat", "IDMap,IVF8,SQ8,RFlat", "NSG16,Flat"])
+def test_rare_kinds_of_index_are_adopted(factory: str, tmp_path: Path) -> None:
+    ids = own_ids("shuffled")
+    names = [str(name) for name in ids.tolist()]
+    gallery = adopt(make_index(factory, L2, ids if "IDMap" in factory else None), tmp_path, names)
+    hits = gallery.search(unit(20, 0), OLD, 1, parameters=full_effort(factory))
+    assert np.mean([each[0].id == name for each, name in zip(hits, names, strict=False)]) > 0.6
+    gallery.remove(names[:1])
+    gallery.commit()
+    assert names[0] not in [hit.id for hit in gallery.search(unit(1, 0), OLD, ROWS)[0]]
+
+
+@pytest.mark.parametrize("direct_map", [faiss.DirectMap.Array, faiss.DirectMap.Hashtable])
+@pytest.mark.parametrize("own", [False, True])
+def test_an_index_with_a_direct_map_is_adopted(own: bool, direct_map: int, tmp_path: Path) -> None:
+    index = faiss.index_factory(DIM, "IVF8,Flat", IP)
+    index.train(unit(2000, 99))
+    index.set_direct_map_type(direct_map)
+    ids = own_ids("ascending") if own and direct_map == faiss.DirectMap.Hashtable else None  # an array takes no ids
+    index.add(unit(ROWS, 0)) if ids is None else index.add_with_ids(unit(ROWS, 0), ids)
+    if direct_map == faiss.DirectMap.Hashtable:
+        index.remove_ids(index.ntotal - 1 + np.arange(1) if ids is None else ids[-1:])
+    rows = np.arange(index.ntotal)
+    segment = adopt(index, tmp_path, [str(row) for row in rows]).segments[0]
+    np.testing.assert_array_equal(segment.vectors(rows), unit(ROWS, 0)[rows])
+
+
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [("ITQ16,LSH", "an index of this kind does not keep them"), ("MinMax,SQ8", "holds no vectors")],
+)
+def test_an_index_that_returns_no_vectors_is_refused(factory: str, reason: str, tmp_path: Path) -> None:
+    index = faiss.index_factory(DIM, factory, L2)
+    index.train(unit(2000, 99))
+    if factory != "MinMax,SQ8":  # which makes codes only, and takes no vectors
+        index.add(unit(ROWS, 0))
+    with pytest.raises(XcompatError, match=reason):
+        adopt(index, tmp_path, [str(row) for row in range(ROWS)])
 
 
 @pytest.mark.parametrize("factory", ["IVF8,Flat", "IDMap,Flat", "IDMap,IVF8,Flat"])

@@ -164,7 +164,8 @@ class FaissIndex:
         ivf = faiss.try_extract_index_ivf(self.index)
         if ivf is None:
             return None
-        if self.labels is None and not packs_codes(ivf):
+        is_hashed = ivf.direct_map.type == faiss.DirectMap.Hashtable  # a file does not always hold all of its ids
+        if self.labels is None and not packs_codes(ivf) and not is_hashed:
             with suppress(RuntimeError):  # vectors with ids of their own were added later
                 if ivf.direct_map.type == faiss.DirectMap.NoMap:
                     ivf.make_direct_map()

@@ -100,13 +100,19 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
         path: its file, for messages.
 
     Raises:
-        XcompatError: two vectors have the same id in an inverted file, or one has faiss's id for "nothing found".
+        XcompatError: two vectors have the same id in an inverted file, one has faiss's id for "nothing found", or the index
+            stores equal vectors once.
     """
     import faiss
 
     names_N, ivf = _id_map(index), faiss.try_extract_index_ivf(strip_id_map(index))
     if ivf is None:
         return OwnIds(names_N, has_map=names_N is not None)
+    if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFlatDedup):
+        raise XcompatError(
+            f"{path} stores equal vectors once (IndexIVFFlatDedup), and faiss returns no vectors of such an index; build an "
+            f"index of the same embeddings that keeps each, e.g. with the factory string 'IVF{ivf.nlist},Flat'"
+        )
     listed_N, descents = _listed_ids(ivf)
     labels_N = np.sort(listed_N)
     if np.array_equal(labels_N, np.arange(len(labels_N))):
