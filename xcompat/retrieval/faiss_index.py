@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -21,6 +21,7 @@ from xcompat.retrieval.filtered_search import Found, ReadRows, completed, lackin
 from xcompat.retrieval.list_vectors import find_places, packs_codes, read_packed, use_places
 from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.own_ids import RowLabels, strip_id_map
+from xcompat.retrieval.ties import Scored, compare_exactly, search_with_ties
 
 WRITTEN_AT_ONCE = 1 << 22  # bytes
 _DAMAGED = "it is damaged: bring it back as it was, or write it again"
@@ -104,18 +105,35 @@ class FaissIndex:
             kept_N: (N,) bool, rows that may be found; None for all.
 
         Returns:
-            (Q, k) scores, higher is nearer, the best first, and (Q, k) rows, -1 where there are no more.
+            (Q, k) scores, higher is nearer, the best first, and (Q, k) rows, -1 where there are no more. Of equal scores the
+            lowest rows come first.
 
         Raises:
             XcompatError: the index is damaged in a way that only a search shows.
         """
+        return search_with_ties(partial(self._score, kept_N=kept_N), np.ascontiguousarray(queries_Qd), k, self.rows)
+
+    def _score(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None) -> Scored:
+        """Return the nearest rows, with scores that do not depend on the batch if the index keeps vectors as they are."""
         try:
-            scores_Qk, rows_Qk = self._find(np.ascontiguousarray(queries_Qd), k, kept_N)
+            distances_Qk, rows_Qk = self._find(queries_Qd, k, kept_N)
         except (RuntimeError, IndexError) as error:
             raise XcompatError(f"faiss cannot search the index: {reason_of(error)}; if memory is enough, {_DAMAGED}") from None
         if rows_Qk.max(initial=-1) >= self.index.ntotal:
             raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
-        return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
+        scores_Qk = -distances_Qk if self.metric == "l2" else distances_Qk
+        if self._reads_exactly:
+            return compare_exactly(queries_Qd, rows_Qk, scores_Qk, self._as_added or self.vectors, self.metric)
+        return Scored(scores_Qk, rows_Qk, scores_Qk, np.zeros(len(queries_Qd), np.float32))
+
+    @cached_property
+    def _reads_exactly(self) -> bool:
+        """Whether the vectors that are compared can be read, unchanged and without a scan of lists."""
+        import faiss
+
+        index = faiss.downcast_index(self.index)
+        is_plain = type(index) in (faiss.IndexFlat, faiss.IndexFlatIP, faiss.IndexFlatL2, faiss.IndexHNSWFlat)
+        return is_plain or (type(index) is faiss.IndexIVFFlat and self._as_added is not None)
 
     def _find(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None) -> Found:
         """Return faiss's distances and rows."""

@@ -158,7 +158,9 @@ class MilvusIndex:
             for query, hits in enumerate(self.client.search(self.collection, data=block.tolist(), limit=k, **chosen), start):
                 scores_Qk[query, : len(hits)] = [hit["distance"] for hit in hits]
                 rows_Qk[query, : len(hits)] = [hit["row"] for hit in hits]
-        return (-scores_Qk if self.metric == "l2" else scores_Qk), rows_Qk
+        scores_Qk = -scores_Qk if self.metric == "l2" else scores_Qk
+        order_Qk = np.lexsort((rows_Qk, np.where(rows_Qk < 0, np.inf, -scores_Qk)))  # of equal scores the lowest rows first
+        return np.take_along_axis(scores_Qk, order_Qk, 1), np.take_along_axis(rows_Qk, order_Qk, 1)
 
     @_answered
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
