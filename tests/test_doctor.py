@@ -18,8 +18,10 @@ from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, commands, doctor
 from xcompat.retrieval.doctor import Finding, examine, wilson
+from xcompat.retrieval.items import check_items
 from xcompat.retrieval.originals import load_originals, load_pictures
 from xcompat.retrieval.preprocessing import FACTORS, Preparation, own_preparation
+from xcompat.retrieval.versions import stored_version
 
 COUNT = 100
 
@@ -148,8 +150,10 @@ def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_
     names, vectors = embedded(photos, model)
     gallery = Gallery.create(tmp_path / "g", model)
     gallery.add(vectors[:60], names[:60])
-    gallery.add(np.eye(16)[:2], ["a", "b"], version=Fingerprint.from_string("wide"), replace=True)
-    gallery.add(np.eye(8)[:2], ["c", "d"], version=Fingerprint.from_string("elsewhere"), replace=True)
+    gallery.commit()
+    for name, dim, ids in (("wide", 16, ["a", "b"]), ("elsewhere", 8, ["c", "d"])):  # unchecked, as galleries once were
+        items = check_items(np.eye(dim, dtype=np.float32)[:2], ids, None, None, "cosine")
+        gallery.staging().add(stored_version(Fingerprint.from_string(name), dim), items, replace=False)
     gallery.commit()
     gallery.remove(names[:10])
     gallery.commit()

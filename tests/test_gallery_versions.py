@@ -16,9 +16,10 @@ from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.items import check_items
 from xcompat.retrieval.searching import Candidates, merge_candidates
 from xcompat.retrieval.upgrading import plan_upgrade
-from xcompat.retrieval.versions import upgraded_version
+from xcompat.retrieval.versions import stored_version, upgraded_version
 
 OLD = Fingerprint.from_string("old")
 D, d, N = 12, 8, 200
@@ -97,6 +98,64 @@ def test_a_frozen_model_searches_what_it_made(old_folder: str, folder_of: dict[s
     assert ids(gallery.search(embeds, embedder, top_k=1)) == [["dog"], ["cats"]]
     with pytest.raises(FingerprintMismatchError, match="query with the model that made them"):
         gallery.search(np.ones((1, embedder.dim)), other)
+
+
+OTHER = Fingerprint.from_string("other")
+REFUSED = "no one model could search embeddings of other@.* beside the old@"
+
+
+@pytest.mark.parametrize("count", [1, N - 1])
+def test_replacing_a_part_by_a_foreign_model_is_refused(count: int, tmp_path: Path) -> None:
+    gallery, names = old_gallery(tmp_path / "g"), [str(number) for number in range(N)]
+    gallery.add(unit(count, D, 4), names[:count], version=OTHER, replace=True)
+    with pytest.raises(FingerprintMismatchError, match=REFUSED):
+        gallery.commit()
+    assert Gallery.open(gallery.path).counts() == {OLD: N}
+    gallery.add(unit(N - count, D, 5), names[count:], version=OTHER, replace=True)
+    assert gallery.commit() == 2 and gallery.counts() == {OTHER: N} and gallery.damage() == []
+    hits = gallery.search(unit(count, D, 4)[:1], OTHER, top_k=1)
+    assert ids(hits) == [["0"]]
+    gallery.rollback()
+    assert gallery.counts() == {OLD: N}
+
+
+def test_a_replacement_counts_with_all_changes_of_its_commit(tmp_path: Path) -> None:
+    gallery, names = old_gallery(tmp_path / "g"), [str(number) for number in range(N)]
+    gallery.add(unit(N, D, 4), names, version=OTHER, replace=True)
+    gallery.add(unit(1, d, 5), ["late"], version=OLD, replace=True)
+    with pytest.raises(FingerprintMismatchError, match=REFUSED):
+        gallery.commit()
+    gallery.remove(["late"])
+    assert gallery.commit() == 2 and gallery.counts() == {OTHER: N}
+    gallery.add(unit(2, d, 6), names[:2], replace=True)  # the model that the gallery was made for is foreign by now
+    with pytest.raises(FingerprintMismatchError, match="embeddings of old@.* beside the other@"):
+        gallery.commit()
+    gallery.close()
+    assert gallery.commit() == 2 and Gallery.open(gallery.path).counts() == {OTHER: N}
+
+
+def test_a_part_is_replaced_by_a_model_that_searches_the_rest(tmp_path: Path) -> None:
+    gallery, model = old_gallery(tmp_path / "g"), query_map()
+    gallery.add(unit(20, D, 4), [str(number) for number in range(20)], version=model, replace=True)
+    gallery.commit()
+    assert gallery.counts() == {OLD: N - 20, model.stored_fingerprint(): 20}
+    gallery.add(unit(3, d, 7), ["0", "1", "2"], version=OLD, replace=True)
+    gallery.commit()
+    assert gallery.counts() == {OLD: N - 17, model.stored_fingerprint(): 17}
+
+
+def test_photos_turned_by_orientation_do_not_mix_with_others(tmp_path: Path, old_folder: str) -> None:
+    embedder = load_embedder(old_folder)
+    before = Fingerprint.from_string("the same model before EXIF orientation was applied")
+    gallery, embeds = Gallery.create(tmp_path / "g", before, dim=embedder.dim), unit(4, embedder.dim, 0)
+    gallery.add(embeds, list("abcd"))
+    gallery.commit()
+    gallery.add(embeds[:2], ["a", "b"], version=embedder, replace=True)
+    with pytest.raises(FingerprintMismatchError, match="no one model could search"):
+        gallery.commit()
+    gallery.add(embeds[2:], ["c", "d"], version=embedder, replace=True)
+    gallery.commit()
+    assert gallery.versions == [embedder.fingerprint]
 
 
 # ------------------------------------------------------------------------------------------------------------- upgrade
@@ -279,7 +338,8 @@ def test_a_mapped_gallery_is_one_of_the_new_encoder_which_a_later_map_maps_again
 
 def test_an_upgrade_that_no_one_model_could_search_after_is_refused(tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
-    gallery.add(unit(5, D, 4), list("abcde"), version=Fingerprint.from_string("stranger"), replace=True)
+    record = stored_version(Fingerprint.from_string("stranger"), D)
+    gallery.staging().add(record, check_items(unit(5, D, 4), list("abcde"), None, None, "cosine"), replace=False)  # unchecked
     gallery.commit()
     for refused in (plan_upgrade, Gallery.upgrade):
         with pytest.raises(FingerprintMismatchError, match="neither maps nor searches the stranger@.* beside those of old@"):

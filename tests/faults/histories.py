@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scenes import OLD, D, d, gallery_content, gallery_map, same, unit
 from syscalls import run_watched
 
-from xcompat import Fingerprint
+from xcompat import Fingerprint, FingerprintMismatchError
 from xcompat.retrieval import Gallery
 
 OTHER = Fingerprint.from_string("other")
@@ -80,9 +80,21 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def commit(self) -> None:
-        """Publish what waits."""
-        self.gallery.commit()
-        self.committed(self.waiting)
+        """Publish what waits, unless no one model could search it."""
+        if len({len(embed) for embed in self.waiting.values()}) > 1:
+            self.refuse(self.gallery.commit)
+        else:
+            self.gallery.commit()
+            self.committed(self.waiting)
+
+    def refuse(self, change: Callable[[], object]) -> None:
+        """Check that a commit of embeddings of two models is refused; other changes wait until they are discarded."""
+        try:
+            change()
+        except FingerprintMismatchError:
+            assert same(gallery_content(self.gallery.path), self.stored)
+        else:
+            raise AssertionError("a gallery of two models that do not fit was committed")
 
     @rule(reopen=st.booleans())
     def forget(self, reopen: bool) -> None:
@@ -103,10 +115,11 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def compact(self) -> None:
         """Tidy up, after which no earlier state is kept."""
-        self.gallery.commit()
-        self.gallery.compact()
-        self.states = {}
-        self.committed(self.waiting)
+        self.commit()
+        if self.stored is self.waiting:
+            self.gallery.compact()
+            self.states = {}
+            self.committed(self.waiting)
 
     @precondition(lambda self: self.stored and self.gallery.versions == [OLD])
     @rule()
@@ -122,6 +135,8 @@ class Histories(RuleBasedStateMachine):
     def kill(self, number: int, numbers: list[int], tidy: bool) -> None:
         """Kill a process that commits, or one that tidies up; what it reports or shows is there whole."""
         self.gallery.close()
+        self.waiting = self.stored
+        tidy = tidy or any(len(embed) != d for embed in self.stored.values())  # another model's, which OLD would split
         new = {} if tidy else self.fresh(numbers)
         path = self.gallery.path
 

@@ -116,11 +116,11 @@ def items(count: int, seed: int, prefix: str = "item", dim: int = d) -> dict[str
     return {f"{prefix} {row}": embed for row, embed in enumerate(unit(count, dim, seed))}
 
 
-def put(gallery: Gallery, content: dict[str, NDArray[np.float32]]) -> None:
+def put(gallery: Gallery, content: dict[str, NDArray[np.float32]], version: Fingerprint | None = None) -> None:
     """Add items to a gallery, in the place of those that are there, and commit them."""
     metadata = [{"name": name} for name in content]
     with gallery:
-        gallery.add(np.stack(list(content.values())), list(content), metadata, replace=True)
+        gallery.add(np.stack(list(content.values())), list(content), metadata, version, replace=True)
         gallery.commit()
 
 
@@ -192,7 +192,8 @@ class Operations:
 def write_once_more(folder: Path) -> None:
     """Add an item to the gallery in a folder, or to the one that it is."""
     gallery = Gallery.open(folder / "gallery" if (folder / "gallery").exists() else folder)
-    put(gallery, items(1, 7, "next", gallery.manifest.versions[0].dim))
+    version = (gallery.manifest.present() or gallery.manifest.versions)[0]
+    put(gallery, items(1, 7, "next", version.dim), version.fingerprint)
 
 
 def gallery_scenes(index: str, milvus: bool = False) -> list[Scene]:

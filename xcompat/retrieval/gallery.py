@@ -24,7 +24,6 @@ from xcompat.retrieval.versions import (
     aliased_version,
     identity,
     own_metric,
-    require_common_search,
     require_metric,
     stored_embeddings,
     stored_version,
@@ -211,8 +210,8 @@ class Gallery(Snapshot):
         Raises:
             XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; embeddings of one model have
                 side-information of different models, or only some of them have any; another process writes.
-            FingerprintMismatchError: no one model could search these embeddings and those in the gallery. Not checked with
-                ``replace``, which may replace all of them.
+            FingerprintMismatchError: no one model could search these embeddings and those in the gallery. With ``replace``, which
+                may replace all of them, :meth:`commit` checks it.
         """
         record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         if version is not None:
@@ -222,14 +221,8 @@ class Gallery(Snapshot):
         items = check_items(stored_ND, ids, metadata, side_info_NS, self.metric)
         if not len(items):
             return
-
-        def put_in(staging: Staging) -> None:
-            present = staging.present()
-            if not replace and record.digest not in [other.digest for other in present]:
-                require_common_search(version or record.fingerprint, present, self.path)
-            staging.add(record, items, replace, same_originals)
-
-        self._change(put_in)
+        made_by = version or record.fingerprint
+        self._change(lambda staging: staging.add(record, items, replace, made_by, same_originals))
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove items; they are gone after :meth:`commit`, and back after a rollback.
@@ -259,6 +252,10 @@ class Gallery(Snapshot):
 
         Returns:
             The generation's number.
+
+        Raises:
+            FingerprintMismatchError: no one model could search what replaced some items beside the others. The changes still
+                wait: replace the others too, or discard them with :meth:`close`.
         """
         if self._staging is not None:
             self.show(self._staging.commit(by))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,10 @@ from xcompat.retrieval.manifest import (
 from xcompat.retrieval.new_embeddings import forget_items, forget_since
 from xcompat.retrieval.segment import Segment, id_hashes, removed_rows, write_segment
 from xcompat.retrieval.snapshot import Snapshot
-from xcompat.retrieval.versions import require_like_sides
+from xcompat.retrieval.versions import require_common_search, require_like_sides
+
+if TYPE_CHECKING:
+    from xcompat.retrieval.versions import Model
 
 FLUSH_BYTES = 2**27
 """Bytes of embeddings and metadata that wait in memory before they are written to a segment."""
@@ -57,6 +60,7 @@ class Staging:
         self._pending_ids: set[str] = set()
         self._pending_bytes = 0
         self._versions: dict[str, VersionRecord] = {version.digest: version for version in self.manifest.versions}
+        self._made_by: dict[str, Model] = {}
         self._written: list[SegmentRecord] = []
         self._removed: dict[str, NDArray[np.int64]] = {}
         self._other_originals: list[str] = []
@@ -81,18 +85,34 @@ class Staging:
         """Let other processes write."""
         self._lock.release()
 
-    def add(self, version: VersionRecord, items: Items, replace: bool, same_originals: bool = False) -> None:
+    def add(
+        self,
+        version: VersionRecord,
+        items: Items,
+        replace: bool,
+        model: Model | None = None,
+        same_originals: bool = False,
+    ) -> None:
         """Prepare checked items.
 
         Args:
             version: the model that made their embeddings.
             items: one block.
             replace: whether to replace items that have the same id.
+            model: that model, which has to search what stays in the gallery; None for no such check.
             same_originals: whether replaced items were embedded from the same originals, whose new embeddings stay valid.
 
         Raises:
             XcompatError: an id is in the gallery already, or the version has another dimension there.
+            FingerprintMismatchError: without ``replace``, the model does not search all present embeddings. With ``replace``,
+                :meth:`commit` checks it.
         """
+        if model is not None and not replace:
+            present = self.present()
+            if version.digest not in [other.digest for other in present]:
+                require_common_search(model, present, self.folder)
+        if model is not None:
+            self._made_by[version.digest] = model
         known = self._versions.setdefault(version.digest, version)
         if known.dim != version.dim:
             raise XcompatError(f"embeddings of {version.fingerprint} have {known.dim} dimensions, these have {version.dim}")
@@ -192,7 +212,11 @@ class Staging:
 
         Returns:
             The manifest; the current one if nothing changed.
+
+        Raises:
+            FingerprintMismatchError: no one model could search all items afterwards; the changes still wait.
         """
+        self._require_common_search()
         self.flush()
         gone = set(dropped)
         if not (self._written or self._removed or gone):
@@ -209,6 +233,13 @@ class Staging:
         self.publish(by, versions=tuple(self._versions.values()), segments=tuple(records))
         self._written, self._removed, self._other_originals = [], {}, []
         return self.manifest
+
+    def _require_common_search(self) -> None:
+        """Refuse a new version whose model does not search everything that stays."""
+        present = {version.digest: version for version in self.present()}
+        for digest in present.keys() & self._made_by.keys() - {version.digest for version in self.manifest.present()}:
+            others = [version for other, version in present.items() if other != digest]
+            require_common_search(self._made_by[digest], others, self.folder)
 
     def publish(self, by: str, **state: Any) -> Manifest:  # noqa: ANN401 - fields of a manifest
         """Write the next generation, made by an operation, with some fields of the manifest changed; return its manifest."""
