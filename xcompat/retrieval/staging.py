@@ -117,16 +117,16 @@ class Staging:
         if known.dim != version.dim:
             raise XcompatError(f"embeddings of {version.fingerprint} have {known.dim} dimensions, these have {version.dim}")
         self._require_like_sides(version, items)
-        present = self._find(items.ids)
-        if present and not replace:
-            name = items.ids[min(int(positions[0]) for positions, _ in present.values())]
-            count = sum(len(rows) for _, rows in present.values())
+        taken = self._find(items.ids)
+        if taken and not replace:
+            name = items.ids[min(int(positions[0]) for positions, _ in taken.values())]
+            count = sum(len(rows) for _, rows in taken.values())
             more = f" and {count - 1} more ids are" if count > 1 else " is"
             raise XcompatError(f"{name!r}{more} in the gallery already; leave them out, or replace them (--replace)")
-        for segment, (_, rows) in present.items():
+        for segment, (_, rows) in taken.items():
             self.remove_rows(segment, rows)
         if not same_originals:
-            self._other_originals += [items.ids[place] for positions, _ in present.values() for place in positions.tolist()]
+            self._other_originals += [items.ids[place] for positions, _ in taken.values() for place in positions.tolist()]
         self.put(version, items)
         self.flush_if_large()
 
