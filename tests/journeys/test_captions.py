@@ -1,4 +1,4 @@
-"""The captions story: a recipe is killed and resumed, and the gallery of its old model is searched.
+"""The captions story: train, resume after a kill, push, pull elsewhere, search, add, backfill, roll back, export.
 
 Real product photos and their names. Each command runs in a process of its own, and what it finds is measured after every step:
 the share of names that find a photo of that name among the first ten.
@@ -6,6 +6,7 @@ the share of names that find a photo of that name among the first ten.
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import tarfile
@@ -13,12 +14,16 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import IO, Any, cast
 
+import faiss
+import numpy as np
 import pytest
 import warm
 import yaml
 from hub_server import Hub, served
 
+from xcompat.models.embedder import load_embedder
 from xcompat.report import load_report
+from xcompat.retrieval import Gallery
 from xcompat.training.checkpoints import last_complete_checkpoint
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -51,6 +56,15 @@ from pathlib import Path
 redirect = redirected({{url!r}}, Path({{cache!r}}))
 redirect.__enter__()
 """
+
+PIPELINE = """
+import json, sys
+from transformers import pipeline
+import xcompat
+search = pipeline("compatible-retrieval", model={name!r}, gallery="gallery")
+print(json.dumps([[hit["id"] for hit in search(text)] for text in sys.argv[1:]]))
+"""
+NAME = "me/captions"
 
 
 def clip(width: int, layers: int, dim: int, edge: int) -> dict[str, Any]:
@@ -193,13 +207,61 @@ def train_with_a_kill(shop: Shop) -> float:
     return recalls["new", "old"]
 
 
-def build_and_search(shop: Shop) -> None:
-    """Build the gallery with the old model, and search it."""
+def build_and_search(shop: Shop) -> list[list[str]]:
+    """Build the gallery with the old model, and return what it finds."""
     shop.run("gallery", "build", "photos", "--model", "run/old/model", "--out", "gallery")
-    old = shop.recall(shop.search("run/old/model"))
-    assert old > 2 * 10 / STORED, "the old model finds more than chance does"
+    hits = shop.search("run/old/model")
+    assert shop.recall(hits) > 2 * 10 / STORED, "the old model finds more than chance does"
+    return hits
 
 
-def test_captions_from_a_recipe_to_a_gallery(shop: Shop) -> None:
+def push_and_pull(shop: Shop, old: float) -> list[list[str]]:
+    """Push the new model, and return what it finds in the old gallery on a machine that has never seen it."""
+    shop.run("push", "run/xbt", NAME, "--license", "mit", cache="own cache")
+    assert not (shop.folder / "fresh").exists()
+    hits = shop.search(NAME, cache="fresh")
+    assert shop.recall(hits) > old - WITHIN
+    code = AT_THE_HUB.format(url=shop.hub.url, cache=str(shop.folder / "fresh")) + PIPELINE.format(name=NAME)
+    done = warm.run("-c", code, *list(shop.name_of.values())[:9], folder=shop.folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == hits[:9]
+    return hits
+
+
+def add_and_backfill(shop: Shop, hits: list[list[str]]) -> None:
+    """Add photos with the new model, re-embed the others in steps, and take the last step back."""
+    before = shop.recall(hits)
+    shop.run("gallery", "add", "gallery", "arrivals", "--model", NAME, cache="fresh")
+    states = [shop.search(NAME, cache="fresh")]
+    for budget in (3, 60, STORED):
+        backfill = ("--backfill", "photos", "--budget", budget)
+        shop.run("gallery", "upgrade", "gallery", "--model", NAME, *backfill, cache="fresh")
+        states.append(shop.search(NAME, cache="fresh"))
+    for hits in states:
+        assert shop.recall(hits) > before - WITHIN
+        assert shop.recall(hits, arrivals=True) > before - 2 * WITHIN, "a quarter of the queries, so twice the error"
+    shop.run("gallery", "rollback", "gallery")
+    assert shop.search(NAME, cache="fresh") == states[-2]
+
+
+def export_a_line(shop: Shop, old: list[list[str]]) -> None:
+    """Return to the old gallery, and let a faiss index of it answer queries of the new model through a linear map."""
+    shop.run("gallery", "rollback", "gallery", "--to", 1)
+    assert shop.search("run/old/model") == old
+    (shop.folder / "names.txt").write_bytes(gzip.decompress((FASHION / "names_textonly.txt.gz").read_bytes())[:40_000])
+    models = ("--old", "run/old/model", "--new", "run/new/model")
+    shop.run("map", *models, "--texts", "names.txt", "--out", "line", "--allow-worse")
+    shop.run("export", "faiss", "gallery", "--model", "line", "--out", "line.faiss")
+    new = load_embedder(str(shop.folder / "run/new/model"))
+    queries = new.embed(new.processor.texts(list(shop.name_of.values()))).numpy()
+    _, rows = faiss.read_index(str(shop.folder / "line.faiss")).search(queries, 10)
+    stored = Gallery.open(shop.folder / "gallery").segments[0].ids(np.arange(STORED))
+    assert shop.recall([[stored[row] for row in each] for each in rows.tolist()]) > shop.recall(old) - WITHIN
+
+
+def test_captions_from_a_recipe_to_an_index(shop: Shop) -> None:
     train_with_a_kill(shop)
-    build_and_search(shop)
+    old = build_and_search(shop)
+    hits = push_and_pull(shop, shop.recall(old))
+    add_and_backfill(shop, hits)
+    export_a_line(shop, old)
