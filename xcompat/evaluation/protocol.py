@@ -90,7 +90,7 @@ class _Measured:
         return int((~self._known).sum())
 
     def parts(self) -> list[_Measured]:
-        """Return these results, and those of each population by itself; none of a population that new queries do not search."""
+        """Return these results, and those of each population; none of a population that new queries do not search or match."""
         if ("new", "old") not in self.found and self.direction.population != ALL:
             return []
         named = replace(self.direction, parts={})
@@ -102,7 +102,7 @@ class _Measured:
             )
             for population, mask_Q in self.direction.parts.items()
         ]
-        return [self, *(part for part in parts if part._known.any())]
+        return [part for part in (self, *parts) if part.direction.population == ALL or part._known.any()]
 
     def notes(self) -> list[str]:
         """Return the direction's notes, and one on the queries that are left out."""
