@@ -138,7 +138,7 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
         {**pair, "name": "parts", "mini_batch_size": 2},
         {**pair, **texts, "name": "texts"},
         {**pair, **texts, "name": "texts_parts", "mini_batch_size": 2},
-        {"name": "chosen", "data": {"texts": []}, "evaluation": None, "training": {"max_steps": 3}},
+        {"name": "chosen", "allow_worse": True, "data": {"texts": []}, "evaluation": None, "training": {"max_steps": 3}},
         {"name": "remembering", "method": "projection", "options": {"noise_std": 0}, "memory": "pairs", "evaluation": None},
         {
             "name": "upgraded",
