@@ -111,7 +111,12 @@ class FaissIndex:
         Raises:
             XcompatError: the index is damaged in a way that only a search shows.
         """
-        return search_with_ties(partial(self._score, kept_N=kept_N), np.ascontiguousarray(queries_Qd), k, self.rows)
+        import faiss
+
+        queries_Qd = np.ascontiguousarray(queries_Qd)
+        if isinstance(faiss.downcast_index(self.index), faiss.IndexRefine):  # what it finds depends on k
+            return self._score(queries_Qd, k, kept_N)[:2]
+        return search_with_ties(partial(self._score, kept_N=kept_N), queries_Qd, k, self.rows)
 
     def _score(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None) -> Scored:
         """Return the nearest rows, with scores that do not depend on the batch if the index keeps vectors as they are."""
