@@ -579,7 +579,7 @@ def test_images_alone_are_judged_by_their_classes(run: Run, embeddings: Callable
     assert "5 of 40 lines are blank, first line 1;" in refused(run("evaluate", "--old", noisy, "--new", clean, *out))
     (noisy / "labels.txt").write_text("".join(f"thing {row // 4}\n" for row in range(40)))
     code, said, _ = run("evaluate", "--old", noisy, "--new", clean, "--require-compatible", *out)
-    assert code == 0 and "image-to-image: 40 queries" in said
+    assert code == 0 and "image to image: 40 queries" in said
     report = json.loads((tmp_path / "report" / "report" / "report.json").read_text())
     assert {(case["direction"], case["n_queries"]) for case in report["cases"]} == {("image-to-image", 40)}
     (clean / "text_ids.txt").write_text("item-0\n")  # texts of one side alone are a mistake

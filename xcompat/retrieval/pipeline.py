@@ -105,13 +105,13 @@ class CompatibleRetrievalPipeline(Pipeline):
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery.open(gallery)
         self.asking: CompatModel | Embedder
         self._own: Callable[[Sequence[str | Image.Image]], Tensor]
-        source: Embedder | ServedMap
+        source: Embedder | ServedMap | CompatModel
         if embed_with is not None:
             source = ServedMap.load(self.model, embed_with)
             self.asking, self._own = source.model, source.embed
         elif isinstance(self.model, CompatModel):
-            self.asking = self.model.for_inference()
-            self._own, source = self._embed_own, Embedder.of(self.asking, "own")
+            self.asking = source = self.model.for_inference()
+            self._own = self._embed_own
         else:  # a plain encoder, which searches embeddings that it made itself
             self.asking = source = load_embedder(str(self.model.name_or_path), self.device)
             self._own = partial(_in_order, source.processor, self._run)
@@ -203,13 +203,16 @@ class CompatibleRetrievalPipeline(Pipeline):
         return self.asking.embed({name: tensor.to(self.asking.device) for name, tensor in batch.items()}).cpu()
 
 
-def _reranker(source: Embedder | ServedMap, rerank: int | Reranker | None, originals: str | Path | None) -> Reranker | None:
+def _reranker(
+    source: Embedder | ServedMap | CompatModel, rerank: int | Reranker | None, originals: str | Path | None
+) -> Reranker | None:
     """Return what re-ranks hits; None if nothing does."""
     if isinstance(rerank, Reranker) or rerank is None:
         if originals is not None:
             raise XcompatError("originals are for re-ranking; add rerank=20")
         return rerank
-    return Reranker(source, None if originals is None else load_originals(originals), rerank)
+    embedder = Embedder.of(source, "own") if isinstance(source, CompatModel) else source
+    return Reranker(embedder, None if originals is None else load_originals(originals), rerank)
 
 
 def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor], queries: Sequence[str | Image.Image]) -> Tensor:
