@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
         {"method": "bct", "data": JUDGED},
     ),
     "weight_decay_on": ("all", {"method": "xbt"}, "weight_decay is 0", {"method": "xbt", "training": {"weight_decay": 0.1}}),
+    "allow_worse": (True, MAP, "only the choice of a map asks for it", {"method": "map"}),
     "searched_classes": ("known", MAP, "nothing is remembered", {"method": "map"}),
     "projection": ("phi", {"method": "direct"}, "does not start from one", {"method": "xbt"}),
     "side_info": ("simclr", {"method": "bct"}, "does not read it", {"method": "fct"}),

@@ -22,7 +22,7 @@ from PIL import Image
 from store_places import OLD, PLACES, map_of_galleries, unit_vectors
 from typer.testing import CliRunner
 
-from xcompat import XcompatError
+from xcompat import XbtModel, XcompatError
 from xcompat.cli import app
 from xcompat.engines import models
 from xcompat.engines.models import NamedModel
@@ -157,14 +157,16 @@ def test_originals_are_embedded_anew_by_workers(kind: str, tmp_path: Path, old_f
         for row in range(203):
             pixels = np.random.default_rng(row).integers(0, 255, (20, 20, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(source / f"{row:03}.png")
-    originals, old, new = load_originals(source), load_embedder(old_folder), load_embedder(folder_of["clip"])
+    originals, old, newer = load_originals(source), load_embedder(old_folder), str(tmp_path / "newer")
+    XbtModel.from_encoder(folder_of["clip"], old=old.describe_old()).export(newer)
+    new = load_embedder(newer)
     made = Gallery.create(tmp_path / "one", old)
     ingestion.ingest(made, originals, old)
     if kind == "pictures":
         (source / "070.png").write_bytes(b"no picture")  # the first is found by whoever reads it
     many = copied(made.path, "many")
     alone = Backfill(made, originals, new).run()
-    assert Backfill(many, originals, new).run(worker_here(folder_of["clip"], new)) == alone
+    assert Backfill(many, originals, new).run(worker_here(newer, new)) == alone
     assert alone.unreadable == (kind == "pictures") and bool(alone.truncated) == (kind == "texts")
     assert contents(many) == contents(made)
 
