@@ -24,6 +24,7 @@ PER_STATEMENT = 500
 """Ids of one statement; SQLite takes at most 999 values in old versions."""
 PRUNED_SHARE = 0.1
 """Share of the oldest embeddings that goes when the file has grown to its limit."""
+_VALID = "embedding IS NOT NULL AND valid_from <= ? AND made >= ?"
 _TABLES = f"""
 CREATE TABLE about (model TEXT NOT NULL, dim INTEGER NOT NULL);
 CREATE TABLE items (
@@ -110,20 +111,34 @@ class NewEmbeddings:
         Returns:
             Id -> (D,) float32. A damaged embedding is left out, and made again.
         """
-        oldest = 0.0 if self.max_days is None else time.time() - 86400 * self.max_days
         names = {_hash(name): name for name in ids}
         found: dict[str, NDArray[np.float32]] = {}
         with self._reading() as connection:
             for part in _parts(list(names)):
+                condition = f"id IN ({_marks(part)}) AND {_VALID}"
                 rows = connection.execute(
-                    f"SELECT id, embedding, checksum FROM items WHERE id IN ({_marks(part)}) AND embedding IS NOT NULL "
-                    "AND valid_from <= ? AND made >= ?",
-                    (*part, generation, oldest),
+                    f"SELECT id, embedding, checksum FROM items WHERE {condition}", (*part, generation, self._oldest)
                 )
                 for key, embedding, checksum in rows:
                     if len(embedding) == 4 * self.dim and _checksum(embedding) == checksum:
                         found[names[key]] = np.frombuffer(embedding, "<f4")
         return found
+
+    def known(self, ids: Sequence[str], generation: int) -> set[str]:
+        """Return the ids of those items that have an embedding, without reading any. The arguments are those of :meth:`get`."""
+        names = {_hash(name): name for name in ids}
+        found: set[str] = set()
+        with self._reading() as connection:
+            for part in _parts(list(names)):
+                condition = f"id IN ({_marks(part)}) AND {_VALID}"
+                rows = connection.execute(f"SELECT id FROM items WHERE {condition}", (*part, generation, self._oldest))
+                found |= {names[key] for (key,) in rows}
+        return found
+
+    @property
+    def _oldest(self) -> float:
+        """Time before which an embedding is too old."""
+        return 0.0 if self.max_days is None else time.time() - 86400 * self.max_days
 
     def put(self, embeds: Mapping[str, NDArray[np.float32]], generation: int) -> None:
         """Store embeddings, in one transaction.
@@ -148,7 +163,7 @@ class NewEmbeddings:
     def _prune(self, connection: sqlite3.Connection) -> None:
         """Delete embeddings that are too old, and the oldest ones of a file that is too large."""
         if self.max_days is not None:
-            connection.execute("UPDATE items SET embedding = NULL WHERE made < ?", (time.time() - 86400 * self.max_days,))
+            connection.execute("UPDATE items SET embedding = NULL WHERE made < ?", (self._oldest,))
         while self.max_bytes is not None and _used_bytes(connection) > self.max_bytes:
             count = connection.execute("SELECT COUNT(*) FROM items WHERE embedding IS NOT NULL").fetchone()[0]
             if not count:
