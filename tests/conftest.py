@@ -27,9 +27,10 @@ from hypothesis import settings
 from PIL import Image
 from postgres import running
 
-from xcompat import cli
+from xcompat import XbtModel, cli
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models import CompatModel
+from xcompat.models.embedder import load_embedder
 from xcompat.progress import console
 from xcompat.retrieval import Gallery, faiss_probe, probing
 
@@ -139,6 +140,24 @@ def image_folder_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def old_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a saved tiny CLIP in the role of the old model, d = 8."""
     return save_stand_in(tmp_path_factory.mktemp("old") / "old", "clip", 8, seed=2)
+
+
+@pytest.fixture(scope="session")
+def compatible_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> str:
+    """Return a saved model whose queries search galleries of the old one."""
+    folder = tmp_path_factory.mktemp("compatible") / "xbt"
+    torch.manual_seed(0)
+    XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
+    return str(folder)
+
+
+def write_photos(folder: Path, count: int) -> Path:
+    """Write so many pictures of noise into a new folder, and return it."""
+    folder.mkdir()
+    for number in range(count):
+        pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02}.png")
+    return folder
 
 
 @pytest.fixture(scope="session")

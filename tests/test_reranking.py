@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import write_photos
 from numpy.typing import NDArray
 from PIL import Image
 
 import xcompat.stores
-from xcompat import Fingerprint, XbtModel
+from xcompat import Fingerprint
 from xcompat.arrays import normalise_rows
 from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder
@@ -33,12 +34,7 @@ ITEMS, DEPTH = 24, 10
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    for number in range(ITEMS):
-        pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number:02}.png")
-    return folder
+    return write_photos(tmp_path / "photos", ITEMS)
 
 
 @pytest.fixture
@@ -56,12 +52,8 @@ def gallery(tmp_path: Path, photos: Path, old_folder: str) -> Gallery:
 
 
 @pytest.fixture(scope="module")
-def newer(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> Embedder:
-    """Return a model whose queries search galleries of the old one."""
-    folder = tmp_path_factory.mktemp("newer")
-    torch.manual_seed(0)
-    XbtModel.from_encoder(folder_of["clip"], old=load_embedder(old_folder).describe_old()).export(folder)
-    return load_embedder(str(folder))
+def newer(compatible_folder: str) -> Embedder:
+    return load_embedder(compatible_folder)
 
 
 @pytest.fixture

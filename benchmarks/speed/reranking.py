@@ -34,8 +34,7 @@ class Cached(Reranker):
     """A re-ranking whose embeddings are all in the cache, so that no model is needed."""
 
     def __init__(self) -> None:
-        self.originals, self.candidates, self.old_weight, self.budget = None, CANDIDATES, 1 / 3, 0
-        super().__init__(Embedder.__new__(Embedder), candidates=CANDIDATES)
+        super().__init__(Embedder.__new__(Embedder), candidates=CANDIDATES, budget=0)
 
     fingerprint = NEW
     dim = DIM
