@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +403,18 @@ def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert model.config.encoder is None and model.view(torch.tensor(Service()(["a red fox"]))).shape == (1, 4)
     with pytest.raises(XcompatError, match="use embeddings as queries"):
         model.embed_texts(torch.ones(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64))
+
+
+def test_a_map_without_labels_is_safe_if_it_agrees_enough() -> None:
+    new_ND = normalised(np.random.default_rng(0).normal(size=(200, 16)))
+    turn_Dd = np.linalg.qr(np.random.default_rng(1).normal(size=(16, 16)))[0]
+    same = agree(PairedEmbeddings(new_ND, new_ND @ turn_Dd))
+    assert same.is_safe and not same.chosen.is_surely_better, "old queries find the new model's neighbours as well"
+    clear = seen()
+    noisy = normalised(clear.old_Nd + 0.15 * np.random.default_rng(1).standard_normal(clear.old_Nd.shape))
+    choice = agree(PairedEmbeddings(clear.new_ND, noisy))
+    assert choice.chosen.is_surely_better and not choice.of_few_pairs and not choice.is_safe
+    ((protocol, metrics),) = choice.floor.items()
+    for floor, is_safe in ((1.99, True), (2.01, False)):  # least and floor together are 1.5 times the floor where it is 2 least
+        shifted = replace(choice, floor={protocol: dict.fromkeys(metrics, floor * choice.chosen.least.low)})
+        assert shifted.is_safe == is_safe and not replace(shifted, of_few_pairs=True).is_safe

@@ -112,7 +112,10 @@ def _said_of_agreement(choice: Choice) -> str:
         )
         found = f"{found} Asked for by one of its sentences, a held-out text has this mean reciprocal rank (%): {ranks}."
     if choice.is_safe:
-        return f"{found} Half-way between both, queries found at least as much as old ones in every upgrade that was measured."
+        return (
+            f"{found} In every upgrade that was measured, queries that agree so far with the new model found at least as much as "
+            "old ones. Labels (labels.txt) or captions would show it for your data."
+        )
     few = "more pairs than twice the dimensions, and " if choice.of_few_pairs else ""
     return (
         f"{found} That is what the map keeps of the new model. It does not show that new queries find as much as old ones: give "

@@ -219,8 +219,9 @@ def _with_results(run: RunFacts, folders: list[Path], fingerprint: Fingerprint) 
             continue
         if is_report_of_map(document := read_json(file)):
             if document.get("fingerprint") == fingerprint.digest:
-                warning = "" if document.get("verdict") else NOT_SHOWN
-                return replace(run, gains=gains_written(document, file), measured_on=HELD_OUT, warning=warning)
+                gains = gains_written(document, file)  # none where the new model's neighbours had to stand for labels
+                warning = "" if document.get("verdict") and gains else NOT_SHOWN
+                return replace(run, gains=gains, measured_on=HELD_OUT, warning=warning)
             continue
         report = load_report(folder)
         if report.new.fingerprint in (fingerprint.digest, fingerprint.derived("view").digest):
