@@ -120,12 +120,16 @@ class Column:
         self.agreement: dict[str, list[float]] = defaultdict(list)
         self.clusters: list[NDArray[np.int64]] = []
 
-    def add(self, search: Search, pairs: PairedEmbeddings, seed: int) -> None:
-        """Measure one draw: results of the queries, and agreement among the pairs themselves."""
-        for row, values in search.measure(pairs).items():
+    def add(self, rows: dict[str, Values], clusters_Q: NDArray[np.int64]) -> None:
+        """Add the results of one draw's queries."""
+        for row, values in rows.items():
             for metric, values_Q in values.items():
                 self.values[row, metric].append(values_Q)
-        self.clusters.append(search.clusters_Q)
+        self.clusters.append(clusters_Q)
+
+    def measure(self, search: Search, pairs: PairedEmbeddings, seed: int) -> None:
+        """Measure one draw: results of the queries, and agreement among the pairs themselves."""
+        self.add(search.measure(pairs), search.clusters_Q)
         for row, share in measure_agreement(pairs, seed).items():
             self.agreement[row].append(share)
 
@@ -135,11 +139,14 @@ class Column:
 
     def gain(self, row: str, metric: str) -> str:
         """Return the mean of a row, and its gain over old queries with a 95 % interval."""
+        mean = f"{self.mean(row, metric):.1f}"
+        return mean if row == OLD else f"{mean}: {gain_with_interval(*self.compare(row, metric))}"
+
+    def compare(self, row: str, metric: str) -> tuple[float, float, float]:
+        """Return the gain of a row over old queries, and the ends of its 95 % interval."""
         own_Q, old_Q = (np.concatenate(self.values[name, metric]) for name in (row, OLD))
-        if row == OLD:
-            return f"{self.mean(row, metric):.1f}"
         gain = paired_bootstrap(own_Q, old_Q, clusters_Q=np.concatenate(self.clusters).tolist())
-        return f"{self.mean(row, metric):.1f}: {gain_with_interval(gain.mean, gain.low, gain.high)}"
+        return gain.mean, gain.low, gain.high
 
     def order(self, rows: Sequence[str], metric: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return agreement and true results of some rows."""
@@ -188,7 +195,7 @@ def run_texts(seeds: int) -> None:
             of_count.append(column := Column(name))
             for seed in range(seeds if count else 1):
                 rows = np.random.default_rng(seed).permutation(known)[:count] if count else known
-                column.add(search, stored.take(np.sort(rows)), seed)
+                column.measure(search, stored.take(np.sort(rows)), seed)
         console.print(f"measured: {name}")
     for count, of_count in columns.items():
         show(f"Texts, {f'{count} documents to learn from' if count else 'all documents to learn from'}", of_count, "nDCG@10")
@@ -221,7 +228,7 @@ def run_photos(seeds: int) -> None:
             stored, asked = (PairedEmbeddings(embedded[new][rows], embedded[old][rows]) for rows in (rows_G, rows_Q))
             for count in PHOTO_PAIRS:
                 drawn = np.random.default_rng((seed, count)).permutation(len(rows_G))[:count]
-                columns[count][place].add(Search(stored, asked, score, rows_Q), stored.take(np.sort(drawn)), seed)
+                columns[count][place].measure(Search(stored, asked, score, rows_Q), stored.take(np.sort(drawn)), seed)
         console.print(f"measured: photos, {seed + 1} of {seeds} seeds")
     for count, of_count in columns.items():
         show(f"Photos, {count:,} pairs to learn from", of_count, "mAP", "CMC@1")

@@ -15,17 +15,16 @@ import importlib.metadata
 import platform
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import lines
 import numpy as np
 import torch
-from lines import HALF, NEW, OLD, PHOTO_UPGRADES, QUERIES, Floats, Search, Values, console
+from lines import HALF, NEW, OLD, PHOTO_UPGRADES, QUERIES, Column, Floats, Search, Values, console
 from numpy.typing import NDArray
 
-from xcompat.evaluation import paired_bootstrap, ranking_per_query
+from xcompat.evaluation import ranking_per_query
 from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings
@@ -74,7 +73,7 @@ JUDGED = (Way(HALF_WAY), Way(HALF_WAY, 20), Way(OLD, 20), Way(NEW))
 
 
 @torch.inference_mode()
-def measure_ways(search: Search, pairs: PairedEmbeddings) -> dict[Way, Values]:
+def measure_ways(search: Search, pairs: PairedEmbeddings) -> dict[str, Values]:
     """Measure each way to search; the map is learned from some pairs."""
     new_QD, old_Qd = (torch.from_numpy(np.array(side, np.float32)) for side in (search.asked.new_ND, search.asked.old_Nd))
     model = LINES["whitened"](pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1]))
@@ -83,7 +82,7 @@ def measure_ways(search: Search, pairs: PairedEmbeddings) -> dict[Way, Values]:
     scores = {name: query_Qd.numpy() @ np.asarray(search.stored.old_Nd).T for name, query_Qd in queries.items()}
     scores[NEW] = new_QD.numpy() @ np.asarray(search.stored.new_ND).T
     one_per_item = np.eye(len(search.stored), dtype=np.float32)  # as a gallery, it turns queries into their own scores
-    return {way: search.score(ranked_again(scores[way.candidates], scores[NEW], way), one_per_item) for way in WAYS}
+    return {str(way): search.score(ranked_again(scores[way.candidates], scores[NEW], way), one_per_item) for way in WAYS}
 
 
 def ranked_again(score_QN: Floats, new_QN: Floats, way: Way) -> Floats:
@@ -95,36 +94,6 @@ def ranked_again(score_QN: Floats, new_QN: Floats, way: Way) -> Floats:
     again_QN = score_QN.copy()
     np.put_along_axis(again_QN, best_Qk, combine_scores(old_Qk, new_Qk, way.old_weight) + 4, axis=1)  # before all others
     return again_QN
-
-
-class Column:
-    """Results of one protocol over several draws.
-
-    Args:
-        name: of the protocol.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.values: dict[tuple[Way, str], list[NDArray[np.float64]]] = defaultdict(list)
-        self.clusters: list[NDArray[np.int64]] = []
-
-    def add(self, search: Search, pairs: PairedEmbeddings) -> None:
-        """Measure one draw."""
-        for way, values in measure_ways(search, pairs).items():
-            for metric, values_Q in values.items():
-                self.values[way, metric].append(values_Q)
-        self.clusters.append(search.clusters_Q)
-
-    def mean(self, way: Way, metric: str) -> float:
-        """Return the mean over queries and draws, times 100."""
-        return 100 * float(np.concatenate(self.values[way, metric]).mean())
-
-    def gain(self, way: Way, metric: str) -> tuple[str, float]:
-        """Return the gain over old queries with its 95 % interval, and the interval's upper end."""
-        own_Q, old_Q = (np.concatenate(self.values[each, metric]) for each in (way, Way(OLD)))
-        gain = paired_bootstrap(own_Q, old_Q, clusters_Q=np.concatenate(self.clusters).tolist())
-        return gain_with_interval(gain.mean, gain.low, gain.high), gain.high
 
 
 def load_photo_searches(seeds: int) -> Iterator[tuple[str, Search, PairedEmbeddings]]:
@@ -160,7 +129,7 @@ def run_photos(seeds: int) -> list[Column]:
     """Measure the protocols on photos."""
     columns: dict[str, Column] = {}
     for name, search, pairs in load_photo_searches(seeds):
-        columns.setdefault(name, Column(name)).add(search, pairs)
+        columns.setdefault(name, Column(name)).add(measure_ways(search, pairs), search.clusters_Q)
     return [*columns.values()]
 
 
@@ -171,9 +140,10 @@ def run_texts(seeds: int) -> list[Column]:
         stored = search.stored
         known = np.flatnonzero((stored.new_ND != 0).any(1) & (stored.old_Nd != 0).any(1))
         every, few = Column(f"{name}, all pairs"), Column(f"{name}, {lines.FEW_TEXTS} pairs")
-        every.add(search, stored.take(known))
+        every.add(measure_ways(search, stored.take(known)), search.clusters_Q)
         for seed in range(seeds):
-            few.add(search, stored.take(np.sort(np.random.default_rng(seed).permutation(known)[: lines.FEW_TEXTS])))
+            rows = np.sort(np.random.default_rng(seed).permutation(known)[: lines.FEW_TEXTS])
+            few.add(measure_ways(search, stored.take(rows)), search.clusters_Q)
         columns += [every, few]
     return columns
 
@@ -184,15 +154,15 @@ def show(title: str, columns: list[Column], metrics: tuple[str, ...]) -> bool:
     for metric in metrics:
         console.print(f"\n| {title}: {metric} | {' | '.join(map(str, WAYS))} |\n|---|{'---:|' * len(WAYS)}")
         for column in columns:
-            console.print(f"| {column.name} | {' | '.join(f'{column.mean(way, metric):.1f}' for way in WAYS)} |")
-        full = np.mean([column.mean(Way(NEW), metric) - column.mean(Way(OLD), metric) for column in columns])
-        gains = [np.mean([column.mean(way, metric) - column.mean(Way(OLD), metric) for column in columns]) for way in WAYS]
+            console.print(f"| {column.name} | {' | '.join(f'{column.mean(str(way), metric):.1f}' for way in WAYS)} |")
+        full = np.mean([column.mean(NEW, metric) - column.mean(OLD, metric) for column in columns])
+        gains = [np.mean([column.mean(str(way), metric) - column.mean(OLD, metric) for column in columns]) for way in WAYS]
         console.print(f"| mean share of new/new's gain, % | {' | '.join(f'{100 * gain / full:.0f}' for gain in gains)} |")
         console.print(f"\n| {title}: gain at {metric} | {' | '.join(map(str, JUDGED))} |\n|---|{'---:|' * len(JUDGED)}")
         for column in columns:
-            found = [column.gain(way, metric) for way in JUDGED]
-            sure &= all(high >= 0 for (_, high), way in zip(found, JUDGED, strict=True) if way.depth)
-            console.print(f"| {column.name} | {' | '.join(gain for gain, _ in found)} |")
+            found = [column.compare(str(way), metric) for way in JUDGED]
+            sure &= all(high >= 0 for (_, _, high), way in zip(found, JUDGED, strict=True) if way.depth)
+            console.print(f"| {column.name} | {' | '.join(gain_with_interval(*gain) for gain in found)} |")
     return sure
 
 
