@@ -125,7 +125,7 @@ def test_cameras_reach_every_case_and_interval() -> None:
         assert cases[label].metrics["cmc@1"] == expected != cmc(*problem, ks=(1,))[1]
     kept = old.keep((np.arange(48) > 1, np.arange(48) > 2))
     assert list(kept.query_cameras or ()) == cameras[2:].tolist() and list(kept.gallery_cameras or ()) == cameras[3:].tolist()
-    with pytest.raises(XcompatError, match="query_cameras of new_view are not those of old"):
+    with pytest.raises(XcompatError, match="query_cameras of new_view differ from those of old"):
         evaluate(Contestants(old, embedded("new")), options)
 
 

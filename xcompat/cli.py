@@ -81,7 +81,10 @@ EmbedWith = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds a list of texts as --new, such as by a service."),
 ]
-Activation = Annotated[Literal["relu", "gelu"] | None, typer.Option(help="Of a network in such a file, where that does not say.")]
+Activation = Annotated[
+    Literal["relu", "gelu"] | None,
+    typer.Option(help="Activation of the network in --start-from, if the file does not record it."),
+]
 StartFrom = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="A map to try too: a checkpoint, or another tool's .npz or .safetensors."),
@@ -163,7 +166,7 @@ def embed(
     overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")] = "",
     out: Annotated[str, typer.Option(help="Folder of the Parquet files that are made, or its URI.")] = "",
-    column: Annotated[str | None, typer.Option(help="What is embedded or mapped; found by its name unless given.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column to embed or map. By default it is found by its name.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column with the id; `id` unless given.")] = None,
     dtype: Annotated[
         Literal["float32", "float16"] | None, typer.Option(help="How the vectors are written; float32 unless given.")

@@ -269,7 +269,10 @@ def add(
 def upgrade(
     gallery: Folder,
     model: ModelName = "",
-    backfill: Annotated[Path | None, typer.Option(help="The pictures or texts to embed again, in random order.")] = None,
+    backfill: Annotated[
+        Path | None,
+        typer.Option(help="Pictures or texts to re-embed. Items that searches asked for come first, the others in random order."),
+    ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Most items to embed in this call.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost and change nothing.")] = False,
     dtype: EmbedIn = "float32",

@@ -16,7 +16,7 @@ BadVectorShare = Annotated[
         "--max-bad-share", min=0, max=1, help="Share of the rows of a file that may have no usable embedding (default 0.1)."
     ),
 ]
-GpusPerWorker = Annotated[float | None, typer.Option("--gpus-per-worker", min=0, help="Of each process, such as 0.5.")]
+GpusPerWorker = Annotated[float | None, typer.Option("--gpus-per-worker", min=0, help="GPUs per worker, e.g. 0.5.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),

@@ -80,7 +80,9 @@ class EmbeddedImages:
         for what in ("query_ids", "gallery_ids", "query_labels", "gallery_labels", "query_cameras", "gallery_cameras"):
             expected, found = (ids if (ids := getattr(side, what)) is not None else () for side in (self, other))
             if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
-                raise XcompatError(f"{what} of {name} are not those of old; embed the same images in the same order with both")
+                raise XcompatError(
+                    f"{what} of {name} differ from those of old; embed the same images in the same order with both models"
+                )
 
     def matrices(self) -> dict[str, Embeddings]:
         """Return the embeddings of ``queries`` and of the gallery's ``images``."""

@@ -193,7 +193,9 @@ class EmbeddedTemplates:
     def require_same_items(self, other: EmbeddedTemplates, name: str) -> None:
         """Raise unless the other model, called ``name``, embedded the same images in the same order."""
         if as_ids(self.image_ids, len(self.image_ids), "old") != as_ids(other.image_ids, len(other.image_ids), name):
-            raise XcompatError(f"image_ids of {name} are not those of old; embed the same images in the same order with both")
+            raise XcompatError(
+                f"image_ids of {name} differ from those of old; embed the same images in the same order with both models"
+            )
 
     def matrices(self) -> dict[str, Embeddings]:
         """Return the embeddings of the ``images``."""

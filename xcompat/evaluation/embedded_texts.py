@@ -50,7 +50,9 @@ class EmbeddedTexts:
         for what in ("query_ids", "text_ids"):
             expected, found = getattr(self, what), getattr(other, what)
             if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
-                raise XcompatError(f"{what} of {name} are not those of old; embed the same texts in the same order with both")
+                raise XcompatError(
+                    f"{what} of {name} differ from those of old; embed the same texts in the same order with both models"
+                )
 
     def matrices(self) -> dict[str, Embeddings]:
         """Return every matrix of embeddings by what it holds."""

@@ -211,8 +211,8 @@ def load_report(path: str | Path) -> Report:
     document = read_json(file)
     if is_report_of_map(document):
         raise XcompatError(
-            f"{file} says what a map found on what was held out; judge the map on a test set: `xcompat evaluate --old FOLDER "
-            f"--new FOLDER --map {file.parent}`"
+            f"{file} is the report of a map on its validation split; evaluate the map on a test set: "
+            f"`xcompat evaluate --old FOLDER --new FOLDER --map {file.parent}`"
         )
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
