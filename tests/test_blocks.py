@@ -16,6 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from markdown_it import MarkdownIt
 
 from xcompat import cli
+from xcompat.quickstart_cli import DEFAULT, QuickstartGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -120,6 +121,8 @@ def check_xcompat(arguments: list[str]) -> None:
     """Parse arguments as the command line does, without calling a verb, and look for the recipes that they name."""
     command, given = COMMAND_LINE, list(arguments)
     while hasattr(command, "commands"):
+        if isinstance(command, QuickstartGroup) and given[:1] not in [[name] for name in command.commands]:
+            given.insert(0, DEFAULT)
         assert given[0] in command.commands, f"no verb {given[0]}"
         command = command.commands[given.pop(0)]
     try:

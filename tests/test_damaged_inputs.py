@@ -108,9 +108,15 @@ def test_damage_that_shows_in_a_search_alone() -> None:
     index.nprobe = 0
     with pytest.raises(XcompatError, match="faiss cannot search the index: .*it is damaged"):
         FaissIndex(index, "ip").search(queries, 1)
-    strange = mock.Mock(ntotal=4, search=lambda queries, k: (np.ones((4, 1), np.float32), np.full((4, 1), 140668605676512)))
-    found = FaissIndex(faiss.IndexFlatIP(4), "ip")
-    found.index = found.__dict__["_searched"] = strange
+
+    class Strange(faiss.IndexFlatIP):  # type: ignore[misc]  # faiss has no types
+        def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+            return np.ones((len(queries), k), np.float32), np.full((len(queries), k), 140668605676512)
+
+    strange = Strange(4)
+    strange.add(queries)
+    found = FaissIndex(strange, "ip")
+    found.index = strange  # without the cast to faiss's own class
     with pytest.raises(XcompatError, match="rows that are not in the index; it is damaged"):
         found.search(queries, 1)
 
