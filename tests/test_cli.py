@@ -668,6 +668,11 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     first = (mapped @ np.load(old / "image_embeds.npy").T).argmax(1) == np.arange(len(mapped))
     assert cases["new/old"].metrics["recall@1"] == pytest.approx(first.mean())
     assert cases["new/old"].metrics["recall@1"] > cases["independent/old"].metrics["recall@1"]
+    assert run("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", "--rerank", 3, *out)[0] == 0
+    report = load_report(tmp_path / "judged")
+    reranked = {case.label: case.metrics["recall@1"] for case in report.cases if case.direction == "text-to-image"}
+    assert reranked["new+rerank/old"] > reranked["old/old"] and any("3 hits per query re-ranked" in note for note in report.notes)
+    assert "add their folder with --new-own" in refused(run("evaluate", "--old", old, "--new", new, "--rerank", 3, *out))
     for target in ("evaluate", "report"):
         assert f"--map {tmp_path / 'map'}" in refused(run(target, tmp_path / "map"))
     assert "holds no model" in refused(run("evaluate", "--old", old, "--new", new, "--map", old, *out))

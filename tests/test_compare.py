@@ -187,17 +187,19 @@ def test_peak_memory_has_a_column_where_it_is_known(comparison: Comparison, cont
     assert [row.get("peak_memory") for row in rows] == [None, None, 3_000_000_000, 5_000, None]
 
 
-def test_old_queries_on_the_new_gallery_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
-    contestants = Contestants(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0))
-    evaluation = evaluate(contestants, EvaluationOptions(old_on_new=True, n_resamples=RESAMPLES))
+def test_cases_that_were_asked_for_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
+    contestants = Contestants(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), labelled("new", 8, 0.1, 0))
+    evaluation = evaluate(contestants, EvaluationOptions(old_on_new=True, rerank=5, n_resamples=RESAMPLES))
     save_report(tmp_path / "report", gather(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
     measured = compare("study", [Contender("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES)
-    (case,) = (case for case in evaluation.cases if case.label == "old/new")
-    assert measured.methods[0].from_old[MAP].mean == case.metrics[MAP[1]]
-    assert "mAP\nfrom old" in tables(measured)[0].columns
-    assert not any("from old" in column for column in tables(comparison)[0].columns)
     write_comparison(tmp_path, measured)
-    assert json.loads(comparison_file(tmp_path).read_text())["rows"][-1]["from_old"]
+    cases = (("old/new", "from_old", "from old"), ("new+rerank/old", "reranked", "re-ranked"))
+    for label, field, column in cases:
+        (case,) = (case for case in evaluation.cases if case.label == label)
+        assert getattr(measured.methods[0], field)[MAP].mean == case.metrics[MAP[1]]
+        assert f"mAP\n{column}" in tables(measured)[0].columns
+        assert not any(column in name for name in tables(comparison)[0].columns)
+        assert json.loads(comparison_file(tmp_path).read_text())["rows"][-1][field]
 
 
 def test_what_memory_does_has_a_table_where_queries_remember(comparison: Comparison, tmp_path: Path) -> None:

@@ -280,9 +280,10 @@ def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], t
     changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
     if METHODS[method].embeds_in_memory:
         changes["new"] = trained["independent"]
-    run_recipe(recipe_of(trained, **changes))
+    run_recipe(recipe_of(trained, **changes, evaluation=trained["evaluation"] | {"rerank": 3}))
     report = load_report(tmp_path / "run")
     cases = {case.label: case for case in report.cases}
+    assert cases.pop("new+rerank/old").metrics.keys() == cases["new/old"].metrics.keys()
     mapped = {"mapped/mapped"} if METHODS[method].maps_galleries_with(changes["options"]) else set()
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
     if model.stores_view and (model.embeds_in_memory or model.stored_dim != model.config.embedding_dim):

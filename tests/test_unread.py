@@ -31,6 +31,7 @@ EVALUATED: dict[str, Any] = {
     "fallback": 0.5,
     "fars": [0.1],
     "fpirs": [0.1],
+    "rerank": 5,
     "resamples": 100,
     "chunk_size": 8,
     "compare_with": ["phi"],

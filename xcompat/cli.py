@@ -43,6 +43,15 @@ Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the recipe on tiny stand-ins, list missing paths; download and write nothing.")
 ]
+RerankedHits = Annotated[
+    int | None,
+    typer.Option(
+        "--rerank",
+        min=1,
+        metavar="K",
+        help="Also measure searches whose first K hits the new model re-ranks. 20 is a good start.",
+    ),
+]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
 
 
@@ -211,6 +220,7 @@ def embed(
 
 @app.command()
 def evaluate(
+    context: typer.Context,
     target: Annotated[Path | None, typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,
     overrides: Overrides = None,
     data: Annotated[Path | None, typer.Option(help="Images to test a checkpoint on.")] = None,
@@ -221,6 +231,7 @@ def evaluate(
     qrels: Annotated[Path | None, typer.Option(help="With --old and --new: relevant texts of queries, as TREC or BEIR.")] = None,
     by_map: Annotated[Path | None, typer.Option("--map", help="A map for --new, which are then its own embeddings.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where the report goes.")] = None,
+    rerank: RerankedHits = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
@@ -232,8 +243,9 @@ def evaluate(
     """
     from xcompat.training.embedding_folders import judged_folders, judged_kind, require_folders, require_testable
 
-    typed = {"--data": data, "--old": old, "--new": new, "--new-own": new_own, "--independent": independent, "--qrels": qrels}
-    kind = judged_kind(target, overrides or [], typed | {"--map": by_map, "--output": output, "--max-bad-share": max_bad_share})
+    typed = {each.opts[0]: context.params[each.name] for each in context.command.params if each.name in context.params}
+    named = {option: value for option, value in typed.items() if option.startswith("--") and option != "--require-compatible"}
+    kind = judged_kind(target, overrides or [], named)
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
@@ -241,13 +253,13 @@ def evaluate(
         from xcompat.vectors import BAD_SHARE
 
         share = BAD_SHARE if max_bad_share is None else max_bad_share
-        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share)
+        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share, rerank or 0)
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)
         from xcompat.training.evaluate_command import evaluate_checkpoint
 
-        report = evaluate_checkpoint(target, data, overrides or [], old, place)
+        report = evaluate_checkpoint(target, data, overrides or [], old, place, rerank or 0)
     else:
         assert target is not None
         if kind == "recipe":

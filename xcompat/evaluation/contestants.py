@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import ALL, BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, WITHOUT_MEMORY
+from xcompat.evaluation.cases import ALL, BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, RERANKED, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 from xcompat.metric_names import metric_name
@@ -29,6 +29,7 @@ class EvaluationOptions:
         shared: whether all processes evaluate the same contestants: each ranks a share of the queries, all get the result.
         fars: false acceptance rates at which pairs of images with classes are verified (TAR@FAR); none by default.
         fpirs: false positive identification rates at which these images are identified in an open set (TPIR@FPIR).
+        rerank: hits of each new query that the new model scores again, which adds the case ``new+rerank/old``; 0 for none.
     """
 
     ks: Sequence[int] | None = None
@@ -39,6 +40,7 @@ class EvaluationOptions:
     shared: bool = False
     fars: Sequence[float] = ()
     fpirs: Sequence[float] = ()
+    rerank: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,36 @@ class Contestant(Protocol):
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
         """Return the directions of search with these cut-offs; classification comes last."""
 
-    def find(self, gallery: Self, direction: Direction, options: EvaluationOptions) -> Found | None:
-        """Search another model's gallery in one direction; None if one of the two has nothing to classify."""
+    def find(self, gallery: Self, direction: Direction, options: EvaluationOptions, own: Self | None = None) -> Found | None:
+        """Search another model's gallery in one direction; None if that cannot be measured.
+
+        Args:
+            gallery: what is searched.
+            direction: of the search.
+            options: cut-offs, and how many hits are scored again.
+            own: the new model in its own space, which scores the first hits again; None for a plain search.
+        """
 
 
 C = TypeVar("C", bound=Contestant)
+
+
+class Search(NamedTuple, Generic[C]):
+    """A case that is measured.
+
+    Args:
+        query: name of the model that embeds the queries.
+        gallery: name of the gallery.
+        asking: embeddings of the queries.
+        searched: embeddings of the gallery.
+        own: the new model in its own space, which scores the first hits again; None for a plain search.
+    """
+
+    query: str
+    gallery: str
+    asking: C
+    searched: C
+    own: C | None = None
 
 
 @dataclass(frozen=True)
@@ -216,28 +243,30 @@ class Contestants(Generic[C]):
         extra = {name: model.keep(masks) for name, model in self.extra.items()}
         return replace(self, extra=extra, **{role: model.keep(masks) for role, model in roles.items()})
 
-    def searches(self, old_on_new: bool = False) -> list[tuple[str, str, C, C]]:
-        """Check that the models fit together, and list the cases.
+    def searches(self, old_on_new: bool = False, rerank: bool = False) -> list[Search[C]]:
+        """Check that the models fit together, and list the cases in the report's order.
 
         Args:
             old_on_new: whether old queries search the new model's gallery too.
-
-        Returns:
-            (query, gallery, query model, gallery model) per case, in the report's order.
+            rerank: whether the new model scores the first hits of its queries again.
 
         Raises:
-            XcompatError: a name is taken, items differ, dimensions do not fit, or ``old_on_new`` is set for a mapped gallery.
+            XcompatError: a name is taken, items differ, dimensions do not fit, ``old_on_new`` is set for a mapped gallery, or
+                there are no embeddings in the new model's own space that could score again.
         """
         old, plain, stays = self.old, self.independent, self._gallery_that_stays
         self._require_same_items()
         self._require_fitting()
         if old_on_new and self.upgraded is not None:
             raise XcompatError("this method maps the old gallery, and old queries have no place there; set old_on_new to false")
+        if rerank and self.new is None:
+            raise XcompatError("re-ranking needs the new model's own embeddings of queries and gallery; give them (--new-own)")
         cases: list[tuple[str, str, C | None, C | None]] = [
             ("old", "old", old, old),
             ("independent", "old", None if plain is None else _fit_dim(plain, old.dim), old),
             *((name, "old", model, old) for name, model in self.extra.items()),
             ("new", "old", self.new_view, stays),
+            (RERANKED, "old", self.new_view if rerank else None, stays),
             ("new", BACKFILLED, self.new_view, self.backfilled),
             (WITHOUT_MEMORY, "old", self.new_view, self.forgetful),
             (NEW_WITH_MEMORY, NEW_WITH_MEMORY, self.ceiling, self.ceiling),
@@ -247,7 +276,7 @@ class Contestants(Generic[C]):
             ("independent", "independent", plain, plain),
         ]
         return [
-            (query, gallery, asking, searched)
+            Search(query, gallery, asking, searched, self.new if query == RERANKED else None)
             for query, gallery, asking, searched in cases
             if asking is not None and searched is not None
         ]
@@ -264,9 +293,7 @@ class Contestants(Generic[C]):
         """Refuse names that are taken, and queries of another dimension than the gallery they search."""
         taken = OF_MODELS & self.extra.keys()
         if taken:
-            raise XcompatError(
-                f"{min(taken)!r} cannot name an extra model, as it names one of the five cases; choose another name"
-            )
+            raise XcompatError(f"{min(taken)!r} cannot name an extra model, as it names a case of its own; choose another name")
         asking = [("new_view", self.new_view, self._gallery_that_stays), *((*extra, self.old) for extra in self.extra.items())]
         for name, model, gallery in asking:
             if model.dim != gallery.dim:

@@ -11,7 +11,10 @@ from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, is_zero_shot, zero_shot_metric
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
+from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
+from xcompat.evaluation.ranking import rank
+from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 
@@ -142,9 +145,13 @@ class EmbeddedPairs:
             raise XcompatError(f"{name}: no query id occurs in the gallery; image_ids and text_ids must name the same items")
         return Direction(name, "recall", kept, n_gallery, codes_Q, f"{name} queries have no match in the gallery", notes)
 
-    def find(self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions) -> Found | None:
+    def find(
+        self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions, own: EmbeddedPairs | None = None
+    ) -> Found | None:
         """Rank the captions of each image, the images of each caption, or the classes of each image."""
         if is_zero_shot(direction.metric):
+            if own is not None:
+                return None
             name = direction.metric.partition(":")[2]
             if name not in self.classified or name not in gallery.classified:
                 return None
@@ -152,6 +159,10 @@ class EmbeddedPairs:
             return Found(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
         asks, searched = _SIDES[direction.name]
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
+        if own is not None:
+            pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), options.chunk_size)
+            pairs = rerank(pairs, own._side(asks)[0], own._side(searched)[0], options.rerank)
+            return Found(rank(pairs, options.shared).first_hit_ranks_Q, {})
         return Found(first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, options.chunk_size, options.shared), {})
 
     def _side(self, name: str) -> tuple[Embeddings, Ids]:

@@ -242,8 +242,12 @@ class EmbeddedTemplates:
             found.append(Direction(IDENTIFICATION, "cmc", kept, n_gallery, subjects_Q, without_match, notes=notes))
         return found
 
-    def find(self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions) -> Found:
-        """Verify pairs, whose enrolled template is the gallery's, or identify probes in the gallery."""
+    def find(
+        self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None
+    ) -> Found | None:
+        """Verify pairs, whose enrolled template is the gallery's, or identify probes in the gallery; none is re-ranked."""
+        if own is not None:
+            return None
         judge = _verified if direction.name == VERIFICATION else _identified
         return judge(self.templates, gallery.templates, self.protocol, options)
 

@@ -10,8 +10,10 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, telling_cut_offs
-from xcompat.evaluation.graded import Qrels, graded_per_query, unusable
+from xcompat.evaluation.graded import Qrels, grade, unusable
 from xcompat.evaluation.identities import Ids, as_ids
+from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.fingerprint import Fingerprint
 
@@ -100,18 +102,15 @@ class EmbeddedTexts:
         missing = "queries have no judgement"
         return [Direction(TEXT_TO_TEXT, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
 
-    def find(self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions) -> Found:
+    def find(
+        self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions, own: EmbeddedTexts | None = None
+    ) -> Found:
         """Rank the relevant passages of each judged query."""
-        found = graded_per_query(
-            self.query_embeds_QD,
-            gallery.passages(),
-            self.query_ids,
-            gallery.text_ids,
-            self.qrels,
-            options.ks or _KS,
-            chunk_size=options.chunk_size,
-            shared=options.shared,
-        )
+        asking, searched = Items(self.query_embeds_QD, self.query_ids), Items(gallery.passages(), gallery.text_ids)
+        pairs = LabelledPairs(asking, searched, options.chunk_size, ("queries", "gallery"))
+        if own is not None:
+            pairs = rerank(pairs, own.query_embeds_QD, own.passages(), options.rerank)
+        found = grade(pairs, self.query_ids, gallery.text_ids, self.qrels, options.ks or _KS, options.shared)
         kept, _ = telling_cut_offs(TEXT_TO_TEXT, "recall", options.ks or _KS, len(gallery.text_ids))
         told = {f"recall@{k}" for k in kept}  # nDCG and MRR ask where an item is, which tells at any cut-off
         values = {metric: of_J for metric, of_J in found.values.items() if metric in told or not metric.startswith("recall@")}

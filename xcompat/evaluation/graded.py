@@ -16,7 +16,7 @@ from xcompat.evaluation.counting import count_at_least
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import Hits, placed
-from xcompat.evaluation.scores import Embeddings, join_ties, pair_scores
+from xcompat.evaluation.scores import Embeddings, join_ties
 
 Qrels = Mapping[Any, Mapping[Any, float]]
 """Query id -> item id -> gain. An item without a gain above 0 is not relevant, judged or not."""
@@ -127,9 +127,28 @@ def graded_per_query(
     Raises:
         XcompatError: if shapes, ids or numbers are unusable, or no query is judged.
     """
+    pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), chunk_size, ("queries", "gallery"))
+    return grade(pairs, query_ids, gallery_ids, qrels, ks, shared)
+
+
+def grade(
+    pairs: LabelledPairs, query_ids: Ids, gallery_ids: Ids, qrels: Qrels, ks: Sequence[int], shared: bool = False
+) -> GradedQueries:
+    """Return the metrics of :func:`graded_metrics` for the queries of some pairs.
+
+    Args:
+        pairs: queries and gallery.
+        query_ids: Q distinct hashables.
+        gallery_ids: G distinct hashables.
+        qrels: query id -> item id -> gain.
+        ks: cut-offs, at least 1.
+        shared: as in :func:`graded_per_query`.
+
+    Raises:
+        XcompatError: if ids are unusable, or no query is judged.
+    """
     if not ks or any(k < 1 for k in ks):
         raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
-    pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), chunk_size, ("queries", "gallery"))
     judged = _Judged(qrels, query_ids, gallery_ids)
     place_of = {row: place for place, row in enumerate(judged.rows_J.tolist())}
     values = {metric: np.zeros(len(judged.rows_J)) for metric in _metrics(ks)}
@@ -251,10 +270,7 @@ def _rank(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged) -> tuple[Hi
     counts_B = np.array([len(columns) for columns in of_each])
     owners_N, columns_N = np.repeat(np.arange(len(rows_B)), counts_B), np.concatenate(of_each)
     gains_N = np.concatenate([judged.gains[row] for row in rows_B.tolist()])
-    known, places_N = np.unique(columns_N, return_inverse=True)
-    positions = (torch.from_numpy(each).to(pairs.device) for each in (owners_N, places_N))
-    scores_N = pair_scores(pairs.queries.block(rows_B), pairs.gallery.block(known), *positions).cpu().numpy()
-    scores_N = join_ties(scores_N, owners_N, pairs.tie_margin)
+    scores_N = join_ties(pairs.scores(rows_B, owners_N, columns_N).cpu().numpy(), owners_N, pairs.tie_margin)
     order_N = np.lexsort((-gains_N, scores_N, owners_N))  # of equal scores the lower gain ranks first: ties against you
     scores_N, gains_N = scores_N[order_N], gains_N[order_N]
     on_device = (torch.from_numpy(each).to(pairs.device) for each in (scores_N - pairs.tie_margin, owners_N, counts_B))

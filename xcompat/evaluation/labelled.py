@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,7 +12,18 @@ import torch
 from xcompat.distributed import my_share
 from xcompat.errors import XcompatError
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
-from xcompat.evaluation.scores import Embeddings, ExactRows, as_rows, blocks, copy_score, tie_margin, usual_distance
+from xcompat.evaluation.scores import (
+    UNIT,
+    Embeddings,
+    ExactRows,
+    as_rows,
+    blocks,
+    copy_score,
+    pair_scores,
+    tie_margin,
+    true_places,
+    usual_distance,
+)
 
 LEFT_OUT = -(2.0**53)
 """Score of a pair that does not count: below every real score, as these are integers of at most about 2^52."""
@@ -105,6 +117,7 @@ class LabelledPairs:
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
         self._sorted_codes_G = self.gallery_codes[self._by_class_G]
         self._place_G = np.argsort(self._by_class_G)
+        self._first: tuple[torch.Tensor, torch.Tensor] | None = None
         self._read_left_out(queries, gallery)
 
     def _codes(self, of_queries: Ids, of_gallery: Ids, called: tuple[str, str]) -> _Codes:
@@ -132,6 +145,55 @@ class LabelledPairs:
     def n_pairs(self) -> int:
         """Number of pairs that count."""
         return self.n_queries * self.n_gallery - self._n_left_out
+
+    def with_first(self, columns_Qk: torch.Tensor, scores_Qk: torch.Tensor) -> LabelledPairs:
+        """Return the same pairs, in which some items come first for each query.
+
+        Args:
+            columns_Qk: int64 (Q, k), gallery items.
+            scores_Qk: float64 (Q, k) cosines by which these are ranked, before all others; -inf for those that do not count.
+        """
+        pairs = copy.copy(self)
+        # a quarter of the range of scores each: the others around 0, those that come first around 3/4
+        pairs._first = columns_Qk, torch.where(scores_Qk.isinf(), LEFT_OUT, (UNIT / 4 * (3 + scores_Qk)).floor())
+        pairs.tie_margin = self.tie_margin / 4
+        return pairs
+
+    def _rescore(self, scores_RC: torch.Tensor, rows_R: np.ndarray, start: int, places_G: np.ndarray | None = None) -> None:
+        """Overwrite scores as :meth:`with_first` asks for.
+
+        Args:
+            scores_RC: plain scores.
+            rows_R: queries.
+            start: place of the first column in the gallery.
+            places_G: places of the items; None if they are in their own order.
+        """
+        if self._first is None:
+            return
+        scores_RC.copy_(torch.where(scores_RC > LEFT_OUT, (scores_RC / 4).floor(), LEFT_OUT))
+        columns_Rk, first_Rk = (each[torch.from_numpy(rows_R)] for each in self._first)
+        if places_G is not None:
+            columns_Rk = torch.from_numpy(places_G).to(columns_Rk.device)[columns_Rk]
+        here_N = true_places((columns_Rk >= start) & (columns_Rk < start + scores_RC.shape[1]) & (first_Rk > LEFT_OUT))
+        rows_N = here_N // columns_Rk.shape[1]
+        scores_RC[rows_N, columns_Rk.flatten()[here_N] - start] = first_Rk.flatten()[here_N]
+
+    def scores(self, rows_B: np.ndarray, owners_N: np.ndarray, columns_N: np.ndarray) -> torch.Tensor:
+        """Return the exact scores of some pairs, float64 (N,).
+
+        Args:
+            rows_B: row numbers of queries.
+            owners_N: the query of each pair, as a position in ``rows_B``.
+            columns_N: the gallery item of each pair.
+        """
+        known, places_N = np.unique(columns_N, return_inverse=True)
+        owners, places = (torch.from_numpy(each).to(self.device) for each in (owners_N, places_N))
+        scores_N = pair_scores(self.queries.block(rows_B), self.gallery.block(known), owners, places)
+        if self._first is None:
+            return scores_N
+        columns_Nk, first_Nk = (each[torch.from_numpy(rows_B[owners_N])] for each in self._first)
+        is_first_Nk = (columns_Nk == torch.from_numpy(columns_N).to(self.device)[:, None]) & (first_Nk > LEFT_OUT)
+        return torch.where(is_first_Nk.any(dim=1), first_Nk.where(is_first_Nk, 0).sum(dim=1), (scores_N / 4).floor())
 
     def mated_rows(self, shared: bool = False) -> np.ndarray:
         """Return the rows of the queries whose class occurs in the gallery, sorted by class; a process's share if ``shared``."""
@@ -172,6 +234,7 @@ class LabelledPairs:
             for part in blocks(len(rows_B), max(1, _TILE // len(items_CD))):
                 scores_RC = block_BD[part] @ items_CD.T
                 _leave_out(scores_RC, left_B - part.start, left_G - columns.start)
+                self._rescore(scores_RC, rows_B[part], columns.start)
                 yield part, columns, scores_RC
 
     def class_tiles(self, rows_B: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -192,6 +255,7 @@ class LabelledPairs:
             items = self._by_class_G[first:last][columns]
             scores_BC = block_BD @ self.gallery.block(items).T
             _leave_out(scores_BC, left_B, self._place_G[left_G] - first - columns.start)
+            self._rescore(scores_BC, rows_B, first + columns.start, self._place_G)
             of_class_BC = torch.from_numpy(self.gallery_codes[items]).to(self.device) == codes_B1
             yield scores_BC, of_class_BC & (scores_BC > LEFT_OUT)
 

@@ -12,6 +12,7 @@ from xcompat.evaluation.cases import (
     ALL,
     FLIP_METRIC,
     OLD_WITH_MEMORY,
+    RERANKED,
     Case,
     Criterion,
     Difference,
@@ -19,7 +20,7 @@ from xcompat.evaluation.cases import (
     failed_comparisons,
     is_zero_shot,
 )
-from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found
+from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found, Search
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
 from xcompat.metric_names import metric_name
 
@@ -41,21 +42,24 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
             is set for a mapped gallery.
     """
     options = options or EvaluationOptions()
-    searches, directions = contestants.searches(options.old_on_new), contestants.old.directions(options.ks)
+    searches = contestants.searches(options.old_on_new, options.rerank > 0)
+    directions = contestants.old.directions(options.ks)
     measured = [_measure(searches, direction, options, len(directions) > 1) for direction in directions]
     retrieval = [each for each in measured if not is_zero_shot(each.direction.metric) and each.direction.population == ALL]
     measured = [part for each in measured for part in each.parts()]
-    pairs = [(query, gallery) for query, gallery, _, _ in searches]
+    pairs = [(search.query, search.gallery) for search in searches]
     cases = [each.case(*pair) for pair in pairs for each in measured if pair in each.found]
     cases.sort(key=lambda case: any(map(is_zero_shot, case.metrics)))
-    differences = [difference for each in measured for difference in each.differences("old")]
+    differences = [difference for each in measured for difference in each.differences("new", "old")]
     notes = [note for each in retrieval for note in each.notes()]
-    if beside := [difference for each in retrieval for difference in each.differences(OLD_WITH_MEMORY)]:
-        notes.append(_beside_same_memory(beside))
+    if beside := [difference for each in retrieval for difference in each.differences("new", OLD_WITH_MEMORY)]:
+        notes.append(f"Points of new queries over old ones with the same learned transform and memory: {_as_points(beside)}.")
+    if again := [difference for each in measured for difference in each.differences(RERANKED, "old")]:
+        notes.append(f"Points of new queries over old ones, {options.rerank} hits per query re-ranked: {_as_points(again)}.")
     if contestants.upgraded is not None:
         notes.append("new/old is measured on the old gallery after its stored embeddings were mapped towards the new model.")
     ranked = {each.direction.name for each in retrieval if each.direction.is_ranked}
-    found = {(*pair, each.direction.name): each.found[pair] for pair in pairs for each in retrieval}
+    found = {(*pair, each.direction.name): each.found[pair] for pair in pairs for each in retrieval if pair in each.found}
     return Evaluation(
         cases,
         _judge(cases, differences),
@@ -131,11 +135,11 @@ class _Measured:
         direction = self.direction
         return Case(query, gallery, direction.name, len(values_QK), direction.n_gallery, metrics, ci95, direction.population)
 
-    def differences(self, than: str) -> list[Difference]:
-        """Compare the queries of ``new`` with those of ``than`` on the old gallery, by metric; empty if one was not measured."""
-        if not {("new", "old"), (than, "old")} <= self.found.keys():
+    def differences(self, query: str, than: str) -> list[Difference]:
+        """Compare two kinds of queries on the old gallery, by metric; empty if one was not measured."""
+        if not {(query, "old"), (than, "old")} <= self.found.keys():
             return []
-        values, floor = self._values("new", "old"), self._values(than, "old")
+        values, floor = self._values(query, "old"), self._values(than, "old")
         differences = []
         for name, values_Q in values.items():
             draws = self.options.n_resamples, 0.95, self.options.seed, self._clusters
@@ -160,14 +164,12 @@ class _Measured:
         return None if known_Q is None or (known_Q == known_Q[:1]).all() else known_Q
 
 
-def _measure(
-    searches: Sequence[tuple[str, str, C, C]], direction: Direction, options: EvaluationOptions, among_others: bool
-) -> _Measured:
+def _measure(searches: Sequence[Search[C]], direction: Direction, options: EvaluationOptions, among_others: bool) -> _Measured:
     """Search in every case; an error names the case, and the direction if there are several."""
     measured = {}
-    for query, gallery, asking, searched in searches:
+    for query, gallery, asking, searched, own in searches:
         try:
-            found = asking.find(searched, direction, options)
+            found = asking.find(searched, direction, options, own)
         except XcompatError as error:
             where = f"{query}/{gallery} {direction.name}" if among_others else f"{query}/{gallery}"
             raise XcompatError(f"{where}: {error}") from None
@@ -176,14 +178,14 @@ def _measure(
     return _Measured(direction, measured, options)
 
 
-def _beside_same_memory(differences: Sequence[Difference]) -> str:
-    """Return a note on new queries against old ones with the same metric and memory; the verdict is against plain old ones."""
-    points = (
-        f"{each.direction} {metric_name(each.metric)} {100 * each.mean:+.1f} ({100 * low:.1f} to {100 * high:.1f})"
+def _as_points(differences: Sequence[Difference]) -> str:
+    """Return differences in percentage points with their intervals."""
+    return ", ".join(
+        f"{each.direction}{'' if each.population == ALL else f' ({each.population})'} {metric_name(each.metric)} "
+        f"{100 * each.mean:+.1f} ({100 * low:.1f} to {100 * high:.1f})"
         for each in differences
         for low, high in [each.ci95]
     )
-    return f"Points of new queries over old ones that wear the same metric and memory: {', '.join(points)}."
 
 
 def _judge(cases: Sequence[Case], differences: list[Difference]) -> Criterion:

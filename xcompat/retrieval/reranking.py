@@ -25,17 +25,13 @@ from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import Originals, Texts
 from xcompat.retrieval.searching import Hit, SearchedGallery
 from xcompat.retrieval.versions import as_float32
+from xcompat.score_scale import CANDIDATES, OLD_WEIGHT, combine_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.retrieval.manifest import Metric
     from xcompat.retrieval.queries import Asked, Queries, Source
-
-CANDIDATES = 20
-"""Candidates of a query: on our studies they bring nine tenths of what embedding the whole gallery again would."""
-OLD_WEIGHT = 1 / 3
-"""Weight of the candidate's old score. Two models know more than one: on texts it adds up to 3 points of nDCG@10 over none."""
 
 
 @dataclass
@@ -62,11 +58,6 @@ class Counts:
             (self.missing, "unreadable"),
         )
         return ", ".join(f"{count:,} {name}" for count, name in parts if count) or "none"
-
-
-def combine_scores(old: NDArray[np.float32], new: NDArray[np.float32], old_weight: float) -> NDArray[np.float32]:
-    """Return ``(1 - w) · new + w · old``: the scores by which candidates are ordered."""
-    return np.asarray((1 - old_weight) * new + old_weight * old, np.float32)
 
 
 def require_source(source: Source) -> Embedder | ServedMap:

@@ -23,10 +23,10 @@ RUN_FILES = ("recipe.yaml", "report", "report.json")
 
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
 READ: dict[Kind, tuple[str, ...]] = {
-    "embeddings": ("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output", "--max-bad-share"),
+    "embeddings": ("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output", "--max-bad-share", "--rerank"),
     "recipe": (),
     "run": (),
-    "checkpoint": ("--data", "--old", "--output"),
+    "checkpoint": ("--data", "--old", "--output", "--rerank"),
 }
 """What is judged -> the options that are read for it."""
 UNREAD: dict[Kind, str] = {
@@ -52,6 +52,8 @@ def judged_kind(target: Path | None, overrides: Sequence[str], options: Mapping[
     if "--new" in given:
         if "--old" not in given:
             raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
+        if "--rerank" in given and not {"--map", "--new-own"} & {*given}:
+            raise XcompatError("--rerank scores hits by the new model's own embeddings: add their folder with --new-own")
         kind: Kind = "embeddings"
     elif "--qrels" in given or "--map" in given:
         raise XcompatError("--qrels and --map are of embeddings: name their folders with --old and --new")

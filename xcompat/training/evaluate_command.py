@@ -76,7 +76,9 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
     return load_report(list(reports.values())[-1])
 
 
-def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str], old: str | None, output: Path) -> Report:
+def evaluate_checkpoint(
+    folder: Path, data: Path | None, overrides: Sequence[str], old: str | None, output: Path, rerank: int = 0
+) -> Report:
     """Judge a saved checkpoint on images with captions, or on images with classes.
 
     The images have classes if the model embeds no texts, or if an override is about classes; else they have captions. As in a
@@ -90,6 +92,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
             gallery, which are read in the same way. Without it the queries are the gallery.
         old: the old model, or a folder of its stored embeddings; the one named in the checkpoint if None.
         output: folder of the report.
+        rerank: hits of each new query that the new model scores again; 0 for none.
 
     Returns:
         The report.
@@ -123,7 +126,7 @@ def evaluate_checkpoint(folder: Path, data: Path | None, overrides: Sequence[str
     independent = test.embed(plain, cache_dir) if plain is not None else None
     contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
-    return _finish(make_report(contestants, test, EvaluationSettings(), method, 0, run=provenance()), output)
+    return _finish(make_report(contestants, test, EvaluationSettings(rerank=rerank), method, 0, run=provenance()), output)
 
 
 def plain_model(model: CompatModel) -> Embedder | None:
@@ -167,6 +170,7 @@ def evaluate_embeddings(
     qrels: Path | None = None,
     by_map: Path | None = None,
     max_bad_share: float = BAD_SHARE,
+    rerank: int = 0,
 ) -> Report:
     """Judge embeddings made elsewhere.
 
@@ -185,6 +189,7 @@ def evaluate_embeddings(
         qrels: which passages are relevant to which queries, as :func:`xcompat.data.read_qrels` reads it.
         by_map: folder of a map of queries, such as ``xcompat map`` writes; it is applied to ``new``.
         max_bad_share: the share of a file's rows that may have no usable embedding; no model is judged on these items.
+        rerank: hits of each new query that the new model scores again; 0 for none.
 
     Returns:
         The report.
@@ -210,7 +215,8 @@ def evaluate_embeddings(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add the map that takes "
             f"them there with --map FOLDER, or give mapped queries as --new, and {new} as --new-own"
         )
-    return _finish(make_report(Contestants(**loaded), None, EvaluationSettings(), "embeddings", 0, run=provenance()), output)
+    settings = EvaluationSettings(rerank=rerank)
+    return _finish(make_report(Contestants(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
 
 def _mapped(own: C, old: C, by_map: Path) -> dict[str, C]:

@@ -168,6 +168,7 @@ def judge(
         shared=shared,
         fars=settings.fars,
         fpirs=settings.fpirs,
+        rerank=settings.rerank,
     )
     evaluation = evaluate(kept, options)
     if kept.confidence is not None:

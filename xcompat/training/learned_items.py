@@ -15,29 +15,41 @@ MOST = 10_000
 """Most training images that a gallery is searched with."""
 
 
-def add_learned_items(old: Contestant, settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> Contestant:
-    """Tell the old model's test set which images the stage learned from; all processes call this.
+def add_learned_items(
+    old: Contestant, new: Contestant | None, settings: StageRecipe, models: StageModels, data: StageData, seed: int
+) -> tuple[Contestant, Contestant | None]:
+    """Tell test sets which images the stage learned from; all processes call this.
 
     Args:
         old: the old model's embeddings of the test set.
+        new: those of the new model without any training for compatibility; None if there are none.
         settings: the stage.
-        models: the old one among them.
+        models: both models among them.
         data: the training images.
         seed: of the choice of images.
 
     Returns:
-        The same test set. Its gallery holds the old embeddings of training images only if training has cached them.
+        The same test sets. Their galleries hold embeddings of training images only if training has cached them.
     """
     if not isinstance(old, EmbeddedImages) or settings.data.images is None:
-        return old
+        return old, new
     learned = LearnedItems(frozenset(data.images.kept()))
     of_new_classes = any(label not in learned.classes for label in old.query_labels)
     if not of_new_classes or not _caches_old_embeddings(settings, models, seed):
-        return replace(old, learned=learned)
-    cache, names = data.cache(models.frozen("old")), data.images.class_names()
-    rows_L = np.flatnonzero(cache.readable())
+        return replace(old, learned=learned), new
+    caches, names = [data.cache(models.frozen("old"))], data.images.class_names()
+    if isinstance(new, EmbeddedImages) and _caches_new_embeddings(settings, models):
+        caches.append(data.cache(models.frozen("new")))
+    rows_L = np.flatnonzero(np.logical_and.reduce([cache.readable() for cache in caches]))
     rows_L = np.sort(np.random.default_rng(seed).permutation(rows_L)[:MOST])
-    return replace(old, learned=replace(learned, embeds_LD=cache[rows_L], labels_L=[names[row] for row in rows_L.tolist()]))
+    labels_L = [names[row] for row in rows_L.tolist()]
+    of_old, *of_new = (replace(learned, embeds_LD=cache[rows_L], labels_L=labels_L) for cache in caches)
+    return replace(old, learned=of_old), replace(new, learned=of_new[0]) if of_new else new  # type: ignore[type-var]
+
+
+def _caches_new_embeddings(settings: StageRecipe, models: StageModels) -> bool:
+    """Return whether training has embedded the plain images with the new model as it is judged."""
+    return models.method.embeds_in_memory and not models.method.maps_features(settings.options)
 
 
 def _caches_old_embeddings(settings: StageRecipe, models: StageModels, seed: int) -> bool:

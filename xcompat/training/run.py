@@ -347,7 +347,8 @@ class StageRun:
         evaluation, cache_dir = self._evaluation, self.recipe.cache_dir
         old, plain = test.embed(self.models.frozen("old"), cache_dir), self.models.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
-        old = add_learned_items(old, self.settings, self.models, self.data, self.recipe.seed_of(self.settings))
+        seed = self.recipe.seed_of(self.settings)
+        old, independent = add_learned_items(old, independent, self.settings, self.models, self.data, seed)
         contestants = embed_new(model, old, independent, test, cache_dir, evaluation.old_on_new)
         if evaluation.fallback is not None and contestants.confidence is None:
             raise XcompatError(

@@ -230,6 +230,8 @@ class EvaluationSettings(Section):
         fpirs: false positive identification rates in (0, 1) at which queries are identified in an open set: each adds TPIR@FPIR,
             for which some queries must be of classes that the gallery lacks. None by default, 1e-2 for templates. Where every
             probe's subject is in the gallery it adds TPIR@FAR, as InsightFace's evaluation of IJB-C does.
+        rerank: hits of each new query that the new model scores again (:class:`xcompat.retrieval.Reranker`); 0 for none. It adds
+            the case ``new+rerank/old``. Nothing more is embedded, as the test set's new embeddings are there.
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
         compare_with: earlier stages whose queries are measured beside the new model's.
@@ -243,6 +245,7 @@ class EvaluationSettings(Section):
     fallback: float | None = Field(None, gt=0, le=1)
     fars: list[Rate] = []
     fpirs: list[Rate] = []
+    rerank: int = Field(0, ge=0)
     resamples: int = Field(1000, ge=100)
     chunk_size: int = Field(1024, ge=1)
     compare_with: list[str] = []

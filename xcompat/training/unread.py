@@ -207,6 +207,7 @@ def _of_evaluation(stage: StageRecipe) -> Iterator[Setting]:
         "fpirs": (identified, "neither data.queries nor data.templates names what is identified"),
     }
     if templates is not None:
+        special["rerank"] = False, "templates are compared pair by pair, and no first hits are embedded again"
         special["examples"] = (
             stage.evaluation is not None and not stage.evaluation.examples,
             "templates of several images are not shown one by one",

@@ -100,7 +100,7 @@ def _row(row: Row) -> dict[str, Any]:
     galleries = {"old_gallery": _by_direction(row.old_gallery), "own_gallery": _by_direction(row.own_gallery)}
     if not isinstance(row, MethodRow):
         return {"name": row.name, "method": None, **galleries}
-    seldom = ("from_old", "without_memory", "old_with_memory", "beside_old_with_memory")
+    seldom = ("from_old", "reranked", "without_memory", "old_with_memory", "beside_old_with_memory")
     return {
         "name": row.name,
         "method": row.method,

@@ -12,7 +12,7 @@ import numpy as np
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Difference, PairedDifference, paired_bootstrap
-from xcompat.evaluation.cases import ALL, OLD_WITH_MEMORY, WITHOUT_MEMORY
+from xcompat.evaluation.cases import ALL, OLD_WITH_MEMORY, RERANKED, WITHOUT_MEMORY
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
@@ -84,6 +84,7 @@ class MethodRow(Row):
         gains: (direction, metric) -> new/old - old/old, mean over seeds, with its interval over queries.
         behind_best: likewise new/old - new/old of the best method; empty for the best method.
         from_old: (direction, metric) -> old queries on the new gallery, old/new; empty if not measured.
+        reranked: likewise new queries on the old gallery whose first hits are re-ranked, new+rerank/old.
         without_memory: (direction, metric) -> its queries without metric and memory on the old gallery; empty if they use
             neither.
         old_with_memory: likewise old queries with the same metric and memory.
@@ -101,6 +102,7 @@ class MethodRow(Row):
     gains: dict[Key, PairedDifference]
     behind_best: dict[Key, PairedDifference]
     from_old: dict[Key, Spread]
+    reranked: dict[Key, Spread]
     without_memory: dict[Key, Spread]
     old_with_memory: dict[Key, Spread]
     beside_old_with_memory: dict[Key, PairedDifference]
@@ -188,6 +190,7 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
             gains=differences(values[each.name], floor),
             behind_best=differences(values[each.name], values[best.name]) if each is not best else {},
             from_old=_spreads(each, "old/new"),
+            reranked=_spreads(each, f"{RERANKED}/old"),
             without_memory=_spreads(each, f"{WITHOUT_MEMORY}/old", plain="new/old"),
             old_with_memory=_spreads(each, f"{OLD_WITH_MEMORY}/old", plain="old/old"),
             beside_old_with_memory=differences(values[each.name], _values_per_query(each, OLD_WITH_MEMORY, plain="old")),

@@ -18,7 +18,7 @@ from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spr
 from xcompat.report.wording import approximately, gain_with_interval, spread
 
 NOTHING = "–"
-OLD_QUERIES = "from old"
+OLD_QUERIES, RERANKED_HITS = "from old", "re-ranked"
 
 
 class TableRow(NamedTuple):
@@ -112,8 +112,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 def _values(comparison: Comparison, direction: str, title: str) -> Table:
     columns = {
-        (side, key): f"{metric_name(key[1])}\n{side if side == OLD_QUERIES else f'on {side}'}"
-        for side in ("old", "own", OLD_QUERIES)
+        (side, key): f"{metric_name(key[1])}\n{side if side in (RERANKED_HITS, OLD_QUERIES) else f'on {side}'}"
+        for side in ("old", RERANKED_HITS, "own", OLD_QUERIES)
         for row in comparison.rows
         for key in _cases(row, side)
         if key[0] == direction
@@ -126,14 +126,18 @@ def _values(comparison: Comparison, direction: str, title: str) -> Table:
         "On old: queries on the old gallery, new/old for a method, old/old the floor. On own: queries on the gallery that the "
         "model embedded itself, new/new for a method, independent/independent the ceiling. Mean ± standard deviation over seeds."
     )
+    if any(side == RERANKED_HITS for side, _ in columns):
+        explanation += " Re-ranked: queries on the old gallery, the first hits scored again by the new model."
     if any(side == OLD_QUERIES for side, _ in columns):
         explanation += " From old: old queries on the gallery that the method's model embedded, in the space that both share."
     return Table(title, explanation, list(columns.values()), rows)
 
 
 def _cases(row: Row, side: str) -> dict[Key, Spread]:
-    if side == OLD_QUERIES:
-        return row.from_old if isinstance(row, MethodRow) else {}
+    if side in (RERANKED_HITS, OLD_QUERIES):
+        if not isinstance(row, MethodRow):
+            return {}
+        return row.from_old if side == OLD_QUERIES else row.reranked
     return row.old_gallery if side == "old" else row.own_gallery
 
 

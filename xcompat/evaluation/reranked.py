@@ -1,0 +1,88 @@
+"""Rankings whose first hits are scored again by the new model, counted as exactly as plain ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.labelled import LEFT_OUT, LabelledPairs
+from xcompat.evaluation.scores import UNIT, Embeddings, ExactRows
+from xcompat.score_scale import OLD_WEIGHT, combine_scores
+
+_MOST_NUMBERS = 2**24
+"""Most numbers of candidates' embeddings in memory at once: 128 MB."""
+
+
+def rerank(
+    pairs: LabelledPairs,
+    queries_QE: Embeddings,
+    gallery_GE: Embeddings,
+    candidates: int,
+    old_weight: float = OLD_WEIGHT,
+) -> LabelledPairs:
+    """Score the first hits of each query again, by embeddings of the new model.
+
+    A candidate's score becomes ``(1 - w) · new + w · old``, the cosines in the new model's own space and in the old one, as in
+    :class:`xcompat.retrieval.Reranker`. Candidates stay before all other items.
+
+    Args:
+        pairs: queries in the space of the old gallery, and that gallery.
+        queries_QE: (Q, E) the same queries in the new model's own space.
+        gallery_GE: (G, E) the same items in that space.
+        candidates: k, hits of each query that are scored again. Of equal scores the first rows are candidates.
+        old_weight: w.
+
+    Returns:
+        The same pairs with the new scores.
+
+    Raises:
+        XcompatError: the counts or dimensions differ.
+
+    Example:
+        >>> from xcompat.evaluation.labelled import Items
+        >>> from xcompat.evaluation.ranking import rank
+        >>> old, new = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]]), np.eye(3)
+        >>> pairs = LabelledPairs(Items(old[:1], "b"), Items(old, "abc"))
+        >>> rank(pairs).first_hit_ranks_Q, rank(rerank(pairs, new[1:2], new, candidates=2)).first_hit_ranks_Q
+        (array([1]), array([0]))
+    """
+    own_queries, own_gallery = (
+        ExactRows(rows, f"the new model's {what}", pairs.device)
+        for rows, what in ((queries_QE, "queries"), (gallery_GE, "gallery"))
+    )
+    if (len(own_queries), len(own_gallery)) != (pairs.n_queries, pairs.n_gallery) or own_queries.dim != own_gallery.dim:
+        raise XcompatError("the new model's own embeddings are of other items, or of two spaces; embed the same items with it")
+    k = min(candidates, pairs.n_gallery)
+    columns_Qk = torch.zeros((pairs.n_queries, k), dtype=torch.int64, device=pairs.device)
+    scores_Qk = torch.full((pairs.n_queries, k), LEFT_OUT, dtype=torch.float64, device=pairs.device)
+    for rows_B in pairs.blocks_of(np.arange(pairs.n_queries)):
+        for rows, columns, scores_RC in pairs.tiles(rows_B):
+            at = slice(int(rows_B[0]) + rows.start, int(rows_B[0]) + rows.stop)
+            scores_Qk[at], columns_Qk[at] = _merge(scores_Qk[at], columns_Qk[at], scores_RC, columns.start)
+    size = max(1, _MOST_NUMBERS // (k * own_gallery.dim))
+    for start in range(0, pairs.n_queries, size):
+        here = slice(start, min(start + size, pairs.n_queries))
+        items_BkE = own_gallery.block(columns_Qk[here].reshape(-1).cpu().numpy()).reshape(-1, k, own_gallery.dim)
+        new_Bk = torch.linalg.vecdot(own_queries.block(here)[:, None], items_BkE)
+        old_Bk = scores_Qk[here]
+        scores_Qk[here] = torch.where(old_Bk > LEFT_OUT, combine_scores(old_Bk / UNIT, new_Bk / UNIT, old_weight), -torch.inf)
+    return pairs.with_first(columns_Qk, scores_Qk)
+
+
+def _merge(
+    scores_Rk: torch.Tensor, columns_Rk: torch.Tensor, scores_RC: torch.Tensor, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best of some candidates and of a tile of further items, the best first; of equal scores the first columns."""
+    k = min(scores_Rk.shape[1], scores_RC.shape[1])
+    best_Rk, found_Rk = scores_RC.topk(k, dim=1)
+    is_tied_R = (scores_RC == best_Rk[:, -1:]).sum(dim=1) > (best_Rk == best_Rk[:, -1:]).sum(dim=1)
+    if is_tied_R.any():  # topk takes any of equal scores
+        ordered = scores_RC[is_tied_R].sort(dim=1, descending=True, stable=True)
+        best_Rk[is_tied_R], found_Rk[is_tied_R] = ordered.values[:, :k], ordered.indices[:, :k]
+    by_column = found_Rk.sort(dim=1)
+    all_scores = torch.cat([scores_Rk, best_Rk.gather(1, by_column.indices)], dim=1)
+    all_columns = torch.cat([columns_Rk, by_column.values + start], dim=1)
+    order = all_scores.sort(dim=1, descending=True, stable=True)
+    kept = order.indices[:, : scores_Rk.shape[1]]
+    return order.values[:, : scores_Rk.shape[1]], all_columns.gather(1, kept)
