@@ -672,6 +672,15 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     report = load_report(tmp_path / "judged")
     reranked = {case.label: case.metrics["recall@1"] for case in report.cases if case.direction == "text-to-image"}
     assert reranked["new+rerank/old"] > reranked["old/old"] and any("3 hits per query re-ranked" in note for note in report.notes)
+    asked = ("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", "--threshold")
+    code, shown, _ = run(*asked, 0.3, *out)
+    assert code == 0 and "new queries: cut off at" in " ".join(shown.split())
+    assert {(each.query, each.keeps) for each in load_report(tmp_path / "judged").thresholds} == {
+        ("old", "matches"),
+        ("new", "matches"),
+        ("new", "hits"),
+    }
+    assert "--threshold 75 is no cosine" in refused(run(*asked, 75, *out))
     assert "add their folder with --new-own" in refused(run("evaluate", "--old", old, "--new", new, "--rerank", 3, *out))
     for target in ("evaluate", "report"):
         assert f"--map {tmp_path / 'map'}" in refused(run(target, tmp_path / "map"))

@@ -52,6 +52,12 @@ RerankedHits = Annotated[
         help="Also measure searches whose first K hits the new model re-ranks. 20 is a good start.",
     ),
 ]
+OldThreshold = Annotated[
+    float | None,
+    typer.Option(
+        "--threshold", metavar="COSINE", help="Score at which you cut off hits today. The report says which score replaces it."
+    ),
+]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
 
 
@@ -232,6 +238,7 @@ def evaluate(
     by_map: Annotated[Path | None, typer.Option("--map", help="A map for --new, which are then its own embeddings.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where the report goes.")] = None,
     rerank: RerankedHits = None,
+    threshold: OldThreshold = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
@@ -249,17 +256,17 @@ def evaluate(
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
-        from xcompat.training.evaluate_command import evaluate_embeddings
+        from xcompat.training.evaluate_command import evaluate_embeddings, settings_of
         from xcompat.vectors import BAD_SHARE
 
-        share = BAD_SHARE if max_bad_share is None else max_bad_share
-        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share, rerank or 0)
+        share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, settings_of(rerank, threshold)
+        report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share, settings)
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)
-        from xcompat.training.evaluate_command import evaluate_checkpoint
+        from xcompat.training.evaluate_command import evaluate_checkpoint, settings_of
 
-        report = evaluate_checkpoint(target, data, overrides or [], old, place, rerank or 0)
+        report = evaluate_checkpoint(target, data, overrides or [], old, place, settings_of(rerank, threshold))
     else:
         assert target is not None
         if kind == "recipe":

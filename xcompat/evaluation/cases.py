@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xcompat.evaluation.intervals import Outcome, outcome_of
+from xcompat.evaluation.thresholds import Threshold
 
 IMAGE_TO_IMAGE = "image-to-image"
 IMAGE_TO_TEXT = "image-to-text"
@@ -26,6 +27,8 @@ NEW_WITH_MEMORY = "new+memory"
 """Both sides of a case: queries and gallery of the new model, with a memory like that of a mapped gallery."""
 RERANKED = "new+rerank"
 """Query side of a case: new queries whose first hits the new model scores again, by its own embeddings of both."""
+SENT = ("new", "slerp", RERANKED)
+"""Kinds of new queries that a service may send to the old gallery."""
 BACKFILLED = "backfilled"
 """Gallery side of a case: the old gallery after a backfill, all of it re-embedded in the form in which galleries store it."""
 MAPPED = "mapped"
@@ -270,6 +273,7 @@ class Evaluation:
             without an entry has no clusters.
         confidence: direction -> float32 ``(Q,)``, the new queries' confidence that they find no less than the old ones; NaN for
             queries left out, and empty if the model has no confidence.
+        thresholds: an old threshold carried over to new queries; empty if none was given.
     """
 
     cases: list[Case]
@@ -280,3 +284,4 @@ class Evaluation:
     average_precision: dict[ValueKey, np.ndarray] = field(default_factory=dict, repr=False)
     clusters: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     confidence: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    thresholds: list[Threshold] = field(default_factory=list)

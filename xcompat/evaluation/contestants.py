@@ -12,6 +12,7 @@ import numpy as np
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import ALL, BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, RERANKED, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
+from xcompat.evaluation.thresholds import Compared
 from xcompat.fingerprint import Fingerprint
 from xcompat.metric_names import metric_name
 
@@ -30,6 +31,7 @@ class EvaluationOptions:
         fars: false acceptance rates at which pairs of images with classes are verified (TAR@FAR); none by default.
         fpirs: false positive identification rates at which these images are identified in an open set (TPIR@FPIR).
         rerank: hits of each new query that the new model scores again, which adds the case ``new+rerank/old``; 0 for none.
+        threshold: cosine at which old queries cut off, which is carried over to new ones; None for none.
     """
 
     ks: Sequence[int] | None = None
@@ -41,6 +43,7 @@ class EvaluationOptions:
     fars: Sequence[float] = ()
     fpirs: Sequence[float] = ()
     rerank: int = 0
+    threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,9 @@ class Contestant(Protocol):
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
         """Return the directions of search with these cut-offs; classification comes last."""
+
+    def compare(self, gallery: Self, direction: Direction, options: EvaluationOptions, own: Self | None = None) -> Compared:
+        """Return the pairs of queries and gallery items of one direction. The arguments are those of :meth:`find`."""
 
     def find(self, gallery: Self, direction: Direction, options: EvaluationOptions, own: Self | None = None) -> Found | None:
         """Search another model's gallery in one direction; None if that cannot be measured.

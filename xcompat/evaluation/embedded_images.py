@@ -17,6 +17,7 @@ from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows, lifted
+from xcompat.evaluation.thresholds import Compared
 from xcompat.evaluation.verification import accepted_per_query, at_rate, found_per_query, share_per_query
 from xcompat.fingerprint import Fingerprint
 
@@ -187,6 +188,22 @@ class EmbeddedImages:
             )
         return lifted(*rows) if self.metric == "l2" and rows[0].shape[1] == rows[1].shape[1] else rows
 
+    def compare(
+        self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions, own: EmbeddedImages | None = None
+    ) -> Compared:
+        """Return the pairs of queries and gallery images; those of one class are matches."""
+        queries_QD, gallery_GD = self.compared(gallery)
+        queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
+        searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
+        pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2")
+        if self.metric == "l2" and options.threshold is not None:
+            raise XcompatError("a threshold is carried over for cosines, and these embeddings are compared by L2 distance")
+        if own is not None:
+            if "l2" in (self.metric, own.metric):
+                raise XcompatError("a re-ranking is evaluated by cosine alone, and these embeddings are compared by L2 distance")
+            pairs = rerank(pairs, own.query_embeds_QD, own.gallery_embeds_GD, options.rerank)
+        return Compared(pairs, pairs.are_matches)
+
     def find(
         self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions, own: EmbeddedImages | None = None
     ) -> Found | None:
@@ -198,14 +215,8 @@ class EmbeddedImages:
             whole, but = replace(direction, population=ALL), replace(options, fars=(), fpirs=())
             found = self.find(gallery._with_learned(), whole, but, own and own._with_learned())
             return found.of_queries(gallery._of_new_classes()) if found is not None else None
-        queries_QD, gallery_GD = self.compared(gallery)
-        queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
-        searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
-        pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2")
+        pairs, _ = self.compare(gallery, direction, options, own)
         if own is not None:
-            if "l2" in (self.metric, own.metric):
-                raise XcompatError("a re-ranking is evaluated by cosine alone, and these embeddings are compared by L2 distance")
-            pairs = rerank(pairs, own.query_embeds_QD, own.gallery_embeds_GD, options.rerank)
             options = replace(options, fars=(), fpirs=())
         ranked = rank(pairs, options.shared)
         values, shares = {"map": ranked.average_precision_Q, "map@R": ranked.average_precision_at_r_Q}, {}

@@ -16,6 +16,7 @@ from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
+from xcompat.evaluation.thresholds import Compared
 from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5, 10, 50)
@@ -157,13 +158,22 @@ class EmbeddedPairs:
                 return None
             images, classes_CD = self.classified[name], gallery.classified[name].class_embeds_CD
             return Found(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
+        if own is not None:
+            return Found(rank(self.compare(gallery, direction, options, own).pairs, options.shared).first_hit_ranks_Q, {})
         asks, searched = _SIDES[direction.name]
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
-        if own is not None:
-            pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), options.chunk_size)
-            pairs = rerank(pairs, own._side(asks)[0], own._side(searched)[0], options.rerank)
-            return Found(rank(pairs, options.shared).first_hit_ranks_Q, {})
         return Found(first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, options.chunk_size, options.shared), {})
+
+    def compare(
+        self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions, own: EmbeddedPairs | None = None
+    ) -> Compared:
+        """Return the pairs of images and captions; those of one id are matches."""
+        asks, searched = _SIDES[direction.name]
+        (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
+        pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), options.chunk_size)
+        if own is not None:
+            pairs = rerank(pairs, own._side(asks)[0], own._side(searched)[0], options.rerank)
+        return Compared(pairs, pairs.are_matches)
 
     def _side(self, name: str) -> tuple[Embeddings, Ids]:
         return (self.image_embeds_ND, self.image_ids) if name == "images" else (self.text_embeds_MD, self.text_ids)

@@ -19,6 +19,7 @@ from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.scores import Embeddings, ExactRows, as_rows, blocks, pair_scores
+from xcompat.evaluation.thresholds import Compared
 from xcompat.evaluation.verification import at_rate, bars_of_pairs, bars_of_searches, found_per_query
 from xcompat.fingerprint import Fingerprint
 
@@ -241,6 +242,12 @@ class EmbeddedTemplates:
             notes = (*notes, *left_out)
             found.append(Direction(IDENTIFICATION, "cmc", kept, n_gallery, subjects_Q, without_match, notes=notes))
         return found
+
+    def compare(
+        self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None
+    ) -> Compared:
+        """Refuse: thresholds of templates are those of TAR@FAR."""
+        raise XcompatError("a threshold of templates is told by TAR@FAR; leave evaluation.threshold out")
 
     def find(
         self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None

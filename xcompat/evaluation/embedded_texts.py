@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import TEXT_TO_TEXT
@@ -15,6 +16,7 @@ from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
+from xcompat.evaluation.thresholds import Compared
 from xcompat.fingerprint import Fingerprint
 
 _KS = (10,)
@@ -102,14 +104,32 @@ class EmbeddedTexts:
         missing = "queries have no judgement"
         return [Direction(TEXT_TO_TEXT, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
 
-    def find(
+    def compare(
         self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions, own: EmbeddedTexts | None = None
-    ) -> Found:
-        """Rank the relevant passages of each judged query."""
+    ) -> Compared:
+        """Return the pairs of queries and passages; relevant passages are matches."""
         asking, searched = Items(self.query_embeds_QD, self.query_ids), Items(gallery.passages(), gallery.text_ids)
         pairs = LabelledPairs(asking, searched, options.chunk_size, ("queries", "gallery"))
         if own is not None:
             pairs = rerank(pairs, own.query_embeds_QD, own.passages(), options.rerank)
+        columns = {name: column for column, name in enumerate(self.text_ids)}
+
+        def are_relevant(rows_R: np.ndarray, columns_C: slice) -> torch.Tensor:
+            is_match_RC = torch.zeros(len(rows_R), columns_C.stop - columns_C.start, dtype=torch.bool)
+            for place, row in enumerate(rows_R.tolist()):
+                for name, gain in self.qrels.get(self.query_ids[row], {}).items():
+                    column = columns.get(name, -1)
+                    if gain > 0 and columns_C.start <= column < columns_C.stop:
+                        is_match_RC[place, column - columns_C.start] = True
+            return is_match_RC
+
+        return Compared(pairs, are_relevant)
+
+    def find(
+        self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions, own: EmbeddedTexts | None = None
+    ) -> Found:
+        """Rank the relevant passages of each judged query."""
+        pairs, _ = self.compare(gallery, direction, options, own)
         found = grade(pairs, self.query_ids, gallery.text_ids, self.qrels, options.ks or _KS, options.shared)
         kept, _ = telling_cut_offs(TEXT_TO_TEXT, "recall", options.ks or _KS, len(gallery.text_ids))
         told = {f"recall@{k}" for k in kept}  # nDCG and MRR ask where an item is, which tells at any cut-off

@@ -178,6 +178,20 @@ class LabelledPairs:
         rows_N = here_N // columns_Rk.shape[1]
         scores_RC[rows_N, columns_Rk.flatten()[here_N] - start] = first_Rk.flatten()[here_N]
 
+    def cosines(self, scores_RC: torch.Tensor) -> torch.Tensor:
+        """Return the cosines behind scores; -inf for pairs that do not count, and for those after :meth:`with_first`'s items."""
+        if self._first is None:
+            return torch.where(scores_RC > LEFT_OUT, scores_RC / UNIT, -torch.inf)
+        return torch.where(scores_RC > UNIT / 2 - UNIT / 8, scores_RC / (UNIT / 4) - 3, -torch.inf)
+
+    def are_matches(self, rows_R: np.ndarray, columns: slice) -> torch.Tensor:
+        """Return bool (R, C), whether queries and items of a range of the gallery are of one class, and count."""
+        of_class_RC = self.query_codes[rows_R][:, None] == self.gallery_codes[columns]
+        left_R, left_G = self._left_out(rows_R)
+        here_N = (left_G >= columns.start) & (left_G < columns.stop)
+        of_class_RC[left_R[here_N], left_G[here_N] - columns.start] = False
+        return torch.from_numpy(of_class_RC)
+
     def scores(self, rows_B: np.ndarray, owners_N: np.ndarray, columns_N: np.ndarray) -> torch.Tensor:
         """Return the exact scores of some pairs, float64 (N,).
 

@@ -13,6 +13,7 @@ from xcompat.evaluation.cases import (
     FLIP_METRIC,
     OLD_WITH_MEMORY,
     RERANKED,
+    SENT,
     Case,
     Criterion,
     Difference,
@@ -22,6 +23,7 @@ from xcompat.evaluation.cases import (
 )
 from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found, Search
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
+from xcompat.evaluation.thresholds import Threshold, thresholds
 from xcompat.metric_names import metric_name
 
 
@@ -72,7 +74,21 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
             for metric, values_Q in one.average_precision.items()
         },
         clusters={each.direction.name: codes_Q for each in retrieval if (codes_Q := each.direction.clusters_Q) is not None},
+        thresholds=[found for each in retrieval for found in _carry_over(searches, each, options)],
     )
+
+
+def _carry_over(searches: Sequence[Search[C]], measured: _Measured, options: EvaluationOptions) -> list[Threshold]:
+    """Carry the threshold of old queries over to the others that a service may send, in one direction; none if none is given."""
+    if options.threshold is None:
+        return []
+    sent = [search for search in searches if search.gallery == "old" and search.query in ("old", *SENT)]
+    compared = [
+        (search.query, search.asking.compare(search.searched, measured.direction, options, search.own)) for search in sent
+    ]
+    clusters_Q = measured.direction.clusters_Q
+    draws = options.n_resamples, options.seed
+    return thresholds(compared, measured.direction.name, options.threshold, measured.known, clusters_Q, *draws)
 
 
 @dataclass(frozen=True)
@@ -84,14 +100,14 @@ class _Measured:
     options: EvaluationOptions
 
     @property
-    def _known(self) -> np.ndarray:
+    def known(self) -> np.ndarray:
         """Which queries have a match."""
         return self.found["old", "old"].ranks_Q >= 0
 
     @property
     def dropped(self) -> int:
         """Queries that are left out."""
-        return int((~self._known).sum())
+        return int((~self.known).sum())
 
     def parts(self) -> list[_Measured]:
         """Return these results, and those of each population; none of a population that new queries do not search or match."""
@@ -106,7 +122,7 @@ class _Measured:
             )
             for population, mask_Q in self.direction.parts.items()
         ]
-        return [part for part in (self, *parts) if part.direction.population == ALL or part._known.any()]
+        return [part for part in (self, *parts) if part.direction.population == ALL or part.known.any()]
 
     def notes(self) -> list[str]:
         """Return the direction's notes, and one on the queries that are left out."""
@@ -123,7 +139,7 @@ class _Measured:
             and not is_zero_shot(self.direction.metric)
             and self.direction.is_ranked
         ):
-            floor_Q, ranks_Q = (self.found[asking, "old"].ranks_Q[self._known] for asking in ("old", query))
+            floor_Q, ranks_Q = (self.found[asking, "old"].ranks_Q[self.known] for asking in ("old", query))
             columns[FLIP_METRIC] = (floor_Q == 0) & (ranks_Q > 0)
         values_QK = np.stack(list(columns.values()), axis=1).astype(np.float64)
         means_RK = resampled_means(values_QK, self.options.n_resamples, self.options.seed, self._clusters)
@@ -152,7 +168,7 @@ class _Measured:
 
     def _values(self, query: str, gallery: str) -> dict[str, np.ndarray]:
         """Return metric -> value of each query that has a match."""
-        found, known_Q = self.found[query, gallery], self._known
+        found, known_Q = self.found[query, gallery], self.known
         hits = {f"{self.direction.metric}@{k}": found.ranks_Q < k for k in self.direction.ks}
         return {name: values_Q[known_Q] for name, values_Q in {**hits, **found.average_precision}.items()}
 
@@ -160,7 +176,7 @@ class _Measured:
     def _clusters(self) -> np.ndarray | None:
         """Return what a bootstrap draws; None for single queries, also where they are all of one cluster."""
         clusters_Q = self.direction.clusters_Q
-        known_Q = clusters_Q[self._known] if clusters_Q is not None else None
+        known_Q = clusters_Q[self.known] if clusters_Q is not None else None
         return None if known_Q is None or (known_Q == known_Q[:1]).all() else known_Q
 
 

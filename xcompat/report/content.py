@@ -21,6 +21,7 @@ from xcompat.evaluation.cases import (
     ValueKey,
     is_zero_shot,
 )
+from xcompat.evaluation.thresholds import Threshold
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -214,6 +215,7 @@ class Report:
         training: stage -> the losses of its training; empty if the stages were solved, or an earlier version trained them.
         costs: stage -> what its training took, likewise.
         verdict: whether a chosen map was surely at or above old queries on held-out items; None if no map was chosen.
+        thresholds: an old threshold carried over to new queries; empty if none was given.
     """
 
     old: ModelInfo
@@ -232,6 +234,7 @@ class Report:
     training: dict[str, list[LossPoint]] = field(default_factory=dict, repr=False)
     costs: dict[str, Cost] = field(default_factory=dict, repr=False)
     verdict: bool | None = None
+    thresholds: list[Threshold] = field(default_factory=list)
 
     @property
     def directions(self) -> list[str]:

@@ -71,6 +71,7 @@ def gather(content: ReportContent) -> Report:
         training=content.training,
         costs=content.costs,
         verdict=content.verdict,
+        thresholds=evaluation.thresholds,
     )
 
 

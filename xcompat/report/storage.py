@@ -27,6 +27,7 @@ from xcompat.evaluation.cases import (
     hangs_on,
     overall_outcome,
 )
+from xcompat.evaluation.thresholds import Threshold
 from xcompat.files import read_json, write_json
 from xcompat.hub.metadata import metric_now
 from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
@@ -67,6 +68,7 @@ class _Document(BaseModel):
     training: dict[str, list[LossPoint]] = {}
     costs: dict[str, Cost] = {}
     verdict: bool | None = None
+    thresholds: list[Threshold] = []
     run: _Run = _Run()
 
     @model_validator(mode="after")
@@ -132,6 +134,7 @@ def save_report(folder: Path, report: Report) -> None:
             "costs": {stage: cost._asdict() for stage, cost in report.costs.items()},
             "run": report.run,
             **({"verdict": report.verdict} if report.verdict is not None else {}),
+            **({"thresholds": [each._asdict() for each in report.thresholds]} if report.thresholds else {}),
             "backfill_losses": [loss._asdict() for loss in backfill_losses(report.cases)],
         },
     )
@@ -234,6 +237,7 @@ def load_report(path: str | Path) -> Report:
         training=read.training,
         costs=read.costs,
         verdict=read.verdict,
+        thresholds=read.thresholds,
         run=read.run.model_dump(exclude_unset=True),
         **_load_data(file.with_name(DATA_NAME)),
     )

@@ -18,6 +18,7 @@ from xcompat.evaluation.cases import (
     overall_outcome,
 )
 from xcompat.evaluation.intervals import POWER
+from xcompat.evaluation.thresholds import Threshold
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
@@ -287,6 +288,37 @@ def backfill_warning(losses: Sequence[BackfillLoss]) -> str:
         f"A backfill with this model loses quality: {worst.direction.replace('-', ' ')} {metric_name(worst.metric)} falls from "
         f"{percent(worst.before)} to {percent(worst.after)} in the end{others * (len(losses) > 1)}."
     )
+
+
+def threshold_lines(thresholds: Sequence[Threshold]) -> list[str]:
+    """Return a sentence on what an old threshold accepts, then one on each threshold that replaces it.
+
+    Example:
+        >>> old = Threshold("old", "text-to-image", "matches", 0.3, (0.3, 0.3), 0.8, 2.5)
+        >>> new = Threshold("new", "text-to-image", "matches", 0.21, (0.2, 0.22), 0.8, 2.0)
+        >>> threshold_lines([old, new])[1]
+        'text to image, new queries: cut off at 0.210 (0.200 to 0.220) to accept as many true matches, and 2.0 items per query.'
+    """
+    lines = []
+    for each in thresholds:
+        accepted = f"{percent(each.matches)} of the true matches"
+        where = search_name(each.direction)
+        if each.query == "old":
+            lines.append(
+                f"{where}, old queries: the threshold {each.score:g} accepts {accepted}, and {each.hits:.1f} items per query."
+            )
+            continue
+        kept = "true matches" if each.keeps == "matches" else "items per query"
+        if each.score is None or each.ci95 is None:
+            lines.append(f"{where}, {each.query} queries: no threshold accepts as many {kept}; all their hits are {accepted}.")
+            continue
+        low, high = each.ci95
+        beside = f"{each.hits:.1f} items per query" if each.keeps == "matches" else accepted
+        lines.append(
+            f"{where}, {each.query} queries: cut off at {each.score:.3f} ({low:.3f} to {high:.3f}) to accept as many {kept}, "
+            f"and {beside}."
+        )
+    return lines
 
 
 def failed_lines(report: Report) -> list[str]:

@@ -23,10 +23,13 @@ RUN_FILES = ("recipe.yaml", "report", "report.json")
 
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
 READ: dict[Kind, tuple[str, ...]] = {
-    "embeddings": ("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output", "--max-bad-share", "--rerank"),
+    "embeddings": (
+        *("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output", "--max-bad-share"),
+        *("--rerank", "--threshold"),
+    ),
     "recipe": (),
     "run": (),
-    "checkpoint": ("--data", "--old", "--output", "--rerank"),
+    "checkpoint": ("--data", "--old", "--output", "--rerank", "--threshold"),
 }
 """What is judged -> the options that are read for it."""
 UNREAD: dict[Kind, str] = {

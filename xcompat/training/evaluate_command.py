@@ -51,6 +51,17 @@ ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "ga
 Source = TypeVar("Source", PairSource, LabelledSource)
 
 
+def settings_of(rerank: int | None, threshold: float | None) -> EvaluationSettings:
+    """Return how the command line asks to judge.
+
+    Raises:
+        XcompatError: the threshold is no cosine.
+    """
+    if threshold is not None and not -1 < threshold < 1:
+        raise XcompatError(f"--threshold {threshold:g} is no cosine; give a number between -1 and 1")
+    return EvaluationSettings(rerank=rerank or 0, threshold=threshold)
+
+
 def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
     """Judge the last evaluated stage of a recipe, after training the stages that are not done.
 
@@ -77,7 +88,12 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
 
 
 def evaluate_checkpoint(
-    folder: Path, data: Path | None, overrides: Sequence[str], old: str | None, output: Path, rerank: int = 0
+    folder: Path,
+    data: Path | None,
+    overrides: Sequence[str],
+    old: str | None,
+    output: Path,
+    settings: EvaluationSettings | None = None,
 ) -> Report:
     """Judge a saved checkpoint on images with captions, or on images with classes.
 
@@ -92,7 +108,7 @@ def evaluate_checkpoint(
             gallery, which are read in the same way. Without it the queries are the gallery.
         old: the old model, or a folder of its stored embeddings; the one named in the checkpoint if None.
         output: folder of the report.
-        rerank: hits of each new query that the new model scores again; 0 for none.
+        settings: how the result is judged; the defaults if None.
 
     Returns:
         The report.
@@ -126,7 +142,7 @@ def evaluate_checkpoint(
     independent = test.embed(plain, cache_dir) if plain is not None else None
     contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
-    return _finish(make_report(contestants, test, EvaluationSettings(rerank=rerank), method, 0, run=provenance()), output)
+    return _finish(make_report(contestants, test, settings or EvaluationSettings(), method, 0, run=provenance()), output)
 
 
 def plain_model(model: CompatModel) -> Embedder | None:
@@ -170,7 +186,7 @@ def evaluate_embeddings(
     qrels: Path | None = None,
     by_map: Path | None = None,
     max_bad_share: float = BAD_SHARE,
-    rerank: int = 0,
+    settings: EvaluationSettings | None = None,
 ) -> Report:
     """Judge embeddings made elsewhere.
 
@@ -189,7 +205,7 @@ def evaluate_embeddings(
         qrels: which passages are relevant to which queries, as :func:`xcompat.data.read_qrels` reads it.
         by_map: folder of a map of queries, such as ``xcompat map`` writes; it is applied to ``new``.
         max_bad_share: the share of a file's rows that may have no usable embedding; no model is judged on these items.
-        rerank: hits of each new query that the new model scores again; 0 for none.
+        settings: how the result is judged; the defaults if None.
 
     Returns:
         The report.
@@ -215,7 +231,7 @@ def evaluate_embeddings(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add the map that takes "
             f"them there with --map FOLDER, or give mapped queries as --new, and {new} as --new-own"
         )
-    settings = EvaluationSettings(rerank=rerank)
+    settings = settings or EvaluationSettings()
     return _finish(make_report(Contestants(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
 

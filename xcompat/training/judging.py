@@ -24,7 +24,7 @@ from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.frozen import load_frozen
 from xcompat.models.query_memory import QueryMemory
 from xcompat.report import ReportContent
-from xcompat.report.wording import backfill_warning
+from xcompat.report.wording import backfill_warning, threshold_lines
 from xcompat.training.contestants import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
 from xcompat.training.sections import EvaluationSettings
@@ -169,11 +169,13 @@ def judge(
         fars=settings.fars,
         fpirs=settings.fpirs,
         rerank=settings.rerank,
+        threshold=settings.threshold,
     )
     evaluation = evaluate(kept, options)
     if kept.confidence is not None:
         evaluation = replace(evaluation, confidence=confidence_of(kept.confidence, evaluation))
         notes += said_of_confidence(evaluation, settings.fallback)
+    notes += threshold_lines(evaluation.thresholds)
     if losses := backfill_losses(evaluation.cases):
         notes.append(backfill_warning(losses))
     if kept.side_info is not None:

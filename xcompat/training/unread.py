@@ -208,6 +208,7 @@ def _of_evaluation(stage: StageRecipe) -> Iterator[Setting]:
     }
     if templates is not None:
         special["rerank"] = False, "templates are compared pair by pair, and no first hits are embedded again"
+        special["threshold"] = False, "thresholds of templates are those of TAR@FAR"
         special["examples"] = (
             stage.evaluation is not None and not stage.evaluation.examples,
             "templates of several images are not shown one by one",

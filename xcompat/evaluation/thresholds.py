@@ -1,0 +1,193 @@
+"""Thresholds: the score at which new queries cut off as an old threshold did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from xcompat.errors import XcompatError
+from xcompat.evaluation.intervals import interval_bounds, resampled_means
+from xcompat.evaluation.labelled import LabelledPairs
+
+BINS = 1024
+"""Steps into which scores from -1 to 1 are counted; a threshold is interpolated inside a step of .002."""
+MOST_QUERIES = 5000
+Keeps = Literal["matches", "hits"]
+
+
+class Compared(NamedTuple):
+    """The pairs of queries and gallery items of one case.
+
+    Args:
+        pairs: their scores.
+        is_match: queries (R,) and a range of the gallery -> bool (R, C), whether each pair is a true match.
+    """
+
+    pairs: LabelledPairs
+    is_match: Callable[[NDArray[np.int64], slice], torch.Tensor]
+
+
+class Threshold(NamedTuple):
+    """A score at which a service may cut off, in place of an old threshold.
+
+    Args:
+        query: the queries, such as ``new`` or ``new+rerank``.
+        direction: of the search.
+        keeps: what stays as it was: the share of true ``matches`` at or above the threshold, or the number of ``hits``.
+        score: the new threshold; None if these queries cannot keep as many.
+        ci95: its 95 % interval over queries; None without a threshold.
+        matches: share of the true matches at or above it.
+        hits: items per query at or above it.
+    """
+
+    query: str
+    direction: str
+    keeps: Keeps
+    score: float | None
+    ci95: tuple[float, float] | None
+    matches: float
+    hits: float
+
+
+class Counted(NamedTuple):
+    """How many items of each query score at least so much.
+
+    Args:
+        matches_QB: float64 (Q, B) true matches at or above each edge.
+        hits_QB: float64 (Q, B) likewise all items.
+        known_Q: (Q,) true matches of each query.
+    """
+
+    matches_QB: NDArray[np.float64]
+    hits_QB: NDArray[np.float64]
+    known_Q: NDArray[np.float64]
+
+
+def edges(threshold: float) -> NDArray[np.float64]:
+    """Return the scores at which items are counted, ascending; the threshold is one of them."""
+    width = 2 / BINS
+    return threshold + width * np.arange(-np.floor((1 + threshold) / width), np.ceil((1 - threshold) / width) + 1)
+
+
+def count(compared: Compared, edges_B: NDArray[np.float64], rows_Q: NDArray[np.int64]) -> Counted:
+    """Count the items of some queries by their score.
+
+    Args:
+        compared: queries and gallery.
+        edges_B: ascending scores.
+        rows_Q: the queries.
+    """
+    n_bins, device = len(edges_B), compared.pairs.device
+    bars = torch.from_numpy(edges_B).to(device)
+    matches, hits = (torch.zeros(len(rows_Q), n_bins + 1, dtype=torch.float64, device=device) for _ in range(2))
+    start = 0
+    for rows_B in compared.pairs.blocks_of(rows_Q):
+        for part, columns, scores_RC in compared.pairs.tiles(rows_B):
+            bins_RC = torch.bucketize(compared.pairs.cosines(scores_RC), bars, right=True)
+            at = slice(start + part.start, start + part.stop)
+            is_match_RC = compared.is_match(rows_B[part], columns).to(device)
+            hits[at].scatter_add_(1, bins_RC, torch.ones_like(scores_RC))
+            matches[at].scatter_add_(1, bins_RC, is_match_RC.double())
+        start += len(rows_B)
+    matches_QB, hits_QB = (each.flip(1).cumsum(1).flip(1).cpu().numpy() for each in (matches, hits))
+    return Counted(matches_QB[:, 1:], hits_QB[:, 1:], matches_QB[:, 0])
+
+
+def carry_over(
+    old: Counted,
+    new: Counted,
+    edges_B: NDArray[np.float64],
+    threshold: float,
+    keeps: Keeps,
+    clusters_Q: NDArray[np.int64] | None,
+    n_resamples: int,
+    seed: int,
+) -> tuple[float | None, tuple[float, float] | None, float, float]:
+    """Return the threshold of new queries that keeps what an old one accepted.
+
+    Args:
+        old: items of old queries.
+        new: items of new queries, the same ones.
+        edges_B: scores at which they are counted.
+        threshold: the old one, one of the edges.
+        keeps: what stays as it was.
+        clusters_Q: queries that are drawn together; None if each is drawn alone.
+        n_resamples: bootstrap draws.
+        seed: of the draws.
+
+    Returns:
+        The threshold, its 95 % interval, and the share of matches and the items per query at or above it.
+    """
+    place = int(np.argmin(np.abs(edges_B - threshold)))
+    old_QB, new_QB = (old.matches_QB, new.matches_QB) if keeps == "matches" else (old.hits_QB, new.hits_QB)
+    values_QK = np.concatenate([old_QB[:, place, None], new_QB], axis=1)
+    mean_K, draws_RK = values_QK.mean(axis=0), resampled_means(values_QK, n_resamples, seed, clusters_Q)
+    score, at = _crossing(mean_K[1:], mean_K[0], edges_B), float(edges_B[0])
+    interval = None
+    if score is not None:
+        drawn_R = [_crossing(row_K[1:], row_K[0], edges_B) for row_K in draws_RK]
+        low, high = interval_bounds(np.array([[at if each is None else each] for each in drawn_R]), 0.95)
+        interval, at = (float(low[0]), float(high[0])), score
+    matches, hits = (float(np.interp(at, edges_B, each.mean(axis=0))) for each in (new.matches_QB, new.hits_QB))
+    return score, interval, matches / float(new.known_Q.mean()), hits
+
+
+def _crossing(counts_B: NDArray[np.float64], wanted: float, edges_B: NDArray[np.float64]) -> float | None:
+    """Return the highest score at or above which so many items lie, interpolated; None if there are never so many."""
+    if counts_B[0] < wanted - 1e-12:
+        return None
+    enough = int(np.flatnonzero(counts_B >= wanted - 1e-12)[-1])
+    if enough + 1 == len(edges_B) or counts_B[enough] == counts_B[enough + 1]:
+        return float(edges_B[enough])
+    share = (counts_B[enough] - wanted) / (counts_B[enough] - counts_B[enough + 1])
+    return float(edges_B[enough] + share * (edges_B[enough + 1] - edges_B[enough]))
+
+
+def thresholds(
+    compared: Sequence[tuple[str, Compared]],
+    direction: str,
+    threshold: float,
+    has_match_Q: NDArray[np.bool_],
+    clusters_Q: NDArray[np.int64] | None = None,
+    n_resamples: int = 1000,
+    seed: int = 0,
+) -> list[Threshold]:
+    """Carry a threshold of old queries over to other queries on the same gallery.
+
+    Args:
+        compared: name of the queries -> their pairs; those of the old model come first.
+        direction: of the search.
+        threshold: cosine at which old queries cut off.
+        has_match_Q: bool (Q,), the queries with a true match; others are left out.
+        clusters_Q: int64 (Q,), queries that are drawn together by the bootstrap.
+        n_resamples: bootstrap draws.
+        seed: of the draws.
+
+    Returns:
+        The old threshold with what it accepts, then two for each of the other queries: one keeps the share of true matches, one
+        the number of hits.
+
+    Raises:
+        XcompatError: the threshold is no cosine, or embeddings are compared by L2 distance.
+    """
+    if not -1 < threshold < 1:
+        raise XcompatError(f"a threshold of cosines lies between -1 and 1, not at {threshold:g}")
+    rows_Q = np.flatnonzero(has_match_Q)
+    if len(rows_Q) > MOST_QUERIES:
+        rows_Q = rows_Q[np.linspace(0, len(rows_Q) - 1, MOST_QUERIES).astype(np.int64)]
+    drawn_Q = clusters_Q[rows_Q] if clusters_Q is not None and len(np.unique(clusters_Q[rows_Q])) > 1 else None
+    edges_B = edges(threshold)
+    counted = [(name, count(each, edges_B, rows_Q)) for name, each in compared]
+    old = counted[0][1]
+    place = int(np.argmin(np.abs(edges_B - threshold)))
+    share, hits = float(old.matches_QB[:, place].mean() / old.known_Q.mean()), float(old.hits_QB[:, place].mean())
+    found = [Threshold("old", direction, "matches", threshold, (threshold, threshold), share, hits)]
+    for name, new in counted[1:]:
+        for keeps in ("matches", "hits"):
+            carried = carry_over(old, new, edges_B, threshold, keeps, drawn_Q, n_resamples, seed)
+            found.append(Threshold(name, direction, keeps, *carried))
+    return found
