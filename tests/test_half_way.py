@@ -32,6 +32,7 @@ from xcompat.progress import notice_once
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.side_by_side import find
+from xcompat.training.evaluate_command import evaluate_embeddings
 
 QUERY, SHARE = "a red dog", 0.4
 
@@ -191,3 +192,30 @@ def test_mixed_gains_are_those_of_mixed_queries() -> None:
         gains.append(found - before)
         weights.append(len(rows))
     assert trial.gains["known classes"]["cmc@1"].mean == pytest.approx(np.average(gains, weights=weights))
+
+
+def test_an_evaluation_judges_what_is_searched_with(map_folder: str, model: CompatModel, old: Embedder, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    sides = {
+        name: draw.normal(size=(30, dim)).astype(np.float32)
+        for name, dim in (("old", old.dim), ("new", model.config.embedding_dim))
+    }
+    labels_N = np.arange(30) % 5
+    for name, embeds_ND in sides.items():
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "image_embeds.npy", embeds_ND)
+        (tmp_path / name / "image_ids.txt").write_text("".join(f"{row}\n" for row in range(30)))
+        (tmp_path / name / "labels.txt").write_text("".join(f"{label}\n" for label in labels_N))
+    folders = tmp_path / "old", tmp_path / "new", None, None, tmp_path / "judged"
+    report = evaluate_embeddings(*folders, by_map=Path(map_folder).parent)
+    found = {case.label: case.metrics["cmc@1"] for case in report.cases}
+    with torch.inference_mode():
+        alone_Nd = model.view(torch.from_numpy(sides["new"]))
+        mixed_Nd = slerp(alone_Nd, torch.nn.functional.normalize(torch.from_numpy(sides["old"]), dim=1), SHARE)
+        stored_Nd = model.own_view(torch.from_numpy(sides["new"]))
+    for label, asked, searched in (
+        ("new/old", mixed_Nd.numpy(), sides["old"]),
+        ("new alone/old", alone_Nd.numpy(), sides["old"]),
+        ("new/backfilled", alone_Nd.numpy(), stored_Nd.numpy()),
+    ):
+        assert found[label] == cmc(asked, searched, labels_N, labels_N, range(30), range(30), ks=(1,))[1], label

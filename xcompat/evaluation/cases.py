@@ -27,13 +27,15 @@ NEW_WITH_MEMORY = "new+memory"
 """Both sides of a case: queries and gallery of the new model, with a memory like that of a mapped gallery."""
 RERANKED = "new+rerank"
 """Query side of a case: new queries whose first hits the new model scores again, by its own embeddings of both."""
-SENT = ("new", "slerp", RERANKED)
+ALONE = "new alone"
+"""Query side of a case: new queries of a map that was chosen to search half-way with the old model's, without these."""
+SENT = ("new", "slerp", ALONE, RERANKED)
 """Kinds of new queries that a service may send to the old gallery."""
 BACKFILLED = "backfilled"
 """Gallery side of a case: the old gallery after a backfill, all of it re-embedded in the form in which galleries store it."""
 MAPPED = "mapped"
 """Both sides of a case: old queries and the old gallery, mapped towards the new model."""
-OF_MODELS = frozenset({"old", "new", "independent", "new_view", RERANKED})
+OF_MODELS = frozenset({"old", "new", "independent", "new_view", RERANKED, ALONE})
 """Names that no extra model may have, as they name one of the five cases."""
 ALL, KNOWN, NEW, NEW_IN_WHOLE = "all", "known", "new", "new in the whole gallery"
 """Populations of queries: all; of learned classes; of new classes; of new classes in a gallery with the learned items."""

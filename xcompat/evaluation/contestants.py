@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 
 from xcompat.errors import XcompatError
-from xcompat.evaluation.cases import ALL, BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, RERANKED, WITHOUT_MEMORY
+from xcompat.evaluation.cases import ALL, ALONE, BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, RERANKED, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.evaluation.thresholds import Compared
 from xcompat.fingerprint import Fingerprint
@@ -217,6 +217,7 @@ class Contestants(Generic[C]):
         ceiling: the new model in its own space, with the same kind of memory for its queries and its gallery.
         side_info: side-information that is stored beside the old gallery and mapped with it.
         confidence: the confidence of the new queries, ``(N, 1)`` per kind of item.
+        alone: where ``new_view`` mixes new and old queries, the new ones: they search what is re-embedded.
     """
 
     old: C
@@ -230,6 +231,7 @@ class Contestants(Generic[C]):
     side_info: C | None = None
     confidence: C | None = None
     backfilled: C | None = None
+    alone: C | None = None
 
     def _roles(self) -> dict[str, C]:
         """Return the models by role, without the extra ones."""
@@ -273,7 +275,8 @@ class Contestants(Generic[C]):
             *((name, "old", model, old) for name, model in self.extra.items()),
             ("new", "old", self.new_view, stays),
             (RERANKED, "old", self.new_view if rerank else None, stays),
-            ("new", BACKFILLED, self.new_view, self.backfilled),
+            (ALONE, "old", self.alone, stays),
+            ("new", BACKFILLED, self.alone or self.new_view, self.backfilled),
             (WITHOUT_MEMORY, "old", self.new_view, self.forgetful),
             (NEW_WITH_MEMORY, NEW_WITH_MEMORY, self.ceiling, self.ceiling),
             (MAPPED, MAPPED, self.upgraded, self.upgraded),

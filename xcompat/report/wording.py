@@ -41,6 +41,7 @@ _MEANINGS = {
     "without memory/old": "the same without what is remembered: what the map alone gives",
     "old+memory/old": "old queries that remember likewise, old gallery: what of it needs no new model",
     "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
+    "new alone/old": "the same without the old model's queries, which this map was chosen to mix in",
     "new+rerank/old": "new queries, old gallery, the first hits re-ranked by the new model's embeddings of their originals",
     "new/backfilled": "new queries, old gallery after a complete backfill: every item re-embedded, in the old space",
     "mapped/mapped": "old queries and the old gallery, both mapped: what the map makes of the old model by itself",

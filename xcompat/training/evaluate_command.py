@@ -37,7 +37,7 @@ from xcompat.training.embedding_folders import (
 )
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.item_embeddings import read_embeddings
-from xcompat.training.judging import embed_new, make_report
+from xcompat.training.judging import embed_new, make_report, with_old_queries
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
@@ -247,10 +247,10 @@ def _mapped(own: C, old: C, by_map: Path) -> dict[str, C]:
             "embeddings of the two models that it was made for"
         )
     made = model.fingerprint()
-    return {
-        "new_view": map_contestant(own.queries_alone(), by_map.name, made.derived("view"), model.view, model.device),
-        "backfilled": map_contestant(own, by_map.name, made.derived("backfilled"), model.own_view, model.device),
-    }
+    view = map_contestant(own.queries_alone(), by_map.name, made.derived("view"), model.view, model.device)
+    view, alone = with_old_queries(model, view, old)
+    backfilled = map_contestant(own, by_map.name, made.derived("backfilled"), model.own_view, model.device)
+    return {"new_view": view, "backfilled": backfilled} | ({"alone": alone} if alone is not None else {})
 
 
 def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: EmbeddedPairs | None = None) -> EmbeddedPairs:

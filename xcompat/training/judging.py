@@ -86,10 +86,26 @@ def embed_new(
     if model.memory is not None:
         plain = model.embeds_fingerprint().derived("view")
         extra[WITHOUT_MEMORY] = map_contestant(asking, name, plain, lambda embeds: model.own_view(embeds, version), model.device)
+    view, alone = with_old_queries(model, view, old)
     sure = None
     if model.is_confident and version == model.compatible_with[0]:
         sure = map_contestant(asking, "confidence", fingerprint.derived("confidence"), partial(_confidence, model), model.device)
-    return Contestants(old, view, own, independent, extra, confidence=sure, backfilled=backfilled)
+    return Contestants(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
+
+
+def with_old_queries(model: CompatModel, view: C, old: C) -> tuple[C, C | None]:
+    """Mix old queries into those of a map that was chosen to search half-way with them.
+
+    Args:
+        model: the map, or any other model.
+        view: its queries in the space of the old gallery.
+        old: the old model's embeddings of the same items.
+
+    Returns:
+        The queries that search, and the map's own ones where these are others.
+    """
+    share = model.config.old_share
+    return (view, None) if share is None else (mixed_queries(view, old, share), view)
 
 
 def _confidence(model: CompatModel, embeds: Tensor) -> Tensor:
