@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import AutoModel
 
 from xcompat import Fingerprint
 from xcompat.errors import XcompatError
+from xcompat.heads import slerp
 from xcompat.mapping import Candidate, PairedEmbeddings, fit
 from xcompat.mapping.candidates import Known
 from xcompat.mapping.paired import TurnedEmbeddings
@@ -24,7 +26,7 @@ from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.manifest import VersionRecord
 from xcompat.retrieval.versions import gallery_scales
-from xcompat.score_scale import ScoreScale, ScoreScales
+from xcompat.score_scale import ScoreScale, ScoreScales, Thresholds
 
 OLD = Fingerprint.from_string("old")
 CLASSES, EACH, OLD_DIM, NEW_DIM = 30, 40, 24, 48
@@ -223,3 +225,48 @@ def test_scale_after_scale_is_one_scale() -> None:
     joined = second.after(first)
     assert joined.slope * 0.7 + joined.offset == pytest.approx(0.5 * (2.0 * 0.7 + 0.3) - 0.1)
     assert ScoreScales.read(ScoreScales(first, second).settings) == (first, second)
+
+
+@pytest.mark.parametrize("candidate", [Candidate("ridge"), Candidate("whitened", old_share=0.5)], ids=str)
+def test_a_map_knows_which_threshold_replaces_an_old_one(world: World, candidate: Candidate, tmp_path: Path) -> None:
+    world.model(candidate).save_pretrained(tmp_path / "map")
+    model = AutoModel.from_pretrained(tmp_path / "map")
+    old_QN = world.old_Nd[world.asked] @ world.old_Nd[world.stored].T
+    with torch.inference_mode():
+        asked_Qd = model.view(torch.from_numpy(world.new_ND[world.asked]))
+        if candidate.old_share:
+            asked_Qd = slerp(asked_Qd, torch.from_numpy(world.old_Nd[world.asked]), candidate.old_share)
+    new_QN = asked_Qd.numpy() @ world.old_Nd[world.stored].T
+    is_match_QN = world.labels_N[world.asked][:, None] == world.labels_N[world.stored]
+    for old in np.quantile(old_QN[is_match_QN], [0.2, 0.5, 0.8]).tolist():
+        found = model.threshold(old=old)
+        before, after = (old_QN[is_match_QN] >= old).mean(), (new_QN[is_match_QN] >= found.score).mean()
+        assert found.keeps == "matches" and found.low <= found.score <= found.high
+        assert after == pytest.approx(before, abs=0.06)
+        assert abs((new_QN[is_match_QN] >= old).mean() - before) > abs(after - before), (
+            "the old number is no threshold for new scores"
+        )
+
+
+def test_thresholds_without_labels_keep_the_number_of_hits(world: World) -> None:
+    pairs = PairedEmbeddings(world.new_ND[world.learned], world.old_Nd[world.learned])
+    model = fit(Candidate("ridge"), Known(pairs, describe_old(OLD, OLD_DIM)))
+    old_QN = world.old_Nd[world.asked] @ world.old_Nd[world.stored].T
+    with torch.inference_mode():
+        new_QN = model.view(torch.from_numpy(world.new_ND[world.asked])).numpy() @ world.old_Nd[world.stored].T
+    old = float(np.quantile(old_QN, 0.95))
+    found = model.threshold(old=old)
+    assert found.keeps == "hits" and (new_QN >= found.score).mean() == pytest.approx(0.05, abs=0.01)
+
+
+def test_a_threshold_that_is_not_known_is_refused(world: World) -> None:
+    model = world.model(Candidate("ridge"))
+    with pytest.raises(XcompatError, match=r"knows thresholds from .* and not 0.99; measure it .* evaluate --threshold 0.99"):
+        model.threshold(old=0.99)
+    model.config.thresholds = None
+    with pytest.raises(XcompatError, match="knows no thresholds"):
+        model.threshold(old=0.5)
+    good = Thresholds("hits", (0.1, 0.2), (0.1, 0.2), (0.1, 0.2), (0.1, 0.2))._asdict()
+    for wrong in ({"old": [0.2, 0.1]}, {"new": [0.1]}, {"low": [0.1, float("nan")]}, {"high": "ab"}, {"more": 1}):
+        with pytest.raises(XcompatError, match="config.thresholds is damaged"):
+            type(model.config)(**{**model.config.to_dict(), "thresholds": good | wrong})

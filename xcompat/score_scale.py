@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xcompat.errors import XcompatError
@@ -44,6 +44,75 @@ class ScoreScale(NamedTuple):
     def after(self, first: ScoreScale) -> ScoreScale:
         """Return the scale that applies another one first."""
         return ScoreScale(self.slope * first.slope, self.slope * first.offset + self.offset)
+
+
+class CarriedThreshold(NamedTuple):
+    """The score at which new queries cut off as old ones do at an old threshold.
+
+    Args:
+        score: the new threshold.
+        low: lower end of its 95 % interval over queries.
+        high: upper end.
+        keeps: what stays as it was: the share of true ``matches``, or the number of ``hits``.
+    """
+
+    score: float
+    low: float
+    high: float
+    keeps: str
+
+
+class Thresholds(NamedTuple):
+    """Old thresholds with the scores that replace them, as ``config.thresholds`` keeps them.
+
+    Args:
+        keeps: what stays as it was: the share of true ``matches``, or the number of ``hits``.
+        old: cosines, ascending.
+        new: the scores that replace them.
+        low: lower ends of the 95 % intervals of these scores.
+        high: upper ends.
+    """
+
+    keeps: str
+    old: tuple[float, ...]
+    new: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> Thresholds:
+        """Read the thresholds of a configuration.
+
+        Args:
+            settings: the fields of this class.
+
+        Raises:
+            XcompatError: one is missing, or no list of as many finite numbers as ``old``, which ascend.
+        """
+        columns: list[Any] = [settings.get(name) for name in cls._fields[1:]] if set(settings) == set(cls._fields) else []
+        sound = [
+            isinstance(each, Sequence)
+            and len(each) > 1
+            and all(isinstance(one, int | float) and math.isfinite(one) for one in each)
+            for each in columns
+        ]
+        if not columns or not all(sound) or len({len(each) for each in columns}) > 1 or sorted(set(columns[0])) != [*columns[0]]:
+            raise XcompatError("config.thresholds is damaged: it takes lists of as many finite numbers, the old ones ascending")
+        return cls(str(settings["keeps"]), *(tuple(map(float, each)) for each in columns))
+
+    def at(self, old: float) -> CarriedThreshold | None:
+        """Return what replaces an old threshold, interpolated; None if it lies outside of what is known.
+
+        Example:
+            >>> Thresholds("hits", (0.5, 0.6), (0.3, 0.5), (0.2, 0.4), (0.4, 0.6)).at(0.55)
+            CarriedThreshold(score=0.4, low=0.3, high=0.5, keeps='hits')
+        """
+        import numpy as np
+
+        if not self.old[0] <= old <= self.old[-1]:
+            return None
+        score, low, high = (round(float(np.interp(old, self.old, each)), 6) for each in (self.new, self.low, self.high))
+        return CarriedThreshold(score, low, high, self.keeps)
 
 
 class ScoreScales(NamedTuple):

@@ -97,43 +97,42 @@ def count(compared: Compared, edges_B: NDArray[np.float64], rows_Q: NDArray[np.i
     return Counted(matches_QB[:, 1:], hits_QB[:, 1:], matches_QB[:, 0])
 
 
-def carry_over(
-    old: Counted,
-    new: Counted,
-    edges_B: NDArray[np.float64],
-    threshold: float,
-    keeps: Keeps,
-    clusters_Q: NDArray[np.int64] | None,
-    n_resamples: int,
-    seed: int,
-) -> tuple[float | None, tuple[float, float] | None, float, float]:
-    """Return the threshold of new queries that keeps what an old one accepted.
+class Carried:
+    """Thresholds of new queries that keep what old thresholds accepted.
 
     Args:
-        old: items of old queries.
-        new: items of new queries, the same ones.
-        edges_B: scores at which they are counted.
-        threshold: the old one, one of the edges.
-        keeps: what stays as it was.
+        old_QB: (Q, B) items of old queries at or above each edge.
+        new_QB: (Q, B) likewise of new queries, the same ones.
+        edges_B: scores at which they are counted, ascending.
         clusters_Q: queries that are drawn together; None if each is drawn alone.
         n_resamples: bootstrap draws.
         seed: of the draws.
-
-    Returns:
-        The threshold, its 95 % interval, and the share of matches and the items per query at or above it.
     """
-    place = int(np.argmin(np.abs(edges_B - threshold)))
-    old_QB, new_QB = (old.matches_QB, new.matches_QB) if keeps == "matches" else (old.hits_QB, new.hits_QB)
-    values_QK = np.concatenate([old_QB[:, place, None], new_QB], axis=1)
-    mean_K, draws_RK = values_QK.mean(axis=0), resampled_means(values_QK, n_resamples, seed, clusters_Q)
-    score, at = _crossing(mean_K[1:], mean_K[0], edges_B), float(edges_B[0])
-    interval = None
-    if score is not None:
-        drawn_R = [_crossing(row_K[1:], row_K[0], edges_B) for row_K in draws_RK]
-        low, high = interval_bounds(np.array([[at if each is None else each] for each in drawn_R]), 0.95)
-        interval, at = (float(low[0]), float(high[0])), score
-    matches, hits = (float(np.interp(at, edges_B, each.mean(axis=0))) for each in (new.matches_QB, new.hits_QB))
-    return score, interval, matches / float(new.known_Q.mean()), hits
+
+    def __init__(
+        self,
+        old_QB: NDArray[np.float64],
+        new_QB: NDArray[np.float64],
+        edges_B: NDArray[np.float64],
+        clusters_Q: NDArray[np.int64] | None,
+        n_resamples: int,
+        seed: int,
+    ) -> None:
+        self.edges_B = edges_B
+        both_QK = np.concatenate([old_QB, new_QB], axis=1)
+        draws_RK = resampled_means(both_QK, n_resamples, seed, clusters_Q)
+        self._mean, self._draws = both_QK.mean(axis=0).reshape(2, -1), draws_RK.reshape(n_resamples, 2, -1)
+
+    def at(self, threshold: float) -> tuple[float | None, tuple[float, float] | None]:
+        """Return the threshold that replaces an old one, one of the edges, with its 95 % interval; None if there is none."""
+        place = int(np.argmin(np.abs(self.edges_B - threshold)))
+        score = _crossing(self._mean[1], self._mean[0, place], self.edges_B)
+        if score is None:
+            return None, None
+        drawn = [_crossing(new_B, old_B[place], self.edges_B) for old_B, new_B in self._draws]
+        lowest = float(self.edges_B[0])
+        low, high = interval_bounds(np.array([[lowest if each is None else each] for each in drawn]), 0.95)
+        return score, (float(low[0]), float(high[0]))
 
 
 def _crossing(counts_B: NDArray[np.float64], wanted: float, edges_B: NDArray[np.float64]) -> float | None:
@@ -187,7 +186,13 @@ def thresholds(
     share, hits = float(old.matches_QB[:, place].mean() / old.known_Q.mean()), float(old.hits_QB[:, place].mean())
     found = [Threshold("old", direction, "matches", threshold, (threshold, threshold), share, hits)]
     for name, new in counted[1:]:
-        for keeps in ("matches", "hits"):
-            carried = carry_over(old, new, edges_B, threshold, keeps, drawn_Q, n_resamples, seed)
-            found.append(Threshold(name, direction, keeps, *carried))
+        sides: list[tuple[Keeps, NDArray[np.float64], NDArray[np.float64]]] = [
+            ("matches", old.matches_QB, new.matches_QB),
+            ("hits", old.hits_QB, new.hits_QB),
+        ]
+        for keeps, old_QB, new_QB in sides:
+            score, ci95 = Carried(old_QB, new_QB, edges_B, drawn_Q, n_resamples, seed).at(threshold)
+            at = float(edges_B[0]) if score is None else score
+            matches, hits = (float(np.interp(at, edges_B, each.mean(axis=0))) for each in (new.matches_QB, new.hits_QB))
+            found.append(Threshold(name, direction, keeps, score, ci95, matches / float(new.known_Q.mean()), hits))
     return found

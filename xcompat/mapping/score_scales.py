@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
+from xcompat.mapping.thresholds import fit_thresholds
 from xcompat.models import CompatModel
 from xcompat.models.old_knowledge import Rows
 from xcompat.models.score_scale import FEWEST as FEWEST_SCORED
@@ -26,7 +27,7 @@ NO_OVERFIT = 5
 
 
 def scale_scores(model: CompatModel, pairs: Paired, solve: Callable[[Paired], CompatModel] | None = None) -> None:
-    """Fit ``config.score_scales`` of a model; leave it None if there are too few pairs.
+    """Fit ``config.score_scales`` and ``config.thresholds`` of a model; leave them None if there are too few pairs.
 
     A map that was solved from few pairs brings these pairs nearer to each other than later items. Their scores would then say
     nothing about later ones, so the map is solved again without a part of the pairs, and these are scored.
@@ -38,8 +39,9 @@ def scale_scores(model: CompatModel, pairs: Paired, solve: Callable[[Paired], Co
     """
     draw = np.random.default_rng(0)
     samples = [(solved, sample) for solved, part in _held_out(model, pairs, solve, draw) for sample in _samples(part, draw)]
-    scales = fit_score_scales(samples)
+    scales, thresholds = fit_score_scales(samples), fit_thresholds(samples)
     model.config.score_scales = scales.settings if scales is not None else None
+    model.config.thresholds = thresholds._asdict() if thresholds is not None else None
 
 
 def _held_out(
@@ -76,11 +78,14 @@ def _drawn(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random
     if asking is searched:
         drawn = draw.permutation(len(asking))[: 2 * SAMPLE]
         rows_Q, rows_N = drawn[::2], drawn[1::2]
-    side = None
+    sides = (asking, rows_Q), (searched, rows_N)
+    side, labels = None, [None if each.labels_N is None else each.labels_N[np.sort(rows)] for each, rows in sides]
     if isinstance(searched, TurnedEmbeddings):  # the sides of a map of galleries are exchanged
         side = _tensor(searched.side_NS, rows_N) if searched.side_NS is not None else None
-        return ScoredItems(*_both(asking.old_Nd, asking.new_ND, rows_Q), *_both(searched.old_Nd, searched.new_ND, rows_N), side)
-    return ScoredItems(*_both(asking.new_ND, asking.old_Nd, rows_Q), *_both(searched.new_ND, searched.old_Nd, rows_N))
+        both = *_both(asking.old_Nd, asking.new_ND, rows_Q), *_both(searched.old_Nd, searched.new_ND, rows_N)
+    else:
+        both = *_both(asking.new_ND, asking.old_Nd, rows_Q), *_both(searched.new_ND, searched.old_Nd, rows_N)
+    return ScoredItems(*both, side, *labels)
 
 
 def _both(new_ND: Rows, old_Nd: Rows, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from xcompat.encoders.build_limits import check_config
 from xcompat.errors import XcompatError, nearest
 from xcompat.fingerprint import Fingerprint
 from xcompat.paths import model_folder
-from xcompat.score_scale import ScoreScales
+from xcompat.score_scale import ScoreScales, Thresholds
 
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
 """What transformers itself writes into every configuration or passes to it."""
@@ -58,6 +58,7 @@ class CompatConfig(PreTrainedConfig):
             :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
         score_scales: how scores against the model's own embeddings compare with scores against old ones:
             :class:`~xcompat.score_scale.ScoreScales`; left out if None.
+        thresholds: old score thresholds and those that replace them: :class:`~xcompat.score_scale.Thresholds`; left out if None.
         old_share: weight of the old model's query on the arc between both (:func:`~xcompat.heads.slerp`), if the model was
             chosen to search together with the old one; left out if None.
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
@@ -78,6 +79,7 @@ class CompatConfig(PreTrainedConfig):
     logit_scale: Annotated[float, Field(gt=0)] = 1 / 0.07
     memory: dict | None = None
     score_scales: dict | None = None
+    thresholds: dict | None = None
     old_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     started_from: dict | None = None
     service: dict | None = None
@@ -101,6 +103,8 @@ class CompatConfig(PreTrainedConfig):
                 )
         if self.score_scales is not None:
             ScoreScales.read(self.score_scales)
+        if self.thresholds is not None:
+            Thresholds.read(self.thresholds)
         super().__post_init__(**kwargs)
 
     def require_ranges(self) -> None:
@@ -118,7 +122,7 @@ class CompatConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all keys but those that most models do not have."""
         written = super().to_dict()
-        for optional in ("score_scales", "old_share", "started_from", "service"):
+        for optional in ("score_scales", "thresholds", "old_share", "started_from", "service"):
             if getattr(self, optional) is None:
                 del written[optional]
         return written

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,6 +33,8 @@ class ScoredItems(NamedTuple):
         new_ND: (N, D) searched items of the new model, as it embeds them.
         old_Nd: (N, d) the same items of the old model.
         side_info_NS: (N, S) their side-information, for a map that reads it.
+        labels_Q: int64 (Q,) class of each query; None if unknown.
+        labels_N: int64 (N,) class of each item; None if unknown.
     """
 
     new_QD: Tensor
@@ -38,6 +42,8 @@ class ScoredItems(NamedTuple):
     new_ND: Tensor
     old_Nd: Tensor
     side_info_NS: Tensor | None = None
+    labels_Q: NDArray[np.int64] | None = None
+    labels_N: NDArray[np.int64] | None = None
 
 
 def fit_score_scales(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> ScoreScales | None:

@@ -15,7 +15,7 @@ from xcompat.heads import first_dims
 from xcompat.models.checkpoint import CheckpointModel
 from xcompat.models.config import Compares
 from xcompat.models.query_memory import QueryMemory
-from xcompat.score_scale import ScoreScales
+from xcompat.score_scale import CarriedThreshold, ScoreScales, Thresholds
 
 
 class SpacesModel(CheckpointModel):
@@ -204,6 +204,28 @@ class SpacesModel(CheckpointModel):
     def score_scales(self) -> ScoreScales | None:
         """Return how scores against the model's own stored embeddings compare with scores against old ones, if known."""
         return ScoreScales.read(self.config.score_scales) if self.config.score_scales is not None else None
+
+    def threshold(self, old: float) -> CarriedThreshold:
+        """Return the score at which queries of this model cut off as old queries do at an old threshold.
+
+        The numbers were measured on pairs that were held out when the model was made. They are for searches of the old gallery
+        without re-ranking; ``xcompat evaluate --threshold`` measures all kinds on a test set.
+
+        Args:
+            old: cosine at which a service cuts off today.
+
+        Raises:
+            XcompatError: nothing is known about this threshold.
+
+        Example:
+            ``model.threshold(old=0.75).score``
+        """
+        known = Thresholds.read(self.config.thresholds) if self.config.thresholds is not None else None
+        if known is not None and (found := known.at(old)) is not None:
+            return found
+        reach = "no thresholds" if known is None else f"thresholds from {known.old[0]:g} to {known.old[-1]:g}"
+        measure = f"measure it on a test set with `xcompat evaluate --threshold {old:g}`"
+        raise XcompatError(f"{self._known_as} knows {reach}, and not {old:g}; {measure}")
 
     def confidence(self, embeds: Tensor) -> Tensor | None:
         """Return how sure queries of the nearest older gallery are, if the memory was calibrated (`xcompat map`).
