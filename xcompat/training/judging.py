@@ -60,8 +60,8 @@ def embed_new(
     if model.embeds_in_memory:
         if independent is None:
             raise XcompatError(f"{name} is a map over embeddings of the new model; name that model under new")
-        described = model.config.encoder
-        Fingerprint(described["fingerprint"], described["name"]).require(independent.fingerprint, f"what {name} is applied to")
+        encoder = model.config.encoder
+        Fingerprint(encoder["fingerprint"], encoder["name"]).require(independent.fingerprint, f"what {name} is applied to")
         # its own embeddings are those of the new model; self_view of cached features would round differently
         own = replace(independent, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
         raw = _map_input(model, independent, test, cache_dir)
@@ -87,9 +87,7 @@ def embed_new(
         plain = model.embeds_fingerprint().derived("view")
         extra[WITHOUT_MEMORY] = map_contestant(asking, name, plain, lambda embeds: model.own_view(embeds, version), model.device)
     view, alone = with_old_queries(model, view, old)
-    sure = None
-    if model.is_confident and version == model.compatible_with[0]:
-        sure = map_contestant(asking, "confidence", fingerprint.derived("confidence"), partial(_confidence, model), model.device)
+    sure = _confidence(model, asking) if model.is_confident and version == model.compatible_with[0] else None
     return Contestants(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
 
 
@@ -108,10 +106,13 @@ def with_old_queries(model: CompatModel, view: C, old: C) -> tuple[C, C | None]:
     return (view, None) if share is None else (mixed_queries(view, old, share), view)
 
 
-def _confidence(model: CompatModel, embeds: Tensor) -> Tensor:
-    confidence = model.confidence(embeds)
-    assert confidence is not None
-    return confidence[:, None]
+def _confidence(model: CompatModel, asking: C) -> C:
+    def confidence_of(embeds: Tensor) -> Tensor:
+        confidence = model.confidence(embeds)
+        assert confidence is not None
+        return confidence[:, None]
+
+    return map_contestant(asking, "confidence", model.fingerprint().derived("confidence"), confidence_of, model.device)
 
 
 def with_memory(model: C, memory: QueryMemory) -> C:
