@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | 
 MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "/dev/shm"}')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv constraints quickstart quickstart-texts test test-quickstart lint docs bench gpu faults
+.PHONY: help venv constraints quickstart quickstart-texts test nightly test-quickstart lint docs bench gpu faults
 
 help: ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ quickstart-texts: $(STAMP) ## Search an index of scientific abstracts with a bet
 
 test: lint ## Lint, types, layers, every test and documented example, and a shortened quickstart.
 	$(if $(MEMORY),TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+nightly: $(STAMP) ## Run the long forms and all of each kind: every recipe, every store under kills, every benchmark at toy size.
+	$(if $(MEMORY),TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m nightly
 
 test-quickstart: $(STAMP) ## Run the shortened quickstart alone: every stage works, the numbers mean nothing.
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/test_quickstart.py

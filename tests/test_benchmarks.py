@@ -80,6 +80,7 @@ def test_peak_memory_counts_what_is_given_back(benchmark: Any) -> None:
     assert 0.9 * 2**26 < taken < 2**27  # the kernel counts pages in lots
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in TOYS if name != "ranking"])  # whose peer changes faiss for the whole process
 def test_both_sides_agree(name: str, benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every script asserts it before it measures."""
@@ -303,6 +304,7 @@ def throughput(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return benchmark("throughput")
 
 
+@pytest.mark.nightly
 def test_the_script_for_gpus_runs_at_toy_size(tmp_path: Path) -> None:
     """On a GPU it has not been run; its parts are those that would run there."""
     (tmp_path / "gpu.md").write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")

@@ -534,7 +534,9 @@ def test_unread_pictures_of_all_processes_count_together(old_folder: str, tmp_pa
 # ------------------------------------------------------------------------------------------------------ engines
 
 
-@pytest.mark.parametrize(("engine", "kind"), [("daft", "parquet"), ("ray", "lance")])  # Parquet by Ray: where a worker is killed
+@pytest.mark.parametrize(  # Parquet by Ray: where a worker is killed
+    ("engine", "kind"), [("daft", "parquet"), pytest.param("ray", "lance", marks=pytest.mark.nightly)]
+)
 def test_an_engine_writes_the_same_bytes(
     run: Run,
     model: str,
@@ -602,6 +604,7 @@ class DyingJob(Job):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_in_the_middle_changes_nothing(
     run: Run, model: str, source: Path, tmp_path: Path, cluster: Any
 ) -> None:

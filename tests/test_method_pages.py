@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from latex2mathml.converter import convert
 from PIL import Image
+from schedule import mostly_nightly
 from typing_in import commands_of, type_in
 
 from xcompat.methods import METHODS
@@ -104,7 +105,7 @@ def test_columns_are_those_of_the_method(method: str) -> None:
     assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_nightly(METHODS, ("xbt", "bct", "whitened").__contains__))
 def test_recipes_run(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

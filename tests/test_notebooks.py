@@ -43,6 +43,7 @@ def test_photos(tmp_path: Path) -> None:
     assert found["independent/old"] < 0.3 < found["old/old"] + 0.1 < found["new/old"] < found["new/new"]
 
 
+@pytest.mark.nightly
 def test_image_text(tmp_path: Path) -> None:
     """φ, which saw no image, brings images as well as texts into the old space."""
     cases = found_by("image_text", tmp_path)

@@ -19,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from data_layouts import make_all
 from data_layouts.bench import make_bench
 from data_layouts.labelled import make_imagenet
+from schedule import mostly_nightly
 
 from xcompat.data import load_labelled, load_pairs, select
 from xcompat.data.sources import PairSource, local_files
@@ -42,6 +43,8 @@ from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageReci
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+OF_EACH_KIND = list({file.parent: file for file in RECIPES}.values())
+"""The last recipe of each folder, which runs on every change; all of them run nightly."""
 PAPERS = {file: header for file in RECIPES if (header := read_header(file)).first("paper")}
 """Recipes of the papers' tables, with their headers."""
 SCHEDULE = ROOT / "recipes" / "vision" / "oca_tiny_imagenet.yaml"
@@ -216,7 +219,7 @@ def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> N
     assert "not run:" in header.lower() or "took" in header.lower(), "and how long it took, or why it was not run"
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=named)
+@pytest.mark.parametrize("file", mostly_nightly(RECIPES, OF_EACH_KIND.__contains__), ids=named)
 def test_every_recipe_runs_on_stand_ins(file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """Of each recipe at least one judged stage trains two steps, and of all recipes every kind of stage (:func:`planned`).
 
@@ -243,7 +246,7 @@ class TrainingReachedError(Exception):
     """A run that is about to train its first stage."""
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=named)
+@pytest.mark.parametrize("file", mostly_nightly(RECIPES, OF_EACH_KIND.__contains__), ids=named)
 def test_every_stage_is_checked_on_its_own_data_and_built_with_its_own_options(
     file: Path, layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from schedule import mostly_nightly
 from store_places import OLD, PLACES, READABLE, Place, map_of_galleries, unit_vectors
 from typer.testing import CliRunner
 
@@ -33,6 +34,8 @@ from xcompat.stores.mapping import Mapping
 from xcompat.stores.uri import StoreUri, shown, split
 
 N, OLD_DIM, NEW_DIM = 300, 16, 24
+under_kills = pytest.mark.parametrize("place", mostly_nightly(PLACES, ("postgresql", "qdrant").__contains__), indirect=True)
+"""A test of many starts, which in most stores take seconds each."""
 reading = pytest.mark.parametrize("place", READABLE, indirect=True)
 """A test that changes nothing by the store."""
 
@@ -269,6 +272,7 @@ def test_what_services_change_after_a_switch_is_newer_than_what_they_changed_in_
     np.testing.assert_allclose([found["3"], found["4"]], [new, Mapping(model)(vectors[11:12])[0]], atol=1e-5)
 
 
+@under_kills
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
 def test_a_stopped_migration_continues(store: Store, place: Place, model: RidgeModel, at: int) -> None:
     steps, space = iter(range(10_000)), store.space
@@ -330,6 +334,7 @@ def test_switch_verifies_what_nobody_has_verified(store: Store, place: Place, mo
         assert_mapped(place, space + "_before", space, model)
 
 
+@under_kills
 def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_again(
     place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +364,7 @@ def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_ag
     assert at > 2
 
 
+@under_kills
 @pytest.mark.parametrize("verb", ["switch", "rollback", "finish"])
 def test_a_verb_that_is_killed_between_any_two_writes_is_done_by_calling_it_again(
     store: Store, place: Place, model: RidgeModel, monkeypatch: pytest.MonkeyPatch, verb: str

@@ -15,13 +15,17 @@ from injections import Fault, failing
 from kills import killed_before
 from long_run import TOLD
 from rows import Row, read_rows, updated, whole, write_rows
+from schedule import mostly_nightly
 from syscalls import Call, run_watched, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 RUN = Path(__file__).with_name("long_run.py")
 
 
-@pytest.mark.parametrize("groups", [["kills"], ["power cuts", "injected errors", "full disks", "histories"]])
+GROUPS = [["power cuts", "histories"], ["kills"], ["injected errors", "full disks"]]
+
+
+@pytest.mark.parametrize("groups", mostly_nightly(GROUPS, GROUPS[0].__eq__))
 def test_nothing_is_lost(groups: list[str], tmp_path: Path) -> None:
     only = [argument for group in groups for argument in ("--only", group)]
     done = warm.run(RUN, "--short", *only, folder=tmp_path)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import warm
 from migrations import NEW_DIM, OLD_DIM, Found, Models, Service, difference
+from schedule import mostly_nightly
 from store_places import Place
 from syscalls import why_not
 
@@ -26,7 +27,7 @@ PACKAGES = {
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("store", PACKAGES)
+@pytest.mark.parametrize("store", mostly_nightly(PACKAGES, "PostgreSQL".__eq__))
 def test_a_killed_migration_ends_as_if_nothing_had_happened(store: str, tmp_path: Path) -> None:
     """In a process that has no threads of the clients yet, which a fork would lose."""
     for package in PACKAGES[store]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import warm
+from schedule import mostly_nightly
 from store_places import PLACES
 
 import xcompat.stores
@@ -130,7 +131,7 @@ def release(kind: str, uri: str) -> None:
         server_manager_instance.release_server(uri.removeprefix("milvus://").partition("?")[0])
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=mostly_nightly(STORES, ("qdrant", "milvus").__contains__))
 def collection(request: pytest.FixtureRequest, tmp_path: Path, map_folder: Path) -> Collection:
     """The documents as their own client stores them, with the vectors of the old model."""
     pytest.importorskip(STORES[request.param][2])
