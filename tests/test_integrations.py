@@ -18,16 +18,17 @@ import torch
 from haystack import Document, Pipeline
 from haystack.components.retrievers.in_memory import InMemoryEmbeddingRetriever
 from haystack.document_stores.in_memory import InMemoryDocumentStore
+from langchain_core.documents import Document as LangchainDocument
 from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.encoders.standins import save_stand_in
-from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatTextEmbedder
-from xcompat.integrations.langchain import CompatEmbeddings
-from xcompat.integrations.llamaindex import CompatEmbedding
+from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatRanker, CompatTextEmbedder
+from xcompat.integrations.langchain import CompatEmbeddings, CompatReranker
+from xcompat.integrations.llamaindex import CompatEmbedding, CompatRerank
 from xcompat.integrations.texts import Source, TextEmbedder
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel
@@ -252,6 +253,42 @@ def test_what_cannot_be_embedded_is_refused(
         with pytest.raises(XcompatError, match="documents a list of strings, not (str|NoneType|tuple)"):
             embeddings.embed_documents(wrong)  # type: ignore[arg-type]
     assert embeddings.embed_documents([]) == []
+
+
+@pytest.mark.parametrize("name", ["closed form", "phi", "the old model"])
+def test_documents_are_ordered_by_the_new_model(name: str, source_of: dict[str, str], old: Embedder) -> None:
+    """As a naive sum of cosines orders them; LangChain gives no scores, and gets the order of the new model alone."""
+    query, source = QUERIES[0], source_of[name]
+    embedder = load_embedder(source)
+    own = Embedder.of(embedder.model, "own") if isinstance(embedder.model, CompatModel) else embedder
+    unit = torch.nn.functional.normalize
+    new = (unit(embedded(own, [query]), dim=1) @ unit(embedded(own, TEXTS), dim=1).T)[0].detach().numpy()
+    before = (embedded(old, [query]) @ embedded(old, TEXTS).T)[0].detach().numpy()
+    for with_scores, score in ((True, 2 / 3 * new + before / 3), (False, new)):
+        ids, scores = zip(*sorted(zip(IDS, score.tolist(), strict=True), key=lambda each: -each[1])[:3], strict=True)
+        given = before.tolist() if with_scores else [None] * len(TEXTS)
+        found = CompatRanker(source, top_k=3).run(
+            query, [Document(id=n, content=text, score=one) for n, text, one in zip(IDS, TEXTS, given, strict=True)]
+        )["documents"]
+        assert [each.id for each in found] == list(ids) and [each.score for each in found] == pytest.approx(scores, abs=1e-5)
+        nodes = [
+            NodeWithScore(node=TextNode(id_=n, text=text), score=one) for n, text, one in zip(IDS, TEXTS, given, strict=True)
+        ]
+        again = CompatRerank(source, top_n=3).postprocess_nodes(nodes, query_str=query)
+        assert [each.node_id for each in again] == list(ids) and [each.score for each in again] == pytest.approx(scores, abs=1e-5)
+    documents = [LangchainDocument(id=n, page_content=text) for n, text in zip(IDS, TEXTS, strict=True)]
+    kept = CompatReranker(source, top_k=3).compress_documents(documents, query)
+    assert [each.id for each in kept] == list(ids)
+    assert CompatReranker(source).compress_documents([], query) == []
+
+
+def test_a_ranker_is_saved_with_its_pipeline(source_of: dict[str, str]) -> None:
+    pipeline = Pipeline()
+    pipeline.add_component("ranker", CompatRanker(source_of["closed form"], top_k=2))
+    again = Pipeline.loads(pipeline.dumps(), allowed_modules=["xcompat.integrations.haystack"])
+    documents = [Document(id=n, content=text) for n, text in zip(IDS, TEXTS, strict=True)]
+    found = again.run({"ranker": {"query": QUERIES[0], "documents": documents}})["ranker"]["documents"]
+    assert len(found) == 2
 
 
 def test_a_llamaindex_model_says_which_weights_embed(source_of: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""A compatible model as Haystack's components: one that embeds queries, and one that embeds documents."""
+"""A compatible model as Haystack's components, which embed queries or documents, or order documents again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.integrations.texts import Service, Source, TextEmbedder
+from xcompat.integrations.texts import Service, Source, TextEmbedder, TextReranker
 
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
@@ -139,3 +139,44 @@ class CompatDocumentEmbedder(_Embedder):
     def _text(self, document: Document) -> str:
         about = (document.meta.get(field) for field in self.meta_fields_to_embed)
         return self.embedding_separator.join([*(str(value) for value in about if value is not None), document.content or ""])
+
+
+@component
+class CompatRanker(_Embedder):
+    """Orders the documents that an old document store found by the new model.
+
+    Args:
+        model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
+        top_k: documents that are kept; None for all.
+        device: as in :class:`CompatTextEmbedder`.
+        embed_with: likewise.
+
+    Example:
+        ``pipeline.connect("retriever.documents", "ranker.documents")``
+    """
+
+    def __init__(
+        self, model: Source, top_k: int | None = None, device: str | None = None, embed_with: Service | None = None
+    ) -> None:
+        _Embedder.__init__(self, model, None, device, embed_with)
+        self.top_k = top_k
+        self._ranker: TextReranker | None = None
+
+    def warm_up(self) -> None:
+        """Load the model, unless it is loaded."""
+        if self._ranker is None:
+            self._ranker = TextReranker(self.model, self.device, self.embed_with)
+
+    def to_dict(self) -> dict[str, Any]:
+        """See :meth:`_Embedder.to_dict`."""
+        described = _Embedder.to_dict(self)
+        kept = {name: value for name, value in described["init_parameters"].items() if name != "version"}
+        return described | {"init_parameters": kept | {"top_k": self.top_k}}
+
+    @component.output_types(documents=list[Document])
+    def run(self, query: str, documents: list[Document]) -> dict[str, list[Document]]:
+        """Return the documents in their new order, with their new scores."""
+        self.warm_up()
+        assert self._ranker is not None
+        ordered = self._ranker.order(query, [each.content or "" for each in documents], [each.score for each in documents])
+        return {"documents": [replace(documents[place], score=score) for place, score in ordered[: self.top_k]]}

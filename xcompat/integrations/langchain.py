@@ -1,13 +1,18 @@
-"""A compatible model where LangChain expects an embedding model."""
+"""A compatible model where LangChain expects an embedding model, or something that orders documents again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.integrations.texts import Service, Source, TextEmbedder
+from xcompat.integrations.texts import Service, Source, TextEmbedder, TextReranker
 
 try:
+    from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.embeddings import Embeddings
+    from pydantic import PrivateAttr
 except ImportError:
     raise XcompatError("this needs langchain-core; install it with `pip install xcompat[langchain]`") from None
 
@@ -45,3 +50,39 @@ class CompatEmbeddings(Embeddings):
     def map_vector(self, embedding: list[float]) -> list[float]:
         """Bring the embedding of a query into the store's space, for ``similarity_search_by_vector``."""
         return self._texts.vector(embedding)
+
+
+class CompatReranker(BaseDocumentCompressor):
+    """Orders the documents that an old vector store found by the new model, for a ``ContextualCompressionRetriever``.
+
+    LangChain's retrievers give no scores, so only the new model decides.
+
+    Args:
+        model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
+        top_k: documents that are kept; None for all.
+        device: as in :class:`~xcompat.integrations.texts.TextReranker`.
+        embed_with: likewise.
+
+    Example:
+        ``CompatReranker("runs/map", top_k=5).compress_documents(store.similarity_search(query, k=20), query)``
+    """
+
+    top_k: int | None = None
+    _texts: TextReranker = PrivateAttr()
+
+    def __init__(
+        self, model: Source, top_k: int | None = None, device: str | None = None, embed_with: Service | None = None
+    ) -> None:
+        super().__init__(top_k=top_k)
+        self._texts = TextReranker(model, device, embed_with)
+
+    def compress_documents(self, documents: Sequence[Document], query: str, callbacks: Any = None) -> list[Document]:  # noqa: ANN401 - LangChain's
+        """Return the documents in their new order.
+
+        Args:
+            documents: what the store found.
+            query: what was searched for.
+            callbacks: not used.
+        """
+        ordered = self._texts.order(query, [each.page_content for each in documents], [None] * len(documents))
+        return [documents[place] for place, _ in ordered[: self.top_k]]

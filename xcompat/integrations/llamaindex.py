@@ -1,4 +1,4 @@
-"""A compatible model where LlamaIndex expects an embedding model."""
+"""A compatible model where LlamaIndex expects an embedding model, or something that orders nodes again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 from xcompat.errors import XcompatError
 from xcompat.fingerprint import Fingerprint
-from xcompat.integrations.texts import Service, Source, TextEmbedder
+from xcompat.integrations.texts import Service, Source, TextEmbedder, TextReranker
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
     from llama_index.core.bridge.pydantic import Field, PrivateAttr
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 except ImportError:
     raise XcompatError("this needs llama-index-core; install it with `pip install xcompat[llamaindex]`") from None
 
@@ -73,3 +75,38 @@ class CompatEmbedding(BaseEmbedding):
 
     async def _aget_text_embeddings(self, texts: list[str]) -> list[list[float]]:
         return await asyncio.to_thread(self._texts.documents, texts)
+
+
+class CompatRerank(BaseNodePostprocessor):
+    """Orders the nodes that an old index found by the new model.
+
+    Args:
+        model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
+        top_n: nodes that are kept; None for all.
+        device: as in :class:`~xcompat.integrations.texts.TextReranker`.
+        embed_with: likewise.
+
+    Example:
+        ``index.as_query_engine(similarity_top_k=20, node_postprocessors=[CompatRerank("runs/map", top_n=5)])``
+    """
+
+    top_n: int | None = Field(default=None, gt=0, description="Nodes that are kept; None for all.")
+    _texts: TextReranker = PrivateAttr()
+
+    def __init__(
+        self, model: Source, top_n: int | None = None, device: str | None = None, embed_with: Service | None = None
+    ) -> None:
+        super().__init__(top_n=top_n)
+        self._texts = TextReranker(model, device, embed_with)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name by which LlamaIndex knows the class."""
+        return "CompatRerank"
+
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None) -> list[NodeWithScore]:
+        if query_bundle is None:
+            raise XcompatError("nodes are ordered by a query: call postprocess_nodes with query_str or query_bundle")
+        texts = [each.node.get_content(metadata_mode=MetadataMode.EMBED) for each in nodes]
+        ordered = self._texts.order(query_bundle.query_str, texts, [each.score for each in nodes])
+        return [NodeWithScore(node=nodes[place].node, score=score) for place, score in ordered[: self.top_n]]

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xcompat.data.schema import TEXT
 from xcompat.distributed import device as own_device
 from xcompat.embedding import embed_in_memory
 from xcompat.embedding_provider import Function, Provider, ServedMap, asking
@@ -25,6 +26,8 @@ from xcompat.retrieval.embedded_queries import require_dim
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import VersionRecord
+from xcompat.retrieval.reranking import Reranker
+from xcompat.retrieval.searching import Hit
 from xcompat.retrieval.versions import (
     as_float32,
     notice_missing_old,
@@ -34,6 +37,7 @@ from xcompat.retrieval.versions import (
     stored_version,
     takes_old_queries,
 )
+from xcompat.score_scale import OLD_WEIGHT
 
 Source: TypeAlias = str | Path | CompatModel | Embedder
 """A run's folder, a checkpoint, a name on the Hub, or a model that is loaded already."""
@@ -88,7 +92,7 @@ class TextEmbedder:
             As many floats as the version's embeddings have dimensions, of length 1.
         """
         _require_texts([text])
-        return self._view(self._own(text), text)
+        return self._view(self.own(text), text)
 
     def vector(self, embedding: Sequence[float]) -> list[float]:
         """Bring the embedding of a query, as the new model makes it, into the store's space.
@@ -145,12 +149,74 @@ class TextEmbedder:
             return self._source.embed(texts, "stored").tolist()
         return embed_in_memory(_require_embedder(self._source), texts).tolist()
 
-    def _own(self, text: str) -> Tensor:
-        """Embed a query in the model's own space."""
+    @property
+    def source(self) -> Embedder | ServedMap:
+        """Return what embeds texts.
+
+        Raises:
+            XcompatError: it is a map that knows no encoder.
+        """
+        return self._source if isinstance(self._source, ServedMap) else _require_embedder(self._source)
+
+    def own(self, text: str) -> Tensor:
+        """Embed a query in the model's own space.
+
+        Args:
+            text: without a prompt.
+
+        Returns:
+            (1, D) float32.
+        """
         if isinstance(self._source, ServedMap):
             return self._source.embed([text])
         queries = _require_embedder(self._source).for_queries()
         return queries.embed(queries.processor.texts([text]), "own")
+
+
+class TextReranker:
+    """Orders the documents that an old store found by the new model's embeddings of their texts.
+
+    The store stays as it is: it finds candidates, with queries of any model, and this scores them again
+    (:class:`~xcompat.retrieval.reranking.Reranker`).
+
+    Args:
+        model: the new model, alone or as a map knows it.
+        device: where a model that is loaded here computes; None for an accelerator if there is one.
+        embed_with: what embeds texts, if the model is a map of a service's embeddings.
+        old_weight: weight of the scores that the store gave, if it gives cosines.
+
+    Raises:
+        XcompatError: the model embeds no texts.
+    """
+
+    def __init__(
+        self, model: Source, device: str | None = None, embed_with: Service | None = None, old_weight: float = OLD_WEIGHT
+    ) -> None:
+        self._asking = TextEmbedder(model, None, device, embed_with)
+        self._with_scores = Reranker(self._asking.source, old_weight=old_weight)
+        self._without_scores = Reranker(self._asking.source, old_weight=0.0)
+
+    def order(self, query: str, texts: Sequence[str], scores: Sequence[float | None]) -> list[tuple[int, float]]:
+        """Score texts again.
+
+        Args:
+            query: what was searched for.
+            texts: N texts that were found. An empty one keeps its place between scores.
+            scores: N cosines that the store gave; None where it gave none, and only the new model decides.
+
+        Returns:
+            Place and score of each text, the best first.
+        """
+        _require_texts([query])
+        if not any(text.strip() for text in texts):
+            return [(place, score or 0.0) for place, score in enumerate(scores)]
+        reranker = self._without_scores if None in scores else self._with_scores
+        version = reranker.fingerprint
+        hits = [
+            Hit(str(n), score or 0.0, version, {TEXT: text}) for n, (text, score) in enumerate(zip(texts, scores, strict=True))
+        ]
+        (ordered,) = reranker.order(self._asking.own(query), [hits])
+        return [(int(hit.id), hit.score) for hit in ordered]
 
 
 def _served(model: Source, device: str | None, embed_with: Service) -> ServedMap:
