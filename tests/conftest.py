@@ -17,6 +17,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -197,13 +198,19 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+def run(run_xcompat: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs a command of ``xcompat gallery`` and returns exit code, output and errors."""
+    return partial(run_xcompat, "gallery")
+
+
+@pytest.fixture
+def run_xcompat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs a command and returns exit code, output and errors."""
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setattr(console, "_width", 400)  # which it took from COLUMNS when it was made, if that was set then
 
     def called(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["xcompat", *map(str, arguments)])
         try:
             cli.main()
             code = 0

@@ -51,6 +51,7 @@ VERBS = (
     "find",
     "lineage",
     "serve",
+    "shadow",
 )
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 

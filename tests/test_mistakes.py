@@ -137,6 +137,8 @@ MISTAKES = {
     "gallery build --from-faiss x.faiss --ids nowhere --model enc": "--ids nowhere cannot be read",
     "gallery search nowhere hello --model enc": NO_GALLERY,
     "gallery search nowhere": "give one query, or many with --queries",
+    "shadow nowhere --queries texts.txt --old enc --model enc": NO_GALLERY,
+    "shadow nowhere --queries texts.txt --old enc --model enc --originals pictures": "--originals needs --rerank",
     "gallery search nowhere nowhere.png --model enc": "there is no picture nowhere.png",
     "gallery search foo://x hello --model enc": NO_STORE,
     "gallery search nowhere hello --model enc --originals pictures": "--originals needs --rerank; add --rerank 20",

@@ -29,8 +29,10 @@ from xcompat.methods import FctModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import report_file
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.reranking import Reranker
 from xcompat.retrieval.showing import wanted_metadata
-from xcompat.retrieval.side_by_side import embed_query
+from xcompat.retrieval.side_by_side import DEPTH, embed_query
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
@@ -645,6 +647,23 @@ def test_every_filter_that_is_offered_finds_its_items(tmp_path: Path) -> None:
 )
 def test_a_link_with_any_number_of_hits_is_restored(site: Site, k: str, hits: int) -> None:
     assert restore_query(site, [("k", k)]).k == hits
+
+
+@pytest.mark.parametrize("title", ["shop", "texts"])
+def test_a_third_column_shows_what_a_re_ranking_finds(title: str, site: Site, new: Embedder, photos: Path) -> None:
+    asked = SearchQuery(kind="text", text="a red shoe", gallery=title, k=COUNT, rerank=True)
+    html = answer(site, asked)
+    columns = html.split('aria-label="re-ranked"')
+    shelf = site.shelf(title)
+    originals = load_originals(photos) if title == "shop" else None
+    rerank = Reranker(new, originals, keep=False)
+    embeds_1D = new.embed(new.processor.for_queries().texts(["a red shoe"]), "own")
+    wanted = [hit.id for hit in shelf.gallery().search(embeds_1D, new.model, DEPTH, rerank=rerank)[0]]
+    assert [unescape(name) for name in re.findall(r'data-item="([^"]*)"', columns[1])] == wanted[:COUNT]
+    assert 'class="columns three"' in html and "rerank=true" in html
+    assert 'aria-label="re-ranked"' not in answer(site, asked.model_copy(update={"rerank": False}))
+    assert not (shelf.path / "new_embeddings").exists(), "a page that changes nothing keeps nothing"
+    assert restore_query(site, [("text", "a"), ("rerank", "true")]).rerank and not restore_query(site, [("rerank", "1")]).rerank
 
 
 @pytest.mark.parametrize(

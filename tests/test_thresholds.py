@@ -10,7 +10,7 @@ import pytest
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluationOptions, evaluate
-from xcompat.evaluation.thresholds import Threshold
+from xcompat.evaluation.cases import Threshold
 from xcompat.report import ReportContent, load_report
 from xcompat.report.report import gather
 from xcompat.report.storage import save_report

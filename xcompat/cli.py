@@ -13,6 +13,7 @@ import typer
 
 from xcompat import __version__, failures
 from xcompat.data_cli import caption, classes, recipes
+from xcompat.decision_cli import shadow
 from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
@@ -31,6 +32,7 @@ app.add_typer(quickstart_app, name="quickstart")
 app.command()(caption)
 app.command()(classes)
 app.command()(recipes)
+app.command()(shadow)
 
 
 def _print_version(asked: bool) -> None:

@@ -210,10 +210,10 @@ def search(
     asked.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
     asked.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     asked.require_asked(query, queries)
-    if is_store := _is_address(gallery):
+    if _is_address(gallery):
         asked.require_of_stores(bool(fallback) or group_by is not None or record_demand, where or [])
     with _printing_results(json or csv):
-        opened = _open_store(gallery) if is_store else _open(Path(gallery))
+        opened = open_searched(gallery)
         asked.require_named(model)
         from xcompat.retrieval import Gallery
         from xcompat.retrieval.query_sources import load_queries_and_model
@@ -222,7 +222,7 @@ def search(
         versions = _versions_of(opened)
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
         old = _old_model(typed, source, fallback, fallback_below)
-        reranker = _load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
+        reranker = load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
         show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
         if isinstance(opened, Gallery):
             from xcompat.retrieval.commands import search as search_gallery
@@ -476,6 +476,11 @@ def _open_store(uri: str) -> Store:
     return xcompat.stores.open(uri)
 
 
+def open_searched(place: str) -> Gallery | Store:
+    """Open a gallery by its folder, or a store by its address."""
+    return _open_store(place) if _is_address(place) else _open(Path(place))
+
+
 def _open(folder: Path) -> Gallery:
     from xcompat.retrieval import Gallery
 
@@ -495,7 +500,7 @@ def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float 
     return Fallback.of(source, device(), named or None)
 
 
-def _load_reranker(
+def load_reranker(
     source: QuerySource, candidates: int | None, originals: Path | None, model: str, budget: int | None, record_demand: bool
 ) -> Reranker | None:
     """Load what ``--rerank`` needs; None without it."""

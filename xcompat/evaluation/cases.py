@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from xcompat.evaluation.intervals import Outcome, outcome_of
-from xcompat.evaluation.thresholds import Threshold
 
 IMAGE_TO_IMAGE = "image-to-image"
 IMAGE_TO_TEXT = "image-to-text"
@@ -170,6 +169,31 @@ class Criterion:
     new_model_not_hurt: bool | None
     failed: list[str]
     differences: list[Difference]
+
+
+Keeps = Literal["matches", "hits"]
+
+
+class Threshold(NamedTuple):
+    """A score at which a service may cut off, in place of an old threshold.
+
+    Args:
+        query: the queries, such as ``new`` or ``new+rerank``.
+        direction: of the search.
+        keeps: what stays as it was: the share of true ``matches`` at or above the threshold, or the number of ``hits``.
+        score: the new threshold; None if these queries cannot keep as many.
+        ci95: its 95 % interval over queries; None without a threshold.
+        matches: share of the true matches at or above it.
+        hits: items per query at or above it.
+    """
+
+    query: str
+    direction: str
+    keeps: Keeps
+    score: float | None
+    ci95: tuple[float, float] | None
+    matches: float
+    hits: float
 
 
 class BackfillLoss(NamedTuple):

@@ -18,12 +18,13 @@ from xcompat.evaluation.cases import (
     Criterion,
     Difference,
     Evaluation,
+    Threshold,
     failed_comparisons,
     is_zero_shot,
 )
 from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found, Search
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
-from xcompat.evaluation.thresholds import Threshold, thresholds
+from xcompat.evaluation.thresholds import thresholds
 from xcompat.metric_names import metric_name
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from xcompat.errors import XcompatError
+from xcompat.evaluation.cases import Keeps, Threshold
 from xcompat.evaluation.intervals import interval_bounds, resampled_means
 from xcompat.evaluation.labelled import LabelledPairs
 
 BINS = 1024
 """Steps into which scores from -1 to 1 are counted; a threshold is interpolated inside a step of .002."""
 MOST_QUERIES = 5000
-Keeps = Literal["matches", "hits"]
 
 
 class Compared(NamedTuple):
@@ -29,28 +29,6 @@ class Compared(NamedTuple):
 
     pairs: LabelledPairs
     is_match: Callable[[NDArray[np.int64], slice], torch.Tensor]
-
-
-class Threshold(NamedTuple):
-    """A score at which a service may cut off, in place of an old threshold.
-
-    Args:
-        query: the queries, such as ``new`` or ``new+rerank``.
-        direction: of the search.
-        keeps: what stays as it was: the share of true ``matches`` at or above the threshold, or the number of ``hits``.
-        score: the new threshold; None if these queries cannot keep as many.
-        ci95: its 95 % interval over queries; None without a threshold.
-        matches: share of the true matches at or above it.
-        hits: items per query at or above it.
-    """
-
-    query: str
-    direction: str
-    keeps: Keeps
-    score: float | None
-    ci95: tuple[float, float] | None
-    matches: float
-    hits: float
 
 
 class Counted(NamedTuple):

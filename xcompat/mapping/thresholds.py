@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from xcompat.evaluation.thresholds import Carried, Keeps
+from xcompat.evaluation.cases import Keeps
+from xcompat.evaluation.thresholds import Carried
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
 from xcompat.models.score_scale import ScoredItems

@@ -18,10 +18,10 @@ from xcompat.evaluation.cases import (
     Criterion,
     Evaluation,
     RankKey,
+    Threshold,
     ValueKey,
     is_zero_shot,
 )
-from xcompat.evaluation.thresholds import Threshold
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -22,12 +22,12 @@ from xcompat.evaluation.cases import (
     VERIFICATION,
     BackfillLoss,
     RankKey,
+    Threshold,
     ValueKey,
     backfill_losses,
     hangs_on,
     overall_outcome,
 )
-from xcompat.evaluation.thresholds import Threshold
 from xcompat.files import read_json, write_json
 from xcompat.hub.metadata import metric_now
 from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series

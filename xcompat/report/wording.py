@@ -12,13 +12,13 @@ from xcompat.evaluation.cases import (
     NEW,
     NEW_IN_WHOLE,
     BackfillLoss,
+    Threshold,
     failed_comparisons,
     hangs_on,
     is_zero_shot,
     overall_outcome,
 )
 from xcompat.evaluation.intervals import POWER
-from xcompat.evaluation.thresholds import Threshold
 from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 

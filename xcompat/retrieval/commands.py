@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,6 +147,23 @@ def search(
     rerank: Reranker | None = None,
 ) -> None:
     """Show the items nearest to each query, block by block, and the query's confidence if its model has one."""
+    for found in answers(gallery, queries, embedder, top_k, where, fallback, group_by, rerank):
+        show(found)
+    if rerank is not None:
+        console.print(f"candidates: {rerank.counts}")
+
+
+def answers(
+    gallery: Gallery,
+    queries: Queries,
+    embedder: Source,
+    top_k: int,
+    where: list[str],
+    fallback: Fallback | None = None,
+    group_by: str | None = None,
+    rerank: Reranker | None = None,
+) -> Iterator[Found]:
+    """Yield each query with the items nearest to it. The arguments are those of :func:`search`."""
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
@@ -178,9 +195,7 @@ def search(
             found = Found(query, text, each)
             if fallback is not None and fallback.below and found.confidence is not None and found.confidence < fallback.below:
                 found = found._replace(fallback=fallback.model.name)
-            show(found)
-    if rerank is not None:
-        console.print(f"candidates: {rerank.counts}")
+            yield found
 
 
 def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread | None = None) -> None:

@@ -113,6 +113,21 @@ class Listed:
             texts = self.originals.dataset.select_columns([TEXT])[block][TEXT] if isinstance(self.originals, Texts) else None
             yield Asked([self.originals.ids[row] for row in block.tolist()], texts or [None] * len(block), embeds_QD)
 
+    def one_by_one(self) -> list[str]:
+        """Return each text, or the path of each picture.
+
+        Raises:
+            XcompatError: pictures lie in an archive or a table.
+        """
+        if isinstance(self.originals, Texts):
+            return list(self.originals.dataset[TEXT])
+        paths = [picture.get("path") for picture in self.originals.dataset.cast_column(IMAGE, hf.Image(decode=False))[IMAGE]]
+        if not all(path and is_file(path) for path in paths):
+            raise XcompatError(
+                "these pictures lie in an archive or a table and cannot be asked one by one; give a folder of pictures"
+            )
+        return paths
+
     def again(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
         """See :class:`Queries`."""
         asking = replace(old, processor=old.processor.for_queries())
@@ -135,7 +150,7 @@ class Listed:
             yield block, service.embed(self.originals.dataset.select_columns([TEXT])[block][TEXT])
 
 
-def load_queries(source: str) -> Queries:
+def load_queries(source: str) -> Listed:
     """Read a source of many queries.
 
     Args:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from xcompat.encoders.base import Space
     from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.reranking import Reranker
 
 DEPTH = 100
 """Hits of each model that are compared: what moved further is called new."""
@@ -75,7 +76,14 @@ def embed_query(embedder: Embedder, query: str | Image, space: Space = "own") ->
     return embedder.embed(embedder.processor.for_queries().texts([query]), space)
 
 
-def find(gallery: Gallery, embedder: Embedder, query: str | Image, top_k: int, where: Mapping[str, Any] | None) -> list[Hit]:
+def find(
+    gallery: Gallery,
+    embedder: Embedder,
+    query: str | Image,
+    top_k: int,
+    where: Mapping[str, Any] | None,
+    rerank: Reranker | None = None,
+) -> list[Hit]:
     """Return what a model finds in a gallery.
 
     Args:
@@ -84,12 +92,14 @@ def find(gallery: Gallery, embedder: Embedder, query: str | Image, top_k: int, w
         query: a text, or a picture.
         top_k: most hits.
         where: as in :meth:`~xcompat.retrieval.snapshot.Snapshot.search`.
+        rerank: orders the first hits again; None for plain hits.
     """
     model, embeds_1D, old_queries = asking(embedder), embed_query(embedder, query), None
     if isinstance(model, CompatModel) and (old := _old_model(model)) is not None:
         old_1d = old.old_queries(model, gallery.manifest, embeds_1D, lambda _: embed_query(old.model, query, "stored"))
         old_queries = OldQueries(old.model, old_1d, old.share)
-    return gallery.search(embeds_1D, model, top_k, dict(where) if where else None, old_queries=old_queries)[0]
+    kept = dict(where) if where else None
+    return gallery.search(embeds_1D, model, top_k, kept, old_queries=old_queries, rerank=rerank)[0]
 
 
 @lru_cache(maxsize=4)

@@ -94,12 +94,12 @@ function hits() {
 
 async function search() {
   const kind = chosen("kind");
-  const asked = { gallery: byId("shelf").value, where: filters(), k: hits() };
+  const asked = { gallery: byId("shelf").value, where: filters(), k: hits(), rerank: byId("rerank").checked };
   let isDone;
   if (kind === "picture") {
     const limit = Number(byId("picture").dataset.limit);
     if (picture && picture.size > limit) { alertIn(results, `the picture is larger than ${(limit / 1e6).toFixed(1)} MB; make it smaller`); return; }
-    const parameters = new URLSearchParams([["gallery", asked.gallery], ["k", asked.k], ...asked.where.map((filter) => ["where", filter])]);
+    const parameters = new URLSearchParams([["gallery", asked.gallery], ["k", asked.k], ["rerank", asked.rerank], ...asked.where.map((filter) => ["where", filter])]);
     isDone = await show(results, `/api/search/picture?${parameters}`, picture ?? new Blob());
   } else {
     isDone = await show(results, "/api/search", { ...asked, kind, [kind]: byId(kind).value });
@@ -175,6 +175,7 @@ byId("filters").addEventListener("click", (event) => {
   searchAgain();
 });
 byId("k").addEventListener("change", searchAgain);
+byId("rerank").addEventListener("change", searchAgain);
 byId("shelf").addEventListener("change", () => {
   byId("filters").replaceChildren();
   offerFilters();

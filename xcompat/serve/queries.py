@@ -34,6 +34,7 @@ class SearchQuery(_Strict):
         gallery: title of the gallery; empty for the first.
         where: filters `KEY=VALUE`.
         k: number of hits.
+        rerank: whether the new model orders its first hits by their originals, in a column of its own.
     """
 
     kind: Literal["text", "picture", "item"]
@@ -42,6 +43,7 @@ class SearchQuery(_Strict):
     gallery: Title = ""
     where: list[Annotated[str, Field(max_length=LONGEST_FILTER)]] = Field(default=[], max_length=FILTERS)
     k: int = Field(default=TOP_K, ge=1, le=MOST)
+    rerank: bool = False
 
 
 class DifferingQuery(_Strict):

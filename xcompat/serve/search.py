@@ -15,7 +15,7 @@ from xcompat.retrieval.showing import SEVERAL_VERSIONS, short, wanted_metadata
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place
 from xcompat.serve.queries import FILTERS, LONGEST, LONGEST_FILTER, MOST, TOP_K, SearchQuery
 from xcompat.serve.rendering import link, picture_uri, render, rest_of, words_of
-from xcompat.serve.site import NEW, Shelf, Side, Site
+from xcompat.serve.site import OLD, Shelf, Side, Site
 from xcompat.serve.uploads import read_upload
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
         gallery=values["gallery"] if values.get("gallery") in titles else titles[0],
         where=filters[:FILTERS],
         k=min(max(int(k), 1), MOST) if k.isdecimal() and len(k) < 10 else TOP_K,
+        rerank=values.get("rerank") == "true" and site.reranks,
     )
 
 
@@ -57,7 +58,8 @@ def link_to(query: SearchQuery) -> str:
     if query.kind == "picture":
         return ""
     values = {"kind": query.kind, query.kind: getattr(query, query.kind), "gallery": query.gallery}
-    return link({**values, "where": list(query.where), "k": query.k if query.k != TOP_K else ""})
+    beside = {"k": query.k if query.k != TOP_K else "", "rerank": "true" if query.rerank else ""}
+    return link({**values, "where": list(query.where), **beside})
 
 
 def facets_of(shelf: Shelf) -> list[str]:
@@ -85,7 +87,7 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
     shelf = site.shelf(asked.gallery)
     query = _read_query(shelf, asked, picture)
     where = wanted_metadata(asked.where)
-    found = {side.label: _found(shelf, side, query, where) for side in site.sides}
+    found = {side.label: _found(shelf, side, query, where, site.allow_changes) for side in site.asking(asked.rerank)}
     if not any(found.values()):
         shelf.gallery().require_keys(where)
     return render(
@@ -109,14 +111,14 @@ def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image
     return asked.text
 
 
-def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any]) -> list[Hit] | str:
-    """Return the hits of one side, or why it cannot ask."""
+def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], keep: bool) -> list[Hit] | str:
+    """Return the hits of one side, or why it cannot ask; new embeddings are kept if the page may change the gallery."""
     if isinstance(query, Image) and not side.reads_pictures:
         return f"{side.embedder.name} embeds texts only"
     if isinstance(query, str) and not side.reads_texts:
         return f"{side.embedder.name} embeds pictures only"
     try:
-        return shelf.search(side, query, DEPTH, where)
+        return shelf.search(side, query, DEPTH, where, keep)
     except FingerprintMismatchError as error:
         return str(error)
 
@@ -126,7 +128,7 @@ def shown(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hi
     newest = shelf.gallery().generation
     lists = {label: hits for label, hits in found.items() if isinstance(hits, list)}
     columns: list[dict[str, Any]] = []
-    for side in site.sides:
+    for side in site.asking(asked.rerank):
         hits = found[side.label]
         others = next((other for label, other in lists.items() if label != side.label), None)
         placed = place(hits, others, asked.k) if isinstance(hits, list) else []
@@ -168,7 +170,7 @@ def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
 def _card(shelf: Shelf, side: Side, placed: Placed, asked: SearchQuery, compared: bool) -> dict[str, Any]:
     hit = placed.hit
     picture = shelf.picture(hit.id, hit.metadata)
-    move, moved, state = _move(placed, side.label == NEW) if compared else ("", "", "")
+    move, moved, state = _move(placed, side.label != OLD) if compared else ("", "", "")
     return {
         "hit": hit,
         "place": placed.place,

@@ -19,13 +19,14 @@ from xcompat.models.base import CompatModel
 from xcompat.paths import is_file
 from xcompat.retrieval import Gallery, Hit
 from xcompat.retrieval.originals import Originals, Pictures, load_originals, together
+from xcompat.retrieval.reranking import Reranker
 from xcompat.retrieval.side_by_side import find, searchable_state
 
 if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
     from xcompat.training.test_items import Questions
 
-OLD, NEW = "old query", "new query"
+OLD, NEW, RERANKED = "old query", "new query", "re-ranked"
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Side:
     """One model that asks.
 
     Args:
-        label: :data:`OLD` or :data:`NEW`.
+        label: :data:`OLD`, :data:`NEW` or :data:`RERANKED`.
         embedder: the model.
     """
 
@@ -119,13 +120,26 @@ class Shelf:
             states[label] = newest if side is None else searchable_state(self.path, side.embedder)
         return states[label]
 
-    def search(self, side: Side, query: str | Image, top_k: int, where: Mapping[str, Any] | None) -> list[Hit]:
-        """Return what one side finds, even if a compaction deletes the state that is searched."""
+    def search(
+        self, side: Side, query: str | Image, top_k: int, where: Mapping[str, Any] | None, keep: bool = False
+    ) -> list[Hit]:
+        """Return what one side finds, even if a compaction deletes the state that is searched.
+
+        Args:
+            side: the model.
+            query: a text, or a picture.
+            top_k: most hits.
+            where: filters.
+            keep: whether new embeddings of a re-ranking are kept in the gallery's folder.
+        """
+        rerank = None
+        if side.label == RERANKED:
+            rerank = Reranker(side.embedder, self.originals if self.sources else None, keep=keep)
         try:
-            return find(self.gallery(side), side.embedder, query, top_k, where)
+            return find(self.gallery(side), side.embedder, query, top_k, where, rerank)
         except GenerationGoneError:
             self._states = {}
-            return find(self.gallery(side), side.embedder, query, top_k, where)
+            return find(self.gallery(side), side.embedder, query, top_k, where, rerank)
 
     @cached_property
     def originals(self) -> Originals:
@@ -229,6 +243,15 @@ class Site:
     def knows_originals(self) -> bool:
         """Whether the pictures or texts of a gallery are known."""
         return any(shelf.sources for shelf in self.shelves.values())
+
+    def asking(self, rerank: bool) -> list[Side]:
+        """Return the models that answer a search; the new one a second time if it re-ranks."""
+        return [*self.sides, Side(RERANKED, self.sides[-1].embedder)] if rerank else self.sides
+
+    @property
+    def reranks(self) -> bool:
+        """Whether hits can be embedded again: a gallery may keep its texts, and a run knows its items by their pictures alone."""
+        return any(shelf.sources or shelf.show is None for shelf in self.shelves.values())
 
     @property
     def maps_galleries(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
@@ -37,6 +37,22 @@ def search(
     rerank: Reranker | None = None,
 ) -> None:
     """Show the items of a store that are nearest to each query, block by block; nothing is written."""
+    for found in answers(store, queries, embedder, top_k, where, old, rerank):
+        show(found)
+    if rerank is not None:
+        console.print(f"candidates: {rerank.counts}")
+
+
+def answers(
+    store: Store,
+    queries: Queries,
+    embedder: Source,
+    top_k: int,
+    where: str | None,
+    old: Fallback | None = None,
+    rerank: Reranker | None = None,
+) -> Iterator[Found]:
+    """Yield each query with the items nearest to it. The arguments are those of :func:`search`."""
     from xcompat.embedding_provider import asking
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
@@ -48,9 +64,7 @@ def search(
         new_QD = None if rerank is None else rerank.embed_again(queries, asked, embedder)
         hits = store.find(asked.embeds_QD, asking(embedder), top_k, where, old_queries, rerank, new_QD)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
-            show(Found(query, text, each))
-    if rerank is not None:
-        console.print(f"candidates: {rerank.counts}")
+            yield Found(query, text, each)
 
 
 def alias(store: Store, name: str) -> None:

@@ -1,0 +1,81 @@
+"""``xcompat shadow``: try a new way on real queries, before anything is switched. Nothing is computed here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from xcompat.errors import XcompatError
+
+if TYPE_CHECKING:
+    from xcompat.stores.shadow import Way
+
+
+def shadow(
+    searched: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
+    queries: Annotated[
+        str, typer.Option(metavar="SOURCE", help="Real queries: a text file, a folder of pictures, a table, or - to read lines.")
+    ],
+    old: Annotated[str, typer.Option(help="Today's model.")],
+    model: Annotated[str, typer.Option(help="The new way: a map, a compatible model, or today's model to re-rank only.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Hits of each query that are compared.")] = 10,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most queries that are asked.")] = None,
+    limit_ms: Annotated[
+        float | None, typer.Option(min=0, metavar="MS", help="No-go if more than 5 % of the queries take longer than this.")
+    ] = None,
+    rerank: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Let the new model order the first K hits by their originals.")
+    ] = None,
+    originals: Annotated[Path | None, typer.Option(help="Pictures or texts of the gallery for --rerank.")] = None,
+    rerank_with: Annotated[str, typer.Option(metavar="MODEL", help="New model of --rerank, if --model is today's.")] = "",
+    out: Annotated[Path | None, typer.Option(help="JSON file for all queries and their hits.")] = None,
+) -> None:
+    """Answer real queries as today and in the new way, and report what would change.
+
+    The gallery or store is only read. Exit code 1 means no-go.
+    """
+    from xcompat.retrieval import asked
+
+    asked.require_reranking(rerank, originals, rerank_with, None, record_demand=False)
+    asked.require_models(old, model)
+    if out is not None and out.exists():
+        raise XcompatError(f"{out} exists; name another file with --out")
+    from xcompat.gallery_cli import open_searched
+
+    opened = open_searched(searched)
+    from xcompat.stores.shadow_report import show_shadow
+
+    read = _queries(queries, limit)
+    ways = _way(old), _way(model, rerank, originals, rerank_with)
+    if not show_shadow(opened, ways, read, top_k, limit_ms, out):
+        raise typer.Exit(1)
+
+
+def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
+    """Return texts, or paths of pictures; those of stdin come as they are written."""
+    from itertools import islice
+
+    if source == "-":
+        lines = (line.strip() for line in sys.stdin)
+        return islice((line for line in lines if line), limit)
+    from xcompat.retrieval.queries import load_queries
+
+    return load_queries(source).one_by_one()[:limit]
+
+
+def _way(model: str, rerank: int | None = None, originals: Path | None = None, rerank_with: str = "") -> Way:
+    from xcompat.distributed import device
+    from xcompat.gallery_cli import load_reranker
+    from xcompat.models.embedder import load_embedder
+    from xcompat.progress import silence_libraries
+    from xcompat.retrieval.fallback import Fallback
+    from xcompat.stores.shadow import Way
+
+    silence_libraries()
+    source = load_embedder(model, device())
+    reranker = load_reranker(source, rerank, originals, rerank_with, None, record_demand=False)
+    return Way(source, Fallback.of(source, device()), reranker)

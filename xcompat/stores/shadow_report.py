@@ -1,0 +1,129 @@
+"""The result of a shadow, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from xcompat.errors import XcompatError
+from xcompat.files import write_json
+from xcompat.progress import console, literal, progress_bar, rate_of, snippet
+from xcompat.stores.shadow import Answer, Pair, Shadow, Way, compare_ways
+
+if TYPE_CHECKING:
+    from xcompat.retrieval import Gallery, Hit
+    from xcompat.stores import Store
+
+SHOWN = 5
+"""Queries that differ most, and are printed."""
+_LABELS = (
+    "It is not known whether other hits are better hits: measure it with labels (`xcompat evaluate`), or let people look at the "
+    "queries that differ most."
+)
+
+
+def show_shadow(
+    searched: Gallery | Store,
+    ways: tuple[Way, Way],
+    queries: Iterable[str],
+    top_k: int,
+    limit_ms: float | None,
+    out: Path | None,
+) -> bool:
+    """Answer queries in two ways, print what would change, and return whether nothing speaks against the new way.
+
+    Args:
+        searched: a gallery, or a store.
+        ways: today's way and the new one.
+        queries: texts, or paths of pictures.
+        top_k: hits of each.
+        limit_ms: see :meth:`~xcompat.stores.shadow.Shadow.answer`.
+        out: file for all of it; None for none.
+
+    Raises:
+        XcompatError: no query was answered as today.
+    """
+    seen: Shadow | None = None
+    with progress_bar() as bar:
+        task = bar.add_task("asking both ways", total=len(queries) if isinstance(queries, Sequence) else None, rate="")
+        for grown in compare_ways(searched, *ways, queries, top_k):
+            seen = grown
+            rate_of(bar, task, 1, "queries")
+    if seen is None or not (seen.pairs or seen.failed):
+        why = f"; {seen.unread[0][0]!r}: {seen.unread[0][1]}" if seen is not None and seen.unread else ", as there is none"
+        raise XcompatError(f"no query was answered as today{why}")
+    answer = seen.answer(limit_ms)
+    if seen.pairs:
+        console.print(_table(seen, ways[1]))
+    for pair in seen.disagreements()[:SHOWN]:
+        console.print(f"  {literal(_difference(pair))}", soft_wrap=True)
+    if out is not None:
+        write_json(out, as_json(seen, answer))
+        console.print(f"all queries: {literal(out)}")
+    console.print(f"{'[green]Go[/]' if answer.go else '[red]No-go[/]'}: {literal(answer.reason)}.", soft_wrap=True)
+    if answer.go:
+        console.print(_LABELS, soft_wrap=True)
+    return answer.go
+
+
+def _table(shadow: Shadow, new: Way) -> Table:
+    """Return a table of both ways."""
+    table = Table(title=f"{len(shadow.pairs):,} queries, {shadow.items:,} items", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("", "today", "new way"):
+        table.add_column(column)
+    (old_median, old_most), (new_median, new_most) = shadow.milliseconds(0), shadow.milliseconds(1)
+    table.add_row("milliseconds, median", f"{old_median:.1f}", f"{new_median:.1f}")
+    table.add_row("milliseconds, 95 % of the queries within", f"{old_most:.1f}", f"{new_most:.1f}")
+    share, low, high = shadow.overlap
+    table.add_row(f"same hits among {shadow.top_k}", "", f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})")
+    table.add_row("same first hit", "", f"{100 * shadow.same_first:.1f} %")
+    table.add_row("not answered", f"{len(shadow.unread):,}", f"{len(shadow.failed):,}")
+    if new.rerank is not None:
+        table.add_row("candidates", "", str(new.rerank.counts))
+    return table
+
+
+def _difference(pair: Pair) -> str:
+    """Return a line about a query whose hits differ."""
+    today, new = (", ".join(hit.id for hit in hits[:3]) or "nothing" for hits in (pair.old, pair.new))
+    return f"{snippet(pair.query, 60)}: {100 * pair.overlap:.0f} % the same; today {today}; new {new}"
+
+
+def as_json(shadow: Shadow, answer: Answer) -> dict[str, Any]:
+    """Return a comparison of two ways as JSON; queries that differ most come first."""
+
+    def hits_of(hits: list[Hit]) -> list[dict[str, Any]]:
+        return [{"id": hit.id, "score": hit.score} for hit in hits]
+
+    pairs = [
+        {
+            "query": each.query,
+            "overlap": each.overlap,
+            "seconds": {"old": each.seconds[0], "new": each.seconds[1]},
+            "old": hits_of(each.old),
+            "new": hits_of(each.new),
+        }
+        for each in sorted(shadow.pairs, key=lambda each: each.overlap)
+    ]
+    measured: dict[str, Any] = {}
+    if shadow.pairs:
+        times = {name: shadow.milliseconds(side) for side, name in enumerate(("old", "new"))}
+        measured = {
+            "overlap": dict(zip(("mean", "low", "high"), shadow.overlap, strict=True)),
+            "same_first": shadow.same_first,
+            "milliseconds": {name: {"median": median, "p95": most} for name, (median, most) in times.items()},
+        }
+    return {
+        "go": answer.go,
+        "reason": answer.reason,
+        "top_k": shadow.top_k,
+        "items": shadow.items,
+        **measured,
+        "queries": pairs,
+        "failed": [{"query": query, "reason": why} for query, why in shadow.failed],
+        "not_answered_today": [{"query": query, "reason": why} for query, why in shadow.unread],
+    }
