@@ -52,6 +52,7 @@ VERBS = (
     "lineage",
     "serve",
     "shadow",
+    "plan",
 )
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 

@@ -13,7 +13,7 @@ import typer
 
 from xcompat import __version__, failures
 from xcompat.data_cli import caption, classes, recipes
-from xcompat.decision_cli import shadow
+from xcompat.decision_cli import plan, shadow
 from xcompat.distributed import end_processes
 from xcompat.errors import XcompatError
 from xcompat.export_cli import app as export_app
@@ -33,6 +33,7 @@ app.command()(caption)
 app.command()(classes)
 app.command()(recipes)
 app.command()(shadow)
+app.command()(plan)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,4 +1,4 @@
-"""``xcompat shadow``: try a new way on real queries, before anything is switched. Nothing is computed here."""
+"""``xcompat shadow`` and ``xcompat plan``: what to know before anything is switched. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -53,6 +53,39 @@ def shadow(
     ways = _way(old), _way(model, rerank, originals, rerank_with)
     if not show_shadow(opened, ways, read, top_k, limit_ms, out):
         raise typer.Exit(1)
+
+
+def plan(
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="Folder of a run, or of `xcompat evaluate`.")],
+    items: Annotated[int, typer.Option(min=1, help="Items in your index.")],
+    queries_per_day: Annotated[int, typer.Option(min=0, metavar="N", help="Queries a day.")],
+    embeds_per_second: Annotated[
+        float | None, typer.Option(min=1e-9, metavar="R", help="Items that the new model embeds in a second, for hours and ms.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price of 1,000 embeddings, in any currency.")] = None,
+    days: Annotated[int, typer.Option(min=1, help="Days over which costs are added up.")] = 30,
+    metric: Annotated[str | None, typer.Option(help="Metric to compare by, such as map. Default: the first one.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality against embeddings.")] = None,
+) -> None:
+    """Compare staying, new queries, re-ranking and a backfill: quality, embeddings, storage, hours and price.
+
+    Quality comes from the report. Evaluate with --rerank 20 to have re-ranking in it.
+    """
+    if picture is not None and picture.exists():
+        raise XcompatError(f"{picture} exists; name another file with --picture")
+    from xcompat.progress import console, literal
+    from xcompat.report import load_report
+    from xcompat.report.planning import Traffic, draw_plan, plan_ways
+    from xcompat.report.terminal import print_plan
+
+    planned = plan_ways(load_report(report), Traffic(items, queries_per_day, embeds_per_second, price, days), metric)
+    print_plan(planned, console)
+    if picture is not None:
+        from xcompat.files import atomic_path
+
+        with atomic_path(picture) as file:
+            draw_plan(planned).savefig(file, format="png", dpi=150)
+        console.print(f"plot: {literal(picture)}")
 
 
 def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:

@@ -7,12 +7,14 @@ from types import MappingProxyType
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from xcompat.evaluation import Case
 from xcompat.metric_names import metric_name
 from xcompat.progress import literal
 from xcompat.report.content import Example, Hit, Report
+from xcompat.report.planning import Plan, sentences
 from xcompat.report.wording import failed_lines, gain, interval, search_name, verdicts
 
 _STYLES = {
@@ -91,3 +93,33 @@ def print_examples(examples: Sequence[Example], console: Console, is_judged: boo
                 cells.append(f"[bold green]{hit.mark} {literal(hit.caption)}[/]" if hit.is_hit else f"  {literal(hit.caption)}")
             table.add_row(*cells)
         console.print(table)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the ways to a new model as a table, with sentences on them.
+
+    Args:
+        plan: the ways.
+        console: where to.
+    """
+    traffic = plan.traffic
+    title = f"{traffic.items:,} items, {traffic.queries_per_day:,} queries a day, {traffic.days} days"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ["way", metric_name(plan.metric), "embeddings\nper query", f"embeddings\nin {traffic.days} days", "vectors"]
+    columns += ["ms of\na query", "hours until\ncomplete"] if traffic.embeds_per_second is not None else []
+    columns += ["price"] if traffic.price_per_1000 is not None else []
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    for way in plan.ways:
+        quality = "not measured"
+        if way.quality is not None and way.ci95 is not None:
+            quality = f"{way.quality * 100:.1f}\n[dim]{interval(way.ci95)}[/]"
+        most = "≤ " if way.per_query > 2 else ""
+        cells = [quality, f"{most}{way.per_query:,}", f"{most}{way.in_all:,}", f"{most}{decimal(way.stored_bytes)}"]
+        cells += [f"{most}{way.milliseconds:,.1f}"] if way.milliseconds is not None else []
+        cells += [f"{way.hours:,.1f}"] if way.hours is not None else []
+        cells += [f"{most}{way.price:,.2f}"] if way.price is not None else []
+        table.add_row(way.name, *cells)
+    console.print(table)
+    for line in sentences(plan):
+        console.print(literal(line), soft_wrap=True)

@@ -24,6 +24,7 @@ from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.frozen import load_frozen
 from xcompat.models.query_memory import QueryMemory
 from xcompat.report import ReportContent
+from xcompat.report.planning import RERANKED_HITS
 from xcompat.report.wording import backfill_warning, threshold_lines
 from xcompat.training.contestants import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
@@ -253,5 +254,7 @@ def make_report(
     if test and settings.examples and is_main_process():  # from all rows, as row numbers in ``kept`` differ from the test set's
         searched = contestants.old if contestants.upgraded is None else contestants.upgraded
         examples = test.examples(contestants.old, contestants.new_view, searched, settings.examples, seed)
+    if settings.rerank:
+        about["run"] = about.get("run", {}) | {RERANKED_HITS: settings.rerank}
     shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}
     return ReportContent(evaluation, kept, method, **shown, **about)
