@@ -56,7 +56,7 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
     differences = [difference for each in measured for difference in each.differences("new", "old")]
     notes = [note for each in retrieval for note in each.notes()]
     if beside := [difference for each in retrieval for difference in each.differences("new", OLD_WITH_MEMORY)]:
-        notes.append(f"Points of new queries over old ones with the same learned transform and memory: {_as_points(beside)}.")
+        notes.append(f"Points of new queries over old ones with the same metric and memory: {_as_points(beside)}.")
     if again := [difference for each in measured for difference in each.differences(RERANKED, "old")]:
         notes.append(f"Points of new queries over old ones, {options.rerank} hits per query re-ranked: {_as_points(again)}.")
     if contestants.upgraded is not None:
