@@ -77,7 +77,8 @@ def test_quickstart_texts_prints_and_saves_the_table(tmp_path: Path, models: tup
         next(row for name, row in rows.items() if name.startswith(begin)) for begin in ("new queries as", "old", "half")
     )
     assert plain["ndcg@10"]["value"] < 0.1 < old["ndcg@10"]["value"], "spaces of two models have nothing in common"
-    assert half_way["ndcg@10"]["value"] > old["ndcg@10"]["value"]
+    reranked = next(row for name, row in rows.items() if name.endswith("20 hits re-ranked"))
+    assert reranked["ndcg@10"]["value"] > half_way["ndcg@10"]["value"] > old["ndcg@10"]["value"]
     assert all(row["queries"] in first.stdout for row in rows.values()) and "old query" in first.stdout
     assert len((run / "table.md").read_text().splitlines()) == len(rows) + 2
     report = json.loads((run / "report" / "report.json").read_text())

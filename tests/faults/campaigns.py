@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import attacks
 import mutations
 import readers
 from command_lines import command_scenes, make_world
@@ -19,7 +20,7 @@ from migrations import SCENES, killed_migrations
 from power_cuts import power_cut
 from pushes import killed_pushes
 from rows import Row
-from scenes import Scene, gallery_scenes, picture_scenes, text_scenes
+from scenes import Scene, cached_scene, gallery_scenes, picture_scenes, text_scenes
 
 INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
 PARTS = {"xcompat train recipe.yaml": 12, "xcompat compare recipe.yaml": 12}
@@ -66,7 +67,7 @@ class Campaign:
 def scenes(shared: Path) -> tuple[dict[str, Scene], dict[str, Scene]]:
     """Return the operations on galleries and caches, and the commands, by their names."""
     operations = [scene for index in INDEXES for scene in gallery_scenes(index)]
-    operations += [*picture_scenes(shared), *text_scenes(shared), *gallery_scenes("Flat", milvus=True)]
+    operations += [*picture_scenes(shared), *text_scenes(shared), *gallery_scenes("Flat", milvus=True), cached_scene()]
     commands = command_scenes(make_world(shared))
     return {scene.name: scene for scene in operations}, {scene.name: scene for scene in commands}
 
@@ -98,6 +99,7 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
     else:
         yield Campaign("full disks", f"left out: {reason}", lambda folder: iter(()))
     yield Campaign("histories", "gallery beside a dictionary", lambda folder: histories(200 if long else 6))
+    yield Campaign("attacks", "xcompat serve", lambda folder: attacks.attacks(folder, 5000 if long else 100))
     if long:  # their short forms are tests of their own
         yield Campaign("kills", "xcompat push model user/name", lambda folder: killed_pushes(folder, 60))
         for store in SCENES:
@@ -136,7 +138,7 @@ def _kills(operations: dict[str, Scene], long: bool) -> dict[str, tuple[int | No
 
 def _power_cuts(operations: dict[str, Scene], long: bool) -> dict[str, int | None]:
     """Return how many of the states on disk of each operation are gone on from."""
-    alone = [name for name, scene in operations.items() if not scene.apart]
+    alone = [name for name, scene in operations.items() if not scene.apart and name != "new embeddings"]  # SQLite's own memory
     if long:
         return dict.fromkeys([*alone, "xcompat export faiss old.faiss"], 60)
     return dict.fromkeys(["Flat: add and replace", "Flat: compact", "Flat: roll back", "cache of images"], 2)

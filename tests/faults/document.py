@@ -29,6 +29,9 @@ WHAT = {
     "histories": "hypothesis plays histories of adding, replacing, removing, committing, closing, opening, rolling back, "
     "compacting, upgrading and being killed; a trial is a state compared with a dictionary.",
     "damaged inputs": "Files cut off, with bits flipped, overwritten, exchanged: the right answer, or one line of what is wrong.",
+    "attacks": "Requests of drawn methods, paths, headers and bodies. They name a secret file, `/etc/passwd`, `/dev/zero`, "
+    "and the address of another server, as texts and as gradio's file objects. No answer holds a file, shows a folder or is an "
+    "error of the server; nobody asks the other server; no file is left; a plain search goes on finding what it found.",
     "readers": "Readers beside a writer that commits, compacts and rolls back: a trial is a read.",
 }
 

@@ -26,11 +26,12 @@ from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.ownership import MARKER
 from xcompat.retrieval import Gallery, commands
+from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import load_originals, load_pictures
 
 State = dict[str, NDArray[np.float32]] | None
 """id -> embedding; None where nothing is there yet."""
-OLD = Fingerprint.from_string("old")
+OLD, NEW = Fingerprint.from_string("old"), Fingerprint.from_string("new")
 D, d = 12, 8
 ITEMS, MORE = 100, 20
 TEXTS = [f"{'word ' * (number % 9)}number {number}" for number in range(23)]
@@ -129,6 +130,10 @@ ADDED = items(MORE, 1, "more") | {"item 3": unit(1, d, 9)[0]}
 KEPT = {name: embed for name, embed in FIRST.items() if int(name.split()[1]) % 7}
 BOTH = FIRST | ADDED
 TIDIED = {name: BOTH[name] for name in BOTH if name in KEPT or name not in FIRST}
+
+
+CACHED = items(30, 4, dim=D)
+"""New embeddings of some of the first items."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +355,31 @@ def cache_content(folder: Path) -> State:
     if not (folder / "cache.json").exists():
         return None
     return {str(row): embed for row, embed in enumerate(EmbeddingCache(folder)[:])}
+
+
+def cached_scene() -> Scene:
+    """Return a re-ranked search that keeps new embeddings beside a gallery, ten at a time."""
+    blocks = [dict(list(CACHED.items())[:count]) for count in range(0, len(CACHED) + 1, 10)]
+
+    def begin(folder: Path) -> None:
+        operations = Operations("Flat", milvus=False)
+        operations.begin(folder)
+        NewEmbeddings(folder / "gallery", NEW, D).close()
+
+    def keep(folder: Path) -> None:
+        kept = NewEmbeddings(folder / "gallery", NEW, D)
+        for start in range(0, len(CACHED), 10):
+            kept.put(dict(list(CACHED.items())[start : start + 10]), generation=1)
+        kept.close()
+
+    def read(folder: Path) -> State:
+        kept = NewEmbeddings(folder / "gallery", NEW, D)
+        found = kept.get(list(CACHED), generation=1)
+        kept.close()
+        assert in_gallery(folder) is not None
+        return found
+
+    return Scene("new embeddings", begin, keep, read, tuple(blocks), after=write_once_more)
 
 
 def query_map() -> CompatModel:

@@ -13,7 +13,7 @@ from torch import Tensor
 from xcompat.data.schema import TEXT
 from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedTexts, Evaluation
-from xcompat.evaluation.cases import TEXT_TO_TEXT
+from xcompat.evaluation.cases import RERANKED, TEXT_TO_TEXT
 from xcompat.evaluation.differing import differing
 from xcompat.files import atomic_path, write_json
 from xcompat.mapping import Candidate, FittedMap, PairedEmbeddings, fit_map
@@ -26,6 +26,7 @@ from xcompat.quickstart.table import Comparison, SearchedQueries, render_markdow
 from xcompat.quickstart.text_models import NEW, OLD, prepare_model
 from xcompat.report import Example, write_report
 from xcompat.report.terminal import print_examples
+from xcompat.score_scale import CANDIDATES
 from xcompat.training.contestants import map_contestant
 from xcompat.training.judged_texts import JudgedTestSet
 from xcompat.training.judging import make_report, mixed_queries
@@ -37,6 +38,7 @@ MAP, MEMORY = "map", "map with memory"
 """Names of cases in the report."""
 HALF_WAY = "half-way: mapped + old"
 """The row of the queries that `xcompat map --old-model` chooses."""
+RERANKED_HITS = f"the same, {CANDIDATES} hits re-ranked"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def run_text_quickstart(
         fitted = _fit(run, old, new)
     with stage("search the old index", seconds):
         contestants = map_queries(fitted, old, new)
-        settings = EvaluationSettings(ks=[10], examples=0, tsne_pairs=0)
+        settings = EvaluationSettings(ks=[10], rerank=CANDIDATES, examples=0, tsne_pairs=0)
         report = make_report(contestants, test, settings, "map", seed=0, run=provenance(), seconds=seconds)
         report = replace(report, examples=[show_largest_gain(test, report.evaluation, contestants)])
         rows = compare_queries(report.evaluation, fitted)
@@ -171,6 +173,7 @@ def compare_queries(evaluation: Evaluation, fitted: FittedMap) -> list[Compariso
         ("old queries", "old", "old"),
         (f"mapped: {line}", MAP, "old"),
         (HALF_WAY, "new", "old"),
+        (RERANKED_HITS, RERANKED, "old"),
         ("mapped, with item memory", MEMORY, "old"),
         (f"mapped: {FAILING}", FAILING, "old"),
         ("all items re-embedded", "new", "new"),
