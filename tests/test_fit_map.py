@@ -15,6 +15,7 @@ from xcompat import XcompatError
 from xcompat.heads import slerp
 from xcompat.mapping import choose, fit_map
 from xcompat.mapping.candidates import Known, fit
+from xcompat.mapping.choosing import OLD_WEIGHTS
 from xcompat.models.embedder import load_embedder
 
 TEXTS = [f"{colour} {thing}" for colour in ("red", "green", "blue", "old") for thing in ("shoe", "dog", "tree", "cup", "car")]
@@ -32,6 +33,19 @@ def test_it_chooses_what_the_command_chooses(tmp_path: Path) -> None:
     found.save(tmp_path / "model")
     saved = AutoModel.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(saved.view(torch.from_numpy(pairs.new_ND[:5])), expected)
+
+
+def test_a_weight_for_re_ranking_is_chosen_and_kept(tmp_path: Path) -> None:
+    pairs = made()
+    found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
+    choice = found.choice
+    assert choice is not None and choice.reranked is not None and choice.rerank_weight in OLD_WEIGHTS
+    assert choice.reranked.mean > choice.chosen.mean, "the new model knows more than its map"
+    found.save(tmp_path / "model")
+    assert AutoModel.from_pretrained(tmp_path / "model").config.rerank_old_weight == choice.rerank_weight
+    assert found.report["reranked"]["old_weight"] == choice.rerank_weight
+    without = fit_map(pairs.old_Nd, pairs.new_ND)
+    assert without.model.config.rerank_old_weight is None, "without labels nothing says which weight is better"
 
 
 def test_classes_may_be_anything_that_tells_them_apart() -> None:

@@ -92,6 +92,12 @@ def refuse_to_embed(*_: object, **__: object) -> Any:
     raise AssertionError("nothing is left to embed")
 
 
+def test_the_weight_that_was_chosen_with_a_model_is_used(newer: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Reranker(newer).old_weight == OLD_WEIGHT
+    monkeypatch.setattr(newer.model.config, "rerank_old_weight", 0.0)
+    assert Reranker(newer).old_weight == 0 and Reranker(newer, old_weight=0.5).old_weight == 0.5
+
+
 def test_order_equals_naive_reference_and_missing_keep_place(
     gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]
 ) -> None:

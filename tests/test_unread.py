@@ -32,6 +32,7 @@ EVALUATED: dict[str, Any] = {
     "fars": [0.1],
     "fpirs": [0.1],
     "rerank": 5,
+    "rerank_weight": 0.5,
     "threshold": 0.5,
     "resamples": 100,
     "chunk_size": 8,

@@ -15,6 +15,7 @@ from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.evaluation.thresholds import Compared
 from xcompat.fingerprint import Fingerprint
 from xcompat.metric_names import metric_name
+from xcompat.score_scale import OLD_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class EvaluationOptions:
         fars: false acceptance rates at which pairs of images with classes are verified (TAR@FAR); none by default.
         fpirs: false positive identification rates at which these images are identified in an open set (TPIR@FPIR).
         rerank: hits of each new query that the new model scores again, which adds the case ``new+rerank/old``; 0 for none.
+        rerank_weight: weight of old scores in it.
         threshold: cosine at which old queries cut off, which is carried over to new ones; None for none.
     """
 
@@ -43,6 +45,7 @@ class EvaluationOptions:
     fars: Sequence[float] = ()
     fpirs: Sequence[float] = ()
     rerank: int = 0
+    rerank_weight: float = OLD_WEIGHT
     threshold: float | None = None
 
 

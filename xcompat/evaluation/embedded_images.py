@@ -201,7 +201,7 @@ class EmbeddedImages:
         if own is not None:
             if "l2" in (self.metric, own.metric):
                 raise XcompatError("a re-ranking is evaluated by cosine alone, and these embeddings are compared by L2 distance")
-            pairs = rerank(pairs, own.query_embeds_QD, own.gallery_embeds_GD, options.rerank)
+            pairs = rerank(pairs, own.query_embeds_QD, own.gallery_embeds_GD, options.rerank, options.rerank_weight)
         return Compared(pairs, pairs.are_matches)
 
     def find(

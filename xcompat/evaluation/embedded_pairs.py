@@ -172,7 +172,7 @@ class EmbeddedPairs:
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
         pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), options.chunk_size)
         if own is not None:
-            pairs = rerank(pairs, own._side(asks)[0], own._side(searched)[0], options.rerank)
+            pairs = rerank(pairs, own._side(asks)[0], own._side(searched)[0], options.rerank, options.rerank_weight)
         return Compared(pairs, pairs.are_matches)
 
     def _side(self, name: str) -> tuple[Embeddings, Ids]:

@@ -111,7 +111,7 @@ class EmbeddedTexts:
         asking, searched = Items(self.query_embeds_QD, self.query_ids), Items(gallery.passages(), gallery.text_ids)
         pairs = LabelledPairs(asking, searched, options.chunk_size, ("queries", "gallery"))
         if own is not None:
-            pairs = rerank(pairs, own.query_embeds_QD, own.passages(), options.rerank)
+            pairs = rerank(pairs, own.query_embeds_QD, own.passages(), options.rerank, options.rerank_weight)
         columns = {name: column for column, name in enumerate(self.text_ids)}
 
         def are_relevant(rows_R: np.ndarray, columns_C: slice) -> torch.Tensor:

@@ -12,11 +12,14 @@ from xcompat.mapping.confidence import Calibration, calibrate
 from xcompat.mapping.folds import LEARNED, Searched
 from xcompat.mapping.held_out import HeldOut, HeldOutCaptions, HeldOutClasses, HeldOutGalleries, Trial
 from xcompat.mapping.paired import CaptionedEmbeddings, TurnedEmbeddings
+from xcompat.score_scale import OLD_WEIGHT
 
 DAMPINGS = (0.1, 0.3, 1.0)
 MIXED = 0.5
 """The weight of the old query where it joins the new one half-way."""
 OLD_SHARES = (0.3, 0.5, 0.7)
+OLD_WEIGHTS = (OLD_WEIGHT, 0.0, 0.5)
+"""Weights of old scores in a re-ranking."""
 """The weights that are tried."""
 
 
@@ -52,6 +55,8 @@ class Choice:
         backfill_losses: metrics on which what is chosen finds less once the new model has re-embedded everything.
         copies: the number of items that are exact copies of others, and were not held out.
         cases: what old queries and those of the chosen candidate find, by population.
+        reranked: the best, the first hits scored again by the new model; None if that cannot be measured.
+        rerank_weight: weight of old scores in it, the best of :data:`OLD_WEIGHTS`; None without it.
         by_chance: whether what is chosen finds no more than chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
     """
 
@@ -76,6 +81,8 @@ class Choice:
     backfill_losses: tuple[BackfillLoss, ...] = ()
     cases: tuple[Case, ...] = ()
     copies: int = 0
+    reranked: Trial | None = None
+    rerank_weight: float | None = None
 
     @property
     def is_safe(self) -> bool:
@@ -204,6 +211,25 @@ def mixtures(held: HeldOut, trials: Collection[Trial], chosen: Trial) -> list[Tr
     return [held.try_(replace(base, old_share=share)) for base in bases if base.line in held.lines for share in OLD_SHARES]
 
 
+def _calibrated(held: HeldOut, candidate: Candidate, brought: bool) -> tuple[Calibration | None, str]:
+    """Return the calibration of a candidate's memory, or None and why there is none."""
+    if candidate.share and not held.of_galleries:
+        return calibrate(held.evidence(candidate))
+    if brought:
+        return None, "what they remember came with the map, and was calibrated where that was made, if anywhere"
+    return None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
+
+
+def _reranked(held: HeldOut, candidate: Candidate) -> tuple[Trial | None, float | None]:
+    """Try a candidate whose first hits the new model scores again, with several weights of old scores; return the best."""
+    tried = {weight: held.try_reranked(candidate, weight) for weight in OLD_WEIGHTS}
+    found = {weight: trial for weight, trial in tried.items() if trial is not None}
+    if not found:
+        return None, None
+    best = better(found.values())
+    return best, next(weight for weight, trial in found.items() if trial is best)
+
+
 def _half_way(held: HeldOut, chosen: Trial) -> Trial | None:
     """Try the chosen candidate half-way with old queries, unless it needs none or has them."""
     if chosen.is_surely_no_worse or chosen.candidate.old_share or held.of_galleries:
@@ -266,14 +292,14 @@ def choose(
     if with_old_model and than is None and not (held.of_galleries or chosen.is_surely_no_worse):
         trials += mixtures(held, trials, chosen)
         chosen = careful(trials)
-    confidence, no_confidence = None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
-    if brought := held.known[0].line(chosen.candidate.line).memory is not None:
-        no_confidence = "what they remember came with the map, and was calibrated where that was made, if anywhere"
-    if chosen.candidate.share and not held.of_galleries:
-        confidence, no_confidence = calibrate(held.evidence(chosen.candidate))
+    brought = held.known[0].line(chosen.candidate.line).memory is not None
+    confidence, no_confidence = _calibrated(held, chosen.candidate, brought)
+    reranked, rerank_weight = _reranked(held, chosen.candidate)
     return Choice(
         trials=trials,
         chosen=chosen,
+        reranked=reranked,
+        rerank_weight=rerank_weight,
         without_new_model=_old_alone(held, chosen),
         floor=held.floor_means(),
         n_queries={name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()},

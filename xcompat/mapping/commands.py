@@ -135,6 +135,7 @@ def map_embeddings(asked: Asked) -> bool:
         temporary.mkdir()
         model = fit(decided.candidate, Known(pairs, described, lines, remembering.codec), decided.confidence)
         model.config.encoder, model.config.service = encoder, found.service
+        model.config.rerank_old_weight = decided.choice.rerank_weight if decided.choice is not None else None
         model.save_pretrained(temporary / "model")
         asking = encoder or (texts.service_named(asked.new) if texts is not None else None)
         document = _document(decided, pairs, model, theirs) | {"old": described, "new": asking}

@@ -151,6 +151,7 @@ def fit_map(
     candidate = choice.chosen.candidate if choice is not None else GUESS
     model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
     model.config.encoder = asking.describe_encoder() if asking is not None else None
+    model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
     return FittedMap(model, choice, right.dropped)
 
 

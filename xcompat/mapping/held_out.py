@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from xcompat.arrays import normalise_rows, rows_of
-from xcompat.evaluation import PairedDifference, bootstrap_interval, first_hit_ranks, paired_bootstrap, ranking_per_query
+from xcompat.evaluation import PairedDifference, bootstrap_interval, first_hit_ranks, paired_bootstrap
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
+from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.ranking import rank
+from xcompat.evaluation.reranked import rerank
 from xcompat.heads import slerp
 from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
 from xcompat.mapping.confidence import Evidence
 from xcompat.mapping.folds import POPULATIONS, QUERIES, Searched, caption_folds, folds
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
+from xcompat.score_scale import CANDIDATES
 from xcompat.vectors import AS_THEY_ARE
 
 RESAMPLES = 1000
@@ -178,6 +182,15 @@ class HeldOut(ABC):
         """Measure old queries on old galleries."""
         return self.measured(_stay)
 
+    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
+        """Measure queries whose first hits the new model scores again; None if that cannot be measured.
+
+        Args:
+            queries: brings queries to the searched space.
+            old_weight: weight of the old score, see :func:`~xcompat.score_scale.combine_scores`.
+        """
+        return None
+
     @abstractmethod
     def with_old_queries(self) -> HeldOut:
         """Return the same folds with the old model in place of the new one."""
@@ -235,9 +248,16 @@ class HeldOut(ABC):
         about = [each.about_Q * len(self.known) + each.fold for each in new]
         return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
 
+    def try_reranked(self, candidate: Candidate, old_weight: float) -> Trial | None:
+        """Measure a candidate whose first hits the new model scores again; None if that cannot be measured."""
+        again = self.reranked(self.queries_of(candidate), old_weight)
+        return None if again is None else self._trial(candidate, _joined(again))
+
     def try_(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
-        found = _joined(self.measured(self.queries_of(candidate)))
+        return self._trial(candidate, _joined(self.measured(self.queries_of(candidate))))
+
+    def _trial(self, candidate: Candidate, found: Values) -> Trial:
         gains = {
             protocol: {
                 metric: paired_bootstrap(
@@ -298,12 +318,17 @@ class HeldOutClasses(HeldOut):
     def measured(self, queries: Queries) -> list[Measured]:
         return self.found(queries, _stay)
 
-    def found(self, asked: Queries, searched: Queries) -> list[Measured]:
+    @override
+    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
+        return self.found(queries, _stay, old_weight)
+
+    def found(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[Measured]:
         """Measure held-out items as queries.
 
         Args:
             asked: embeds items as queries.
             searched: embeds items as gallery entries.
+            old_weight: weight of old scores, if the new model scores the first hits again; None for plain hits.
         """
         parts = []
         for number, fold in enumerate(self.folds):
@@ -312,7 +337,11 @@ class HeldOutClasses(HeldOut):
                 labels_Q, labels_G = self.labels_N[rows_Q], self.labels_N[rows_G]
                 asked_Qd = asked(number, protocol, rows_Q, self.pairs)
                 searched_Gd = searched(number, protocol, rows_G, self.pairs)
-                ranked = ranking_per_query(asked_Qd, searched_Gd, labels_Q, labels_G, rows_Q, rows_G)
+                compared = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, labels_G, rows_G))
+                if old_weight is not None:
+                    own = rows_of(self.pairs.new_ND, rows_Q), rows_of(self.pairs.new_ND, rows_G)
+                    compared = rerank(compared, *own, CANDIDATES, old_weight)
+                ranked = rank(compared)
                 assert (ranked.positives_Q > 0).all()  # of each class, folds hold out two items at least
                 first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
                 found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
@@ -339,6 +368,10 @@ class HeldOutGalleries(HeldOutClasses):
     powers = ()
     of_galleries = True
     pairs: TurnedEmbeddings
+
+    @override
+    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
+        return None  # what is mapped are the old embeddings
 
     @override
     def measured(self, queries: Queries) -> list[Measured]:
@@ -394,16 +427,21 @@ class HeldOutCaptions(HeldOut):
         return self.found(queries, _stay)
 
     @override
+    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
+        return self.found(queries, _stay, old_weight)
+
+    @override
     def re_embedded(self, candidate: Candidate) -> list[Measured]:
         alone = replace(candidate, old_share=0.0)  # old queries join where old embeddings are left
         return self.found(self.queries_of(alone), self.stored_by(alone))
 
-    def found(self, queries: Queries, stored: Queries) -> list[Measured]:
+    def found(self, queries: Queries, stored: Queries, old_weight: float | None = None) -> list[Measured]:
         """Measure both directions of search.
 
         Args:
             queries: embeds items as queries.
             stored: embeds items as gallery entries.
+            old_weight: weight of old scores, if the new model scores the first hits again; None for plain hits.
         """
         parts = []
         for number, pairs in enumerate(self.searched):
@@ -412,7 +450,12 @@ class HeldOutCaptions(HeldOut):
                 rows_Q = self.asked[number][asking]
                 asked_Qd = queries(number, protocol, rows_Q, sides[asking])
                 entries_Nd = stored(number, protocol, np.arange(len(sides[searched])), sides[searched])
-                first_Q = first_hit_ranks(asked_Qd, entries_Nd, groups[asking][rows_Q], groups[searched])
+                if old_weight is None:
+                    first_Q = first_hit_ranks(asked_Qd, entries_Nd, groups[asking][rows_Q], groups[searched])
+                else:
+                    compared = LabelledPairs(Items(asked_Qd, groups[asking][rows_Q]), Items(entries_Nd, groups[searched]))
+                    own = rows_of(sides[asking].new_ND, rows_Q), np.asarray(sides[searched].new_ND[:])
+                    first_Q = rank(rerank(compared, *own, CANDIDATES, old_weight)).first_hit_ranks_Q
                 found = {f"recall@{k}": first_Q < k for k in RECALLS}
                 groups_Q = groups[asking][rows_Q]
                 clusters_Q = groups_Q * len(self.searched) + number

@@ -17,6 +17,7 @@ from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
 from xcompat.metric_names import metric_name
 from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
+from xcompat.score_scale import CANDIDATES
 
 
 def choice_table(choice: Choice) -> Table:
@@ -40,6 +41,8 @@ def choice_table(choice: Choice) -> Table:
         table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
     if choice.mixed is not None:
         table.add_row("the best, half-way with old queries", *_cells(choice.mixed), style="dim")
+    if choice.reranked is not None:
+        table.add_row(f"the best, {CANDIDATES} hits re-ranked", *_cells(choice.reranked), style="dim")
     return table
 
 
@@ -164,6 +167,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
+        "reranked": _trial(choice.reranked) | {"old_weight": choice.rerank_weight} if choice.reranked is not None else None,
         "confidence": _confidence(choice),
     }
 

@@ -61,6 +61,7 @@ class CompatConfig(PreTrainedConfig):
         thresholds: old score thresholds and those that replace them: :class:`~xcompat.score_scale.Thresholds`; left out if None.
         old_share: weight of the old model's query on the arc between both (:func:`~xcompat.heads.slerp`), if the model was
             chosen to search together with the old one; left out if None.
+        rerank_old_weight: weight of old scores in a re-ranking, chosen on held-out items; left out if None.
         started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
         service: the service whose embeddings a map was fitted on: its ``name``, the ``function`` that asked it, and the
             ``sketch`` of its answers to a few test texts; left out if None.
@@ -81,6 +82,7 @@ class CompatConfig(PreTrainedConfig):
     score_scales: dict | None = None
     thresholds: dict | None = None
     old_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    rerank_old_weight: Annotated[float, Field(ge=0, lt=1)] | None = None
     started_from: dict | None = None
     service: dict | None = None
 
@@ -122,7 +124,7 @@ class CompatConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all keys but those that most models do not have."""
         written = super().to_dict()
-        for optional in ("score_scales", "thresholds", "old_share", "started_from", "service"):
+        for optional in ("score_scales", "thresholds", "old_share", "rerank_old_weight", "started_from", "service"):
             if getattr(self, optional) is None:
                 del written[optional]
         return written

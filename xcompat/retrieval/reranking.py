@@ -85,7 +85,7 @@ class Reranker:
         model: the new model, alone or with the map that belongs to it.
         originals: pictures or texts of the gallery; None to read the texts that the gallery keeps in its metadata.
         candidates: hits of a query that are embedded; more if a search asks for more hits.
-        old_weight: w.
+        old_weight: w; None for the one that was chosen with the model, or 1/3.
         budget: most embeddings that this object makes; None for no limit. Further candidates keep their old scores.
         keep: whether embeddings are kept in the gallery's folder.
         record_demand: whether to count which items are candidates, so that a backfill begins with those.
@@ -102,13 +102,16 @@ class Reranker:
         model: Embedder | ServedMap,
         originals: Originals | None = None,
         candidates: int = CANDIDATES,
-        old_weight: float = OLD_WEIGHT,
+        old_weight: float | None = None,
         budget: int | None = None,
         keep: bool = True,
         record_demand: bool = False,
     ) -> None:
         if candidates < 1:
             raise XcompatError(f"{candidates} candidates cannot be ranked again; use at least 1")
+        if old_weight is None:
+            chosen = getattr(getattr(asking(model), "config", None), "rerank_old_weight", None)
+            old_weight = OLD_WEIGHT if chosen is None else chosen
         if not 0 <= old_weight < 1:
             raise XcompatError(f"the weight of old scores is {old_weight}; use a number from 0 to below 1")
         self.source, self.originals = model, originals

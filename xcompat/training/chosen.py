@@ -68,6 +68,7 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
     model.config.encoder = data.as_mapped(plain).describe_encoder()
+    model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
     solving.write(model)
     record(folder, candidate, choice, taken, verdict=choice is not None and choice.is_safe)
     return model

@@ -37,7 +37,7 @@ from xcompat.training.embedding_folders import (
 )
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.item_embeddings import read_embeddings
-from xcompat.training.judging import embed_new, make_report, with_old_queries
+from xcompat.training.judging import as_chosen, embed_new, make_report, with_old_queries
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
@@ -142,7 +142,8 @@ def evaluate_checkpoint(
     independent = test.embed(plain, cache_dir) if plain is not None else None
     contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
-    return _finish(make_report(contestants, test, settings or EvaluationSettings(), method, 0, run=provenance()), output)
+    asked = as_chosen(settings or EvaluationSettings(), model)
+    return _finish(make_report(contestants, test, asked, method, 0, run=provenance()), output)
 
 
 def plain_model(model: CompatModel) -> Embedder | None:
@@ -224,20 +225,21 @@ def evaluate_embeddings(
         for role, folder in folders.items():
             if folder is not None:
                 loaded[role] = load_embedding_folder(folder, max_bad_share, loaded.get("old"))
+    settings = settings or EvaluationSettings()
     if by_map is not None:
-        loaded |= _mapped(loaded["new"], loaded["old"], by_map)
+        model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
+        loaded |= _mapped(loaded["new"], loaded["old"], by_map, model)
+        settings = as_chosen(settings, model)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add the map that takes "
             f"them there with --map FOLDER, or give mapped queries as --new, and {new} as --new-own"
         )
-    settings = settings or EvaluationSettings()
     return _finish(make_report(Contestants(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
 
-def _mapped(own: C, old: C, by_map: Path) -> dict[str, C]:
+def _mapped(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
     """Apply a map of queries to the new model's own embeddings: its queries, and what a backfill would store."""
-    model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
     if model.maps_galleries or not model.compatible_with:
         raise XcompatError(f"{by_map} maps no queries into an old space; name the folder of a map that `xcompat map` wrote")
     dims = model.config.embedding_dim, model.version_dims()[0][1]

@@ -26,6 +26,7 @@ from xcompat.models.query_memory import QueryMemory
 from xcompat.report import ReportContent
 from xcompat.report.planning import RERANKED_HITS
 from xcompat.report.wording import backfill_warning, threshold_lines
+from xcompat.score_scale import OLD_WEIGHT
 from xcompat.training.contestants import EvaluationSet, display_name, map_contestant
 from xcompat.training.falling_back import FALLBACK, confidence_of, fallback_queries, said_of_confidence
 from xcompat.training.sections import EvaluationSettings
@@ -90,6 +91,13 @@ def embed_new(
     view, alone = with_old_queries(model, view, old)
     sure = _confidence(model, asking) if model.is_confident and version == model.compatible_with[0] else None
     return Contestants(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
+
+
+def as_chosen(settings: EvaluationSettings, model: CompatModel) -> EvaluationSettings:
+    """Return settings with the weight of old scores that was chosen with a model, unless they say another."""
+    if settings.rerank_weight is not None:
+        return settings
+    return settings.model_copy(update={"rerank_weight": model.config.rerank_old_weight})
 
 
 def with_old_queries(model: CompatModel, view: C, old: C) -> tuple[C, C | None]:
@@ -187,6 +195,7 @@ def judge(
         fars=settings.fars,
         fpirs=settings.fpirs,
         rerank=settings.rerank,
+        rerank_weight=OLD_WEIGHT if settings.rerank_weight is None else settings.rerank_weight,
         threshold=settings.threshold,
     )
     evaluation = evaluate(kept, options)

@@ -33,7 +33,7 @@ from xcompat.training.contestants import EvaluationSet, display_name
 from xcompat.training.cost import cost_of, seconds_before
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.headers import said_with_layout
-from xcompat.training.judging import embed_new, make_report, side_info_of, with_memory
+from xcompat.training.judging import as_chosen, embed_new, make_report, side_info_of, with_memory
 from xcompat.training.learned_items import add_learned_items
 from xcompat.training.paths import check_paths, judged_files
 from xcompat.training.places import alone_in, require_places
@@ -282,15 +282,15 @@ class StageRun:
             model = self.models.trained(self.settings.name)
             contestants = self._contestants(model, test)
             about = {"seconds": self._seconds(), "training": self._losses(), "costs": self._costs(), "verdict": self.verdict}
-            self._write_report(contestants, test, self.paths.report, about)
+            self._write_report(contestants, test, self.paths.report, about, model)
             for version, earlier in self._earlier_galleries(model, test):
                 cache_dir, old_on_new = self.recipe.cache_dir, self._evaluation.old_on_new
                 against = embed_new(model, earlier, contestants.independent, test, cache_dir, old_on_new)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
-                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}})
+                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}}, model)
             for against in self._mapped_again(model, contestants, test):
                 name = f"{against.old.name.replace('/', '-')}-{against.old.fingerprint.digest[:6]}"
-                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}})
+                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}}, model)
             if is_main_process():
                 # the recipe may name other test data by now
                 write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
@@ -329,11 +329,13 @@ class StageRun:
             return made.model_copy(update={"data": made.data or judged_on(begun_with(self.paths.folder))}).holds(wanted)
         return False
 
-    def _write_report(self, contestants: Contestants, test: EvaluationSet, folder: Path, about: dict[str, Any]) -> None:
+    def _write_report(
+        self, contestants: Contestants, test: EvaluationSet, folder: Path, about: dict[str, Any], model: CompatModel
+    ) -> None:
         content = make_report(
             contestants,
             test,
-            self._evaluation,
+            as_chosen(self._evaluation, model),
             self.settings.method,
             self.recipe.seed,
             shared=True,

@@ -232,6 +232,7 @@ class EvaluationSettings(Section):
             probe's subject is in the gallery it adds TPIR@FAR, as InsightFace's evaluation of IJB-C does.
         rerank: hits of each new query that the new model scores again (:class:`xcompat.retrieval.Reranker`); 0 for none. It adds
             the case ``new+rerank/old``. Nothing more is embedded, as the test set's new embeddings are there.
+        rerank_weight: weight of old scores in a re-ranking; None for the one that was chosen with the model, or 1/3.
         threshold: cosine at which a service of the old model cuts off. The report says at which score new queries cut off alike.
         resamples: bootstrap draws.
         chunk_size: rows per block of the similarity matrix; results do not depend on it.
@@ -247,6 +248,7 @@ class EvaluationSettings(Section):
     fars: list[Rate] = []
     fpirs: list[Rate] = []
     rerank: int = Field(0, ge=0)
+    rerank_weight: float | None = Field(None, ge=0, lt=1)
     threshold: float | None = Field(None, gt=-1, lt=1)
     resamples: int = Field(1000, ge=100)
     chunk_size: int = Field(1024, ge=1)

@@ -207,6 +207,7 @@ def _of_evaluation(stage: StageRecipe) -> Iterator[Setting]:
         "fpirs": (identified, "neither data.queries nor data.templates names what is identified"),
     }
     if templates is not None:
+        special["rerank_weight"] = False, "no hits of templates are re-ranked"
         special["rerank"] = False, "templates are compared pair by pair, and no first hits are embedded again"
         special["threshold"] = False, "thresholds of templates are those of TAR@FAR"
         special["examples"] = (
