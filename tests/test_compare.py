@@ -510,12 +510,8 @@ def test_a_comparison_is_written_at_once(comparison: Comparison, tmp_path: Path,
     assert len(written) == 2
 
 
-def test_a_comparison_takes_the_place_of_its_own_and_of_an_earlier_versions(comparison: Comparison, tmp_path: Path) -> None:
+def test_a_comparison_takes_the_place_of_its_own(comparison: Comparison, tmp_path: Path) -> None:
     write_comparison(tmp_path, comparison)
-    for file in comparison_file(tmp_path).parent.glob("compare.*"):
-        file.rename(tmp_path / file.name)  # where they once were
-    assert comparison_file(tmp_path / "none").parent.name == "comparison"
-    assert comparison_file(tmp_path) == tmp_path / "compare.json"
     page = write_comparison(tmp_path, comparison)
     assert [path.name for path in tmp_path.iterdir()] == ["comparison"]
     (page.parent / "notes.txt").write_text("a user's")

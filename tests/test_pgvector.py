@@ -204,11 +204,10 @@ def test_a_partitioned_table_gets_the_indexes_of_its_partitions(
     ]
 
 
-@pytest.mark.parametrize("earlier", [False, True])
 def test_two_tables_of_one_schema_are_migrated_at_overlapping_times(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray, earlier: bool
+    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
 ) -> None:
-    """Their columns have other names; an earlier version gave both one function, and its migrations go on."""
+    """Their columns have other names."""
     database.execute("CREATE TABLE others AS SELECT id, embedding AS vector FROM items")
     database.execute("ALTER TABLE others ADD PRIMARY KEY (id)")
     other, mapping = opened(postgres, table="others"), Mapping(model)
@@ -217,13 +216,6 @@ def test_two_tables_of_one_schema_are_migrated_at_overlapping_times(
     for each in (store, other):
         migration.start(each, mapping, "new")
         migration.verify(each, mapping)
-    if earlier:
-        database.execute("CREATE FUNCTION xcompat_new_follows() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NEW; END $$")
-        for table in ("items", "others"):
-            made = "SELECT tgfoid::regproc::text FROM pg_trigger WHERE tgrelid = %s::regclass"
-            database.execute(f"DROP FUNCTION {database.execute(made, (table,)).fetchone()[0]} CASCADE")
-            on = f"BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION xcompat_new_follows()"
-            database.execute(f"CREATE TRIGGER xcompat_new_follows {on}")
     migration.switch(store, mapping)
     database.execute("UPDATE items SET embedding = %s WHERE id = 7", (text(np.full(NEW_DIM, 0.2)),))
     database.execute("UPDATE others SET vector = %s WHERE id < 2", (text(vectors[9]),))

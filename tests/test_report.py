@@ -301,22 +301,6 @@ def test_what_is_luck_is_said_and_how_many_queries_would_tell(gains: list, answe
     assert luck.answer == answer and hint in luck.detail
 
 
-def test_reports_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Then, full-ranking mAP was called map@1.0, and nothing was said of luck."""
-    now = gather(replace(labelled_content(), tsne_pairs=0))
-    precision = {(*key[:3], {"map": "map@1.0"}.get(key[3], key[3])): values for key, values in now.average_precision.items()}
-    save_report(tmp_path, replace(now, average_precision=precision))
-    document = json.loads((tmp_path / "report.json").read_text().replace('"map"', '"map@1.0"'))
-    for each in (document["criterion"], *document["criterion"]["differences"]):
-        del each["outcome"], each["queries_needed"]
-    (tmp_path / "report.json").write_text(json.dumps(document))
-    then = load_report(tmp_path)
-    assert then.cases == now.cases and then.average_precision.keys() == now.average_precision.keys()
-    assert then.criterion.differences == [replace(each, queries_needed=None) for each in now.criterion.differences]
-    assert verdicts(then)[1].answer == verdicts(now)[1].answer
-    assert "map@1.0" not in render_html(then, {})
-
-
 def test_small_and_bare_reports_render(tmp_path: Path, content: ReportContent) -> None:
     contestants = Contestants(content.contestants.old, content.contestants.new_view)
     evaluation = evaluate(contestants, EvaluationOptions(ks=(1,), n_resamples=10))
@@ -388,19 +372,6 @@ def test_a_folder_of_the_same_name_is_not_replaced(theirs: str, content: ReportC
         write_report(tmp_path, content)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [theirs]
     assert (tmp_path / theirs).read_text() == '{"title": "mine"}'
-
-
-def test_what_an_earlier_version_wrote_is_read_and_gives_way(
-    folder: Path, content: ReportContent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "plots" / "mine.png").write_bytes(b"mine")
-    assert load_report(tmp_path).cases == content.evaluation.cases
-    again = write_report(tmp_path, replace(make_content(view_noise=1.0), tsne_pairs=0))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plots", "report"], "a stale report would be taken for this one"
-    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["mine.png"]
-    assert load_report(again.parent).cases == load_report(tmp_path).cases != content.evaluation.cases
 
 
 JSON = st.recursive(

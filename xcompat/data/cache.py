@@ -77,7 +77,7 @@ def cached_dataset(
 
     # Dataset.from_generator also locks, writes atomically and takes a key, but it opens damaged files and keeps no record
     schema = features.arrow_schema
-    digest = _digest({"format": _format_of(kind, key), "schema": str(schema), **key})
+    digest = _digest({"format": FORMAT, "schema": str(schema), **key})
     stem = f"{kind}-{digest[:24]}"
     folder = cache_folder()
     arrow_file, record_file = folder / f"{stem}.arrow", folder / f"{stem}.json"
@@ -97,15 +97,6 @@ def cached_dataset(
         raise XcompatError(f"{arrow_file} cannot be read ({str(error)[:200]}); delete it, and it is written again") from error
     dataset._fingerprint = digest  # derived from the source, so that caches keyed by it outlive a rebuild
     return dataset, record
-
-
-def _format_of(kind: str, key: Mapping[str, Any]) -> int:
-    """Return the format: tables of tabs, and JSON lines about images, were read otherwise once.
-
-    All others keep theirs, and so what was embedded of them.
-    """
-    names = json.dumps(key)
-    return 2 if ".tsv" in names or (kind == "captions" and ".jsonl" in names) else FORMAT
 
 
 class _Written(FileRecord):

@@ -16,8 +16,6 @@ TAGGED = 32
 """Digits of a fingerprint in a tag. The Hub states no limit for tags, but all 64 would be a tag of 73 characters, and 64 is the
 most that similar services take. No two models share 128 bits by chance; a card that was made to look like another's is
 told by its full fingerprints."""
-_FORMER = {"map@1.0": "map"}
-"""Former names of metrics in files and cards, and what they are called now."""
 _PLACES = 6  # of a value in a card
 _Share = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 
@@ -72,16 +70,6 @@ def tag(role: str, digest: str) -> str:
     return f"{role}:{digest[:TAGGED]}"
 
 
-def metric_now(metric: str) -> str:
-    """Return what a metric is called now that a file of an earlier version names.
-
-    Example:
-        >>> metric_now("map@1.0"), metric_now("recall@1")
-        ('map', 'recall@1')
-    """
-    return _FORMER.get(metric, metric)
-
-
 def results_of(gains: Iterable[Gain], task: str, data: str, data_name: str) -> list[EvalResult]:
     """Return gains in the Hub's own form, for ``model-index``.
 
@@ -123,7 +111,7 @@ def gains_in(results: Iterable[EvalResult]) -> list[Gain]:
     read = _RESULTS.validate_python([_plain(each) for each in ours])
     values: dict[tuple[str, str], dict[str, _Result]] = {}
     for each in read:
-        values.setdefault((each.where, metric_now(each.metric)), {})[each.arguments.case] = each
+        values.setdefault((each.where, each.metric), {})[each.arguments.case] = each
     gains = []
     for (where, metric), found in values.items():
         if len(found) < 3 or (ci95 := found["gain"].arguments.ci95) is None:

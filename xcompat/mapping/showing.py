@@ -11,7 +11,7 @@ from rich.table import Table
 
 from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
-from xcompat.hub.metadata import Gain, metric_now
+from xcompat.hub.metadata import Gain
 from xcompat.mapping.agreement import NEIGHBOURS, SHARED
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
@@ -215,7 +215,7 @@ def gains_written(document: dict[str, Any], file: Path) -> list[Gain]:
         return [
             Gain(
                 protocol,
-                metric_now(metric),
+                metric,
                 old := document["floor"][protocol][metric],
                 old + found["mean"],
                 found["mean"],

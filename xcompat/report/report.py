@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from xcompat.evaluation import Contestant
-from xcompat.files import atomic_path, listed
+from xcompat.files import atomic_path
 from xcompat.report.content import ModelInfo, Report, ReportContent
 from xcompat.report.pages import render_html
 from xcompat.report.plots import draw_plots, figure_png
@@ -18,7 +17,6 @@ from xcompat.report.storage import (
     DIRECTIONS,
     FOLDER_NAME,
     JSON_NAME,
-    is_report,
     load_report,
     report_file,
     require_report_place,
@@ -117,7 +115,6 @@ def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Pa
             shutil.copy2(file, folder / (DATA_NAME if file.name == DATA_NAME else JSON_NAME))
         for other in _of_the_user(place):
             _copy(other, folder / other.relative_to(place))
-    _retire(directory)
     return place / HTML_NAME
 
 
@@ -134,19 +131,6 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target, symlinks=True)
     else:
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _retire(directory: Path) -> None:
-    """Remove the report that an earlier version of xcompat wrote into the parent folder: users would take it for this one."""
-    if not is_report(directory):
-        return
-    for plot in listed(directory / PLOTS_NAME, "*.png"):
-        if _DRAWN.fullmatch(plot.name):
-            plot.unlink()
-    with suppress(OSError):  # missing, or not empty
-        (directory / PLOTS_NAME).rmdir()
-    for name in (HTML_NAME, DATA_NAME, JSON_NAME):
-        (directory / name).unlink(missing_ok=True)
 
 
 def _model_info(model: Contestant) -> ModelInfo:

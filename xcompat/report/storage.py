@@ -6,7 +6,7 @@ import io
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -29,7 +29,6 @@ from xcompat.evaluation.cases import (
     overall_outcome,
 )
 from xcompat.files import read_json, write_json
-from xcompat.hub.metadata import metric_now
 from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
 
 if TYPE_CHECKING:
@@ -226,13 +225,12 @@ def load_report(path: str | Path) -> Report:
         reason = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         place = ".".join(map(str, reason["loc"]))
         raise XcompatError(f"{file} is not a complete report ({place}: {reason['msg']}); evaluate again") from None
-    differences = read.criterion.differences
     return Report(
         old=read.old,
         new=read.new,
         method=read.method,
-        cases=[replace(each, metrics=_named_now(each.metrics), ci95=_named_now(each.ci95)) for each in read.cases],
-        criterion=replace(read.criterion, differences=[replace(each, metric=metric_now(each.metric)) for each in differences]),
+        cases=read.cases,
+        criterion=read.criterion,
         seconds=read.seconds,
         training=read.training,
         costs=read.costs,
@@ -241,10 +239,6 @@ def load_report(path: str | Path) -> Report:
         run=read.run.model_dump(exclude_unset=True),
         **_load_data(file.with_name(DATA_NAME)),
     )
-
-
-def _named_now(values: dict[str, T]) -> dict[str, T]:
-    return {metric_now(metric): value for metric, value in values.items()}
 
 
 def _save_data(path: Path, report: Report) -> None:
@@ -309,9 +303,7 @@ def _laid_out(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]
     clouds = iter([rows("points", number, 2) for number in range(sum(len(panel.series) for panel in layout.panels))])
     return {
         "ranks": {key: rows("ranks", number) for number, key in enumerate(layout.ranks)},
-        "average_precision": {
-            (*key[:3], metric_now(key[3])): rows("precision", number) for number, key in enumerate(layout.precision)
-        },
+        "average_precision": {key: rows("precision", number) for number, key in enumerate(layout.precision)},
         "clusters": {direction: rows("clusters", number) for number, direction in enumerate(layout.clusters)},
         "confidence": {direction: rows("confidence", number) for number, direction in enumerate(layout.confidence)},
         "panels": [Panel(panel.title, [Series(label, next(clouds)) for label in panel.series]) for panel in layout.panels],

@@ -289,7 +289,7 @@ class PgVectorStore(Store):
         if used := find_dependents(self.client, find_columns(self.client, self.table, name), Resize(None, None)):
             raise XcompatError(f"{used[0].name} uses {name} of {self.uri}; drop it first")
         with explained(self.uri), self.connection.transaction():
-            unfollow(self.client, self.table, name)
+            unfollow(self.client, self.table)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
             self.set_record("spaces", {other: model for other, model in models.items() if other != name})
             if rows := require_again(self.client, self.records, self.table, self.space):

@@ -71,7 +71,7 @@ class Exchange(NamedTuple):
         before = self.records.read(RECORD) or {}
         dependents = self._dependents()
         known = Properties(**before["was"]) if before else self._properties()
-        unfollow(self.client, self.table, self.incoming)
+        unfollow(self.client, self.table)
         for dependent in dependents:
             if dependent.drop:
                 self.client.run(dependent.drop)

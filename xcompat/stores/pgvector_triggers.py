@@ -8,8 +8,6 @@ from xcompat.stores.pgvector_client import Client
 
 TRIGGERS = ("~xcompat_follows", "~xcompat_receives", "~xcompat_requires")
 """Names of the triggers. PostgreSQL runs triggers in the order of their names: these come last."""
-EARLIER = "xcompat_{}_follows"
-"""What earlier versions called it, and its function too, by the space: tables of one schema may share that function."""
 _EMPTY = "NEW.{new} := NULL;"
 _MOVE = "NEW.{old} := NEW.{new}; NEW.{new} := NULL;"
 _REFUSE = """IF TG_OP = 'INSERT' OR OLD.{old} IS NOT NULL THEN
@@ -69,9 +67,9 @@ def follow(
             client.execute(sql.SQL(statement).format(**names))
 
 
-def unfollow(client: Client, table: sql.SQL, space: str) -> None:
-    """Undo :func:`follow`; what an earlier version made is found by what it called it."""
-    found = client.execute(_FOUND, table.as_string(client.connection), [*TRIGGERS, EARLIER.format(space)])
+def unfollow(client: Client, table: sql.SQL) -> None:
+    """Undo :func:`follow`."""
+    found = client.execute(_FOUND, table.as_string(client.connection), [*TRIGGERS])
     for trigger, number, function in found:
         client.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.SQL(trigger), table))
         if not client.execute("SELECT FROM pg_trigger WHERE tgfoid = %s", number):  # else another table has it too

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from xcompat.errors import XcompatError
 from xcompat.evaluation import PairedDifference
 from xcompat.evaluation.cases import overall_outcome
-from xcompat.files import read_json, write_json
+from xcompat.files import write_json
 from xcompat.ownership import owned_path, require_replaceable
 from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
@@ -59,7 +57,6 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
         write_json(folder / JSON_NAME, document)
         for name, text in pages.items():
             (folder / name).write_text(text, encoding="utf-8")
-    _retire(directory)
     return directory / FOLDER_NAME / HTML_NAME
 
 
@@ -72,15 +69,6 @@ def comparison_file(directory: str | Path) -> Path:
     """Return the path of ``compare.json`` in a study's folder or in its ``comparison``, whether it exists or not."""
     places = (Path(directory) / FOLDER_NAME / JSON_NAME, Path(directory) / JSON_NAME)
     return next((file for file in places if file.is_file()), places[0])
-
-
-def _retire(directory: Path) -> None:
-    """Remove the files that an earlier version of xcompat wrote into the parent: users would take them for this comparison."""
-    with suppress(XcompatError):
-        document = read_json(directory / JSON_NAME)
-        if isinstance(document, dict) and {"schema", "seeds", "rows"} <= document.keys():
-            for name in (HTML_NAME, MARKDOWN_NAME, CSV_NAME, JSON_NAME):  # last the file that identifies them
-                (directory / name).unlink(missing_ok=True)
 
 
 def _document(comparison: Comparison) -> dict[str, Any]:
