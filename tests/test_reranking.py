@@ -92,6 +92,23 @@ def refuse_to_embed(*_: object, **__: object) -> Any:
     raise AssertionError("nothing is left to embed")
 
 
+def test_originals_of_others_are_named(
+    gallery: Gallery, photos: Path, newer: Embedder, old_folder: str, asked: NDArray[np.float32], caplog: pytest.LogCaptureFixture
+) -> None:
+    old, originals = load_embedder(old_folder), load_originals(photos)
+    hits = gallery.search(old.embed(old.processor.texts(["a dog"])), old, DEPTH)[0]
+    for source in (old, newer):  # the newer model has made nothing of what is stored, and cannot tell
+        Reranker(newer, originals).notice_other_originals(source, gallery, hits)
+    assert not caplog.text
+    first, second = (photos / hit.id for hit in hits[:2])
+    pixels = np.full((20, 20, 3), 255, np.uint8)
+    for file in (first, second):
+        Image.fromarray(pixels).save(file)
+    Reranker(newer, originals).notice_other_originals(old, gallery, hits)
+    assert "2 of 8 originals that were compared are not what the gallery stores" in caplog.text
+    assert first.name in caplog.text or second.name in caplog.text
+
+
 def test_the_weight_that_was_chosen_with_a_model_is_used(newer: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Reranker(newer).old_weight == OLD_WEIGHT
     monkeypatch.setattr(newer.model.config, "rerank_old_weight", 0.0)

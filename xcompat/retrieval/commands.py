@@ -189,6 +189,8 @@ def answers(
             rerank=rerank,
             rerank_queries=new_QD,
         )
+        if number == 0 and rerank is not None and hits:
+            rerank.notice_other_originals(embedder, gallery, hits[0])
         if number == 0 and wanted is not None and not any(hits):  # a filter keeps the same items for every query
             gallery.require_keys(wanted)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from xcompat.retrieval.manifest import Metric
     from xcompat.retrieval.queries import Asked, Queries, Source
 
+COMPARED, ALIKE = 8, 0.9
+"""Originals that are compared with what is stored, and the cosine from which on they count as the same."""
+
 
 @dataclass
 class Counts:
@@ -233,6 +236,30 @@ class Reranker:
         score_k[read] = combine_scores(old_k[read], new_n, weight)
         score_k[~read] += (score_k[read] - old_k[read]).mean()
         return [hits[place]._replace(score=float(score_k[place]), standing=None) for place in np.argsort(-score_k, kind="stable")]
+
+    def notice_other_originals(self, source: Source, gallery: SearchedGallery, hits: Sequence[Hit]) -> None:
+        """Say so if the originals of some hits are not what the gallery stores: their scores would mean nothing.
+
+        Args:
+            source: the model of the queries; only the one that made what is stored can tell.
+            gallery: where the hits were found.
+            hits: some of them; the first :data:`COMPARED` are looked at.
+        """
+        if self.originals is None or not isinstance(source, Embedder):
+            return
+        old = source.passages or source
+        wanted = {hit.id: hit for hit in hits[:COMPARED] if hit.version.digest == old.fingerprint.digest}
+        stored, cosines = gallery.vectors(list(wanted)), dict[str, float]()
+        for originals, rows in self._read(wanted):
+            for part, embeds in originals.embed(old, rows, BadSamples(1.0, len(rows), what=originals.kind, raised_by="")):
+                names = [originals.ids[row] for row in part.tolist()]
+                kept = normalise_rows(np.stack([stored[name] for name in names]))
+                cosines |= dict(zip(names, (normalise_rows(embeds) * kept).sum(axis=1).tolist(), strict=True))
+        if other := sorted((cosine, name) for name, cosine in cosines.items() if cosine < ALIKE):
+            notice_once(
+                f"{len(other)} of {len(cosines)} originals that were compared are not what the gallery stores, such as "
+                f"{other[0][1]!r} (cosine {other[0][0]:.2f}): are they this gallery's? `xcompat gallery doctor` looks at more"
+            )
 
     # ------------------------------------------------------------------------------------------------ new embeddings
 
