@@ -34,13 +34,14 @@ from xcompat.stores.mapping import Mapping
 from xcompat.stores.uri import StoreUri, shown, split
 
 N, OLD_DIM, NEW_DIM = 300, 16, 24
-under_kills = pytest.mark.parametrize("place", mostly_nightly(PLACES, ("postgresql", "qdrant").__contains__), indirect=True)
-"""A test of many starts, which in most stores take seconds each."""
+DAILY = ("postgresql", "chroma", "qdrant")
+"""Stores whose tests take a second or two; those of the others run nightly, but for a whole migration."""
+every_store = pytest.mark.parametrize("place", PLACES, indirect=True)
 reading = pytest.mark.parametrize("place", READABLE, indirect=True)
 """A test that changes nothing by the store."""
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=mostly_nightly(PLACES, DAILY.__contains__))
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """An empty database."""
     with READABLE[request.param](request, tmp_path) as found:
@@ -186,6 +187,7 @@ def test_an_open_store_notices_that_another_has_switched(place: Place, vectors: 
 # ----------------------------------------------------------------------------------------------------- migration
 
 
+@every_store
 def test_a_migration_from_plan_to_finish(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     mapping, space = Mapping(model), store.space
     assert migration.plan(store, mapping)[:4] == (N, N, NEW_DIM, 4 * N * NEW_DIM)
@@ -272,7 +274,6 @@ def test_what_services_change_after_a_switch_is_newer_than_what_they_changed_in_
     np.testing.assert_allclose([found["3"], found["4"]], [new, Mapping(model)(vectors[11:12])[0]], atol=1e-5)
 
 
-@under_kills
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
 def test_a_stopped_migration_continues(store: Store, place: Place, model: RidgeModel, at: int) -> None:
     steps, space = iter(range(10_000)), store.space
@@ -334,7 +335,6 @@ def test_switch_verifies_what_nobody_has_verified(store: Store, place: Place, mo
         assert_mapped(place, space + "_before", space, model)
 
 
-@under_kills
 def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_again(
     place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +364,6 @@ def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_ag
     assert at > 2
 
 
-@under_kills
 @pytest.mark.parametrize("verb", ["switch", "rollback", "finish"])
 def test_a_verb_that_is_killed_between_any_two_writes_is_done_by_calling_it_again(
     store: Store, place: Place, model: RidgeModel, monkeypatch: pytest.MonkeyPatch, verb: str
@@ -410,6 +409,7 @@ def _stopping(call: Callable[..., Any], left: Iterator[int]) -> Callable[..., An
     return stopping
 
 
+@every_store
 def test_verify_finds_a_vector_that_is_not_the_maps(
     store: Store, place: Place, model: RidgeModel, vectors: np.ndarray, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def worker_here(name: str, model: Any) -> Spread:
 # ------------------------------------------------------------------------------------------------------------- Ray
 
 
+@pytest.mark.nightly
 def test_a_gallery_is_mapped_by_two_nodes_one_of_which_loses_its_worker(
     gallery: Path, model: str, two_workers: Any, killing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
