@@ -53,6 +53,8 @@ VERBS = (
     "serve",
     "shadow",
     "plan",
+    "version",
+    "help",
 )
 ADAPTERS = {"lora": {"rank": 2, "dropout": 0.1}, "prompts": 2}
 
@@ -843,6 +845,17 @@ def test_windows_is_told_at_once() -> None:
 def test_every_verb_is_listed_and_every_listed_verb_is_tested() -> None:
     commands = cli.app.registered_commands
     assert {info.name or info.callback.__name__ for info in commands if info.callback} == set(VERBS)
+
+
+def test_help_and_version_are_commands_too(run: Run) -> None:
+    for line in (("help", "gallery", "search"), ("gallery", "search", "-h"), ("gallery", "search", "--help")):
+        code, said, _ = run(*line)
+        assert code == 0 and "xcompat gallery search" in " ".join(said.split()) and "Number of hits." in said
+    assert run("version")[1] == run("--version")[1] == f"xcompat {__version__}\n"
+    code, said, _ = run("help")
+    first = [word for line in said.splitlines() for word in line.strip("│ ").split()[:1]]
+    verbs = [name for name in first if name in (*cli.ORDER, "report", "caption")]
+    assert code == 0 and verbs[: len(cli.ORDER)] == [*cli.ORDER] and set(verbs[len(cli.ORDER) :]) == {"report", "caption"}
 
 
 @pytest.mark.parametrize("arguments", [("train", "nowhere.yaml"), ("evaluate", "nowhere"), ("report", "nowhere")])

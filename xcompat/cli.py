@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from xcompat import __version__, failures
 from xcompat.data_cli import caption, classes, recipes
@@ -24,13 +25,34 @@ from xcompat.quickstart_cli import app as quickstart_app
 
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+SELDOM = "Less common"
+ORDER = (
+    *("quickstart", "map", "evaluate", "shadow", "plan", "gallery", "serve", "migrate", "export"),
+    *("recipes", "train", "compare", "embed", "push", "find"),
+)
+"""Verbs in the order of use; those of :data:`SELDOM` follow."""
+
+
+class Verbs(TyperGroup):
+    """The verbs, listed in the order of use."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer's own context
+        """Return the names of all verbs."""
+        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
 app.add_typer(migrate_app, name="migrate")
 app.add_typer(quickstart_app, name="quickstart")
-app.command()(caption)
-app.command()(classes)
+app.command(rich_help_panel=SELDOM)(caption)
+app.command(rich_help_panel=SELDOM)(classes)
 app.command()(recipes)
 app.command()(shadow)
 app.command()(plan)
@@ -42,9 +64,10 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")]
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check the recipe on tiny stand-ins, list missing paths; download and write nothing.")
+    bool,
+    typer.Option("--dry-run", help="Check the recipe on tiny models and list missing paths. Nothing is downloaded or written."),
 ]
 RerankedHits = Annotated[
     int | None,
@@ -52,16 +75,14 @@ RerankedHits = Annotated[
         "--rerank",
         min=1,
         metavar="K",
-        help="Also measure searches whose first K hits the new model re-ranks. 20 is a good start.",
+        help="Also measure re-ranking of the first K hits with the new model, e.g. 20.",
     ),
 ]
 OldThreshold = Annotated[
     float | None,
-    typer.Option(
-        "--threshold", metavar="COSINE", help="Score at which you cut off hits today. The report says which score replaces it."
-    ),
+    typer.Option("--threshold", metavar="COSINE", help="Current score threshold. The report gives the new one."),
 ]
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, such as recipes/fashion/xbt.yaml.")]
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, e.g. recipes/fashion/xbt.yaml.")]
 
 
 @app.callback()
@@ -75,9 +96,9 @@ def train(
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train every stage of a recipe that is not done, evaluate it and write its report.
+    """Train and evaluate a recipe. Finished stages are skipped.
 
-    The exit code is 1 if a chosen map is not surely at or above old queries, unless the recipe sets allow_worse.
+    Exit code 1 if a chosen map is not surely as good as old queries, unless the recipe sets allow_worse.
     """
     from xcompat.training.beforehand import load_checked
 
@@ -94,26 +115,26 @@ def train(
             raise typer.Exit(1)
 
 
-SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids, for a side that is a model to embed.")]
+SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids. Needed if --old or --new is a model.")]
 EmbedWith = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds a list of texts as --new, such as by a service."),
+    typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds a list of texts for --new, for example with an API."),
 ]
 Activation = Annotated[
     Literal["relu", "gelu"] | None,
-    typer.Option(help="Activation of the network in --start-from, if the file does not record it."),
+    typer.Option(help="Activation function of --start-from, if the file does not record it."),
 ]
 StartFrom = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="A map to try too: a checkpoint, or another tool's .npz or .safetensors."),
+    typer.Option(metavar="NAME", help="Another map to compare: a checkpoint, or a .npz or .safetensors file of another tool."),
 ]
 SearchedVectors = Annotated[
     Path | None,
-    typer.Option(help="The gallery that queries will search, or its vectors. Warns if the pairs are unlike it."),
+    typer.Option(help="Gallery or its vectors. Warns if the pairs differ from it."),
 ]
 MemoryCodec = Annotated[
     str | None,
-    typer.Option(help="How a memory keeps its entries: float32, SQ8, SQ4, SQfp16, PQ64; by their number unless given."),
+    typer.Option(help="Storage of memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. Default: by their number."),
 ]
 
 
@@ -123,42 +144,44 @@ def map_(
         Path, typer.Option(help="Old embeddings (.npy, Parquet, JSON lines or a folder). With --texts: or the old model.")
     ],
     new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts: or the new model.")],
-    out: Annotated[Path, typer.Option(help="Folder that gets the model and report.json.")] = Path("runs/map"),
+    out: Annotated[Path, typer.Option(help="Output folder for the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
-        str | None, typer.Option(help="The old model, or the name it has in the gallery; that of --old unless given.")
+        str | None, typer.Option(help="Old model, or its name in the gallery. Default: the one recorded in --old.")
     ] = None,
-    new_model: Annotated[str | None, typer.Option(help="The new model, so that texts and pictures can be asked.")] = None,
+    new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and pictures.")] = None,
     searched_classes: Annotated[
-        Literal["known", "open", "unknown"], typer.Option(help="Whether all classes that will be searched are given.")
+        Literal["known", "open", "unknown"],
+        typer.Option(help="Classes of future searches: all known here, some new (open), or unknown."),
     ] = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace whatever is in --out, such as another map.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False,
     memory_codec: MemoryCodec = None,
     remember_items: Annotated[
-        bool, typer.Option("--remember-items", help="Lean queries towards stored items they resemble; give most of the gallery.")
+        bool, typer.Option("--remember-items", help="Add a memory of all items. Use it if they are most of the gallery.")
     ] = False,
     start_from: StartFrom = None,
     activation: Activation = None,
     texts: SideTexts = None,
     embed_with: EmbedWith = None,
-    requests_per_minute: Annotated[float | None, typer.Option(help="Most calls of --embed-with in a minute.")] = None,
-    price_per_million_tokens: Annotated[float | None, typer.Option(help="Of --embed-with, for an estimate first.")] = None,
+    requests_per_minute: Annotated[float | None, typer.Option(help="Maximum number of --embed-with calls per minute.")] = None,
+    price_per_million_tokens: Annotated[
+        float | None, typer.Option(help="Price of --embed-with. Prints an estimate first.")
+    ] = None,
     max_bad_share: BadVectorShare = None,
     allow_worse: Annotated[
-        bool, typer.Option("--allow-worse", help="Write the best map even if it is not surely at or above old queries.")
+        bool, typer.Option("--allow-worse", help="Write the best map even if it may find less than old queries.")
     ] = False,
     gallery: SearchedVectors = None,
 ) -> None:
-    """Map queries of a new model into an old gallery, from embeddings alone: no recipe, nothing trained, seconds.
+    """Fit a map from new queries to an old gallery, from embeddings alone.
 
-    A folder holds image_embeds.npy, image_ids.txt (an id a line) and perhaps labels.txt (a class a line), or text_embeds.npy and
-    text_ids.txt (the id of the image that each describes), or both, or texts and query_embeds.npy with query_ids.txt (the id of
-    the text that answers each); a table holds id and embedding. The results on held-out items decide. With --texts, --old, --new
-    or both may be models: they embed the texts, once.
+    --old and --new are tables with id and embedding, or folders with image_embeds.npy and image_ids.txt (one id per line).
+    Optional files: labels.txt (one class per line), text_embeds.npy and text_ids.txt (captions, with the id of their image), or
+    query_embeds.npy and query_ids.txt (questions, with the id of their text). With --texts, --old and --new may be models.
 
-    The items must be a random sample of the gallery: --gallery compares them with it.
+    Use a random sample of the gallery. --gallery checks it.
 
-    Exits with code 1, and writes nothing, if no map is surely at or above old queries.
+    The best map on held-out items is written. Exit code 1, and no output, if no map is surely as good as old queries.
     """
     from xcompat.mapping.asked import Asked, start_of, texts_of
     from xcompat.vectors import BAD_SHARE
@@ -177,25 +200,23 @@ def map_(
 def embed(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="RECIPE_OR_SOURCE", help="A recipe; or Parquet, a Lance table, Iceberg's metadata: a path or a URI."
-        ),
+        typer.Argument(metavar="RECIPE_OR_SOURCE", help="Recipe, or the path or URI of a Parquet, Lance or Iceberg table."),
     ],
     overrides: Overrides = None,
-    model: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")] = "",
-    out: Annotated[str, typer.Option(help="Folder of the Parquet files that are made, or its URI.")] = "",
-    column: Annotated[str | None, typer.Option(help="Column to embed or map. By default it is found by its name.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column with the id; `id` unless given.")] = None,
+    model: Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")] = "",
+    out: Annotated[str, typer.Option(help="Output folder or URI for Parquet files.")] = "",
+    column: Annotated[str | None, typer.Option(help="Column to embed or map. Default: found by its name.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column with the id. Default: id.")] = None,
     dtype: Annotated[
-        Literal["float32", "float16"] | None, typer.Option(help="How the vectors are written; float32 unless given.")
+        Literal["float32", "float16"] | None, typer.Option(help="Number format of vectors. Default: float32.")
     ] = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
-    """Embed texts or pictures, or map stored vectors, of tables into Parquet; or fill the caches that a recipe will read.
+    """Embed or map a table into Parquet, or fill the caches of a recipe.
 
-    Started again, it continues. A column of vectors needs a model that maps galleries.
+    An interrupted run continues. To map a column of vectors, use a model with a gallery map.
     """
     from xcompat.engines.workers import Workers
 
@@ -230,26 +251,29 @@ def embed(
 @app.command()
 def evaluate(
     context: typer.Context,
-    target: Annotated[Path | None, typer.Argument(help="A recipe, a run's folder, or a checkpoint's folder.")] = None,
+    target: Annotated[Path | None, typer.Argument(help="Recipe, run folder, or checkpoint.")] = None,
     overrides: Overrides = None,
-    data: Annotated[Path | None, typer.Option(help="Images to test a checkpoint on.")] = None,
-    old: Annotated[str | None, typer.Option(help="The old model, or a folder with its embeddings as .npy.")] = None,
-    new: Annotated[Path | None, typer.Option(help="Folder with the new model's embeddings in the old space.")] = None,
-    new_own: Annotated[Path | None, typer.Option(help="Folder with the new model's embeddings in its own space.")] = None,
-    independent: Annotated[Path | None, typer.Option(help="Folder with embeddings of the independent new model.")] = None,
-    qrels: Annotated[Path | None, typer.Option(help="With --old and --new: relevant texts of queries, as TREC or BEIR.")] = None,
-    by_map: Annotated[Path | None, typer.Option("--map", help="A map for --new, which are then its own embeddings.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the report goes.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Test images for a checkpoint.")] = None,
+    old: Annotated[str | None, typer.Option(help="Old model, or a folder with its embeddings (.npy).")] = None,
+    new: Annotated[Path | None, typer.Option(help="Folder with new queries in the old space.")] = None,
+    new_own: Annotated[Path | None, typer.Option(help="Folder with new embeddings in the new space.")] = None,
+    independent: Annotated[
+        Path | None, typer.Option(help="Folder with embeddings of the new model before compatibility training.")
+    ] = None,
+    qrels: Annotated[Path | None, typer.Option(help="Relevance judgements for --old and --new, in TREC or BEIR format.")] = None,
+    by_map: Annotated[
+        Path | None, typer.Option("--map", help="Map to apply to --new, which then holds embeddings in the new space.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
     threshold: OldThreshold = None,
-    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 when the criterion fails.")] = False,
+    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 if the verdict is no.")] = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
-    """Judge a recipe's result, a checkpoint, or plain .npy embeddings with ids, and write a report.
+    """Evaluate a recipe, a checkpoint, or embeddings, and write a report.
 
-    For a checkpoint, KEY=VALUE says how to read the images of --data. They have captions (caption_column=NAME); they have classes
-    if the model embeds no texts, or if label_column=NAME, classes=FILE, class_column=NAME or gallery=PATH is given.
-    gallery=PATH names the images that are searched, else the queries search each other.
+    For a checkpoint, KEY=VALUE describes the images of --data. caption_column=NAME: images with captions. label_column=NAME,
+    classes=FILE or class_column=NAME: images with classes. gallery=PATH: other images to search. Default: they search each other.
     """
     from xcompat.training.embedding_folders import judged_folders, judged_kind, require_folders, require_testable
 
@@ -285,12 +309,12 @@ def evaluate(
 
 @app.command()
 def compare(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or a folder of them, such as recipes/bench.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file or a folder of YAML files, e.g. recipes/bench.")],
     overrides: Overrides = None,
-    stage: Annotated[Path | None, typer.Option(help="YAML file with one more stage, such as a method of your own.")] = None,
+    stage: Annotated[Path | None, typer.Option(help="YAML file with an extra stage, for example your own method.")] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run a recipe with each of its seeds and put all its methods into one table, with plots; or each recipe of a folder."""
+    """Run a recipe with all seeds and compare its methods in a table and plots."""
     from xcompat.training.beforehand import load_to_compare
 
     loaded = load_to_compare(recipe, overrides or [], stage, check_data=not dry_run)
@@ -303,9 +327,9 @@ def compare(
             compare_recipe(each)
 
 
-@app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run's folder, or one with a report.")]) -> None:
-    """Render report.html and the plots of a finished run again, and print its table."""
+@app.command(rich_help_panel=SELDOM)
+def report(run: Annotated[Path, typer.Argument(help="Run folder, or a folder with a report.")]) -> None:
+    """Print the report of a finished run, and draw its page and plots again."""
     import xcompat.report as reports
     from xcompat.progress import console
 
@@ -316,23 +340,23 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, or one with
 
 @app.command()
 def push(
-    target: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A finished run's folder, or a checkpoint's.")],
-    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where it goes on the Hub (or on HF_ENDPOINT).")],
+    target: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Finished run or checkpoint.")],
+    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub (or on HF_ENDPOINT).")],
     private: Annotated[
         bool | None,
-        typer.Option("--private/--public", help="Visibility; a new repository of a gated base model is private."),
+        typer.Option("--private/--public", help="Visibility. Default: public, or private for a gated base model."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model that is there.")] = False,
-    merged: Annotated[bool, typer.Option("--merged", help="Fold LoRA into the weights.")] = False,
-    adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Leave out the weights of the base.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch to push to; created if missing.")] = None,
-    license: Annotated[str | None, typer.Option(help="License of the model, such as apache-2.0.")] = None,  # noqa: A002
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model in the repository.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge LoRA into the weights.")] = False,
+    adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Upload adapters without the base model.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch. Created if missing.")] = None,
+    license: Annotated[str | None, typer.Option(help="License, e.g. apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
         Literal["all", "metric", "none"],
-        typer.Option(help="Parts of the memory to upload; it holds embeddings of training data."),
+        typer.Option(help="Parts of the memory to upload. The memory contains embeddings of training data."),
     ] = "all",
 ) -> None:
-    """Share a model on the Hub with a card that says what it is compatible with and how well it does."""
+    """Push a model to the Hub, with a card of its results and compatible galleries."""
     if merged and adapters_only:
         raise XcompatError("--merged and --adapters-only exclude each other: merged weights are no longer the base's")
     from xcompat.progress import console, silence_libraries
@@ -349,22 +373,22 @@ def push(
 
 @app.command()
 def find(
-    old: Annotated[str | None, typer.Option(help="The gallery's model: its name, folder, or fingerprint.")] = None,
-    new: Annotated[str | None, typer.Option(help="The queries' model, likewise.")] = None,
+    old: Annotated[str | None, typer.Option(help="Gallery model: name, folder, or fingerprint.")] = None,
+    new: Annotated[str | None, typer.Option(help="Query model: name, folder, or fingerprint.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the checkpoints on the Hub that were made for two models; exit with code 1 if there are none."""
+    """Find checkpoints on the Hub for two models. Exit code 1 if there are none."""
     from xcompat.mapping.finding import find_maps, print_found
 
     if not print_found(find_maps(old, new), old, new, json):
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=SELDOM)
 def lineage(
-    name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="A checkpoint on the Hub, or its folder.")],
+    name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="Checkpoint on the Hub, or a folder.")],
 ) -> None:
-    """Show what a checkpoint is compatible with, followed from model to older model."""
+    """Show the chain of older models that a checkpoint is compatible with."""
     from rich.console import Console
 
     from xcompat.hub.lineage import draw, require_whole, trace_lineage
@@ -376,28 +400,28 @@ def lineage(
 
 @app.command()
 def serve(
-    target: Annotated[str, typer.Argument(metavar="GALLERY_OR_RUN", help="Folder of a gallery, or of a finished run.")],
-    model: Annotated[str | None, typer.Option(help="The new model: a run's folder, a checkpoint, or any model by name.")] = None,
-    old: Annotated[str | None, typer.Option(help="Old model. Its results are shown side by side.")] = None,
+    target: Annotated[str, typer.Argument(metavar="GALLERY_OR_RUN", help="Folder of a gallery or a finished run.")],
+    model: Annotated[str | None, typer.Option(help="New model: run folder, checkpoint, or name.")] = None,
+    old: Annotated[str | None, typer.Option(help="Old model, to show its results side by side.")] = None,
     images: Annotated[
         list[Path] | None,
-        typer.Option("--images", "--texts", help="The pictures or texts that the gallery was built from; repeat it for more."),
+        typer.Option("--images", "--texts", help="Pictures or texts of the gallery. Repeatable."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at. Any but this machine's own needs a password.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0 takes any free port.")] = 7860,
+    host: Annotated[str, typer.Option(help="Address to listen on. Addresses beyond this machine need a password.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 selects a free port.")] = 7860,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in a browser.")] = False,
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Let the page upgrade, backfill and roll back the gallery.")
     ] = False,
     password_file: Annotated[
-        Path | None, typer.Option(help="File with the password of the page. Or set XCOMPAT_SERVE_PASSWORD.")
+        Path | None, typer.Option(help="File with the password. Alternative: XCOMPAT_SERVE_PASSWORD.")
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Host name of the page, e.g. behind a proxy. Repeat it for more.")
+        list[str] | None, typer.Option(metavar="NAME", help="Allowed host name, e.g. behind a proxy. Repeatable.")
     ] = None,
     auth: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Open a page to search with old and new queries side by side, on the same gallery; /healthz says when it is ready."""
+    """Open a web page that searches with old and new queries side by side."""
     from xcompat.serve import serve_target
     from xcompat.serve.options import Options, read_password, refuse_auth
     from xcompat.training.beforehand import require_served
@@ -407,6 +431,18 @@ def serve(
     options.require_password()  # before models are loaded
     require_served(target, model, images or [])
     serve_target(target, options, model, old, images or [], allow_changes)
+
+
+@app.command(rich_help_panel=SELDOM)
+def version() -> None:
+    """Show the version."""
+    typer.echo(f"xcompat {__version__}")
+
+
+@app.command("help", rich_help_panel=SELDOM)
+def help_(verb: Annotated[list[str] | None, typer.Argument(help="Command, e.g. gallery search.")] = None) -> None:
+    """Show the help of a command."""
+    typer.main.get_command(app).main([*(verb or []), "--help"], prog_name="xcompat")
 
 
 def main() -> None:

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 
 def shadow(
-    searched: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
+    searched: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
     queries: Annotated[
-        str, typer.Option(metavar="SOURCE", help="Real queries: a text file, a folder of pictures, a table, or - to read lines.")
+        str, typer.Option(metavar="SOURCE", help="Real queries: text file, folder of pictures, table, or - for standard input.")
     ],
-    old: Annotated[str, typer.Option(help="Today's model.")],
-    model: Annotated[str, typer.Option(help="The new way: a map, a compatible model, or today's model to re-rank only.")],
-    top_k: Annotated[int, typer.Option(min=1, help="Hits of each query that are compared.")] = 10,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most queries that are asked.")] = None,
+    old: Annotated[str, typer.Option(help="Current model.")],
+    model: Annotated[str, typer.Option(help="Map or compatible model. For re-ranking only: the current model.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Number of hits to compare per query.")] = 10,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of queries.")] = None,
     limit_ms: Annotated[
-        float | None, typer.Option(min=0, metavar="MS", help="No-go if more than 5 % of the queries take longer than this.")
+        float | None, typer.Option(min=0, metavar="MS", help="No-go if more than 5 % of the queries take longer.")
     ] = None,
-    rerank: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Let the new model order the first K hits by their originals.")
-    ] = None,
-    originals: Annotated[Path | None, typer.Option(help="Pictures or texts of the gallery for --rerank.")] = None,
-    rerank_with: Annotated[str, typer.Option(metavar="MODEL", help="New model of --rerank, if --model is today's.")] = "",
-    out: Annotated[Path | None, typer.Option(help="JSON file for all queries and their hits.")] = None,
+    rerank: Annotated[int | None, typer.Option(min=1, metavar="K", help="Re-rank the first K hits with the new model.")] = None,
+    originals: Annotated[Path | None, typer.Option(help="Pictures or texts of the gallery, for --rerank.")] = None,
+    rerank_with: Annotated[
+        str, typer.Option(metavar="MODEL", help="New model for --rerank, if --model is the current model.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="JSON file for all queries and hits.")] = None,
 ) -> None:
-    """Answer real queries as today and in the new way, and report what would change.
+    """Run real queries against the old and the new way, and report the differences.
 
-    The gallery or store is only read. Exit code 1 means no-go.
+    Changes nothing. Exit code 1 means no-go.
     """
     from xcompat.retrieval import asked
 
@@ -56,16 +56,16 @@ def shadow(
 
 
 def plan(
-    report: Annotated[Path, typer.Argument(metavar="REPORT", help="Folder of a run, or of `xcompat evaluate`.")],
-    items: Annotated[int, typer.Option(min=1, help="Items in your index.")],
-    queries_per_day: Annotated[int, typer.Option(min=0, metavar="N", help="Queries a day.")],
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="Run folder, or output folder of `xcompat evaluate`.")],
+    items: Annotated[int, typer.Option(min=1, help="Number of items in the index.")],
+    queries_per_day: Annotated[int, typer.Option(min=0, metavar="N", help="Queries per day.")],
     embeds_per_second: Annotated[
-        float | None, typer.Option(min=1e-9, metavar="R", help="Items that the new model embeds in a second, for hours and ms.")
+        float | None, typer.Option(min=1e-9, metavar="R", help="Throughput of the new model, to estimate hours and milliseconds.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price of 1,000 embeddings, in any currency.")] = None,
-    days: Annotated[int, typer.Option(min=1, help="Days over which costs are added up.")] = 30,
-    metric: Annotated[str | None, typer.Option(help="Metric to compare by, such as map. Default: the first one.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality against embeddings.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price of 1,000 embeddings.")] = None,
+    days: Annotated[int, typer.Option(min=1, help="Period for total costs, in days.")] = 30,
+    metric: Annotated[str | None, typer.Option(help="Metric, e.g. map. Default: the first in the report.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality over embeddings.")] = None,
 ) -> None:
     """Compare staying, new queries, re-ranking and a backfill: quality, embeddings, storage, hours and price.
 

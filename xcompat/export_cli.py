@@ -7,22 +7,22 @@ from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Write a trained model as what other software reads.", no_args_is_help=True)
+app = typer.Typer(help="Export models for other software.", no_args_is_help=True)
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or a checkpoint.")]
-Folder = Annotated[Path, typer.Option(help="The folder to write; replaced if this command made it.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace whatever is there.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.")]
+Folder = Annotated[Path, typer.Option(help="Output folder. Replaced if this command wrote it.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Space = Annotated[Literal["old", "own"], typer.Option(help="Whose index is searched: the old model's, or one of its own.")]
 
 
 @app.command(name="faiss")
 def to_faiss(
-    index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index of the old model's embeddings, or a gallery.")],
-    model: Annotated[str, typer.Option(help="A run's folder or a checkpoint with a linear map: procrustes, ridge, query_map …")],
-    out: Annotated[Path, typer.Option(help="The faiss index to write; replaced if this command made it.")],
+    index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index of old embeddings, or a gallery.")],
+    model: Annotated[str, typer.Option(help="Run or checkpoint with a linear map, e.g. procrustes, ridge, whitened.")],
+    out: Annotated[Path, typer.Option(help="Output index. Replaced if this command wrote it.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Put a linear map of queries into a faiss index: it then takes the new model's embeddings, whoever searches it."""
+    """Put a linear query map into a faiss index. The index then takes new embeddings."""
     _require_own(model)
     from xcompat.export import commands
 
@@ -31,7 +31,7 @@ def to_faiss(
 
 @app.command(name="sentence-transformers")
 def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
-    """Write a folder that SentenceTransformer loads, if possible without xcompat: texts and pictures search the old index."""
+    """Export a model for SentenceTransformer, without xcompat if possible."""
     _require_own(run)
     from xcompat.export import commands
 
@@ -40,7 +40,7 @@ def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwr
 
 @app.command(name="onnx")
 def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
-    """Write image and text tower as ONNX, each checked against PyTorch, with preprocessing and a description."""
+    """Export the image and text tower as ONNX, checked against PyTorch."""
     _require_own(run)
     from xcompat.export import commands
 
@@ -49,13 +49,13 @@ def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = 
 
 @app.command(name="atlas")
 def to_atlas(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder, or a stage's.")],
-    out: Annotated[Path, typer.Option(help="The Parquet file to write; replaced if this command made it.")],
-    items: Annotated[int, typer.Option(min=5, help="Most test items, or pairs of image and text, drawn at random.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw and of t-SNE.")] = 0,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run or stage.")],
+    out: Annotated[Path, typer.Option(help="Output Parquet file. Replaced if this command wrote it.")],
+    items: Annotated[int, typer.Option(min=5, help="Maximum number of test items, or image-text pairs, drawn at random.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a run's test items, as both models place them and with what each query gains, for Embedding Atlas."""
+    """Write test items with both embeddings and the gain of each query, for Embedding Atlas."""
     from xcompat.training.record import find_model
 
     find_model(run)

@@ -27,45 +27,41 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Folder of the gallery.")]
-ModelName = Annotated[str, typer.Option(help="A run's folder, a checkpoint, or any model by name.")]
+Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.")]
+ModelName = Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
-EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision to embed in.")]
-Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder of pictures, or shards; or a table or file of texts.")]
+EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model.")]
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder of pictures, shards, table, or text file.")]
 TextColumns = Annotated[
     list[str] | None,
-    typer.Option("--text-column", help="Column to embed; given several times, they are joined.", rich_help_panel="Texts"),
+    typer.Option("--text-column", help="Column to embed. Repeat it to join several.", rich_help_panel="Texts"),
 ]
-IdColumn = Annotated[
-    str | None, typer.Option(help="Column with the id; found by its name unless given.", rich_help_panel="Texts")
-]
+IdColumn = Annotated[str | None, typer.Option(help="Column with the id. Default: found by its name.", rich_help_panel="Texts")]
 Words = Annotated[
     int | None,
-    typer.Option(min=1, help="Cut texts into passages of so many words, called ID#0 and so on.", rich_help_panel="Texts"),
+    typer.Option(min=1, help="Split texts into passages of N words, with ids ID#0, ID#1 and so on.", rich_help_panel="Texts"),
 ]
 Overlap = Annotated[
-    int | None, typer.Option(min=0, help="Words that a passage shares with the one before it.", rich_help_panel="Texts")
+    int | None, typer.Option(min=0, help="Number of words shared by consecutive passages.", rich_help_panel="Texts")
 ]
-MaxBadShare = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Which share of the pictures may be unreadable; 0.1 unless given.")
-]
+MaxBadShare = Annotated[float | None, typer.Option(min=0, max=1, help="Maximum share of unreadable pictures. Default: 0.1.")]
 SideInfo = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Store what this model makes of each item beside it, for a map such as FCT.")
+    str | None, typer.Option(metavar="MODEL", help="Model for side-information, stored with each item for maps such as FCT.")
 ]
 MetadataColumns = Annotated[
     list[str] | None,
     typer.Option(
         "--metadata",
         metavar="COLUMN",
-        help="Column of the table to keep beside each item. Repeat it for several. All columns are kept by default.",
+        help="Table column to keep as metadata. Repeatable. Default: all columns.",
     ),
 ]
-NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Keep no columns of the table beside the items.")]
+NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Keep no metadata.")]
 KeepText = Annotated[
     bool | None,
     typer.Option(
         "--keep-text/--no-keep-text",
-        help="Whether texts are kept beside their embeddings, as hits show and return them; they are unless you say no.",
+        help="Keep texts in the metadata. Default: yes.",
         rich_help_panel="Texts",
     ),
 ]
@@ -75,41 +71,41 @@ Candidates = Annotated[
     typer.Option(
         min=1,
         metavar="K",
-        help="Embed the first K hits with the new model, and order them by that. 20 is a good start.",
+        help="Re-rank the first K hits with the new model, e.g. 20.",
         rich_help_panel=RERANKING,
     ),
 ]
 OriginalsOf = Annotated[
     Path | None,
     typer.Option(
-        help="Pictures or texts of the gallery for --rerank. Without it, texts are read from the gallery's metadata.",
+        help="Pictures or texts of the gallery, for --rerank. Default: texts in the metadata.",
         rich_help_panel=RERANKING,
     ),
 ]
 RerankModel = Annotated[
-    str, typer.Option(metavar="MODEL", help="New model of --rerank, if --model is the old one.", rich_help_panel=RERANKING)
+    str, typer.Option(metavar="MODEL", help="New model for --rerank, if --model is the old model.", rich_help_panel=RERANKING)
 ]
 RerankBudget = Annotated[
     int | None,
-    typer.Option(min=0, metavar="N", help="Most embeddings that --rerank makes in this call.", rich_help_panel=RERANKING),
+    typer.Option(min=0, metavar="N", help="Maximum number of new embeddings for --rerank.", rich_help_panel=RERANKING),
 ]
 RecordDemand = Annotated[
     bool,
     typer.Option(
         "--record-demand",
-        help="Count which items are candidates of --rerank, so that a backfill begins with them. No query is stored.",
+        help="Count the candidates of --rerank, so that a backfill starts with them. Queries are not stored.",
         rich_help_panel=RERANKING,
     ),
 ]
 Conditions = Annotated[
     list[str] | None,
-    typer.Option(help="Keep hits with this metadata: KEY=VALUE, repeated for several values. For a store: a condition."),
+    typer.Option(help="Filter by metadata, KEY=VALUE. Repeatable. For a store: a condition in its language."),
 ]
 ManyQueries = Annotated[
     str | None,
     typer.Option(
         metavar="SOURCE",
-        help="Many queries: texts (a line or row each), a folder of pictures, or embeddings (.npy, Parquet, JSON lines).",
+        help="Many queries: texts (one per line or row), pictures, or embeddings (.npy, Parquet, JSON lines).",
     ),
 ]
 
@@ -117,16 +113,16 @@ ManyQueries = Annotated[
 @app.command()
 def build(
     source: Annotated[
-        Path | None, typer.Argument(metavar="SOURCE", help="Folder of pictures, or shards; or a table or file of texts.")
+        Path | None, typer.Argument(metavar="SOURCE", help="Folder of pictures, shards, table, or text file.")
     ] = None,
     model: ModelName = "",
-    out: Annotated[Path, typer.Option(help="Folder of the gallery.")] = Path("gallery"),
-    index: Annotated[str | None, typer.Option(help="faiss factory string (HNSW32, IVF1024,PQ64); Flat unless given.")] = None,
-    milvus: Annotated[str | None, typer.Option(help="URI of a Milvus that holds the vectors.")] = None,
-    from_faiss: Annotated[Path | None, typer.Option(help="A faiss index to adopt where it is.")] = None,
+    out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
+    index: Annotated[str | None, typer.Option(help="faiss factory string, e.g. HNSW32 or IVF1024,PQ64. Default: Flat.")] = None,
+    milvus: Annotated[str | None, typer.Option(help="URI of Milvus, to store vectors there.")] = None,
+    from_faiss: Annotated[Path | None, typer.Option(help="faiss index to adopt without copying vectors.")] = None,
     ids: Annotated[
         Path | None,
-        typer.Option(help="With --from-faiss: one id a line, in the index's order. By default, the ids inside the index."),
+        typer.Option(help="Ids for --from-faiss, one per line in index order. Default: the ids in the index."),
     ] = None,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
@@ -139,7 +135,7 @@ def build(
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
-    """Embed pictures or texts into a new gallery, or adopt a faiss index; started again, it continues."""
+    """Build a gallery from pictures, texts, or a faiss index. An interrupted build continues."""
     from xcompat.retrieval import asked, commands
 
     asked.require_named(model)
@@ -179,20 +175,20 @@ def _versions_of(opened: Gallery | Store) -> Sequence[Fingerprint | None]:
 
 @app.command()
 def search(
-    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
-    query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="A text, or the path of a picture.")] = None,
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
+    query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Text, or path of a picture.")] = None,
     model: ModelName = "",
-    top_k: Annotated[int, typer.Option(min=1, help="How many hits.")] = 10,
+    top_k: Annotated[int, typer.Option(min=1, help="Number of hits.")] = 10,
     where: Conditions = None,
     group_by: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Show only the best hit of each value in the metadata, such as of each document."),
+        typer.Option(metavar="KEY", help="Show the best hit per value of a metadata key, e.g. per document."),
     ] = None,
-    fallback: Annotated[str, typer.Option(help="The old model, for queries whose confidence is low.")] = "",
-    fallback_below: Annotated[float | None, typer.Option(help="Confidence below which it is used; 0.5 by default.")] = None,
+    fallback: Annotated[str, typer.Option(help="Old model for queries with low confidence.")] = "",
+    fallback_below: Annotated[float | None, typer.Option(help="Confidence below which --fallback is used. Default: 0.5.")] = None,
     embed_with: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Your function that embeds texts for a map of a service's embeddings."),
+        typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds texts, for maps of an API's embeddings."),
     ] = None,
     rerank: Candidates = None,
     originals: OriginalsOf = None,
@@ -201,10 +197,10 @@ def search(
     record_demand: RecordDemand = False,
     queries: ManyQueries = None,
     max_bad_share: BadVectorShare = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each query.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row for each hit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per query.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one row per hit.")] = False,
 ) -> None:
-    """Find what is nearest to a text or a picture, or to each of many, whichever models embedded the gallery."""
+    """Search with a text, a picture, or many queries."""
     from xcompat.retrieval import asked
 
     asked.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
@@ -240,7 +236,7 @@ def add(
     source: Source,
     model: ModelName = "",
     replace: Annotated[
-        bool, typer.Option("--replace", help="Embed items again if another model embedded them or their content changed.")
+        bool, typer.Option("--replace", help="Re-embed items of another model and items with changed content.")
     ] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
@@ -253,7 +249,7 @@ def add(
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
-    """Embed more pictures or texts, with the gallery's model or a newer one."""
+    """Add pictures or texts, embedded by the gallery's model or a newer one."""
     from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
@@ -271,10 +267,10 @@ def upgrade(
     model: ModelName = "",
     backfill: Annotated[
         Path | None,
-        typer.Option(help="Pictures or texts to re-embed. Items that searches asked for come first, the others in random order."),
+        typer.Option(help="Pictures or texts to re-embed. Items with recorded demand come first, the others in random order."),
     ] = None,
-    budget: Annotated[int | None, typer.Option(min=1, help="Most items to embed in this call.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost and change nothing.")] = False,
+    budget: Annotated[int | None, typer.Option(min=1, help="Maximum number of items to embed.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost without changes.")] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -288,7 +284,7 @@ def upgrade(
     gpus_per_worker: GpusPerWorker = None,
     max_bad_share: MaxBadShare = None,
 ) -> None:
-    """Map stored embeddings to a newer model, or embed pictures or texts anew within a budget."""
+    """Map stored embeddings to a newer model, or re-embed pictures or texts."""
     from xcompat.engines.workers import Workers
     from xcompat.retrieval import asked, commands
 
@@ -325,7 +321,7 @@ def _warn_of_backfill(gallery: Gallery, model: str) -> None:
 
 @app.command()
 def info(gallery: Folder, model: ModelName = "") -> None:
-    """Say what is in a gallery, what fits it, and which states can be returned to."""
+    """Show the items, models and earlier states of a gallery."""
     from xcompat.retrieval import commands
 
     opened = _open(gallery)
@@ -334,10 +330,10 @@ def info(gallery: Folder, model: ModelName = "") -> None:
 
 @app.command()
 def alias(
-    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Another name of the model that made the embeddings.")],
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Another name of the gallery's model.")],
 ) -> None:
-    """Record another name of a gallery's model, so that maps made for that name (--old-model NAME) fit."""
+    """Record another name of a gallery's model, for maps made with --old-model NAME."""
     if "://" in gallery:
         from xcompat.stores.commands import alias as alias_store
 
@@ -350,7 +346,7 @@ def alias(
 
 @app.command()
 def verify(gallery: Folder) -> None:
-    """Read every file and compare it with what was written; exit with code 1 if one has changed."""
+    """Check every file against its checksum. Exit code 1 if one has changed."""
     from xcompat.retrieval import commands
 
     if not commands.verify(_open(gallery)):
@@ -359,24 +355,24 @@ def verify(gallery: Folder) -> None:
 
 @app.command()
 def doctor(
-    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Folder of the gallery, or the address of a store.")],
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
     model: ModelName = "",
     images: Annotated[
         str | None,
         typer.Option(
             "--images",
             "--texts",
-            help="The pictures or texts it was built from; for a store, the field with them.",
+            help="Pictures or texts of the gallery. For a store: the field with them.",
         ),
     ] = None,
-    pictures: Annotated[str | None, typer.Option(help="For a store: the folder that paths of pictures are relative to.")] = None,
-    sample: Annotated[int, typer.Option(min=1, help="How many items of each version to embed again.")] = 400,
+    pictures: Annotated[str | None, typer.Option(help="Base folder for paths of pictures in a store.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Number of items per version to re-embed.")] = 400,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
     words: Words = None,
     overlap: Overlap = None,
 ) -> None:
-    """Embed a sample again and say which items the model made; exit with code 1 if another model made some."""
+    """Re-embed a sample to find items of other models. Exit code 1 if there are any."""
     from xcompat.retrieval import asked, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
@@ -410,9 +406,9 @@ def rollback(
     to: Annotated[
         int | None, typer.Option("--to", metavar="N", min=0, help="Generation to return to. By default, undo the last change.")
     ] = None,
-    list_states: Annotated[bool, typer.Option("--list", help="List the states and the operations that made them.")] = False,
+    list_states: Annotated[bool, typer.Option("--list", help="List earlier states.")] = False,
 ) -> None:
-    """Return to an earlier state. Each call undoes one more change."""
+    """Return to an earlier state. Each call goes one state further back."""
     from xcompat.retrieval import commands
 
     wanted = to if to is not None else generation
@@ -429,9 +425,9 @@ def rollback(
 @app.command()
 def resync(
     gallery: Folder,
-    ids: Annotated[Path | None, typer.Option(help="One id a line for all vectors of the index, old and new.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="Ids of all vectors of the index, one per line.")] = None,
 ) -> None:
-    """Take over vectors that were added to an adopted faiss index; what is known of it must be as it was."""
+    """Add new vectors of an adopted faiss index. Known vectors must be unchanged."""
     from xcompat.retrieval import commands
 
     commands.resync(_open(gallery), ids)
@@ -439,7 +435,7 @@ def resync(
 
 @app.command()
 def compact(gallery: Folder) -> None:
-    """Join small segments and free what only earlier states need; they cannot be returned to any more."""
+    """Merge segments and delete earlier states, which cannot be restored afterwards."""
     from xcompat.retrieval import commands
 
     commands.compact(_open(gallery))

@@ -15,27 +15,28 @@ if TYPE_CHECKING:
     from xcompat.stores.doctor import Held
     from xcompat.stores.migration import Filling
 
-app = typer.Typer(help="Bring the vectors of a database to a new model, where they are.", no_args_is_help=True)
+app = typer.Typer(help="Migrate the vectors of a database to a new model, in place.", no_args_is_help=True)
 
-Uri = Annotated[str, typer.Argument(metavar="URI", help="Such as postgresql://user@host/db?table=items&column=embedding.")]
-Model = Annotated[str, typer.Option(help="A run's folder or a checkpoint that maps galleries; with --embed, any model.")]
+Uri = Annotated[str, typer.Argument(metavar="URI", help="Address, e.g. postgresql://user@host/db?table=items&column=embedding.")]
+Model = Annotated[str, typer.Option(help="Run or checkpoint with a gallery map. With --embed: any model.")]
 Embed = Annotated[
-    str | None, typer.Option("--embed", help="Embed rows anew: the field that holds their text, or names their picture.")
+    str | None, typer.Option("--embed", help="Re-embed rows from this field, which contains texts or paths of pictures.")
 ]
-Pictures = Annotated[str | None, typer.Option("--pictures", help="The folder where the paths of pictures begin.")]
-Into = Annotated[str | None, typer.Option(help="Name of the new space; that of the old one with _new unless given.")]
-Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="How the new space keeps its numbers.")]
-From = Annotated[str | None, typer.Option("--from", help="The model that made the stored vectors, where the store does not say.")]
+Pictures = Annotated[str | None, typer.Option("--pictures", help="Base folder for paths of pictures.")]
+Into = Annotated[str | None, typer.Option(help="Name of the new vectors. Default: the old name with _new.")]
+Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="Number format of new vectors.")]
+From = Annotated[str | None, typer.Option("--from", help="Model of the stored vectors, if the store does not record it.")]
 Texts = Annotated[
-    str | None, typer.Option("--texts", help="With --from: the field with the texts of the stored vectors, to look at a sample.")
+    str | None, typer.Option("--texts", help="Field with the texts of the stored vectors. Checks a sample of --from.")
 ]
 Images = Annotated[
-    str | None, typer.Option("--images", help="Likewise, the field with their pictures, or the paths of these below --pictures.")
+    str | None,
+    typer.Option("--images", help="Field with their pictures, or with paths below --pictures. Checks a sample of --from."),
 ]
 
 MaxBadShare = Annotated[
     float | None,
-    typer.Option(min=0, max=1, help="Largest share of rows without a usable vector (none, zeros, not finite). Default: 0.1."),
+    typer.Option(min=0, max=1, help="Maximum share of rows without a usable vector (missing, zero, not finite). Default: 0.1."),
 ]
 
 
@@ -51,7 +52,7 @@ def plan(
     images: Images = None,
     max_bad_share: MaxBadShare = None,
 ) -> None:
-    """Say what is there, what a migration takes, and what each way gives; the vectors stay as they are."""
+    """Show the cost and result of a migration. Writes nothing."""
     from xcompat.progress import console, literal
     from xcompat.report import load_report, print_ways, report_file
     from xcompat.stores import commands
@@ -73,8 +74,8 @@ def start(
     model: Model = "",
     into: Into = None,
     from_: From = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows in a transaction.")] = 10_000,
-    rows_per_second: Annotated[float | None, typer.Option(min=0.1, help="Most rows written in a second.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per transaction.")] = 10_000,
+    rows_per_second: Annotated[float | None, typer.Option(min=0.1, help="Maximum number of rows written per second.")] = None,
     dtype: Dtype = "float32",
     embed: Embed = None,
     pictures: Pictures = None,
@@ -85,7 +86,7 @@ def start(
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
-    """Fill a new space beside the old one while others read and write; started again, it continues."""
+    """Fill new vectors while services read and write. An interrupted run continues."""
     from xcompat.engines.workers import Workers
     from xcompat.spreading import Spread, led
     from xcompat.stores import commands
@@ -109,7 +110,7 @@ def start(
 
 @app.command()
 def status(uri: Uri) -> None:
-    """Say how far a migration is."""
+    """Show the progress of a migration."""
     store = _open(uri)
     from xcompat.stores import commands
 
@@ -118,7 +119,7 @@ def status(uri: Uri) -> None:
 
 @app.command()
 def verify(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
-    """Count rows, make a sample anew and compare, and search both spaces; exit with code 1 if something is wrong."""
+    """Check counts, a sample of vectors, and searches. Exit code 1 if something is wrong."""
     _require(uri, model, embed, pictures)
     from xcompat.stores import commands
 
@@ -128,7 +129,7 @@ def verify(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures 
 
 @app.command()
 def switch(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
-    """Give the new space the old one's name, at once for all clients; the old one stays until finish."""
+    """Rename the new vectors to the old name for all clients at once. The old vectors stay until finish."""
     _require(uri, model, embed, pictures)
     from xcompat.stores import commands
 
@@ -137,7 +138,7 @@ def switch(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures 
 
 @app.command()
 def rollback(uri: Uri) -> None:
-    """Undo the switch; before it, end the migration and delete the new space."""
+    """Undo the switch. Before a switch: delete the new vectors."""
     store = _open(uri)
     from xcompat.stores import commands
 
@@ -146,7 +147,7 @@ def rollback(uri: Uri) -> None:
 
 @app.command()
 def finish(uri: Uri) -> None:
-    """Delete the old space after the switch; then nothing can be undone."""
+    """Delete the old vectors. This cannot be undone."""
     store = _open(uri)
     from xcompat.stores import commands
 

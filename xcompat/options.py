@@ -6,18 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
-Engine = Annotated[
-    Literal["ray", "daft"] | None, typer.Option("--engine", help="What spreads the work over processes and machines.")
-]
+Engine = Annotated[Literal["ray", "daft"] | None, typer.Option("--engine", help="Engine for several processes or machines.")]
 WorkerCount = Annotated[int | None, typer.Option("--workers", min=1, help="Processes of the engine; one a GPU, or else a core.")]
 BadVectorShare = Annotated[
     float | None,
-    typer.Option(
-        "--max-bad-share", min=0, max=1, help="Share of the rows of a file that may have no usable embedding (default 0.1)."
-    ),
+    typer.Option("--max-bad-share", min=0, max=1, help="Maximum share of rows without a usable embedding. Default: 0.1."),
 ]
 GpusPerWorker = Annotated[float | None, typer.Option("--gpus-per-worker", min=0, help="GPUs per worker, e.g. 0.5.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Override one value of the recipe each."),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to override."),
 ]

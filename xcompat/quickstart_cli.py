@@ -23,12 +23,12 @@ class QuickstartGroup(TyperGroup):
         return super().parse_args(context, args)
 
 
-app = typer.Typer(cls=QuickstartGroup, help="Do the whole job on small data: an old index, a better model, a table.")
+app = typer.Typer(cls=QuickstartGroup, help="Run a complete example on small data.")
 
 
 @app.command()
 def characters(
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    output: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/quickstart"),
     overrides: Overrides = None,
 ) -> None:
     """Train two models on characters and search the old gallery. The default. 6 to 10 minutes on 2 cores."""
@@ -41,15 +41,15 @@ def characters(
 
 @app.command()
 def texts(
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart-texts"),
+    output: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/quickstart-texts"),
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with corpus.jsonl, queries.jsonl and qrels/test.tsv. SciFact from the Hub by default."),
+        typer.Option(help="Folder with corpus.jsonl, queries.jsonl and qrels/test.tsv. Default: SciFact from the Hub."),
     ] = None,
     old_model: Annotated[
-        str | None, typer.Option(help="Old model: a folder or a name on the Hub. WordLlama by default.", show_default=False)
+        str | None, typer.Option(help="Old model: folder or name on the Hub. Default: WordLlama.", show_default=False)
     ] = None,
-    new_model: Annotated[str | None, typer.Option(help="New model. all-MiniLM-L6-v2 by default.", show_default=False)] = None,
+    new_model: Annotated[str | None, typer.Option(help="New model. Default: all-MiniLM-L6-v2.", show_default=False)] = None,
 ) -> None:
     """Search an index of abstracts with a better text encoder. About 5 minutes on 2 cores."""
     from xcompat.quickstart.texts import run_text_quickstart
