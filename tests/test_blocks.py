@@ -100,7 +100,7 @@ def check(words: list[str]) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(arguments) <= set(targets), f"no target of the Makefile: {words}"
     else:
-        assert program in ("pip", "uv", "echo", "jq", "embedding-atlas"), f"{program} is not known here"
+        assert program in ("pip", "uv", "echo", "jq", "tail", "embedding-atlas"), f"{program} is not known here"
     asked = [extra for word in words for extra in re.findall(r"^xcompat\[([\w,]+)\]$", word)]
     assert {name for extras in asked for name in extras.split(",")} <= set(EXTRAS), f"no such extra: {words}"
 

@@ -851,7 +851,7 @@ def test_help_and_version_are_commands_too(run: Run) -> None:
     for line in (("help", "gallery", "search"), ("gallery", "search", "-h"), ("gallery", "search", "--help")):
         code, said, _ = run(*line)
         assert code == 0 and "xcompat gallery search" in " ".join(said.split()) and "Number of hits." in said
-    assert run("version")[1] == run("--version")[1] == f"xcompat {__version__}\n"
+    assert run("version")[1] == run("--version")[1] == f"xcompat {__version__}"
     code, said, _ = run("help")
     first = [word for line in said.splitlines() for word in line.strip("│ ").split()[:1]]
     verbs = [name for name in first if name in (*cli.ORDER, "report", "caption")]
