@@ -171,6 +171,8 @@ def sentences(plan: Plan) -> list[str]:
 
 def draw_plan(plan: Plan) -> Figure:
     """Draw quality against embeddings in the days of the plan."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
     from xcompat.report.plots import new_figure, set_title
 
     figure, axes = new_figure(4.2)
@@ -181,6 +183,9 @@ def draw_plan(plan: Plan) -> Figure:
         axes.errorbar([max(1, way.in_all)], [100 * way.quality], yerr=[low, high], fmt="o", capsize=3, color="#0072b2")
         axes.annotate(way.name, (max(1, way.in_all), 100 * way.quality), xytext=(8, 5), textcoords="offset points", fontsize=9)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(0.25, 0.2)
     axes.set_xlabel(f"embeddings in {plan.traffic.days} days, at most", fontsize=9, color="#4a5563")
     axes.set_ylabel(f"{metric_name(plan.metric)}, %", fontsize=9, color="#4a5563")
