@@ -152,7 +152,7 @@ def test_page_is_self_contained_and_says_every_number(folder: Path, content: Rep
             assert percent(value) in page
     assert "find [me] &amp; &lt;you&gt;" in page
     assert "old&lt;b&gt;" in page
-    assert page.index("A new query finds more in the old gallery") < page.index("Who finds what")
+    assert page.index("Backward compatible:") < page.index("Who finds what")
 
 
 def test_plots_are_pictures(folder: Path) -> None:
@@ -264,11 +264,11 @@ def test_verdict_follows_the_criterion() -> None:
     shell = Report(old=None, new=None, method="", cases=[], criterion=good.criterion, seconds={}, run={})  # type: ignore[arg-type]
     assert verdicts(shell)[0].answer == "yes"
     sure = sum(each.ci95[0] > 0 for each in good.criterion.differences)
-    assert f"95 % intervals of the 4 gains: {sure} above zero" in verdicts(shell)[1].detail
+    assert f"95 % intervals of the 4 gains: {sure} lie above zero" in verdicts(shell)[1].detail
     lost = replace(shell, cases=bad.cases, criterion=bad.criterion)
     failed, luck, _ = verdicts(lost)
-    assert (failed.answer, failed.detail) == ("no", "4 of 4 comparisons failed; it has to win them all.")
-    assert luck.answer == "cannot tell" and "nothing differs on one of them" in luck.detail
+    assert (failed.answer, failed.detail) == ("no", "4 of 4 metrics are not above those of old queries.")
+    assert luck.answer == "cannot tell" and "is unknown, as a metric does not differ" in luck.detail
     values = {(case.label, case.direction, metric): value for case in bad.cases for metric, value in case.metrics.items()}
     percents = f"{100 * values['old/old', 'text-to-image', 'recall@5']:.1f} %"
     assert f"text to image R@5: new/old {percents} <= old/old {percents}" in failed_lines(lost)
@@ -283,14 +283,14 @@ def test_verdict_follows_the_criterion() -> None:
         (
             [(0.02, -0.01, 0.03, 812), (0.01, -0.02, 0.02, 1289)],
             "cannot tell",
-            "About 1,300 queries would tell on image to image y (+1.0 points)",
+            "About 1,300 queries would show all gains: image to image y (+1.0 points) needs the most.",
         ),
         (
             [(-0.02, -0.05, 0.03, 812), (-0.01, -0.02, 0.02, 1289)],
             "cannot tell",
-            "About 810 queries would show that it is worse on image to image x",
+            "About 810 queries would show a loss: image to image x (-2.0 points) needs the fewest.",
         ),
-        ([(0.02, -0.01, 0.03, 812), (0.0, -0.02, 0.02, None)], "cannot tell", "is not known"),
+        ([(0.02, -0.01, 0.03, 812), (0.0, -0.02, 0.02, None)], "cannot tell", "is unknown"),
     ],
 )
 def test_what_is_luck_is_said_and_how_many_queries_would_tell(gains: list, answer: str, hint: str) -> None:

@@ -56,9 +56,9 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
     differences = [difference for each in measured for difference in each.differences("new", "old")]
     notes = [note for each in retrieval for note in each.notes()]
     if beside := [difference for each in retrieval for difference in each.differences("new", OLD_WITH_MEMORY)]:
-        notes.append(f"Points of new queries over old ones with the same metric and memory: {_as_points(beside)}.")
+        notes.append(f"Gain over old queries with the same metric and memory, in points: {_as_points(beside)}.")
     if again := [difference for each in measured for difference in each.differences(RERANKED, "old")]:
-        notes.append(f"Points of new queries over old ones, {options.rerank} hits per query re-ranked: {_as_points(again)}.")
+        notes.append(f"Gain over old queries with {options.rerank} hits per query re-ranked, in points: {_as_points(again)}.")
     if contestants.upgraded is not None:
         notes.append("new/old is measured on the old gallery after its stored embeddings were mapped towards the new model.")
     ranked = {each.direction.name for each in retrieval if each.direction.is_ranked}

@@ -23,9 +23,9 @@ from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
 NOT_SHOWN = "It was not shown that queries of this map find as much as old ones: compare them on your own data first."
-COMPATIBLE_QUESTION = "A new query finds more in the old gallery than an old query did"
-LUCK_QUESTION = "Beyond the luck of these test queries, new queries on the old gallery are"
-NOT_HURT_QUESTION = "In its own space, the new model is as good as without compatibility training"
+COMPATIBLE_QUESTION = "Backward compatible"
+LUCK_QUESTION = "Statistical comparison with old queries"
+NOT_HURT_QUESTION = "New model unharmed by compatibility training"
 
 _POPULATIONS = {
     ALL: "",
@@ -208,9 +208,9 @@ def verdicts(report: Report) -> list[Verdict]:
     criterion = report.criterion
     failed = [each.case for each in failed_comparisons(report.cases)]
     total = len(criterion.differences)
-    why = "On every metric measured."
+    why = f"New queries find more than old queries on all {total} metrics."
     if not criterion.backward_compatible:
-        why = f"{failed.count('new/old')} of {total} comparisons failed; it has to win them all."
+        why = f"{failed.count('new/old')} of {total} metrics are not above those of old queries."
     found = [
         Verdict(COMPATIBLE_QUESTION, _yes_or_no(criterion.backward_compatible), why),
         Verdict(LUCK_QUESTION, overall_outcome(criterion.differences), " ".join(_said_of_luck(report))),
@@ -218,7 +218,7 @@ def verdicts(report: Report) -> list[Verdict]:
     if criterion.new_model_not_hurt is None:
         return [*found, Verdict(NOT_HURT_QUESTION, "not measured", _said_of_missing(report))]
     hurt = failed.count("new/new")
-    detail = "On every metric measured." if not hurt else f"{hurt} comparison{'s' * (hurt != 1)} failed."
+    detail = "On all metrics." if not hurt else f"{hurt} metric{'s' * (hurt != 1)} fell."
     return [*found, Verdict(NOT_HURT_QUESTION, _yes_or_no(criterion.new_model_not_hurt), detail)]
 
 
@@ -241,25 +241,24 @@ def _said_of_luck(report: Report) -> Iterator[str]:
     """Yield sentences: where the intervals of the gains lie, and how many queries would tell if that cannot be told."""
     differences = report.criterion.differences
     outcomes = [each.outcome for each in differences]
-    places = {"better": "above zero", "worse": "below zero", "cannot tell": "on both sides of zero"}
+    places = {"better": "lie above zero", "worse": "lie below zero", "cannot tell": "include zero"}
     told = [f"{outcomes.count(outcome)} {where}" for outcome, where in places.items() if outcome in outcomes]
     yield f"95 % intervals of the {len(outcomes)} gains: {', '.join(told)}." if told else "No gain was measured."
     if overall_outcome(differences) != "cannot tell":
         return
     if (each := hangs_on(differences)) is None or each.queries_needed is None:
-        yield "How many queries would tell is not known: nothing differs on one of them, or an earlier version wrote this report."
+        yield "The number of queries needed for a decision is unknown, as a metric does not differ on any query."
         return
     search = each.direction, each.population
     asked = [
         case.n_queries for case in report.cases if (case.direction, case.population) == search and each.metric in case.metrics
     ]
-    instead = f" instead of {asked[0]:,}" if asked else ""
-    would = "show that it is worse on" if each.mean < 0 else "tell on"
+    now = f" (now {asked[0]:,})" if asked else ""
+    result = "show a loss" if each.mean < 0 else "show all gains"
     yield (
-        f"About {approximately(each.queries_needed)} queries{instead} would {would} "
-        f"{search_name(*search)} {metric_name(each.metric)} ({gain(each.mean)} points), which takes the "
-        f"{'fewest' if each.mean < 0 else 'most'}. It is an estimate: {100 * POWER:.0f} % probable if the gain and its spread "
-        "over these queries are the true ones."
+        f"About {approximately(each.queries_needed)} queries{now} would {result}: {search_name(*search)} "
+        f"{metric_name(each.metric)} ({gain(each.mean)} points) needs the {'fewest' if each.mean < 0 else 'most'}. "
+        f"This estimate has {100 * POWER:.0f} % power, if the gain and its spread are as measured."
     )
 
 
