@@ -21,10 +21,10 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.evaluation.scores import Embeddings
-from xcompat.files import atomic_path
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.recipe import Recipe, load_recipe
 from xcompat.training.stage import StageModels

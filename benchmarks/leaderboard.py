@@ -17,9 +17,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from xcompat.core.files import atomic_path, read_json, write_json
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation.cases import ALL
-from xcompat.files import atomic_path, read_json, write_json
-from xcompat.metric_names import metric_name
 from xcompat.report import Report, load_report, report_file
 from xcompat.report.comparison import Contender, compare, comparison_file
 from xcompat.report.wording import gain_with_interval

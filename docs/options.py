@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from xcompat.files import atomic_path
+from xcompat.core.files import atomic_path
 from xcompat.methods import METHODS
 from xcompat.training.stage_recipe import usual_options
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from xcompat.files import atomic_path
+from xcompat.core.files import atomic_path
 from xcompat.training.headers import Header, read_header
 from xcompat.training.shipped import about
 

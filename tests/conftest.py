@@ -29,10 +29,10 @@ from PIL import Image
 from postgres import running
 
 from xcompat import XbtModel, cli
+from xcompat.core.progress import console
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
-from xcompat.progress import console
 from xcompat.retrieval import Gallery, faiss_probe, probing
 
 # pytorch-metric-learning, which tests compare with, would put another search in the place of faiss's own for all tests after it

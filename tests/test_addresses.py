@@ -20,11 +20,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from xcompat import progress
+from xcompat.core import progress
+from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_pairs, load_texts
 from xcompat.data.addresses import ALLOW_PIPES, addresses
 from xcompat.data.cache import cache_folder
-from xcompat.errors import XcompatError
 from xcompat.training.paths import check_paths
 from xcompat.training.stage_recipe import StageRecipe
 

@@ -11,10 +11,10 @@ from PIL import Image
 from torchvision.models import alexnet
 from transformers import AutoConfig, AutoModel
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders import load_encoder
 from xcompat.encoders.alexnet import AlexNetConfig, AlexNetModel
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
-from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 
 SOURCE = ScratchSource(model={"model_type": "alexnet"}, image_size=64)

@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from xcompat.cli import app
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.report import load_report
 from xcompat.training.atlas import to_atlas
 from xcompat.training.recipe import parse_recipe

@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from xcompat.cli import app
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.sides import read_sides
 from xcompat.training.evaluate_command import evaluate_embeddings

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.training.compare import compare_recipe
 from xcompat.training.evaluate_command import evaluate_embeddings
 from xcompat.training.recipe import Recipe, parse_recipe

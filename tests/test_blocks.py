@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from markdown_it import MarkdownIt
 
 from xcompat import cli
-from xcompat.quickstart_cli import DEFAULT, QuickstartGroup
+from xcompat.cli.quickstart import DEFAULT, QuickstartGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -15,12 +15,12 @@ from test_models import build
 from torch import nn
 from transformers import AutoModel
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.encoders import load_encoder
 from xcompat.encoders.build_limits import Contents, check_config, limit_model_size, weights_of
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
-from xcompat.errors import XcompatError
-from xcompat.folder_checksums import CHECKSUMS
 from xcompat.methods import XbtModel
 from xcompat.models.embedder import load_checkpoint
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.files import read_json
+from xcompat.core.files import read_json
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.models.base import CompatModel

@@ -13,10 +13,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from xcompat.cli import app
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import load_classes
 from xcompat.encoders.class_names import SETS, class_names, prompt_templates
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.training.class_files import class_indices
 from xcompat.training.push import run_facts
 from xcompat.training.recipe import parse_recipe

@@ -13,7 +13,7 @@ from pytorch_metric_learning import distances, losses, miners, reducers
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.losses import ClassificationHead, batch_hard_triplet_loss, classification, cross_entropy_to, softmax_loss
 
 DTYPES = [torch.float32, torch.float64]

@@ -723,7 +723,7 @@ def test_no_space_left(
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "somewhere"))
 
     target = {
-        "embeddings": "xcompat.embedding_cache.write_array",
+        "embeddings": "xcompat.embeddings.cache.write_array",
         "checkpoint": "torch.save",
         "model": "xcompat.models.CompatModel.export",
     }[where]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import (
     Augmentation,
     BadSamples,
@@ -28,7 +29,6 @@ from xcompat.data import (
     iterate_images,
     stream_pairs,
 )
-from xcompat.errors import XcompatError
 
 
 class StubProcessor:

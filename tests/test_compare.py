@@ -19,7 +19,9 @@ import torch
 from rich.console import Console
 
 from xcompat import cli
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import (
     Contestants,
     Difference,
@@ -30,9 +32,7 @@ from xcompat.evaluation import (
     paired_bootstrap,
 )
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
-from xcompat.fingerprint import Fingerprint
 from xcompat.methods import METHODS
-from xcompat.metric_names import metric_name
 from xcompat.report import Report, ReportContent, load_report, wording
 from xcompat.report.comparison import (
     Comparison,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_texts
 from xcompat.data.corpora import Seen, normalise
-from xcompat.errors import XcompatError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

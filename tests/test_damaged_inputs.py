@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.arrays import map_array, read_lines
+from xcompat.core.arrays import map_array, read_lines
+from xcompat.core.files import read_json, write_json
 from xcompat.data import load_pairs
 from xcompat.data.classes import load_classes
 from xcompat.data.schema import captions_of
 from xcompat.encoders import load_encoder
 from xcompat.encoders.standins import save_stand_in
-from xcompat.files import read_json, write_json
 from xcompat.hub.lineage import trace_lineage
 from xcompat.methods import FctConfig, FctModel
 from xcompat.models.config import describe_old

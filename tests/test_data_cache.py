@@ -10,8 +10,8 @@ from pathlib import Path
 import datasets
 import pytest
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import cache, load_texts
-from xcompat.errors import XcompatError
 
 LINES = [f"line {n}" for n in range(300)]
 

@@ -13,9 +13,9 @@ import pytest
 from data_layouts import make_all
 from data_layouts.labelled import CATEGORIES, SYNSETS, records
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledSource, PairSource, Subset, load_classes, load_labelled, load_pairs, open_image, select
 from xcompat.data.contents import holds_pictures
-from xcompat.errors import XcompatError
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import PairSource, load_classes, load_pairs, load_texts, shards, text_files
-from xcompat.errors import XcompatError
 
 DEEP, LONG = "[" * 100_000 + "]" * 100_000, "1" * 5000  # deeper than any limit that a library may set
 MEMORY = 100_000_000

@@ -23,7 +23,7 @@ from transformers import TrainerControl, TrainerState
 
 from xcompat import Fingerprint
 from xcompat.data import load_pairs
-from xcompat.embedding import decoding, embed_images, embed_texts
+from xcompat.embeddings.embed import decoding, embed_images, embed_texts
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, originals

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import ranking_per_query
 from xcompat.evaluation.scores import lifted
-from xcompat.fingerprint import Fingerprint
 from xcompat.methods import BctModel, FctModel, IndependentModel, OcaModel
 from xcompat.methods.fct import FctConfig
 from xcompat.models.config import describe_old

@@ -47,11 +47,11 @@ WRAPPER = """
 import hashlib, json, os
 from pathlib import Path
 import torch
-import xcompat.cache_filling as cache_filling
-import xcompat.embedding as embedding
+import xcompat.embeddings.cache_filling as cache_filling
+import xcompat.embeddings.embed as embedding
 from xcompat.data import PairCollator
 from xcompat.cli import main
-from xcompat.distributed import is_distributed
+from xcompat.core.distributed import is_distributed
 
 embedding.embed_texts.__kwdefaults__["shard_rows"] = 16
 embedding.embed_images.__kwdefaults__["shard_rows"] = 8

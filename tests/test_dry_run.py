@@ -16,12 +16,12 @@ import webdataset as wds
 import yaml
 
 from xcompat import cli
+from xcompat.core.errors import XcompatError
 from xcompat.data.cache import cache_folder
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.encoders.standins import save_stand_in, small_scratch
-from xcompat.errors import XcompatError
 from xcompat.methods.lambda_orthogonality import LambdaOrthogonalityModel
 from xcompat.methods.mini_vec2vec import MiniVec2VecModel
 from xcompat.models.embedder import Embedder, load_embedder

@@ -16,13 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xcompat import cache_filling, embedding
+from xcompat.core.errors import XcompatError
 from xcompat.data import Augmentation, View, load_pairs, load_texts, open_image
-from xcompat.embedding import EmbeddingCache, embed_images, embed_in_memory, embed_rows, embed_texts, images_per_batch
-from xcompat.embedding_cache import StackedCaches
+from xcompat.embeddings import cache_filling
+from xcompat.embeddings import embed as embedding
+from xcompat.embeddings.cache import StackedCaches
+from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_in_memory, embed_rows, embed_texts, images_per_batch
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches
-from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.training.caches import cached_images
 

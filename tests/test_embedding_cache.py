@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xcompat import embedding_cache, files
+from xcompat.core import files
+from xcompat.core.errors import XcompatError
 from xcompat.data import load_pairs
-from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
-from xcompat.embedding_cache import StackedCaches
-from xcompat.errors import XcompatError
+from xcompat.embeddings import cache as embedding_cache
+from xcompat.embeddings.cache import StackedCaches
+from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder, load_embedder
 
 TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]

@@ -17,6 +17,7 @@ from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder
 from xcompat.encoders.adapter_settings import LoraSettings
 from xcompat.encoders.adapters import inject_lora, save_lora
@@ -24,7 +25,6 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.open_clip_encoder import build_open_clip_encoder
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.standins import stand_in
-from xcompat.errors import XcompatError
 
 
 def load(folder: str) -> tuple[Encoder, Processor]:

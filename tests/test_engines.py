@@ -23,13 +23,13 @@ from PIL import Image
 from pyarrow import fs
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.embedding import embed_in_memory
+from xcompat.core.errors import FingerprintMismatchError
+from xcompat.embeddings.embed import embed_in_memory
 from xcompat.engines import TableModel, models, places, sources, tables
 from xcompat.engines.kinds import read_source
 from xcompat.engines.parts import Job
 from xcompat.engines.sources import Part
 from xcompat.engines.workers import ENGINES
-from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_checkpoint, load_embedder

@@ -24,14 +24,14 @@ from test_report import make_content
 from torch._utils import ExceptionWrapper
 
 from xcompat import Fingerprint, XcompatError, failures
-from xcompat.errors import visible
+from xcompat.core.errors import visible
+from xcompat.core.markdown import as_block, as_code, as_text
+from xcompat.core.progress import literal
 from xcompat.evaluation import Criterion, Difference, EmbeddedImages
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
 from xcompat.hub.lineage import Ancestor, draw
 from xcompat.hub.metadata import Gain
-from xcompat.markdown import as_block, as_code, as_text
-from xcompat.progress import literal
 from xcompat.report import Example, ExampleRow, Hit, ModelInfo, Report, print_report, render_html, render_markdown
 from xcompat.report.comparison import Comparison, compare, print_comparison, write_comparison
 from xcompat.report.report import gather

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from xcompat import Fingerprint, XcompatError, cli
+from xcompat.core.files import read_json
 from xcompat.export import to_faiss
-from xcompat.files import read_json
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge

@@ -13,9 +13,11 @@ from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import read_json
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.encoders.scratch import ScratchSource
-from xcompat.errors import XcompatError
 from xcompat.evaluation import (
     Contestants,
     EmbeddedImages,
@@ -30,8 +32,6 @@ from xcompat.evaluation import (
     tpir_at_far,
 )
 from xcompat.evaluation.verification import share_per_query
-from xcompat.files import read_json
-from xcompat.fingerprint import Fingerprint
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.report import load_report

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from xcompat import XcompatError, files
-from xcompat.checksums import difference, file_record
-from xcompat.files import atomic_path, clear_leftovers, files_below, listed, make_folder, read_json, write_array, write_json
+from xcompat.core.checksums import difference, file_record
+from xcompat.core.files import atomic_path, clear_leftovers, files_below, listed, make_folder, read_json, write_array, write_json
 
 
 def folder_of(path: Path, *names: str) -> Path:
@@ -96,7 +96,7 @@ def test_what_can_be_put_back_neither_now_nor_at_once_is_put_back_later(tmp_path
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from xcompat import files
+from xcompat.core import files
 way, step, target = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 if way == "two renames":
     files._exchange = lambda one, other: False

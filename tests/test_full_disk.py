@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from xcompat import failures
-from xcompat.files import atomic_path, write_array, write_json
+from xcompat.core import failures
+from xcompat.core.files import atomic_path, write_array, write_json
 from xcompat.retrieval.faiss_building import make_index
 from xcompat.retrieval.faiss_index import write_faiss
 from xcompat.retrieval.items import Items

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.errors import GenerationGoneError
-from xcompat.files import write_array
+from xcompat.core.errors import GenerationGoneError
+from xcompat.core.files import write_array
 from xcompat.retrieval import Gallery, faiss_building, filtered_search
 from xcompat.retrieval.manifest import read_manifest
 

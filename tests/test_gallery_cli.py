@@ -17,7 +17,7 @@ import warm
 from PIL import Image
 
 from xcompat import FctModel, Fingerprint, XbtModel, cli, distributed, failures
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery, commands, showing

@@ -14,7 +14,7 @@ import pytest
 from test_gallery import CLIP, DIM, found, naive, names, vectors
 
 from xcompat import XcompatError
-from xcompat.errors import GenerationGoneError
+from xcompat.core.errors import GenerationGoneError
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import read_manifest
 

@@ -23,7 +23,7 @@ BAD = 70  # in the second process's first batch
 COMMANDS = f"""
 import sys
 from pathlib import Path
-from xcompat import gallery_cli as gallery
+from xcompat.cli import gallery
 
 photos, more, texts, old, new, mapping, out = sys.argv[1:]
 out, of_texts, passages = Path(out), Path(out + "-texts"), {{"words": 5, "overlap": 1}}

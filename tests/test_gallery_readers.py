@@ -16,7 +16,7 @@ from test_gallery import CLIP, names, vectors
 from test_gallery_leftovers import a_gallery, contents, killed
 
 from xcompat import XcompatError
-from xcompat.errors import GenerationGoneError
+from xcompat.core.errors import GenerationGoneError
 from xcompat.retrieval import Gallery, commands, manifest, snapshot
 from xcompat.retrieval.lock import lock_writer
 

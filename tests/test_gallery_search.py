@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from xcompat import Fingerprint, XbtModel
+from xcompat.core.progress import console
 from xcompat.models.embedder import load_embedder
-from xcompat.progress import console
 from xcompat.retrieval import Gallery, embedded_queries, searching, showing
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import load_originals

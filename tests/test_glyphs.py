@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import Subset, load_labelled, select
 from xcompat.data.glyphs import (
     CLASS_FACES,
@@ -28,7 +29,6 @@ from xcompat.data.glyphs import (
     write_glyph_classes,
 )
 from xcompat.encoders.scratch import train_tokenizer
-from xcompat.errors import XcompatError
 
 
 @pytest.fixture(scope="module")

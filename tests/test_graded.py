@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from xcompat.cli import app
+from xcompat.core.errors import XcompatError
 from xcompat.data import read_qrels
-from xcompat.errors import XcompatError
 from xcompat.evaluation import graded, graded_metrics, graded_per_query
 from xcompat.report import load_report
 from xcompat.training.evaluate_command import evaluate_embeddings

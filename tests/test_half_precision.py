@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from xcompat.errors import TrainingDivergedError
+from xcompat.core.errors import TrainingDivergedError
 from xcompat.methods import METHODS
 from xcompat.training.callbacks import DivergenceCallback
 from xcompat.training.checkpoints import last_complete_checkpoint

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import xcompat.stores
 from xcompat import XcompatError
 from xcompat.cli import app
+from xcompat.core.progress import notice_once
 from xcompat.evaluation import cmc
 from xcompat.heads import slerp
 from xcompat.integrations.texts import TextEmbedder
@@ -28,7 +29,6 @@ from xcompat.mapping.folds import folds
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.progress import notice_once
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.side_by_side import find

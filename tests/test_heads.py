@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.heads import OrthogonalTransform, slerp
 
 

@@ -15,8 +15,8 @@ from test_models import build, shake
 from transformers import AutoModel
 
 from xcompat import XcompatError
-from xcompat.embedding import embed_texts
-from xcompat.files import atomic_path
+from xcompat.core.files import atomic_path
+from xcompat.embeddings.embed import embed_texts
 from xcompat.hub.lineage import trace_lineage
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery

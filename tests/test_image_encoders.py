@@ -26,11 +26,11 @@ from transformers import (
     ViTModel,
 )
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
-from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.models.base import CompatConfig, CompatModel
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice_once
 from xcompat.data import load_pairs, open_image, to_rgb
 from xcompat.data.images import MAX_ASPECT, MAX_PIXELS, UnusableSampleError
-from xcompat.errors import XcompatError
 from xcompat.models.embedder import load_embedder
-from xcompat.progress import notice_once
 
 GREY_HW = (np.add.outer(np.arange(48), np.arange(40)) * 3 % 256).astype(np.uint8)
 WIDE_HW = GREY_HW.astype(np.uint16) * 257

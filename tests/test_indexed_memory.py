@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint, XcompatError
+from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.export import to_onnx
-from xcompat.folder_checksums import CHECKSUMS
 from xcompat.methods import METHODS, ProcrustesModel
 from xcompat.models import CompatModel, describe_old, indexed_memory, query_memory, remembered
 from xcompat.models.indexed_memory import IndexedMemory

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.checksums import FileRecord
+from xcompat.core.checksums import FileRecord
 from xcompat.retrieval import Gallery, faiss_building, integrity
 from xcompat.retrieval.integrity import CHECKED
 from xcompat.retrieval.manifest import read_manifest

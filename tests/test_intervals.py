@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation import Difference, PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
 from xcompat.evaluation import intervals as module
 from xcompat.evaluation.cases import hangs_on

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders import load_encoder
 from xcompat.encoders.auto_classes import auto_calls
 from xcompat.encoders.iresnet import IResNetConfig, IResNetModel
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
-from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 
 SMALL = {"depths": [2, 1], "hidden_sizes": [4, 8], "image_size": 9}

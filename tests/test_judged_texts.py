@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import load_texts, read_qrels
-from xcompat.distributed import device
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
 from xcompat.evaluation import graded_metrics
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.report import Report, load_report

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import BatchSampler
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import (
     ClassBalancedSampler,
     LabelledImages,
@@ -30,7 +31,6 @@ from xcompat.data import (
     open_image,
 )
 from xcompat.data.labelled import MAX_INDEX
-from xcompat.errors import XcompatError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets in ../shared are not here")

@@ -20,20 +20,20 @@ from typer.testing import CliRunner
 
 import xcompat
 from xcompat.cli import app
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.files import read_json
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice_once
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.images import UnusableSampleError
 from xcompat.data.overlap import shared_images
-from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, cmc
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
-from xcompat.files import read_json
-from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.candidates import LINES, Candidate, Known
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
-from xcompat.progress import notice_once
 from xcompat.report import load_report
 from xcompat.report.wording import NOT_SHOWN
 from xcompat.training.chosen import read_verdict

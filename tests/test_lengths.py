@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, XcompatError
-from xcompat.arrays import normalise_rows, row_lengths
+from xcompat.core.arrays import normalise_rows, row_lengths
 from xcompat.models import describe_old
 from xcompat.models.remembered import ClassStatistics
 from xcompat.report.tsne import _tsne

@@ -18,10 +18,10 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_classes, load_pairs, load_texts, open_image, to_rgb
 from xcompat.data.contents import holds_pictures
 from xcompat.data.images import UnusableSampleError
-from xcompat.errors import XcompatError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets in ../shared are not here")

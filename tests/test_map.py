@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
+from xcompat.core.ownership import MARKER
 from xcompat.evaluation import PairedDifference, cmc
 from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, choosing, commands, load_paired
 from xcompat.mapping import folds as folds_of
@@ -30,7 +31,6 @@ from xcompat.mapping.held_out import Trial
 from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import remembered
 from xcompat.models.embedder import load_embedder
-from xcompat.ownership import MARKER
 from xcompat.retrieval import Gallery
 
 CLASSES, EACH, NEW, OLD = 24, 30, 24, 16

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from xcompat import XcompatError
 from xcompat.cli import app
-from xcompat.embedding_provider import ATTEMPTS, Provider, load_function
+from xcompat.embeddings.provider import ATTEMPTS, Provider, load_function
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings, agreement
 from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, HeldOutItems, agree
@@ -340,8 +340,8 @@ def test_a_text_without_an_embedding_is_named_by_its_row(tmp_path: Path) -> None
 ONE_OF_MANY = """
 import json, sys
 import numpy as np
-from xcompat.distributed import end_processes, rank
-from xcompat.embedding_provider import Provider
+from xcompat.core.distributed import end_processes, rank
+from xcompat.embeddings.provider import Provider
 
 asked = []
 def embed(texts):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from xcompat import XcompatError, arrays
-from xcompat.embedding import embed_images
+from xcompat.embeddings.embed import embed_images
 from xcompat.mapping import load_paired
 from xcompat.mapping.asked import Asked
 from xcompat.mapping.sides import read_sides, side_files

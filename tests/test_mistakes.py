@@ -14,8 +14,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.scratch import QUICK
-from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.retrieval.manifest import CURRENT
 from xcompat.training.beforehand import check_trackers

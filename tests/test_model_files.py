@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoModel
 
 from xcompat import XbtModel, XcompatError
+from xcompat.core.files import read_json, write_json
+from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.encoders.model_files import record_model, require_whole
 from xcompat.encoders.standins import save_stand_in
-from xcompat.files import read_json, write_json
-from xcompat.folder_checksums import CHECKSUMS
 from xcompat.methods import IndependentModel
 from xcompat.models import CompatConfig
 from xcompat.models.embedder import load_embedder

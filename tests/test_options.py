@@ -10,7 +10,7 @@ from conftest import TEXTS
 from PIL import Image
 from test_models import CLASSES, OLD, OLDER, shake, unit
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.classified import ClassifiedModel

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from xcompat import Fingerprint, XcompatError, cli, files
+from xcompat.core.ownership import MARKER, owned_path, read_marker, require_replaceable
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
-from xcompat.ownership import MARKER, owned_path, read_marker, require_replaceable
 from xcompat.retrieval import Gallery
 
 MADE_BY = "export example"

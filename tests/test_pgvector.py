@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
-from xcompat.errors import FingerprintMismatchError
+from xcompat.core.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import CLIPConfig
 
 from xcompat import IndependentModel
-from xcompat.embedding import embed_texts
+from xcompat.embeddings.embed import embed_texts
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.prefixes import TREE, prefix_batches, prefix_trees, shared_prefixes

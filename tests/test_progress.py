@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from xcompat import progress
-from xcompat.progress import Waiting, followed_by, progress_bar, rate_of, results_on_stdout
+from xcompat.core import progress
+from xcompat.core.progress import Waiting, followed_by, progress_bar, rate_of, results_on_stdout
 from xcompat.training.callbacks import ProgressCallback
 
 
@@ -25,7 +25,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Return the clock that everything in `xcompat.progress` looks at."""
+    """Return the clock that everything in `xcompat.core.progress` looks at."""
     made = Clock()
     monkeypatch.setattr(progress.time, "perf_counter", made)
     return made

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import (
     Contestants,
     EmbeddedImages,
@@ -27,7 +28,6 @@ from xcompat.evaluation import (
     recall_at_k,
     zero_shot_accuracy,
 )
-from xcompat.fingerprint import Fingerprint
 from xcompat.training.judging import judge
 from xcompat.training.sections import EvaluationSettings
 

@@ -14,11 +14,11 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoModel
 
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders import load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.losses import bank_contrast_loss
 from xcompat.methods import METHODS, IndependentModel, QueryMapConfig, QueryMapModel
 from xcompat.models import describe_old

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import warm
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation import bootstrap_interval, paired_bootstrap
 from xcompat.quickstart import text_models
 from xcompat.quickstart.scifact import load_scifact

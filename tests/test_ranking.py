@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation import (
     RankedQueries,
     cmc,

@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.training.recipe import Recipe, load_recipe
 from xcompat.training.stage_recipe import StageRecipe, usual_options

@@ -21,13 +21,13 @@ from data_layouts.bench import make_bench
 from data_layouts.labelled import make_imagenet
 from schedule import mostly_nightly
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import load_labelled, load_pairs, select
 from xcompat.data.sources import PairSource, local_files
 from xcompat.encoders.dimensions import scratch_dim
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.encoders.standins import small_scratch, stand_in
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.models import describe_old
 from xcompat.report import load_report
 from xcompat.training import test_data
@@ -562,7 +562,7 @@ def test_cpu_2_starts_two_processes(tmp_path: Path) -> None:
     script.write_text(
         "from pathlib import Path\n"
         "import torch, torch.distributed as dist\n"
-        "from xcompat.distributed import end_processes, process_state\n"
+        "from xcompat.core.distributed import end_processes, process_state\n"
         "state = process_state()\n"
         "ranks = torch.tensor([state.process_index])\n"
         "dist.all_reduce(ranks)\n"

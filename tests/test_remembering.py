@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModel
 
-from xcompat.arrays import numbered
-from xcompat.cache_filling import fill_cache
+from xcompat.core.arrays import numbered
+from xcompat.core.errors import XcompatError
 from xcompat.data import BadSamples, PairSource, flatten_captions, load_pairs
 from xcompat.data.pairs import rows_of_ids
-from xcompat.embedding_cache import CacheInfo, EmbeddingCache
-from xcompat.errors import XcompatError
+from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
+from xcompat.embeddings.cache_filling import fill_cache
 from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose
 from xcompat.mapping.candidates import LINES, Candidate, Known
 from xcompat.mapping.paired import grouped, load_paired

@@ -18,7 +18,9 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import (
     Contestants,
     Criterion,
@@ -29,8 +31,6 @@ from xcompat.evaluation import (
     ZeroShot,
     evaluate,
 )
-from xcompat.fingerprint import Fingerprint
-from xcompat.metric_names import metric_name
 from xcompat.report import (
     Example,
     ExampleRow,

@@ -17,8 +17,8 @@ from PIL import Image
 
 import xcompat.stores
 from xcompat import Fingerprint
-from xcompat.arrays import normalise_rows
-from xcompat.errors import XcompatError
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, Hit
 from xcompat.retrieval.backfilling import Backfill

@@ -22,11 +22,11 @@ import yaml
 from PIL import Image
 from transformers import AutoModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from xcompat.core.errors import TrainingDivergedError, XcompatError
+from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.data import load_pairs
-from xcompat.embedding_cache import EmbeddingCache
+from xcompat.embeddings.cache import EmbeddingCache
 from xcompat.encoders.base import Encoder
-from xcompat.errors import TrainingDivergedError, XcompatError
-from xcompat.folder_checksums import CHECKSUMS
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
 from xcompat.report import load_report, render_markdown

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import PairSource
-from xcompat.errors import XcompatError
 from xcompat.report import load_report
 from xcompat.training import run as run_module
 from xcompat.training.compare import compare_recipe

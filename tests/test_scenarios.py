@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledImages, Subset, old_and_new_rows, select
 from xcompat.data.scenarios import Scenario, known_share
-from xcompat.errors import XcompatError
 
 SCENARIOS: list[Scenario] = ["extended-data", "extended-class", "open-data", "open-class"]
 percents = st.integers(1, 99)

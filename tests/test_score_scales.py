@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoModel
 
 from xcompat import Fingerprint
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.heads import slerp
 from xcompat.mapping import Candidate, PairedEmbeddings, fit
 from xcompat.mapping.candidates import Known

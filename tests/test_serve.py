@@ -23,7 +23,7 @@ from PIL import Image
 from test_labelled_run import write_classes
 
 from xcompat import Fingerprint, XbtModel, XcompatError, cli
-from xcompat.embedding_provider import asking
+from xcompat.embeddings.provider import asking
 from xcompat.evaluation.differing import Order, differing
 from xcompat.methods import FctModel
 from xcompat.models.embedder import Embedder, load_embedder

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from xcompat import Fingerprint, RidgeConfig, RidgeModel, XcompatError
 from xcompat.cli import app
-from xcompat.embedding_provider import ATTEMPTS, Provider, ServedMap
+from xcompat.embeddings.provider import ATTEMPTS, Provider, ServedMap
 from xcompat.integrations.haystack import CompatDocumentEmbedder, CompatTextEmbedder
 from xcompat.integrations.langchain import CompatEmbeddings
 from xcompat.integrations.llamaindex import CompatEmbedding

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import warm
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.metrics import first_hit_ranks
 from xcompat.evaluation.ranking import ranking_per_query
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from xcompat.cli import app
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.training.recipe import load_recipe
 from xcompat.training.shipped import find_recipes, shipped_recipes
 

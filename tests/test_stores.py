@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
-from xcompat.embedding import Contents, embed_contents
+from xcompat.core.errors import FingerprintMismatchError
+from xcompat.embeddings.embed import Contents, embed_contents
 from xcompat.encoders.standins import save_stand_in
-from xcompat.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from xcompat import Fingerprint
+from xcompat.core.json_values import JsonColumns
+from xcompat.core.surrogates import decode_utf8, replace_surrogates
 from xcompat.data import PairSource, TextSource, load_items_of_text, load_pairs
-from xcompat.json_values import JsonColumns
 from xcompat.retrieval import Gallery
-from xcompat.surrogates import decode_utf8, replace_surrogates
 
 Run = Callable[..., tuple[int, str, str]]
 DAY = datetime.datetime(2020, 1, 2, 3, 4, 5)

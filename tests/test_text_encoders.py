@@ -41,7 +41,7 @@ from transformers import (
 from xcompat import FingerprintMismatchError, RidgeConfig, RidgeModel, XbtModel, XcompatError
 from xcompat.data.collate import PairCollator
 from xcompat.data.transforms import Augmentation
-from xcompat.embedding import embed_texts, images_per_batch
+from xcompat.embeddings.embed import embed_texts, images_per_batch
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder
 from xcompat.encoders.scratch import train_tokenizer
 from xcompat.encoders.standins import save_stand_in, stand_in

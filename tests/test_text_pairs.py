@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat import Fingerprint
+from xcompat.core.errors import XcompatError
 from xcompat.data import TextPairCollator, TextPairDataset, TextPairSource, load_text_pairs
 from xcompat.data.text_pairs import identities
-from xcompat.errors import XcompatError
 from xcompat.losses import clip_contrastive_loss
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old

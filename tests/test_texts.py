@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import TextSource, load_items_of_text, passages
-from xcompat.errors import XcompatError
 
 ROWS = [{"id": "b", "title": "Bears", "text": "bears sleep in winter"}, {"id": "a", "title": "Ants", "text": "ants work all day"}]
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from xcompat.core.threads import map_in_rounds, map_in_threads, map_over_cores
 from xcompat.evaluation import first_hit_ranks, ranking_per_query
-from xcompat.threads import map_in_rounds, map_in_threads, map_over_cores
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def test_ranks_of_several_threads_are_those_of_one(three_threads: None) -> None:
 FAULTS = """
 import platform, resource
 import numpy as np
-from xcompat.threads import keep_freed_memory
+from xcompat.core.threads import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

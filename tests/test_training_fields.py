@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import TrainingArguments
 
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.methods.projection import ProjectionConfig, ProjectionModel
 from xcompat.models.config import describe_old
 from xcompat.training.stage_recipe import StageRecipe

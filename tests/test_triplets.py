@@ -17,8 +17,8 @@ import warm
 from PIL import Image
 from torch.utils.data import BatchSampler
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import ClassBalancedSampler, load_labelled
-from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import parse_recipe

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.methods import METHODS, IndependentModel
 from xcompat.models import describe_old
 from xcompat.training.recipe import parse_recipe

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from xcompat import XbtModel, XcompatError
 from xcompat.cli import app
+from xcompat.core.parallel import Spread, here, taken
 from xcompat.engines import models
 from xcompat.engines.models import NamedModel
 from xcompat.engines.ray import _Worker
@@ -31,7 +32,6 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.retrieval import Gallery, ingestion, upgrading
 from xcompat.retrieval.upgrading import map_block
-from xcompat.spreading import Spread, here, taken
 from xcompat.stores import migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from xcompat.methods import *  # noqa: F403 - the lazy names of __getattr__, for type checkers

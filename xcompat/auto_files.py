@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.paths import model_folder
 from xcompat.encoders import EncoderSource, load_processor
 from xcompat.encoders.build_limits import check_config_files
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND
-from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.models.config import CompatConfig
-from xcompat.paths import model_folder
 
 _PREFIX = f"{CompatConfig.model_type}-"
 _PREPROCESSING = ("AutoProcessor", "AutoImageProcessor", "AutoTokenizer")

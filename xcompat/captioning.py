@@ -16,17 +16,17 @@ import torch
 from jinja2 import TemplateError
 from PIL.Image import Image
 
+from xcompat.core.distributed import barrier, device, is_main_process, process_state, rank, world_size
+from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.files import atomic_path, listed, make_folder, read_json, write_json
+from xcompat.core.paths import split_revision
+from xcompat.core.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
+from xcompat.core.threads import MOST_THREADS, map_in_threads
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.cache import file_stamps
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import CAPTION, ID, IMAGE
 from xcompat.data.text_files import json_lines
-from xcompat.distributed import barrier, device, is_main_process, process_state, rank, world_size
-from xcompat.errors import XcompatError, what_failed
-from xcompat.files import atomic_path, listed, make_folder, read_json, write_json
-from xcompat.paths import split_revision
-from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
-from xcompat.threads import MOST_THREADS, map_in_threads
 
 if TYPE_CHECKING:
     import datasets

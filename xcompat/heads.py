@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 OPPOSITE = 1e-6
 """Angle from opposite, in radians, below which float32 rounding would choose the direction of an arc."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 CANDIDATES = 20
 """Hits of a query that a re-ranking scores again: on our studies they bring nine tenths of what embedding the whole gallery again

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import forget_pages, map_array, normalise_rows, row_lengths
-from xcompat.errors import XcompatError
+from xcompat.core.arrays import forget_pages, map_array, normalise_rows, row_lengths
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,7 @@ import torch
 from setting import ROUNDS, TOKENS, WORDS, Figure, Size, build_encoder, measured, peak_since, photos_on_disk, seconds_of
 
 from xcompat import Fingerprint
-from xcompat.embedding import MANY_TOKENS, embed_images, embed_texts, images_per_batch
+from xcompat.embeddings.embed import MANY_TOKENS, embed_images, embed_texts, images_per_batch
 from xcompat.encoders.prefixes import length_sorted_batches
 from xcompat.models.embedder import Embedder
 

@@ -31,10 +31,10 @@ from rich.console import Console
 from setting import FULL, SMALL, Figure, Size
 from training_parts import pair_stage, projection, sharded
 
-from xcompat.files import atomic_path
-from xcompat.progress import console as progress
-from xcompat.progress import silence_libraries
-from xcompat.provenance import provenance
+from xcompat.core.files import atomic_path
+from xcompat.core.progress import console as progress
+from xcompat.core.progress import silence_libraries
+from xcompat.core.provenance import provenance
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu.md"
 SECTION = re.compile(r"(<!-- gpu -->\n).*(<!-- /gpu -->)", re.DOTALL)

@@ -26,14 +26,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import PrinterCallback
 
 from xcompat import Fingerprint, ProjectionConfig, ProjectionModel, XbtModel
+from xcompat.core.distributed import device as device_here
+from xcompat.core.distributed import is_main_process
+from xcompat.core.files import read_json, write_json
+from xcompat.core.progress import silence_libraries
+from xcompat.core.threads import usable_cores
 from xcompat.data import PairSource
-from xcompat.distributed import device as device_here
-from xcompat.distributed import is_main_process
-from xcompat.embedding_cache import CacheInfo, EmbeddingCache
-from xcompat.files import read_json, write_json
+from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
 from xcompat.models import CompatModel, describe_old
-from xcompat.progress import silence_libraries
-from xcompat.threads import usable_cores
 from xcompat.training.cost import CostCallback
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import StageRecipe

@@ -17,9 +17,9 @@ import numpy as np
 from measuring import ROUNDS, Row, main, medians, timed
 from PIL import Image
 
+from xcompat.core.progress import silence_libraries
 from xcompat.encoders import EncoderSource
 from xcompat.models.embedder import load_embedder
-from xcompat.progress import silence_libraries
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 SHARD = SHARED / "data" / "tiny-imagenet" / "val-0000.tar.gz"

@@ -23,15 +23,15 @@ import torch
 from gallery_upgrade import BATCH, DIM, alone, fct, ridge
 from measuring import KEPT, Row, in_fresh_process, main, not_installed, peak_memory, timed
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import silence_libraries
 from xcompat.engines import TableModel, sources
 from xcompat.engines.commands import Workers
 from xcompat.engines.kinds import read_source
 from xcompat.engines.parts import Job
 from xcompat.engines.sources import Source
-from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
-from xcompat.progress import silence_libraries
 
 MAPS = {"fct": fct, "ridge": ridge}
 FILES = 4

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from measuring import ROUNDS, Row, interleaved, main, timed
 
-from xcompat.embedding import IMAGES_PER_BATCH, images_per_batch
+from xcompat.core.threads import keep_freed_memory
+from xcompat.embeddings.embed import IMAGES_PER_BATCH, images_per_batch
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models.embedder import Embedder
-from xcompat.threads import keep_freed_memory
 
 TOWERS = {"CLIP B/32": "clip_vision_model", "ResNet-50": "resnet"}
 EDGE = 224

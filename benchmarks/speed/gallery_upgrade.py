@@ -25,13 +25,13 @@ from measuring import KEPT, ROUNDS, Row, main, medians, timed
 from torch import Tensor
 
 from xcompat import FctConfig, FctModel, Fingerprint, RidgeConfig, RidgeModel
+from xcompat.core.parallel import Spread, here
+from xcompat.core.progress import silence_libraries
 from xcompat.engines.workers import Workers
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import load_checkpoint
-from xcompat.progress import silence_libraries
 from xcompat.retrieval import Gallery
-from xcompat.spreading import Spread, here
 
 OLD = Fingerprint.from_string("old")
 DIM, BATCH = 128, 8192

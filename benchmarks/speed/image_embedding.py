@@ -21,7 +21,7 @@ import torch
 from measuring import ROUNDS, Row, main, medians, timed
 
 from xcompat.data import PairSource, load_pairs, open_image
-from xcompat.embedding import embed_images, images_per_batch
+from xcompat.embeddings.embed import embed_images, images_per_batch
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models.embedder import Embedder

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from xcompat import Fingerprint, XbtModel
+from xcompat.core.progress import console as progress
+from xcompat.core.progress import silence_libraries
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models import CompatModel, describe_old
-from xcompat.progress import console as progress
-from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import OptimiserFactory
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import train

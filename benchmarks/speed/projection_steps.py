@@ -24,11 +24,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from xcompat import Fingerprint, ProjectionConfig, ProjectionModel
-from xcompat.embedding_cache import CacheInfo, EmbeddingCache
-from xcompat.files import write_json
+from xcompat.core.files import write_json
+from xcompat.core.progress import console as progress
+from xcompat.core.progress import silence_libraries
+from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
 from xcompat.models import describe_old
-from xcompat.progress import console as progress
-from xcompat.progress import silence_libraries
 from xcompat.training.optimiser import OptimiserFactory
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import train

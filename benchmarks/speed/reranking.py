@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.new_embeddings import NewEmbeddings

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from measuring import COLUMNS, KEPT, Row
 
-from xcompat.provenance import provenance
+from xcompat.core.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "docs" / "results" / "speed.md"

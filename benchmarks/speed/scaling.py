@@ -28,7 +28,7 @@ from torch import Tensor
 
 from xcompat import Fingerprint
 from xcompat.data import CorpusSource, load_texts
-from xcompat.embedding import embed_texts
+from xcompat.embeddings.embed import embed_texts
 from xcompat.encoders.standins import save_stand_in
 from xcompat.losses import ClassificationHead
 from xcompat.models.embedder import load_embedder
@@ -170,7 +170,7 @@ def embed_share(rank: int, ranks: int, model: str, folder: str) -> None:
 def share_texts(rounds: int, folder: Path) -> list[Row]:
     """Embed by one process and by two, in turn."""
     # fifteen processes would import for five seconds each what is measured in a fifth of one
-    mp.get_context("forkserver").set_forkserver_preload(["xcompat.embedding", "xcompat.models.embedder"])
+    mp.get_context("forkserver").set_forkserver_preload(["xcompat.embeddings.embed", "xcompat.models.embedder"])
     model = save_stand_in(folder / "clip", "clip", 64)
     seconds: dict[int, list[float]] = {1: [], 2: []}
     for number in range(rounds):

@@ -22,7 +22,7 @@ from measuring import ROUNDS, Row, main, medians, not_installed, timed
 from open_clip.tokenizer import SimpleTokenizer
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPProcessor, CLIPTokenizer
 
-from xcompat.embedding import embed_texts
+from xcompat.embeddings.embed import embed_texts
 from xcompat.encoders.transformers_encoder import build_transformers_encoder, make_processor
 from xcompat.models.embedder import Embedder
 

@@ -25,9 +25,9 @@ from texts_tasks import Groups, Task, captions, scifact
 from tokenizers.implementations import BertWordPieceTokenizer
 from torch.nn import functional as F
 
+from xcompat.core.files import atomic_path
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.glyphs import glyph_parts, render_glyphs, to_dataset
-from xcompat.files import atomic_path
 from xcompat.losses import clip_contrastive_loss
 
 OUT = Path("runs/bench_data")

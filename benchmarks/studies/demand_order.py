@@ -23,8 +23,8 @@ import torch
 from lines import HALF, Floats, Search, console
 from numpy.typing import NDArray
 
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import paired_bootstrap
-from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.mapping.candidates import LINES
 from xcompat.models import describe_old

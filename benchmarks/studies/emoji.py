@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from xcompat.core.files import atomic_path
+from xcompat.core.progress import console
 from xcompat.data import PairSource, load_pairs
-from xcompat.files import atomic_path
-from xcompat.progress import console
 
 EMOJI, DATA = "../shared/data/emoji/emoji-0000.tar", Path("runs/emoji/data")
 

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from scipy.stats import spearmanr
 
-from xcompat.arrays import normalise_rows
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.evaluation import graded_per_query, paired_bootstrap, ranking_per_query
-from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings
 from xcompat.mapping.agreement import HeldOutItems

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import normalise_rows
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.progress import console
 from xcompat.evaluation import ranking_per_query
 from xcompat.mapping.candidates import LINES, Candidate, Known
 from xcompat.mapping.folds import IN_WHOLE, WHOLE
 from xcompat.mapping.held_out import HeldOutClasses
 from xcompat.mapping.paired import PairedEmbeddings
-from xcompat.progress import console
 
 METRICS = ("cmc@1", "cmc@5", "map")
 

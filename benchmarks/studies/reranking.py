@@ -24,8 +24,8 @@ import torch
 from lines import HALF, NEW, OLD, PHOTO_UPGRADES, QUERIES, Column, Floats, Search, Values, console
 from numpy.typing import NDArray
 
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import ranking_per_query
-from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings
 from xcompat.mapping.candidates import LINES

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from xcompat.core.files import read_json
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation.cases import ALL
-from xcompat.files import read_json
-from xcompat.metric_names import metric_name
 from xcompat.report import Report, load_report
 from xcompat.report.comparison import comparison_file
 from xcompat.report.wording import gain_with_interval, spread

@@ -24,10 +24,10 @@ from texts_maps import LINES, TRAINED, chosen, mapped, microseconds, remembering
 from texts_models import OUT, Embed, Rows, Transformer, console, parts_of_words, words
 from texts_tasks import Groups, Task, captions, cranfield, first_groups, glosses, scifact
 
+from xcompat.core.files import atomic_path, read_json, write_array, write_json
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import GradedQueries, PairedDifference, graded_per_query, paired_bootstrap
-from xcompat.files import atomic_path, read_json, write_array, write_json
 from xcompat.mapping import PairedEmbeddings
-from xcompat.metric_names import metric_name
 from xcompat.models import CompatModel
 from xcompat.report.wording import gain_with_interval
 

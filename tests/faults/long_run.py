@@ -28,7 +28,7 @@ from rich.progress import Progress, TaskID
 from rows import Row, read_rows, updated, whole, write_rows
 from syscalls import why_not
 
-from xcompat.progress import console, progress_bar, rate_of, silence_libraries
+from xcompat.core.progress import console, progress_bar, rate_of, silence_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = ROOT / "docs" / "faults.json"

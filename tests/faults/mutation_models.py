@@ -68,7 +68,7 @@ def ask_checkpoint(folder: Path) -> Answer:
 
 
 def caches(whole: Path) -> list[Subject]:
-    from xcompat.embedding import embed_images, embed_texts
+    from xcompat.embeddings.embed import embed_images, embed_texts
     from xcompat.models.embedder import load_embedder
 
     folder, other = whole / "cache", whole / "cache of another"
@@ -93,7 +93,7 @@ def pictures_of(whole: Path) -> Any:
 
 def fill(folder: Path, model: Path) -> Answer:
     """Fill caches, as training does before it reads them."""
-    from xcompat.embedding import embed_images, embed_texts
+    from xcompat.embeddings.embed import embed_images, embed_texts
     from xcompat.models.embedder import load_embedder
 
     def ask() -> Any:
@@ -149,7 +149,7 @@ def train(folder: Path) -> Answer:
 
 def draw(folder: Path) -> Answer:
     """Read a report and print it."""
-    from xcompat.progress import console
+    from xcompat.core.progress import console
     from xcompat.report import load_report, print_report
 
     def ask() -> Any:

@@ -25,9 +25,9 @@ import numpy as np
 from filelock import FileLock
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.errors import GenerationGoneError
-from xcompat.files import write_json
-from xcompat.progress import console
+from xcompat.core.errors import GenerationGoneError
+from xcompat.core.files import write_json
+from xcompat.core.progress import console
 from xcompat.retrieval import Gallery
 
 MODEL = Fingerprint.from_string("model")

@@ -93,7 +93,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _machine() -> str:
-    from xcompat.threads import usable_cores
+    from xcompat.core.threads import usable_cores
 
     memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     return (

@@ -17,14 +17,14 @@ from PIL import Image
 from syscalls import run_watched
 
 from xcompat import Fingerprint, XcompatError
+from xcompat.core.ownership import MARKER
 from xcompat.data.schema import TEXT
-from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
+from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_texts
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import FctConfig, FctModel, ProcrustesConfig, ProcrustesModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.ownership import MARKER
 from xcompat.retrieval import Gallery, commands
 from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import load_originals, load_pictures

@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 
-from xcompat.errors import XcompatError
-from xcompat.files import temporary_folder
-from xcompat.progress import progress_bar, rate_of
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import temporary_folder
+from xcompat.core.progress import progress_bar, rate_of
 
 WEB, STORES, HUB, PIPE = ("https://", "http://"), ("s3://", "gs://"), "hf://", "pipe:"
 SCHEMES = (*WEB, *STORES, HUB, PIPE)

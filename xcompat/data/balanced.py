@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 
 def _require_pairs(labels_N: NDArray[np.int64], classes: Sequence[str] | None) -> None:

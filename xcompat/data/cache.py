@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from xcompat.checksums import FileRecord, difference, file_record
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, read_json, write_json
-from xcompat.progress import notice
+from xcompat.core.checksums import FileRecord, difference, file_record
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, read_json, write_json
+from xcompat.core.progress import notice
 
 if TYPE_CHECKING:
     import datasets

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.json_values import JsonColumns
 from xcompat.data import coco
 from xcompat.data.delimited import csv_options
 from xcompat.data.lists import read_image_list
@@ -30,8 +32,6 @@ from xcompat.data.schema import (
 )
 from xcompat.data.sources import PairSource, has_suffix
 from xcompat.data.text_files import UNREADABLE, json_lines, require_table
-from xcompat.errors import XcompatError
-from xcompat.json_values import JsonColumns
 
 if TYPE_CHECKING:
     import pandas as pd

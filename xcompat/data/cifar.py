@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.classes import load_classes
 from xcompat.data.schema import ID, IMAGE, LABEL, pick_column
-from xcompat.errors import XcompatError
 
 SUFFIX = ".bin"
 SIDE = 32

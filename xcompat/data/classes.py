@@ -6,10 +6,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcompat.arrays import read_lines
+from xcompat.core.arrays import read_lines
+from xcompat.core.errors import MissingPathError, XcompatError, nearest
 from xcompat.data.schema import pick_column
 from xcompat.data.text_files import require_table
-from xcompat.errors import MissingPathError, XcompatError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd

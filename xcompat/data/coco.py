@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.schema import CAPTION, IMAGE
 from xcompat.data.text_files import LARGEST_TABLE, UNREADABLE, parse_json
-from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,6 +12,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.pairs import RowArray
 from xcompat.data.schema import (
     CAPTION,
@@ -29,7 +30,6 @@ from xcompat.data.schema import (
     SEED,
 )
 from xcompat.data.transforms import Augmentation, build_transform, drawn
-from xcompat.errors import XcompatError
 from xcompat.outputs import Views
 
 if TYPE_CHECKING:

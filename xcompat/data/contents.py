@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.loading import EXTRA_IMAGE_COLUMNS, load_raw
 from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.sources import (
@@ -19,7 +20,6 @@ from xcompat.data.sources import (
     locate,
 )
 from xcompat.data.table_rows import ROW_SUFFIXES, read_rows
-from xcompat.errors import XcompatError
 
 FILE_COLUMNS = ("file_name", "filename", "path")
 """Columns that name a picture's file in tables of pictures, and any other file in tables of texts."""

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import console, notice, progress_bar, rate_of
 from xcompat.data.addresses import PIPE, addresses, fetched, is_address, shown
 from xcompat.data.cache import cache_folder, cached_dataset, file_stamps
 from xcompat.data.loading import load_pairs, load_raw
@@ -33,8 +35,6 @@ from xcompat.data.sources import (
     refuse_hub_fields,
 )
 from xcompat.data.text_files import json_lines, text_lines
-from xcompat.errors import XcompatError
-from xcompat.progress import console, notice, progress_bar, rate_of
 
 if TYPE_CHECKING:
     import datasets

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice_once
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, IMAGE, IMAGE_COLUMNS
 from xcompat.data.text_files import DECODING, first_line, table_lines, text_encoding
-from xcompat.errors import XcompatError
-from xcompat.progress import notice_once
 
 _SEPARATORS = ",;\t|"
 _TOKEN_LINE = re.compile(r"([^\t]+\.\w+)#\d+\t")

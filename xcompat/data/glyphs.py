@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.files import atomic_path
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL
-from xcompat.errors import XcompatError, nearest
-from xcompat.files import atomic_path
 
 if TYPE_CHECKING:
     from datasets import Dataset

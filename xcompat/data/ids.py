@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice, notice_once
 from xcompat.data.overlap import same_pictures
 from xcompat.data.schema import CAPTION, ID
 from xcompat.data.sources import PairSource
-from xcompat.errors import XcompatError
-from xcompat.progress import notice, notice_once
 
 if TYPE_CHECKING:
     import datasets

@@ -12,10 +12,10 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.orientation import has_orientation, turn_upright
+from xcompat.core.progress import notice_once
 from xcompat.data.picture_files import INSTALL_HEIC, can_read_heic, has_brand, read_head
-from xcompat.errors import XcompatError
-from xcompat.orientation import has_orientation, turn_upright
-from xcompat.progress import notice_once
 
 MAX_PIXELS = 2**27
 """Larger pictures are refused before they are decoded (134 million; cameras make 108): some kB can hold gigabytes of pixels."""

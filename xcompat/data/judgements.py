@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.data.text_files import text_lines
-from xcompat.errors import MissingPathError, XcompatError
 
 
 def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:

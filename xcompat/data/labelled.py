@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.loading import load_pairs
 from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAMERA, CAPTION, ID, LABEL
 from xcompat.data.sources import ImageSource, PairSource, local_files
 from xcompat.data.text_files import json_lines
-from xcompat.errors import XcompatError
 
 if TYPE_CHECKING:
     import datasets

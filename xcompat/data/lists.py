@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.text_files import first_line, text_lines
-from xcompat.errors import XcompatError
 
 _LINE = re.compile(r"(\S+\.(?:jpe?g|png|webp|gif|bmp|tiff?))(?:\s+(\S+))?", re.IGNORECASE)
 """``/a/airfield/00000001.jpg 0`` of Places-365, ``n000002/0001_01.jpg`` of VGGFace2, ``ILSVRC2012_val_00000001.JPEG 65``."""

@@ -9,6 +9,8 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from xcompat.core.errors import XcompatError, nearest, what_failed
+from xcompat.core.progress import notice
 from xcompat.data.addresses import addresses
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.captions import read_captions, read_images, read_listed, read_market1501
@@ -40,8 +42,6 @@ from xcompat.data.sources import (
     refuse_hub_fields,
     require_one_captions_file,
 )
-from xcompat.errors import XcompatError, nearest, what_failed
-from xcompat.progress import notice
 
 if TYPE_CHECKING:
     import datasets

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch.utils.data import Dataset, get_worker_info
 
-from xcompat.arrays import numbered
+from xcompat.core.arrays import numbered
+from xcompat.core.distributed import rank
+from xcompat.core.errors import XcompatError
+from xcompat.core.threads import map_in_rounds, map_in_threads, on_one_core
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
-from xcompat.distributed import rank
-from xcompat.errors import XcompatError
-from xcompat.threads import map_in_rounds, map_in_threads, on_one_core
 
 if TYPE_CHECKING:
     import datasets

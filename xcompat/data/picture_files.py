@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from xcompat.errors import XcompatError
-from xcompat.files import files_below
-from xcompat.progress import notice_once
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import files_below
+from xcompat.core.progress import notice_once
 
 HEIC_SUFFIXES = (".heic", ".heif", ".hif")
 IMAGE_SUFFIXES = (

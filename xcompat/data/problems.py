@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from xcompat.distributed import gather_objects
-from xcompat.errors import XcompatError
-from xcompat.progress import notice
+from xcompat.core.distributed import gather_objects
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice
 
 SHOWN = 3  # problems named in full; the rest is counted
 MIN_SAMPLES = 100  # a share of fewer samples says little before all are read

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.labelled import LabelledImages
-from xcompat.errors import XcompatError
 
 Scenario = Literal["extended-data", "extended-class", "open-data", "open-class"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest
 
 IMAGE = "image"
 CAPTION = "caption"

@@ -13,12 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.progress import notice
 from xcompat.data.addresses import is_address, opened, shown, why
 from xcompat.data.problems import Problems
 from xcompat.data.schema import CAMERA, CAPTION, ID, IMAGE, LABEL, captions_of, is_blank
 from xcompat.data.text_files import parse_json
-from xcompat.errors import XcompatError, nearest
-from xcompat.progress import notice
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp", "jfif", "avif", "heic", "heif", "gif", "bmp", "tif", "tiff")
 CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")

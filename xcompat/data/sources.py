@@ -12,16 +12,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from xcompat.checksums import file_record
+from xcompat.core.checksums import file_record
+from xcompat.core.errors import MissingPathError, XcompatError
+from xcompat.core.files import files_below
+from xcompat.core.paths import is_local, is_misspelt, nearest_path
 from xcompat.data import cifar, coco
 from xcompat.data.addresses import is_address, shown
 from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
 from xcompat.data.lists import is_image_list
 from xcompat.data.picture_files import IMAGE_SUFFIXES, images_below
-from xcompat.errors import MissingPathError, XcompatError
-from xcompat.files import files_below
-from xcompat.paths import is_local, is_misspelt, nearest_path
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")

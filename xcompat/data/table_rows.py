@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.surrogates import Surrogates, decode_utf8
 from xcompat.data.delimited import csv_options
 from xcompat.data.sources import TEXT_SUFFIXES, has_suffix
 from xcompat.data.text_files import UNREADABLE, json_lines, text_lines
-from xcompat.errors import XcompatError
-from xcompat.surrogates import Surrogates, decode_utf8
 
 if TYPE_CHECKING:
     import pyarrow as pa

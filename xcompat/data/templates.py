@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.errors import MissingPathError, XcompatError
+from xcompat.core.paths import nearest_path
 from xcompat.data.text_files import UNREADABLE
-from xcompat.errors import MissingPathError, XcompatError
-from xcompat.paths import nearest_path
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xcompat.errors import XcompatError
-from xcompat.progress import notice_once
-from xcompat.surrogates import Surrogates
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice_once
+from xcompat.core.surrogates import Surrogates
 
 LONGEST_LINE = 2**24
 """Most characters of a line; the number of lines is not limited, as they are read one by one."""

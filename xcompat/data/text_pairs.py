@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.pairs import DrawnDataset, RowArray
 from xcompat.data.schema import ID, NEGATIVES, PASSAGE, QUERY, captions_of, is_blank, pick_column
 from xcompat.data.sources import TextPairSource
 from xcompat.data.texts import open_rows, rows_of
-from xcompat.errors import XcompatError
-from xcompat.progress import notice
 
 if TYPE_CHECKING:
     import datasets

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.json_values import JsonColumns
+from xcompat.core.progress import notice
 from xcompat.data.cache import cached_dataset, file_stamps
 from xcompat.data.corpora import Seen
 from xcompat.data.loading import load_raw
@@ -19,9 +22,6 @@ from xcompat.data.picture_files import notice_unread
 from xcompat.data.schema import ID, METADATA, TEXT
 from xcompat.data.sources import DataSource, expand_folders, has_suffix, is_saved_dataset, local_files, refuse_hub_fields
 from xcompat.data.table_rows import LINE, ROW_SUFFIXES, Row, read_rows
-from xcompat.errors import XcompatError, nearest
-from xcompat.json_values import JsonColumns
-from xcompat.progress import notice
 
 if TYPE_CHECKING:
     import datasets

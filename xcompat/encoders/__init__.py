@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from safetensors import SafetensorError
 
+from xcompat.core.errors import MissingPathError, XcompatError, nearest, what_failed
+from xcompat.core.paths import is_local, model_folder, nearest_path, split_revision
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.build_limits import check_config, check_config_files, limit_model_size
 from xcompat.encoders.model_files import is_own, require_whole
 from xcompat.encoders.text_files import PREFIX, TEXTS, is_of_texts
-from xcompat.errors import MissingPathError, XcompatError, nearest, what_failed
-from xcompat.paths import is_local, model_folder, nearest_path, split_revision
 
 if TYPE_CHECKING:
     from xcompat.encoders.base import Encoder

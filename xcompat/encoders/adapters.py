@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.adapter_settings import LoraSettings
-from xcompat.errors import XcompatError
 
 
 class VisualPrompts(nn.Module):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders.adapter_settings import AdapterConfig
 from xcompat.encoders.adapters import VisualPrompts, adapters_disabled, inject_lora, merge_lora
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 
 DEFAULT_LOGIT_SCALE = 1 / 0.07
 """CLIP's scale at initialisation, exp(2.6592): the fixed temperature of XBT."""

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xcompat.errors import XcompatError
-from xcompat.files import read_json
-from xcompat.paths import is_local
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import read_json
+from xcompat.core.paths import is_local
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,7 +58,7 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
     Example:
         >>> check_config({"vision_config": {"num_hidden_layers": 20_000_000}}, "models/new")
         Traceback (most recent call last):
-        xcompat.errors.XcompatError: models/new: vision_config.num_hidden_layers is 20,000,000, and no model has ...
+        xcompat.core.errors.XcompatError: models/new: vision_config.num_hidden_layers is 20,000,000, and no model has ...
     """
     for key, value in _integers(config, ""):
         last = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2]

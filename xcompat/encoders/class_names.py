@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest
 
 SETS = {
     "imagenet": None,

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import read_json
+from xcompat.core.paths import is_local
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.build_limits import check_config, limit_model_size
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.text_files import ABOUT, MODULES, TEXTS
-from xcompat.errors import XcompatError
-from xcompat.files import read_json
-from xcompat.paths import is_local
 
 _OPENAI = re.compile(r"openai/clip-vit-(base|large)-patch(\d+)(?:-\d+)?")
 _POOLINGS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")

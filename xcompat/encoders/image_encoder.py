@@ -15,12 +15,12 @@ from PIL.Image import Image, new
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, BaseImageProcessor, PreTrainedConfig, PreTrainedModel
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import TEXTS
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
-from xcompat.errors import XcompatError
 
 _LABELS = {"id2label", "label2id", "label_names", "num_classes", "num_labels", "problem_type"}
 """What a configuration says about a classifier that is not part of the encoder."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, ResNetConfig, ResNetModel, TimmWrapperConfig, TimmWrapperModel
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 
 class TimmModel(TimmWrapperModel):

@@ -6,9 +6,9 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from xcompat.errors import XcompatError
-from xcompat.files import listed, read_json
-from xcompat.folder_checksums import CHECKSUMS, changes, write_checksums
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import listed, read_json
+from xcompat.core.folder_checksums import CHECKSUMS, changes, write_checksums
 
 LORA = "lora"
 """Folder in a checkpoint without its base that PEFT reads."""

@@ -17,12 +17,12 @@ from PIL.Image import Image
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, read_json, write_json
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.build_limits import check_config, limit_model_size
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, read_json, write_json
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"

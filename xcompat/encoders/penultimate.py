@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import EmbedsBatches
-from xcompat.errors import XcompatError
 
 IMAGES_ALONE = "penultimate features are of images alone, and there are texts to embed; set options.input to embedding"
 

@@ -15,10 +15,10 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import BatchFeature
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.orientation import ORIENTATION, turn_upright
+from xcompat.core.surrogates import replace_surrogates
 from xcompat.encoders.build_limits import MOST_TOKENS, check_image_size
-from xcompat.errors import XcompatError
-from xcompat.orientation import ORIENTATION, turn_upright
-from xcompat.surrogates import replace_surrogates
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.encoders.build_limits import check_config
-from xcompat.errors import XcompatError, nearest
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

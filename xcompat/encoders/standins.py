@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.encoders.base import Encoder, architecture_of
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import FROM_SCRATCH, ScratchSource, encoder_from_scratch, train_tokenizer
 from xcompat.encoders.text_files import TEXTS
-from xcompat.errors import XcompatError, nearest
 
 _TEXTS = ("a red running shoe", "two dogs on green grass", "greek small letter alpha with tonos")
 _SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

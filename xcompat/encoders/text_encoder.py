@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import write_json
 from xcompat.encoders.base import Encoder, architecture_of
 from xcompat.encoders.build_limits import check_config_files
 from xcompat.encoders.model_files import open_weights
@@ -35,8 +37,6 @@ from xcompat.encoders.text_files import (
     text_folder,
 )
 from xcompat.encoders.text_processor import TextProcessor, load_text_processor
-from xcompat.errors import XcompatError
-from xcompat.files import write_json
 
 TOLERANCE = 1e-4
 """Largest difference of embeddings from those of sentence-transformers; above it a model is refused."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xcompat.errors import XcompatError
-from xcompat.files import read_json
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import read_json
 
 MODULES = "modules.json"
 ABOUT = "config_sentence_transformers.json"

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import first_module, text_folder
 from xcompat.encoders.tokens import describe_tokens, token_ids
-from xcompat.errors import XcompatError
 
 NO_IMAGES: dict[str, Any] = {"image_size": (0, 0), "mean": (), "std": (), "interpolation": ""}
 """The fields of a :class:`Processor` when there are no pixels."""

@@ -28,13 +28,13 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE, TOKENIZER_CONFIG_FILE
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.build_limits import check_image_size
 from xcompat.encoders.hub_cache import require_fetched
 from xcompat.encoders.model_files import open_weights
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.tokens import describe_tokens, token_ids
-from xcompat.errors import XcompatError
 
 IMAGE_BACKEND = "pil"
 """PIL and torchvision resize differently (up to .03 after normalisation), and the saved configuration does not say which."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from xcompat.data.schema import IMAGE_COLUMNS, TEXT, pick_column
-from xcompat.distributed import (
+from xcompat.core.distributed import (
     barrier,
     from_main_process,
     gather_objects,
@@ -21,6 +20,12 @@ from xcompat.distributed import (
     rank,
     world_size,
 )
+from xcompat.core.errors import XcompatError, without_secrets
+from xcompat.core.files import clear_leftovers
+from xcompat.core.orientation import ORIENTATION
+from xcompat.core.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
+from xcompat.core.threads import map_in_threads
+from xcompat.data.schema import IMAGE_COLUMNS, TEXT, pick_column
 from xcompat.engines.kinds import read_source
 from xcompat.engines.parquet import FOOTERS_AT_ONCE, ParquetFiles
 from xcompat.engines.parts import Job
@@ -28,11 +33,6 @@ from xcompat.engines.places import PLAN, is_local, located, names_in, opened, pa
 from xcompat.engines.sources import Part, Source
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
-from xcompat.errors import XcompatError, without_secrets
-from xcompat.files import clear_leftovers
-from xcompat.orientation import ORIENTATION
-from xcompat.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
-from xcompat.threads import map_in_threads
 from xcompat.vectors import EMBEDDING_COLUMNS, ID, PARQUET
 
 MOST_UNREAD = 0.01

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.threads import usable_cores
 from xcompat.engines.parts import Done, Job
 from xcompat.engines.sources import Part
-from xcompat.errors import XcompatError, what_failed
-from xcompat.threads import usable_cores
 
 
 def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[Done]:

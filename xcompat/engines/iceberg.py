@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from xcompat.core.errors import XcompatError, what_failed
 from xcompat.engines import parquet
 from xcompat.engines.places import located
 from xcompat.engines.sources import Source
-from xcompat.errors import XcompatError, what_failed
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.paths import nearest_path
 from xcompat.engines import sources
 from xcompat.engines.sources import Part, Source
-from xcompat.errors import XcompatError
-from xcompat.paths import nearest_path
 
 if TYPE_CHECKING:
     import pyarrow as pa

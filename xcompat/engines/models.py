@@ -9,10 +9,10 @@ from typing import Self
 
 import torch
 
-from xcompat.distributed import device
+from xcompat.core.distributed import device
+from xcompat.core.errors import FingerprintMismatchError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders import EncoderSource
-from xcompat.errors import FingerprintMismatchError
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.retrieval.versions import upgraded_version

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from xcompat.core.errors import XcompatError, what_failed
 from xcompat.engines.places import files_at, opened, state_of
 from xcompat.engines.sources import Part, Source, cut
-from xcompat.errors import XcompatError, what_failed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,7 +72,7 @@ def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.
     Raises:
         XcompatError: a file is damaged or refused, or there are no rows.
     """
-    from xcompat.threads import map_in_threads  # imports torch, which a missing file need not wait for
+    from xcompat.core.threads import map_in_threads  # imports torch, which a missing file need not wait for
 
     footers = map_in_threads(lambda info: _footer(uri, info.path), files, FOOTERS_AT_ONCE)
     parts, schema = list[Part](), None

@@ -6,7 +6,7 @@ import io
 import json
 from typing import IO, Any
 
-from xcompat.checksums import BLOCK, FileRecord
+from xcompat.core.checksums import BLOCK, FileRecord
 from xcompat.engines.places import opened, path_in, write_to
 
 

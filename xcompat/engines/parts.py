@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xcompat.core.errors import XcompatError, nearest, what_failed
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import ID
 from xcompat.engines.part_checksums import HashedFile, find_damage, write_checksum
 from xcompat.engines.places import opened, path_in, write_to
 from xcompat.engines.sources import Part, Reader
 from xcompat.engines.tables import EMBEDDING, ROWS, TableModel
-from xcompat.errors import XcompatError, nearest, what_failed
 from xcompat.vectors import SCALE
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
-from xcompat.errors import XcompatError, what_failed
-from xcompat.files import atomic_path
-from xcompat.paths import nearest_path
+from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.files import atomic_path
+from xcompat.core.paths import nearest_path
 from xcompat.vectors import PARQUET
 
 if TYPE_CHECKING:

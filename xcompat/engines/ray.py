@@ -12,11 +12,11 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any, Self
 
+from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.parallel import Block, Kept, Result, answered, taken
 from xcompat.engines.models import NamedModel
 from xcompat.engines.parts import Done, Job
 from xcompat.engines.sources import Part
-from xcompat.errors import XcompatError, what_failed
-from xcompat.spreading import Block, Kept, Result, answered, taken
 
 
 def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[Done]:
@@ -77,7 +77,7 @@ class Pool:
     def __call__(
         self, function: Callable[[Any, Block], Result], model: object, blocks: Iterable[tuple[Kept, Block]]
     ) -> Iterator[tuple[Kept, Result]]:
-        """See :class:`~xcompat.spreading.Spread`: two blocks for each actor are under way, one in its hands and one beside it.
+        """See :class:`~xcompat.core.parallel.Spread`: two blocks for each actor are under way, one in its hands and one beside it.
 
         An actor that dies is started again, and its blocks with it.
         """

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice
 from xcompat.data.schema import IMAGE
-from xcompat.embedding import Contents, embed_contents
+from xcompat.embeddings.embed import Contents, embed_contents
 from xcompat.encoders import EncoderSource
 from xcompat.engines.models import NamedModel, anywhere, loaded_by_name, makes
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
-from xcompat.progress import notice
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.stores.mapping import Mapping
 from xcompat.vectors import EMBEDDING_COLUMNS, SCALE, rows_of_batch

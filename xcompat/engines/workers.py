@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from xcompat.distributed import world_size
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import world_size
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
+    from xcompat.core.parallel import Spread
     from xcompat.engines.parts import Done, Job
     from xcompat.engines.sources import Part
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
-    from xcompat.spreading import Spread
 
 ENGINES = {"ray": "xcompat.engines.ray", "daft": "xcompat.engines.daft"}
 """Name -> the module whose ``run`` spreads parts over workers."""

@@ -9,12 +9,12 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation.cases import ALL, ALONE, BACKFILLED, MAPPED, NEW_WITH_MEMORY, OF_MODELS, RERANKED, WITHOUT_MEMORY
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.evaluation.thresholds import Compared
-from xcompat.fingerprint import Fingerprint
-from xcompat.metric_names import metric_name
 from xcompat.score_scale import OLD_WEIGHT
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, KNOWN, NEW, NEW_IN_WHOLE
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
@@ -19,7 +20,6 @@ from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows, lifted
 from xcompat.evaluation.thresholds import Compared
 from xcompat.evaluation.verification import accepted_per_query, at_rate, found_per_query, share_per_query
-from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, is_zero_shot, zero_shot_metric
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
@@ -17,7 +18,6 @@ from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.evaluation.thresholds import Compared
-from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5, 10, 50)
 _SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")}

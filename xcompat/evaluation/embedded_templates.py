@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xcompat.arrays import row_lengths
-from xcompat.errors import XcompatError
+from xcompat.core.arrays import row_lengths
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import IDENTIFICATION, VERIFICATION
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids
@@ -21,7 +22,6 @@ from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.scores import Embeddings, ExactRows, as_rows, blocks, pair_scores
 from xcompat.evaluation.thresholds import Compared
 from xcompat.evaluation.verification import at_rate, bars_of_pairs, bars_of_searches, found_per_query
-from xcompat.fingerprint import Fingerprint
 
 _KS = (1, 5, 10)
 _FARS, _FPIRS = (1e-4,), (1e-2,)

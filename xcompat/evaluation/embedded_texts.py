@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, telling_cut_offs
 from xcompat.evaluation.graded import Qrels, grade, unusable
@@ -17,7 +18,6 @@ from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
 from xcompat.evaluation.thresholds import Compared
-from xcompat.fingerprint import Fingerprint
 
 _KS = (10,)
 

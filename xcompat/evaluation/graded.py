@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from xcompat.distributed import gather_objects, my_share
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import gather_objects, my_share
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.counting import count_at_least
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs

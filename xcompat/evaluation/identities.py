@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 
 _BLOCK_NUMBERS = 4_000_000  # resampling weights held at once (32 MB)

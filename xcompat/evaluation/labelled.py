@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from xcompat.distributed import my_share
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import my_share
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.scores import (
     UNIT,

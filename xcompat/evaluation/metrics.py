@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from xcompat.arrays import row_lengths
-from xcompat.distributed import gather_objects
-from xcompat.errors import XcompatError
+from xcompat.core.arrays import row_lengths
+from xcompat.core.distributed import gather_objects
+from xcompat.core.errors import XcompatError
+from xcompat.core.threads import cores, map_over_cores
 from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.scores import (
@@ -23,7 +24,6 @@ from xcompat.evaluation.scores import (
     rounding_error,
     true_places,
 )
-from xcompat.threads import cores, map_over_cores
 
 
 def recall_at_k(

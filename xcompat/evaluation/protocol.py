@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation.cases import (
     ALL,
     FLIP_METRIC,
@@ -25,7 +26,6 @@ from xcompat.evaluation.cases import (
 from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found, Search
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
 from xcompat.evaluation.thresholds import thresholds
-from xcompat.metric_names import metric_name
 
 
 def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = None) -> Evaluation:

@@ -10,13 +10,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from xcompat.distributed import gather_objects
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import gather_objects
+from xcompat.core.errors import XcompatError
+from xcompat.core.threads import map_over_cores
 from xcompat.evaluation.counting import count_at_least
 from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.scores import SCORE_BITS, Embeddings, blocks, scores_of, sort_keys, sorted_keys
-from xcompat.threads import map_over_cores
 
 _NONE_FOUND = "no query has another item of its class in the gallery; check that both sides use the same labels"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.labelled import LEFT_OUT, LabelledPairs
 from xcompat.evaluation.scores import UNIT, Embeddings, ExactRows
 from xcompat.score_scale import OLD_WEIGHT, combine_scores

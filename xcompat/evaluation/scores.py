@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 Embeddings = np.ndarray | torch.Tensor
 """Rows of embeddings, of any floating dtype, on any device."""

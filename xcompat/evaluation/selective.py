@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, RankKey, ValueKey
 from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.intervals import cluster_codes

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.scores import Embeddings, as_rows, blocks
 
 _ROWS = 4096

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.cases import Keeps, Threshold
 from xcompat.evaluation.intervals import interval_bounds, resampled_means
 from xcompat.evaluation.labelled import LabelledPairs

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.ranking import RankedQueries

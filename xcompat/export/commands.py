@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from xcompat.core.files import listed
+from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
 from xcompat.export.modules import Space
-from xcompat.files import listed
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
-from xcompat.progress import console, literal, silence_libraries
 from xcompat.retrieval.versions import notice_missing_old
 
 

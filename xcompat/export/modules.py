@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from xcompat.errors import XcompatError, what_failed
+from xcompat.core.errors import XcompatError, what_failed
 from xcompat.models.base import CompatModel
 
 Space = Literal["old", "own"]

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import write_json
+from xcompat.core.markdown import markdown_templates
+from xcompat.core.ownership import owned_path, require_replaceable
 from xcompat.encoders.image_encoder import ImageOnlyProcessor
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_processor import TextProcessor
 from xcompat.encoders.transformers_encoder import TransformersProcessor
-from xcompat.errors import XcompatError
 from xcompat.export.modules import ImageTower, Space, TextTower, Tower, reading_back, sources_of
-from xcompat.files import write_json
-from xcompat.markdown import markdown_templates
 from xcompat.models.base import CompatModel
 from xcompat.models.indexed_memory import IN_NO_GRAPH, IndexedMemory
-from xcompat.ownership import owned_path, require_replaceable
 
 TOLERANCE = 1e-4
 """Largest difference from PyTorch in a coordinate of an embedding of length 1."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.ownership import owned_path, require_replaceable
 from xcompat.export.modules import sources_of
-from xcompat.fingerprint import Fingerprint
 from xcompat.methods.query_map import QueryMapModel
 from xcompat.models.base import CompatModel
-from xcompat.ownership import owned_path, require_replaceable
 from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.backend import INDEX_FILE
 from xcompat.retrieval.faiss_index import map_faiss, write_faiss

@@ -12,10 +12,10 @@ from sentence_transformers.base.modality import infer_batch_modality
 from sentence_transformers.base.modules import InputModule
 from torch import Tensor
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.images import open_image
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.model_files import record_model
-from xcompat.errors import XcompatError
 from xcompat.export.modules import ImageTower, Space, TextTower, Tower
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import load_checkpoint

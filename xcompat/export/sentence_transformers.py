@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.ownership import owned_path, require_replaceable
 from xcompat.export.modules import Space, sources_of
 from xcompat.models.base import CompatModel
-from xcompat.ownership import owned_path, require_replaceable
 
 MADE_BY = "export sentence-transformers"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.markdown import markdown_templates, one_line, templates
+from xcompat.core.metric_names import metric_name
 from xcompat.hub.endpoint import HubModel, is_hub_name, look_up, plain_name, public_name
 from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, results_of, tag
-from xcompat.markdown import markdown_templates, one_line, templates
-from xcompat.metric_names import metric_name
 
 _HERE = Path(__file__).parent
 

@@ -20,8 +20,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from xcompat.errors import XcompatError, what_failed
-from xcompat.files import read_json
+from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.files import read_json
 
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """Root of the errors of huggingface_hub's HTTP library, which differs between versions of huggingface_hub."""

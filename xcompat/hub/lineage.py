@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-from xcompat.errors import XcompatError
-from xcompat.files import listed
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import listed
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.paths import split_revision
+from xcompat.core.progress import literal
 from xcompat.hub.endpoint import CONFIGS, hub_errors, is_hub_name, plain_name, read_config, read_repository
-from xcompat.paths import split_revision
-from xcompat.progress import literal
 
 if TYPE_CHECKING:
     from rich.tree import Tree

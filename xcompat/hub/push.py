@@ -11,9 +11,9 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import files_below, read_json, write_json
 from xcompat.encoders.model_files import LORA, record_model
-from xcompat.errors import XcompatError
-from xcompat.files import files_below, read_json, write_json
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
 from xcompat.hub.endpoint import PUSHED, Repository, hub_errors, public_name, published, read_repository
 

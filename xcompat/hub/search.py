@@ -12,7 +12,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import logging
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.hub.endpoint import hub_errors
 from xcompat.hub.metadata import EMBEDS, SEARCHES, TAGGED, Gain, gains_in, tag
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.integrations.texts import Service, Source, TextEmbedder, TextReranker
 
 try:

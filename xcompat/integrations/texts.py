@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xcompat.core.distributed import device as own_device
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.paths import model_folder
 from xcompat.data.schema import TEXT
-from xcompat.distributed import device as own_device
-from xcompat.embedding import embed_in_memory
-from xcompat.embedding_provider import Function, Provider, ServedMap, asking
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.embeddings.embed import embed_in_memory
+from xcompat.embeddings.provider import Function, Provider, ServedMap, asking
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
-from xcompat.paths import model_folder
 from xcompat.retrieval.embedded_queries import require_dim
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.items import checked_embeddings

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_blocks, loss_dtype, mean_of_known, rows_of_labels
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from xcompat.distributed import mean_over_ranks
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.distributed import mean_over_ranks
+from xcompat.core.errors import XcompatError, nearest
 
 HeadKind = Literal["softmax", "normalized_softmax", "arcface", "cosface", "triplet"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.distributed import gather_with_grad, is_distributed, mean_over_ranks, rank
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import gather_with_grad, is_distributed, mean_over_ranks, rank
+from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import loss_dtype, mean_of_known
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from xcompat.errors import XcompatError, nearest, what_failed
+from xcompat.core.errors import XcompatError, nearest, what_failed
 from xcompat.heads import Projection
 from xcompat.mapping.asked import Activation
 from xcompat.mapping.candidates import Described

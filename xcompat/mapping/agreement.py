@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import normalise_rows, rows_of
-from xcompat.errors import NothingHeldOutError
+from xcompat.core.arrays import normalise_rows, rows_of
+from xcompat.core.errors import NothingHeldOutError
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.choosing import MIXED, Choice, careful, choose

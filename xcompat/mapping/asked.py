@@ -9,14 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from xcompat.checksums import file_record
+from xcompat.core.checksums import file_record
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import files_below
+from xcompat.core.ownership import read_marker, require_replaceable
+from xcompat.core.progress import notice
 from xcompat.encoders import is_loadable, require_model, require_own
-from xcompat.errors import XcompatError
-from xcompat.files import files_below
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
-from xcompat.ownership import read_marker, require_replaceable
-from xcompat.progress import notice
 from xcompat.vectors import BAD_SHARE, require_codec
 
 MADE_BY = "map"
@@ -32,7 +32,7 @@ class Texts:
     Args:
         path: as :func:`xcompat.data.load_items_of_text` takes it.
         embed_with: ``module:function`` of the service; None for a model.
-        requests_per_minute: as :class:`~xcompat.embedding_provider.Provider` takes it.
+        requests_per_minute: as :class:`~xcompat.embeddings.provider.Provider` takes it.
         price: of a million tokens, likewise.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings
 from xcompat.mapping.score_scales import scale_scores

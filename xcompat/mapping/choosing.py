@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from xcompat.errors import NothingHeldOutError
+from xcompat.core.errors import NothingHeldOutError
 from xcompat.evaluation.cases import BackfillLoss, Case
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver, steady
 from xcompat.mapping.confidence import Calibration, calibrate

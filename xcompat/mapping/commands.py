@@ -8,10 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xcompat.core.errors import NothingHeldOutError, XcompatError
+from xcompat.core.files import write_json
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.ownership import owned_path
+from xcompat.core.progress import console, literal, notice, silence_libraries, stage
+from xcompat.core.provenance import provenance
 from xcompat.encoders import is_loadable
-from xcompat.errors import NothingHeldOutError, XcompatError
-from xcompat.files import write_json
-from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.asked import MADE_BY, Asked
 from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
@@ -28,9 +31,6 @@ from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.ownership import owned_path
-from xcompat.progress import console, literal, notice, silence_libraries, stage
-from xcompat.provenance import provenance
 from xcompat.vectors import require_codec
 
 _REFUSED = (

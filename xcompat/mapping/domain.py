@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import normalise_rows, rows_of
-from xcompat.errors import XcompatError
+from xcompat.core.arrays import normalise_rows, rows_of
+from xcompat.core.errors import XcompatError
 from xcompat.mapping.sides import Side, read_sides
 from xcompat.models.old_knowledge import Rows
 

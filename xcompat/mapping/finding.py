@@ -12,16 +12,16 @@ from huggingface_hub import constants
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import listed
+from xcompat.core.markdown import one_line
+from xcompat.core.metric_names import metric_name
+from xcompat.core.paths import model_folder
+from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.encoders import require_model
-from xcompat.errors import XcompatError
-from xcompat.files import listed
 from xcompat.hub.endpoint import CONFIGS
 from xcompat.hub.metadata import EMBEDS, SEARCHES
 from xcompat.hub.search import MOST, Found, Listed, search
-from xcompat.markdown import one_line
-from xcompat.metric_names import metric_name
-from xcompat.paths import model_folder
-from xcompat.progress import console, literal, silence_libraries
 from xcompat.report.wording import gain_with_interval
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")

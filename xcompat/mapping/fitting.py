@@ -11,10 +11,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from xcompat.arrays import normalise_rows
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.errors import NothingHeldOutError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice
 from xcompat.encoders import is_loadable
-from xcompat.errors import NothingHeldOutError, XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.integrations.texts import TextEmbedder
 from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.candidates import GUESS, LINES, Known, Paired, fit
@@ -28,7 +29,6 @@ from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.progress import notice
 from xcompat.retrieval.versions import as_float32
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import NothingHeldOutError
+from xcompat.core.errors import NothingHeldOutError
 from xcompat.evaluation.cases import ALL, KNOWN, NEW, NEW_IN_WHOLE
 
 Searched = Literal["known", "open", "unknown"]

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import numbered
+from xcompat.core.arrays import numbered
+from xcompat.core.distributed import from_main_process, process_state
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import read_json, write_json
 from xcompat.data import load_items_of_text
 from xcompat.data.schema import ID, TEXT
-from xcompat.distributed import from_main_process, process_state
-from xcompat.embedding import embed_texts
-from xcompat.embedding_provider import ALIKE, Provider, compare_sketches, load_function
-from xcompat.errors import XcompatError
-from xcompat.files import read_json, write_json
+from xcompat.embeddings.embed import embed_texts
+from xcompat.embeddings.provider import ALIKE, Provider, compare_sketches, load_function
 from xcompat.mapping.asked import Texts
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.domain import describe_shift, sample_side

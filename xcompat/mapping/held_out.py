@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import normalise_rows, rows_of
+from xcompat.core.arrays import normalise_rows, rows_of
 from xcompat.evaluation import PairedDifference, bootstrap_interval, first_hit_ranks, paired_bootstrap
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
 from xcompat.evaluation.labelled import Items, LabelledPairs

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders import EncoderSource
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.adapter_files import Adapter, read_adapters
 from xcompat.mapping.asked import Activation, Start, require_start
 from xcompat.mapping.candidates import Described, Paired

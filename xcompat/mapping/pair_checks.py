@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import forget_pages, normalise_rows, rows_of
+from xcompat.core.arrays import forget_pages, normalise_rows, rows_of
 
 if TYPE_CHECKING:
     from xcompat.models.old_knowledge import Rows

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.arrays import SomeRows, numbered, rows_of
-from xcompat.errors import XcompatError
+from xcompat.core.arrays import SomeRows, numbered, rows_of
+from xcompat.core.errors import XcompatError
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs

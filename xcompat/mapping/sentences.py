@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.embedding import embed_in_memory
+from xcompat.embeddings.embed import embed_in_memory
 from xcompat.evaluation import first_hit_ranks
 from xcompat.mapping.candidates import Candidate
 from xcompat.mapping.held_out import HeldOut

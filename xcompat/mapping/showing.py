@@ -9,13 +9,13 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain
 from xcompat.mapping.agreement import NEIGHBOURS, SHARED
 from xcompat.mapping.choosing import Choice
 from xcompat.mapping.held_out import Trial
-from xcompat.metric_names import metric_name
 from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
 from xcompat.score_scale import CANDIDATES
 

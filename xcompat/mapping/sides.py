@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import read_lines
-from xcompat.errors import XcompatError
-from xcompat.files import files_below
+from xcompat.core.arrays import read_lines
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import files_below
 from xcompat.vectors import (
     BAD_SHARE,
     EMBEDDING_COLUMNS,

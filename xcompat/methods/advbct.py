@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, samples_of_classes

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import angular_alignment_loss
 from xcompat.models.backbone import BackboneConfig

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.losses import angular_alignment_loss
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes, solve_ridge
 from xcompat.models.mapped import LearnedMapModel, MappedConfig

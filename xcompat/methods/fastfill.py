@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.models.forward_map import ForwardMapConfig, ForwardMapModel, squared_distances
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
 from xcompat.outputs import Batch, CompatOutput
@@ -89,7 +89,7 @@ class FastfillModel(ForwardMapModel):
 
         Example:
             >>> from xcompat.models.config import describe_old
-            >>> from xcompat.fingerprint import Fingerprint
+            >>> from xcompat.core.fingerprint import Fingerprint
             >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
             >>> FastfillModel(FastfillConfig(old=old, embedding_dim=8)).eval().uncertainty(torch.randn(2, 4)).shape
             torch.Size([2])

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.losses import classifier_kl_loss
 from xcompat.models.forward_map import ForwardMapConfig, ForwardMapModel, squared_distances
 from xcompat.models.old_knowledge import OldKnowledge, Rows
@@ -38,7 +38,7 @@ class FctModel(ForwardMapModel):
     Example:
         >>> import torch
         >>> from xcompat.models.config import describe_old
-        >>> from xcompat.fingerprint import Fingerprint
+        >>> from xcompat.core.fingerprint import Fingerprint
         >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
         >>> FctModel(FctConfig(old=old, embedding_dim=8)).eval().upgrade(torch.randn(2, 4)).shape
         torch.Size([2, 8])

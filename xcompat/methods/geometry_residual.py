@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.closed_form import Moments, solve_procrustes, solve_ridge
 from xcompat.models.residual_map import ResidualMapConfig, ResidualMapModel

@@ -13,9 +13,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import record_model
-from xcompat.errors import XcompatError
 from xcompat.losses import siglip_loss
 from xcompat.models.base import CompatModel
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel

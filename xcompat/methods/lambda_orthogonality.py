@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.models.closed_form import LeastSquaresModel, Moments, solve_procrustes
 from xcompat.models.mapped import MappedConfig
 

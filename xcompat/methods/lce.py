@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.heads import Projection
 from xcompat.losses.classification import in_blocks, mean_of_known
 from xcompat.models.mapped import LearnedMapModel, MappedConfig

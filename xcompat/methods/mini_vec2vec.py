@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.mapped import MappedConfig
 

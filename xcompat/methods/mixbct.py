@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import HeadKind
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel

@@ -39,7 +39,7 @@ class ProjectionModel(PhiModel):
 
     Example:
         >>> from xcompat.models.config import describe_old
-        >>> from xcompat.fingerprint import Fingerprint
+        >>> from xcompat.core.fingerprint import Fingerprint
         >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
         >>> model = ProjectionModel(ProjectionConfig(old=old, embedding_dim=8))
         >>> model.view(torch.randn(2, 8)).shape

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import Penultimate
-from xcompat.errors import XcompatError
 from xcompat.heads import Projection
 from xcompat.losses import angular_alignment_loss, bank_contrast_loss, cross_entropy_to
 from xcompat.models.base import CompatModel

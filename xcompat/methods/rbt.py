@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.heads import ResidualBottleneck
 from xcompat.losses import classifier_kl_loss, cross_entropy_to
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes

@@ -8,8 +8,8 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.models.closed_form import LeastSquaresModel, Moments, solve_ridge
 from xcompat.models.mapped import MappedConfig
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.losses import nt_xent_loss
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.unlabelled import UnlabelledModel

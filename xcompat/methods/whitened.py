@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.models.closed_form import LeastSquaresModel, Moments
 from xcompat.models.mapped import MappedConfig
 

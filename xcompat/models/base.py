@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import EmbedsBatches, Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import TEXTS
-from xcompat.errors import XcompatError
 from xcompat.models.checkpoint import load_outside
 from xcompat.models.config import CompatConfig
 from xcompat.models.indexed_memory import described

@@ -13,21 +13,21 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file, resolve_revision
 
-from xcompat.distributed import is_main_process
+from xcompat.core.distributed import is_main_process
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.folder_checksums import CHECKSUMS
+from xcompat.core.paths import model_folder
+from xcompat.core.progress import notice
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder, reading_model
 from xcompat.encoders.adapters import save_lora
 from xcompat.encoders.alignment import own_memory
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import LORA, open_weights, record_model, require_whole
 from xcompat.encoders.processor import Processor
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
-from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.endpoint import is_hub_name, look_up, plain_name
 from xcompat.models.config import QUERIES
 from xcompat.models.query_memory import QueryMemory
-from xcompat.paths import model_folder
-from xcompat.progress import notice
 
 
 class CheckpointModel(PreTrainedModel):

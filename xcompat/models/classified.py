@@ -10,11 +10,11 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.losses.classification import (
     USUAL_TRIPLET_MARGIN,
     ClassificationHead,

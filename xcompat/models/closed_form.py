@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.arrays import forget_pages
+from xcompat.core.arrays import forget_pages
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.models.mapped import MappedConfig, MappedModel
 from xcompat.models.old_knowledge import Rows
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.vectors import CODECS
 
 _LEARNED = {"SQ8": 2, "SQ4": 2, "SQfp16": 0}  # learned numbers per dimension: the start and the width of its range

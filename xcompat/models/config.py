@@ -11,10 +11,10 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.paths import model_folder
 from xcompat.encoders.build_limits import check_config
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
-from xcompat.paths import model_folder
 from xcompat.score_scale import ScoreScales, Thresholds
 
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}

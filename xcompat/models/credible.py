@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.models.old_knowledge import Rows
 
 _ROWS = 16384

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModel
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.paths import split_revision
 from xcompat.encoders import NOT_OWN, EncoderSource, load_encoder, reading_model, require_model, require_own
 from xcompat.encoders.base import Encoder, Space
 from xcompat.encoders.model_files import is_own
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import PREFIX
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.config import QUERIES, Compares, describe_old
 from xcompat.models.old_knowledge import rows_by_class
-from xcompat.paths import split_revision
 
 
 @dataclass

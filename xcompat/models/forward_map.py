@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.heads import ForwardTransform
 from xcompat.models.base import CompatModel
 from xcompat.models.config import Compares, CompatConfig

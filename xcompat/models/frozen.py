@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders import EncoderSource
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.config import Compares
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows

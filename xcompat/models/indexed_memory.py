@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.distributed import on_gpus
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import on_gpus
+from xcompat.core.errors import XcompatError
 from xcompat.models.codes import Codec, open_lists
 from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_settings
 from xcompat.vectors import CODECS, is_codec

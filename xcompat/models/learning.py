@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.spaces import SpacesModel
 from xcompat.outputs import Batch, CompatOutput, Views

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 OldWeights: TypeAlias = Literal["prototypes", "classifier", "both"]
 """What classifies compatible embeddings."""

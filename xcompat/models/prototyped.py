@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import cross_entropy_to
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, OldWeights, Rows

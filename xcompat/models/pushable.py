@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xcompat.distributed import is_main_process
+from xcompat.core.distributed import is_main_process
 from xcompat.hub.card import ModelFacts
 from xcompat.hub.endpoint import published
 from xcompat.hub.push import push_model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest
 
 _LEAST_WEIGHT = 1e-30  # smaller weights do not count in float32, and as denormal numbers slow a CPU thirtyfold
 _HELD = 2**24  # numbers held in memory for a block of queries

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.models.indexed_memory import IndexedMemory, Read
 from xcompat.models.old_knowledge import ROWS, Rows
 from xcompat.models.query_memory import QueryMemory, QueryMetric

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.heads import first_dims
 from xcompat.models.checkpoint import CheckpointModel
 from xcompat.models.config import Compares

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import SomeRows, normalise_rows, read_lines
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.arrays import SomeRows, normalise_rows, read_lines
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice
 from xcompat.models.config import Compares, describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, Rows, rows_by_class
-from xcompat.progress import notice
 from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, check_rows, read_vectors, require_names, stored_at
 
 

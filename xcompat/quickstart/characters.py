@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path
-from xcompat.progress import console, literal, silence_libraries, stage
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path
+from xcompat.core.progress import console, literal, silence_libraries, stage
 from xcompat.report import report_file
 from xcompat.training.recipe import load_recipe
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import load_items_of_text, read_qrels
 from xcompat.data.loading import load_raw
 from xcompat.data.schema import ID, METADATA
 from xcompat.data.sources import DataSource
 from xcompat.data.texts import TextSource
-from xcompat.errors import XcompatError
 from xcompat.evaluation.graded import Qrels
 from xcompat.training.judged_texts import JudgedTestSet
 

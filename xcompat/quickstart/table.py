@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from xcompat.core.progress import literal
 from xcompat.evaluation import Evaluation, PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.cases import TEXT_TO_TEXT
-from xcompat.progress import literal
 from xcompat.report.wording import gain, interval
 
 METRIC = "ndcg@10"

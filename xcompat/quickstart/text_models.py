@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path
-from xcompat.progress import console, literal
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path
+from xcompat.core.progress import console, literal
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, write_json
+from xcompat.core.progress import console, literal, silence_libraries, stage
+from xcompat.core.provenance import provenance
 from xcompat.data.schema import TEXT
-from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedTexts, Evaluation
 from xcompat.evaluation.cases import RERANKED, TEXT_TO_TEXT
 from xcompat.evaluation.differing import differing
-from xcompat.files import atomic_path, write_json
 from xcompat.mapping import Candidate, FittedMap, PairedEmbeddings, fit_map
 from xcompat.mapping.candidates import OF_ITEMS, Known
 from xcompat.models.embedder import load_embedder
-from xcompat.progress import console, literal, silence_libraries, stage
-from xcompat.provenance import provenance
 from xcompat.quickstart.scifact import load_scifact
 from xcompat.quickstart.table import Comparison, SearchedQueries, render_markdown, render_rich
 from xcompat.quickstart.text_models import NEW, OLD, prepare_model

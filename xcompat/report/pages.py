@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcompat.core.markdown import markdown_templates, templates
+from xcompat.core.metric_names import metric_name
 from xcompat.hub.endpoint import public_name
-from xcompat.markdown import markdown_templates, templates
-from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 from xcompat.report.plots import case_colours
 from xcompat.report.storage import encode_png

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation.cases import ALL, ALONE, BACKFILLED, RERANKED
-from xcompat.metric_names import metric_name
 from xcompat.report.content import Report, retrieval_metrics
 from xcompat.report.wording import percent, search_name
 

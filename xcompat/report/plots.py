@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import Case
 from xcompat.evaluation.cases import ALL
 from xcompat.evaluation.selective import query_quality, risk_coverage
-from xcompat.metric_names import metric_name
 from xcompat.report.content import LossPoint, Panel, Report, retrieval_metrics
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from xcompat.core.files import atomic_path
 from xcompat.evaluation import Contestant
-from xcompat.files import atomic_path
 from xcompat.report.content import ModelInfo, Report, ReportContent
 from xcompat.report.pages import render_html
 from xcompat.report.plots import draw_plots, figure_png

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import read_json, write_json
 from xcompat.evaluation import Case, Criterion, Difference
 from xcompat.evaluation.cases import (
     ALL,
@@ -28,7 +29,6 @@ from xcompat.evaluation.cases import (
     hangs_on,
     overall_outcome,
 )
-from xcompat.files import read_json, write_json
 from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
 
 if TYPE_CHECKING:

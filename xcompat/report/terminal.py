@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from xcompat.core.metric_names import metric_name
+from xcompat.core.progress import literal
 from xcompat.evaluation import Case
-from xcompat.metric_names import metric_name
-from xcompat.progress import literal
 from xcompat.report.content import Example, Hit, Report
 from xcompat.report.planning import Plan, sentences
 from xcompat.report.wording import failed_lines, gain, interval, search_name, verdicts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xcompat.arrays import normalise_rows
+from xcompat.core.arrays import normalise_rows
 from xcompat.evaluation import Contestant, EmbeddedPairs
 from xcompat.evaluation.identities import as_ids
 from xcompat.evaluation.scores import as_rows

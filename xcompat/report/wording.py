@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation.cases import (
     ALL,
     KNOWN,
@@ -19,7 +20,6 @@ from xcompat.evaluation.cases import (
     overall_outcome,
 )
 from xcompat.evaluation.intervals import POWER
-from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
 NOT_SHOWN = "It was not shown that queries of this map find as much as old ones: compare them on your own data first."

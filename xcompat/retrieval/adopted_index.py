@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.checksums import FileRecord, file_record
-from xcompat.errors import XcompatError
+from xcompat.core.checksums import FileRecord, file_record
+from xcompat.core.errors import XcompatError
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
 from xcompat.retrieval.filtered_search import Found
 from xcompat.retrieval.integrity import require_whole

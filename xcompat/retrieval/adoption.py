@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.checksums import FileRecord, file_record
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, write_array
-from xcompat.progress import progress_bar, rate_of
+from xcompat.core.checksums import FileRecord, file_record
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, write_array
+from xcompat.core.progress import progress_bar, rate_of
 from xcompat.retrieval.adopted_index import look_at, read_labels, stamp_of
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.paths import is_file, nearest_path
 from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.sources import has_suffix, local_files
 from xcompat.encoders import require_model
 from xcompat.encoders.model_files import is_own
-from xcompat.errors import XcompatError
-from xcompat.paths import is_file, nearest_path
 
 
 def require_one_search(query: str | None, queries: str | None, two_forms: bool, below_nothing: bool) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.retrieval.adopted_index import open_adopted
 from xcompat.retrieval.faiss_building import EXACT, build_faiss, fewest_vectors, is_lossless, make_index
 from xcompat.retrieval.faiss_index import open_faiss, write_faiss

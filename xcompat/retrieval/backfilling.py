@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.distributed import from_main_process, is_main_process
+from xcompat.core.parallel import Spread
 from xcompat.data import BadSamples
-from xcompat.distributed import from_main_process, is_main_process
-from xcompat.embedding_provider import asking
+from xcompat.embeddings.provider import asking
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.gallery import Gallery
@@ -18,7 +19,6 @@ from xcompat.retrieval.ingestion import Added, ingest
 from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import Originals, origins_of
 from xcompat.retrieval.segment import id_hashes
-from xcompat.spreading import Spread
 
 CACHED_AT_ONCE = 4096
 TRIED = 64

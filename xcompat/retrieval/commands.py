@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 from rich.table import Table
 
-from xcompat.arrays import read_lines
-from xcompat.distributed import barrier, is_main_process
-from xcompat.errors import GenerationGoneError, XcompatError
-from xcompat.fingerprint import Fingerprint
-from xcompat.progress import console, literal, silence_libraries
+from xcompat.core.arrays import read_lines
+from xcompat.core.distributed import barrier, is_main_process
+from xcompat.core.errors import GenerationGoneError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.parallel import Spread, led
+from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
@@ -22,7 +23,6 @@ from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.manifest import CURRENT, Manifest, VersionRecord, previous_generation, read_manifest
 from xcompat.retrieval.showing import Found, short, wanted_metadata
 from xcompat.retrieval.versions import fits, require_joinable, require_views
-from xcompat.spreading import Spread, led
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -67,7 +67,7 @@ def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
 
 
 def read_ids(file: Path) -> list[str]:
-    """Read one id per line of a UTF-8 file, as :func:`~xcompat.arrays.read_lines` does; accept empty lines at the end."""
+    """Read one id per line of a UTF-8 file, as :func:`~xcompat.core.arrays.read_lines` does; accept empty lines at the end."""
     try:
         names = read_lines(file)
     except OSError as error:
@@ -122,8 +122,8 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
 
 def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool, side_info: Embedder | None = None) -> None:
     """Embed pictures or texts into a gallery; refuse a model that cannot search what is stored: the gallery would be split."""
-    from xcompat.embedding import notice_cut_short
-    from xcompat.embedding_provider import asking
+    from xcompat.embeddings.embed import notice_cut_short
+    from xcompat.embeddings.provider import asking
     from xcompat.retrieval.ingestion import ingest
 
     require_joinable(asking(embedder), gallery.manifest, gallery.path)
@@ -164,7 +164,7 @@ def answers(
     rerank: Reranker | None = None,
 ) -> Iterator[Found]:
     """Yield each query with the items nearest to it. The arguments are those of :func:`search`."""
-    from xcompat.embedding_provider import asking
+    from xcompat.embeddings.provider import asking
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
 
@@ -237,8 +237,8 @@ def backfill(
     spread: Spread | None = None,
 ) -> None:
     """Re-embed what a gallery holds within a budget: items that people ask for first, then a random order that stays the same."""
-    from xcompat.embedding import notice_cut_short
-    from xcompat.embedding_provider import asking
+    from xcompat.embeddings.embed import notice_cut_short
+    from xcompat.embeddings.provider import asking
     from xcompat.retrieval.backfilling import Backfill
 
     require_joinable(asking(embedder), gallery.manifest, gallery.path)
@@ -260,7 +260,7 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
         record = gallery.manifest.version(version.digest)
         fitting = ", ".join(["its own", "those of models made compatible with it", *_shared(gallery, record)])
         if embedder is not None:
-            from xcompat.embedding_provider import asking
+            from xcompat.embeddings.provider import asking
 
             fitting = f"{'yes' if fits(asking(embedder), record) else 'no'}, {embedder.name}"
         table.add_row(literal(short(version)), f"{count:,}", str(record.dim), literal(fitting))

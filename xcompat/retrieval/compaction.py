@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xcompat.files import files_below
-from xcompat.progress import notice, progress_bar, rate_of
+from xcompat.core.files import files_below
+from xcompat.core.progress import notice, progress_bar, rate_of
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.manifest import VersionRecord, forget_earlier
 from xcompat.retrieval.segment import BLOCK, ROWS_FILE, SIDE_FILE, Segment

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from xcompat.arrays import normalise_rows, row_lengths
+from xcompat.core.arrays import normalise_rows, row_lengths
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import BadSamples, iterate_images
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.faiss_index import FaissIndex
 from xcompat.retrieval.gallery import Gallery

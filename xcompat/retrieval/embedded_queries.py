@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import read_lines
+from xcompat.core.arrays import read_lines
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice
 from xcompat.data.schema import IMAGE_COLUMNS
 from xcompat.data.texts import TEXT_COLUMNS
-from xcompat.errors import XcompatError
-from xcompat.progress import notice
 from xcompat.retrieval.queries import Asked
 from xcompat.vectors import (
     ARRAY,
@@ -153,7 +153,7 @@ def _read_ids(file: Path, vectors: Vectors) -> list[str] | None:
 
 def _describe_dim(model: Model) -> tuple[int, Any] | None:
     """Return the dimension of a model's embeddings, and what to say of another; None if only its name is known."""
-    from xcompat.fingerprint import Fingerprint
+    from xcompat.core.fingerprint import Fingerprint
     from xcompat.models.base import CompatModel
 
     if isinstance(model, Fingerprint):

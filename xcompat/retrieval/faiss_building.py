@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.distributed import on_gpus
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import on_gpus
+from xcompat.core.errors import XcompatError
 from xcompat.retrieval.faiss_index import FaissIndex, reason_of
 from xcompat.retrieval.manifest import Metric
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.distributed import on_gpus
-from xcompat.errors import XcompatError
-from xcompat.progress import notice
+from xcompat.core.distributed import on_gpus
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice
 from xcompat.retrieval.faiss_probe import read_mapped
 from xcompat.retrieval.filtered_search import Found, ReadRows, completed, lacking, search_kept
 from xcompat.retrieval.list_vectors import find_places, packs_codes, read_packed, use_places

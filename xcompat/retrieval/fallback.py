@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
+from xcompat.core.errors import FingerprintMismatchError, XcompatError, nearest
 from xcompat.heads import slerp
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval.manifest import Manifest, VersionRecord

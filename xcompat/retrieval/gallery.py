@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import ArrayLike
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.parallel import Spread, here
 from xcompat.retrieval.adopted_index import read_state
 from xcompat.retrieval.adoption import adopt_faiss, resync_faiss
 from xcompat.retrieval.backend import check_place
@@ -28,10 +29,9 @@ from xcompat.retrieval.versions import (
     stored_embeddings,
     stored_version,
 )
-from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
-    from xcompat.fingerprint import Fingerprint
+    from xcompat.core.fingerprint import Fingerprint
     from xcompat.models.base import CompatModel
     from xcompat.retrieval.versions import Model
 

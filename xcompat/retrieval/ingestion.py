@@ -9,18 +9,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.distributed import from_main_process, gather_objects, is_main_process, process_state, rank, world_size
+from xcompat.core.errors import XcompatError
+from xcompat.core.interrupts import Interrupts
+from xcompat.core.parallel import Spread
+from xcompat.core.progress import Waiting, notice, progress_bar, rate_of
 from xcompat.data import BadSamples
-from xcompat.distributed import from_main_process, gather_objects, is_main_process, process_state, rank, world_size
-from xcompat.embedding import embed_contents
-from xcompat.errors import XcompatError
-from xcompat.interrupts import Interrupts
+from xcompat.embeddings.embed import embed_contents
 from xcompat.models.embedder import Embedder
-from xcompat.progress import Waiting, notice, progress_bar, rate_of
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.originals import Originals, Parts
 from xcompat.retrieval.same_names import others
 from xcompat.retrieval.versions import require_like_sides
-from xcompat.spreading import Spread
 
 COMMIT_EVERY = 300.0
 """Seconds between two commits: the most work that a kill loses."""

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from xcompat.checksums import FileRecord, difference
-from xcompat.errors import XcompatError
-from xcompat.files import write_json
+from xcompat.core.checksums import FileRecord, difference
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import write_json
 
 CHECKED = "checked.json"
 LARGE = 1 << 26

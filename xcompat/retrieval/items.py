@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.arrays import normalise_rows, row_lengths
-from xcompat.errors import XcompatError
-from xcompat.json_values import JsonColumns
+from xcompat.core.arrays import normalise_rows, row_lengths
+from xcompat.core.errors import XcompatError
+from xcompat.core.json_values import JsonColumns
 from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.versions import as_float32
 

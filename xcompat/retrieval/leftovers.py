@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from xcompat.errors import XcompatError
-from xcompat.files import PARTIAL, clear_leftovers, listed, make_folder, read_json, sync_folder
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import PARTIAL, clear_leftovers, listed, make_folder, read_json, sync_folder
 from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.lock import LOCK, OWNER, lock_writer
 from xcompat.retrieval.manifest import CURRENT, GENERATIONS, REMOVED, SEGMENTS, read_manifest

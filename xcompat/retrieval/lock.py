@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 LOCK, OWNER = ".lock", ".lock.owner"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)

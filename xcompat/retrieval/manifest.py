@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from xcompat.checksums import FileRecord
-from xcompat.errors import GenerationGoneError, XcompatError
-from xcompat.files import atomic_path, listed, sync_folder
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.checksums import FileRecord
+from xcompat.core.errors import GenerationGoneError, XcompatError
+from xcompat.core.files import atomic_path, listed, sync_folder
+from xcompat.core.fingerprint import Fingerprint
 
 SCHEMA = 1
 CURRENT = "gallery.json"

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.retrieval.filtered_search import Found, ReadRows
 from xcompat.retrieval.manifest import Metric, SegmentRecord
 from xcompat.retrieval.milvus_lite import load_collection

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
-from xcompat.files import make_folder
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import make_folder
+from xcompat.core.fingerprint import Fingerprint
 
 FOLDER = "new_embeddings"
 SCHEMA = 1

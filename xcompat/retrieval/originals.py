@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from pydantic import ValidationError
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import Waiting
 from xcompat.data import BadSamples, PairSource, TextSource, holds_pictures, load_items_of_text, load_pairs
 from xcompat.data.schema import CAPTION, ID, IMAGE, METADATA, TEXT, captions_of
-from xcompat.embedding import Contents, embed_blocks, embed_rows, images_per_batch
-from xcompat.errors import XcompatError
-from xcompat.progress import Waiting
+from xcompat.embeddings.embed import Contents, embed_blocks, embed_rows, images_per_batch
 
 if TYPE_CHECKING:
-    from xcompat.fingerprint import Fingerprint
+    from xcompat.core.fingerprint import Fingerprint
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval.gallery import Gallery
 
@@ -126,7 +126,7 @@ class Pictures:
         waiting: Waiting | None = None,
         prepare: Callable[[list[Image]], torch.Tensor] | None = None,
     ) -> Parts:
-        """See :meth:`Originals.embed`; ``prepare`` is as in :func:`~xcompat.embedding.embed_rows`."""
+        """See :meth:`Originals.embed`; ``prepare`` is as in :func:`~xcompat.embeddings.embed.embed_rows`."""
         size = images_per_batch(embedder.processor, embedder.device)
         embedded = embed_rows(embedder, self.dataset, rows.tolist(), size, bad=bad, waiting=waiting, prepare=prepare)
         while made := list(islice(embedded, self.part(embedder) // size)):

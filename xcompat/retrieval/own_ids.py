@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 LABELS_FILE = "labels.npy"
 """The id that an adopted index gives each row, where these are not 0, 1, 2 and so on."""

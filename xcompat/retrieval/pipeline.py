@@ -18,16 +18,16 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.image_feature_extraction import ImageFeatureExtractionPipeline
 from transformers.utils.generic import ModelOutput
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.paths import is_file
+from xcompat.core.progress import notice_once
 from xcompat.data.images import UnusableSampleError, open_image
-from xcompat.embedding_provider import Function, Provider, ServedMap
+from xcompat.embeddings.provider import Function, Provider, ServedMap
 from xcompat.encoders.processor import Processor
-from xcompat.errors import XcompatError
 from xcompat.methods import METHODS
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.outputs import CompatOutput
-from xcompat.paths import is_file
-from xcompat.progress import notice_once
 from xcompat.retrieval.embedded_queries import require_dim
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.fetching import fetch, shown_address
@@ -71,7 +71,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         allow_private_addresses: whether a URL may lead to this machine or into a private network. Leave it off if strangers
             choose the pictures; :func:`~xcompat.retrieval.fetching.fetch` says how URLs are downloaded.
         embed_with: what embeds texts for a map of a service's embeddings: a function, its name, or a
-            :class:`~xcompat.embedding_provider.Provider`.
+            :class:`~xcompat.embeddings.provider.Provider`.
         rerank: how many hits are embedded by the model and ordered by that, such as 20; or a
             :class:`~xcompat.retrieval.reranking.Reranker`.
         originals: path of the gallery's pictures or texts for ``rerank``; None for the texts in its metadata.

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.retrieval.faiss_probe import FOUND
 
 SECONDS, BYTES_PER_SECOND = 60.0, 20e6

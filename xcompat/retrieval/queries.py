@@ -11,18 +11,18 @@ import datasets as hf
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import read_lines
+from xcompat.core.arrays import read_lines
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.paths import is_file
+from xcompat.core.progress import console, progress_bar, rate_of
 from xcompat.data import BadSamples
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.schema import ID, IMAGE, TEXT
 from xcompat.data.sources import has_suffix
-from xcompat.embedding import notice_cut_short
-from xcompat.embedding_provider import ServedMap
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
-from xcompat.paths import is_file
-from xcompat.progress import console, progress_bar, rate_of
+from xcompat.embeddings.embed import notice_cut_short
+from xcompat.embeddings.provider import ServedMap
 from xcompat.retrieval.originals import Originals, Pictures, Texts, load_originals
 
 if TYPE_CHECKING:

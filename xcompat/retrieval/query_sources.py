@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import asked
 from xcompat.retrieval.embedded_queries import EmbeddedQueries, find_content
 from xcompat.vectors import BAD_SHARE
@@ -81,10 +81,10 @@ def load_queries_and_model(
     from xcompat.retrieval.queries import Typed, load_queries
 
     typed = Typed(query) if query is not None else load_queries(str(queries))
-    from xcompat.distributed import device
-    from xcompat.embedding_provider import ServedMap
+    from xcompat.core.distributed import device
+    from xcompat.core.progress import silence_libraries
+    from xcompat.embeddings.provider import ServedMap
     from xcompat.models.embedder import load_embedder
-    from xcompat.progress import silence_libraries
 
     silence_libraries()
     return typed, load_embedder(model, device(), None) if embed_with is None else ServedMap.load(model, embed_with)
@@ -97,10 +97,10 @@ def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel |
     asked.require_models(model)
     import torch
 
-    from xcompat.distributed import device
+    from xcompat.core.distributed import device
+    from xcompat.core.paths import model_folder
+    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
-    from xcompat.paths import model_folder
-    from xcompat.progress import silence_libraries
 
     silence_libraries()
     if not is_checkpoint(model_folder(model)):

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.arrays import normalise_rows
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice, notice_once
 from xcompat.data import BadSamples
 from xcompat.data.schema import ID, METADATA, TEXT
-from xcompat.embedding_provider import ServedMap, asking
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.embeddings.provider import ServedMap, asking
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
-from xcompat.progress import notice, notice_once
 from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import Originals, Texts
 from xcompat.retrieval.searching import Hit, SearchedGallery

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
-from xcompat.progress import notice_once
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice_once
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
 from xcompat.retrieval.segment import Segment, plain_filter

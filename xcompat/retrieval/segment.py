@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.checksums import FileRecord, difference, file_record
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, make_folder, write_array
+from xcompat.core.checksums import FileRecord, difference, file_record
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
 from xcompat.retrieval.filtered_search import Found, ReadRows
 from xcompat.retrieval.integrity import MENDING, require_whole

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.table import Table
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import console, literal, snippet
 from xcompat.data.schema import TEXT
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.hub.endpoint import public_name
-from xcompat.progress import console, literal, snippet
 from xcompat.retrieval.searching import Hit
 
 Form: TypeAlias = Literal["table", "json", "csv"]

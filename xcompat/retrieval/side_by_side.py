@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL.Image import Image
 
-from xcompat.distributed import device
-from xcompat.embedding_provider import asking
+from xcompat.core.distributed import device
+from xcompat.embeddings.provider import asking
 from xcompat.models.base import CompatModel
 from xcompat.retrieval.fallback import Fallback, OldQueries
 from xcompat.retrieval.gallery import Gallery

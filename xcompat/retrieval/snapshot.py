@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.manifest import CURRENT, Manifest, Metric, is_current_whole, require_generation
 from xcompat.retrieval.searching import Hit, HitOrder, Merge, Search

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import GenerationGoneError, XcompatError
+from xcompat.core.errors import GenerationGoneError, XcompatError
 from xcompat.retrieval.adopted_index import read_state
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.leftovers import clear

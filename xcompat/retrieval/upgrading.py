@@ -12,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from xcompat.arrays import normalise_rows
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.files import read_json, write_json
-from xcompat.fingerprint import Fingerprint
-from xcompat.progress import progress_bar, rate_of
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.files import read_json, write_json
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.parallel import Spread, here
+from xcompat.core.progress import progress_bar, rate_of
 from xcompat.retrieval.items import Items, checked_embeddings
 from xcompat.retrieval.manifest import SegmentRecord, json_checksum
 from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
 from xcompat.retrieval.versions import fits, identity, require_metric, upgraded_version
-from xcompat.spreading import Spread, here
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel

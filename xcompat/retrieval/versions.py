@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.arrays import normalise_rows, row_lengths
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
-from xcompat.progress import notice_once
+from xcompat.core.arrays import normalise_rows, row_lengths
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice_once
 from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
 from xcompat.score_scale import ScoreScale
 from xcompat.vectors import UNIT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

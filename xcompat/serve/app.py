@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from xcompat.errors import XcompatError
-from xcompat.progress import console, literal
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import console, literal
 from xcompat.serve import queries
 from xcompat.serve.connections import make_server
 from xcompat.serve.differing import page

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from PIL.Image import Image
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.images import UnusableSampleError
-from xcompat.errors import XcompatError
 from xcompat.evaluation.differing import Order, differing
 from xcompat.report.wording import percent
 from xcompat.serve.rendering import link, picture_uri, render, words_of

@@ -7,9 +7,9 @@ import traceback
 
 from starlette.responses import PlainTextResponse
 
-from xcompat.errors import XcompatError
-from xcompat.failures import explain, origin
-from xcompat.progress import console, literal
+from xcompat.core.errors import XcompatError
+from xcompat.core.failures import explain, origin
+from xcompat.core.progress import console, literal
 from xcompat.serve.lane import BusyError
 
 _FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"]+/)+(?=[^\s/'\"])")

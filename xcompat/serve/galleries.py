@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from xcompat.embedding_provider import asking
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import console, followed_by
+from xcompat.embeddings.provider import asking
 from xcompat.models.base import CompatModel
-from xcompat.progress import console, followed_by
 from xcompat.retrieval import Gallery, commands
 from xcompat.retrieval.doctor import SAMPLE
 from xcompat.retrieval.versions import fits

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.serve.hosts import LOOPBACK
 
 VARIABLE = "XCOMPAT_SERVE_PASSWORD"

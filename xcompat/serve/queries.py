@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from xcompat.errors import visible_line
-from xcompat.progress import snippet
+from xcompat.core.errors import visible_line
+from xcompat.core.progress import snippet
 
 TOP_K, MOST = 10, 50
 LONGEST = 10_000

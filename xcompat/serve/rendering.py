@@ -11,10 +11,10 @@ from urllib.parse import urlencode
 
 from rich.filesize import decimal
 
+from xcompat.core.errors import visible
+from xcompat.core.markdown import templates
+from xcompat.core.progress import snippet
 from xcompat.data.schema import CAPTION, TEXT
-from xcompat.errors import visible
-from xcompat.markdown import templates
-from xcompat.progress import snippet
 from xcompat.report.wording import percent
 from xcompat.retrieval.showing import short
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from PIL.Image import Image
 
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.data.schema import TEXT
-from xcompat.errors import FingerprintMismatchError, XcompatError
 from xcompat.hub.endpoint import public_name
 from xcompat.retrieval.showing import SEVERAL_VERSIONS, short, wanted_metadata
 from xcompat.retrieval.side_by_side import DEPTH, Placed, place

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
+from xcompat.core.errors import GenerationGoneError, XcompatError
+from xcompat.core.paths import is_file
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import IMAGE, IMAGE_COLUMNS, TEXT
-from xcompat.errors import GenerationGoneError, XcompatError
 from xcompat.models.base import CompatModel
-from xcompat.paths import is_file
 from xcompat.retrieval import Gallery, Hit
 from xcompat.retrieval.originals import Originals, Pictures, load_originals, together
 from xcompat.retrieval.reranking import Reranker

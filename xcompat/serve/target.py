@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from PIL.Image import Image
 
-from xcompat.distributed import device
-from xcompat.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.distributed import device
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.progress import console, notice, silence_libraries
+from xcompat.core.progress import stage as stage_line
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.progress import console, notice, silence_libraries
-from xcompat.progress import stage as stage_line
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import CURRENT

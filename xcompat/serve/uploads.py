@@ -7,8 +7,8 @@ import io
 from PIL import Image, UnidentifiedImageError
 from rich.filesize import decimal
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.images import UnusableSampleError, open_image
-from xcompat.errors import XcompatError
 
 UPLOAD_BYTES, UPLOAD_PIXELS = 10 * 10**6, 2**25
 """Limits of a picture: bytes of its file, and its pixels (33 million)."""

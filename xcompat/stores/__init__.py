@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.stores.base import Rows, Space, Store
 from xcompat.stores.uri import split
 

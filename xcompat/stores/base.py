@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xcompat.arrays import normalise_rows
-from xcompat.errors import FingerprintMismatchError, XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.errors import FingerprintMismatchError, XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric, VersionRecord
 from xcompat.retrieval.versions import (

@@ -14,8 +14,8 @@ from chromadb.errors import NotFoundError
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store

@@ -13,7 +13,7 @@ import tenacity
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT, Settings
 from chromadb.errors import ChromaError
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri
 

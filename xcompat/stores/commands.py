@@ -9,10 +9,10 @@ from rich.filesize import decimal
 from rich.table import Table
 
 import xcompat.stores
-from xcompat.distributed import device
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
-from xcompat.progress import console, literal
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import console, literal
 from xcompat.retrieval.showing import Found
 from xcompat.stores import migration
 from xcompat.stores.base import Store
@@ -53,7 +53,7 @@ def answers(
     rerank: Reranker | None = None,
 ) -> Iterator[Found]:
     """Yield each query with the items nearest to it. The arguments are those of :func:`search`."""
-    from xcompat.embedding_provider import asking
+    from xcompat.embeddings.provider import asking
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
 

@@ -10,9 +10,9 @@ import datasets as hf
 import numpy as np
 import pyarrow as pa
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.images import UnusableSampleError
 from xcompat.data.schema import ID, IMAGE, TEXT
-from xcompat.errors import XcompatError
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.doctor import SAMPLE, Finding, Stored, judged
 from xcompat.retrieval.originals import Originals, Pictures, Texts

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice
 from xcompat.data.images import UnusableSampleError
-from xcompat.embedding import Contents, Embedded, embed_contents, notice_cut_short
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.embeddings.embed import Contents, Embedded, embed_contents, notice_cut_short
 from xcompat.models.embedder import Embedder
-from xcompat.progress import notice
 from xcompat.stores.base import Rows, Store
 from xcompat.stores.filling import Filling
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
-from xcompat.fingerprint import Fingerprint
-from xcompat.spreading import Spread, here
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.parallel import Spread, here
 from xcompat.stores.base import Rows, Store
 
 Given = TypeVar("Given")

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Gallery, Hit
 from xcompat.retrieval.manifest import VersionRecord
 from xcompat.retrieval.snapshot import Snapshot

@@ -17,8 +17,8 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import Metric

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import tenacity
 from lancedb import index as indexes
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
     from xcompat.stores.base import Store

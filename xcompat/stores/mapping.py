@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.arrays import row_lengths
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.arrays import row_lengths
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.upgrading import Block, map_block
 from xcompat.retrieval.versions import identity, upgraded_version

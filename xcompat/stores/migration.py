@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from xcompat.errors import FingerprintMismatchError, XcompatError
-from xcompat.progress import progress_bar, rate_of
-from xcompat.spreading import Spread, here
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.parallel import Spread, here
+from xcompat.core.progress import progress_bar, rate_of
 from xcompat.stores import filling
 from xcompat.stores.ahead import ahead
 from xcompat.stores.base import BEFORE, Rows, Store

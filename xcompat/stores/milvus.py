@@ -15,8 +15,8 @@ from pymilvus import DataType
 from pymilvus.exceptions import MilvusException
 from typing_extensions import override
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.milvus_lite import load_collection

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from pymilvus import MilvusClient
 from pymilvus.exceptions import MilvusException
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pymilvus import DataType, MilvusClient
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 STATE = "xcompat_state"
 """Field of a copied row: what the row that it was made from was then; a service that inserts need not know it."""

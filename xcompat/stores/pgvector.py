@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 from psycopg import sql
 from typing_extensions import override
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
-from xcompat.progress import notice
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, Rows, Space, Store

@@ -20,8 +20,8 @@ from psycopg.types.string import ByteaBinaryLoader
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed, wait_random_exponential
 from typing_extensions import override
 
-from xcompat.errors import XcompatError
-from xcompat.progress import console, literal
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import console, literal
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from psycopg import sql
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.stores.pgvector_client import Client
 from xcompat.stores.pgvector_dependents import NOT_NULL, Dependent, Resize, find_columns, find_dependents
 from xcompat.stores.pgvector_indexes import Copies

@@ -10,7 +10,7 @@ from typing import Any
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.pgvector_client import Client
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pgvector import Vector
 from psycopg import sql
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import UNKNOWN, Space

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from psycopg import sql
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.stores.base import BEFORE
 from xcompat.stores.pgvector_client import TYPES, Client
 from xcompat.stores.pgvector_columns import PLAIN_BYTES, refuse_obstacles, resized_default

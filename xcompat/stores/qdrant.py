@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from qdrant_client import models
 from typing_extensions import override
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.versions import as_float32
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store

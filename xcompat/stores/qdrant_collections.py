@@ -17,7 +17,7 @@ from qdrant_client import QdrantClient, models
 from qdrant_client.common.client_exceptions import ResourceExhaustedResponse
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri

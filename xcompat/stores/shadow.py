@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.evaluation import bootstrap_interval
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.commands import answers as gallery_answers

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from xcompat.errors import XcompatError
-from xcompat.files import write_json
-from xcompat.progress import console, literal, progress_bar, rate_of, snippet
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import write_json
+from xcompat.core.progress import console, literal, progress_bar, rate_of, snippet
 from xcompat.stores.shadow import Answer, Pair, Shadow, Way, compare_ways
 
 if TYPE_CHECKING:

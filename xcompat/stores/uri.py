@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast, get_args
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.retrieval.manifest import Metric
 
 

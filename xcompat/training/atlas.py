@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.ownership import owned_path, require_replaceable
+from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.data import open_image
 from xcompat.data.schema import CAPTION, ID, IMAGE, captions_of
-from xcompat.distributed import device
-from xcompat.errors import XcompatError
 from xcompat.evaluation import Evaluation
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT
 from xcompat.evaluation.selective import query_quality
 from xcompat.models.embedder import load_checkpoint
 from xcompat.models.frozen import load_frozen
-from xcompat.ownership import owned_path, require_replaceable
-from xcompat.progress import console, literal, silence_libraries
 from xcompat.report import ReportContent
 from xcompat.report.storage import encode_png
 from xcompat.report.tsne import project, sampled_rows

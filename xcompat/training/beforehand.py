@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
-from xcompat.errors import XcompatError, nearest
 from xcompat.training.declared import is_solved, trackers
 from xcompat.training.headers import said_with_layout
 from xcompat.training.paths import check_paths

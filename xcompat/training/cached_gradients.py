@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.outputs import CompatOutput
 

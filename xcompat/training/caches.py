@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.orientation import ORIENTATION
 from xcompat.data import View
 from xcompat.data.cache import file_stamps
 from xcompat.data.schema import CAPTION, ID, IMAGE, TEXT, captions_of
-from xcompat.embedding import EmbeddingCache, embed_images, embed_texts
-from xcompat.embedding_cache import StackedCaches
-from xcompat.errors import XcompatError
+from xcompat.embeddings.cache import StackedCaches
+from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
-from xcompat.orientation import ORIENTATION
 
 if TYPE_CHECKING:
     import datasets

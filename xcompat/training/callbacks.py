@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xcompat.distributed import is_distributed, mean_over_ranks, sum_over_ranks
-from xcompat.errors import TrainingDivergedError
-from xcompat.files import write_json
-from xcompat.interrupts import Interrupts
-from xcompat.progress import Waiting, console, literal, progress_bar
+from xcompat.core.distributed import is_distributed, mean_over_ranks, sum_over_ranks
+from xcompat.core.errors import TrainingDivergedError
+from xcompat.core.files import write_json
+from xcompat.core.interrupts import Interrupts
+from xcompat.core.progress import Waiting, console, literal, progress_bar
 
 MOST_FALLS = 10
 """Falls of fp16's gradient scale after which training stops, once the scale is below 1: from 65,536 that takes 17 steps."""

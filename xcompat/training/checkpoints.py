@@ -8,11 +8,11 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from xcompat.distributed import barrier, is_main_process
-from xcompat.errors import XcompatError
-from xcompat.files import clear_leftovers, files_below, listed, read_json, sync_folder, sync_tree
-from xcompat.folder_checksums import changes, write_checksums
-from xcompat.progress import console
+from xcompat.core.distributed import barrier, is_main_process
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import clear_leftovers, files_below, listed, read_json, sync_folder, sync_tree
+from xcompat.core.folder_checksums import changes, write_checksums
+from xcompat.core.progress import console
 
 STATE = "trainer_state.json"
 _UNFINISHED = ".tmp??????"  # names of files that safetensors has not finished writing

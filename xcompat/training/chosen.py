@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from xcompat.distributed import is_main_process
-from xcompat.errors import NothingHeldOutError, XcompatError
-from xcompat.files import read_json
+from xcompat.core.distributed import is_main_process
+from xcompat.core.errors import NothingHeldOutError, XcompatError
+from xcompat.core.files import read_json
+from xcompat.core.progress import notice
 from xcompat.mapping import Choice, PairedEmbeddings, fit
 from xcompat.mapping.agreement import choose_by_what_is_known
 from xcompat.mapping.candidates import GUESS, LINES, Described, Known, Paired, Solver
@@ -19,7 +20,6 @@ from xcompat.methods import QueryMapModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, penultimate
 from xcompat.models.old_knowledge import OldKnowledge
-from xcompat.progress import notice
 from xcompat.training.cost import FILE as COST
 from xcompat.training.cost import Solving
 from xcompat.training.overlap import warn_of_shared_images

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.files import atomic_path
+from xcompat.core.progress import console, literal
 from xcompat.encoders.class_names import SETS, class_names
-from xcompat.errors import XcompatError, nearest
-from xcompat.files import atomic_path
-from xcompat.progress import console, literal
 
 WORDNET = r"n\d{8}"
 MEND = "name a file with a line for each label (`xcompat classes` writes public ones)"

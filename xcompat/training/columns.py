@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledImages
 from xcompat.data.schema import INDEX, LABELS, NEW_EMBEDS, OLD_EMBEDS
-from xcompat.embedding import EmbeddingCache
-from xcompat.errors import XcompatError
+from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel

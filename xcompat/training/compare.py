@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from xcompat.distributed import barrier, is_main_process
+from xcompat.core.distributed import barrier, is_main_process
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import console, literal
 from xcompat.encoders.base import Encoder
-from xcompat.errors import XcompatError
 from xcompat.losses.classification import ClassificationHead
 from xcompat.models import CompatModel
-from xcompat.progress import console, literal
 from xcompat.report import load_report
 from xcompat.report.comparison import (
     Contender,

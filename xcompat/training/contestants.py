@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import Contestant
 from xcompat.evaluation.contestants import C
 from xcompat.evaluation.scores import Embeddings
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example
 from xcompat.training.test_items import GalleryItems, Questions

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xcompat.distributed import is_main_process, sum_over_ranks, world_size
-from xcompat.files import read_json, write_json
+from xcompat.core.distributed import is_main_process, sum_over_ranks, world_size
+from xcompat.core.files import read_json, write_json
 from xcompat.report.content import Cost
 from xcompat.training.checkpoints import STATE, last_complete_checkpoint
 from xcompat.training.record import damage_told

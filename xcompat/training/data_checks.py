@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.data import (
     CorpusSource,
     LabelledSource,
@@ -21,7 +22,6 @@ from xcompat.data import (
 from xcompat.data.addresses import addresses
 from xcompat.data.corpora import first_texts
 from xcompat.data.sources import EMBEDDED, files_with, local_files, locate
-from xcompat.errors import MissingPathError, XcompatError
 from xcompat.training.evaluation_sets import check_zero_shot
 from xcompat.training.judged_templates import require_images_of_templates
 from xcompat.training.judged_texts import load_judged_texts

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from xcompat.core.distributed import is_main_process, world_size
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.data import CorpusSource
-from xcompat.distributed import is_main_process, world_size
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in, small_scratch
-from xcompat.errors import XcompatError
 from xcompat.models.stored import StoredModel
-from xcompat.progress import console, literal, silence_libraries
 from xcompat.training.data_checks import check_data
 from xcompat.training.headers import said_with_layout
 from xcompat.training.paths import find_missing_paths

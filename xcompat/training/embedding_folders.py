@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.paths import is_local
 from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import local_files
 from xcompat.encoders.model_files import is_own
-from xcompat.errors import XcompatError
 from xcompat.mapping.sides import LABELS
-from xcompat.paths import is_local
 from xcompat.report import require_report_place
 from xcompat.training.record import EVALUATED, find_model
 from xcompat.vectors import is_table, stored_at

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 import torch
 from pydantic import ValidationError
 
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import console, literal, silence_libraries
+from xcompat.core.provenance import provenance
 from xcompat.data import LabelledSource, PairSource, read_qrels
-from xcompat.distributed import device
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
-from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.evaluation.contestants import C
-from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.frozen import load_frozen
-from xcompat.progress import console, literal, silence_libraries
-from xcompat.provenance import provenance
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, write_report
 from xcompat.training.contestants import EvaluationSet, map_contestant
 from xcompat.training.embedding_folders import (

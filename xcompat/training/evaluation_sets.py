@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import (
     LabelledImages,
     LabelledSource,
@@ -26,7 +27,6 @@ from xcompat.data import (
 )
 from xcompat.data.ids import ids_beside
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
-from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from xcompat.models.embedder import Embedder

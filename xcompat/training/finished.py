@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from xcompat.distributed import device
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import console, literal
 from xcompat.encoders import EncoderSource
-from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel, load_frozen
-from xcompat.progress import console, literal
 from xcompat.report import report_file
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import CURRENT

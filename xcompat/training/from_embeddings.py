@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
-from xcompat.embedding import EmbeddingCache
+from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.models import CompatModel
 from xcompat.models.closed_form import readable_pairs
 from xcompat.models.frozen import FrozenModel

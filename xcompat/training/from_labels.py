@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
+from xcompat.core.errors import XcompatError
 from xcompat.data.schema import NEW_EMBEDS
-from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.training.columns import labelled_columns, old_knowledge

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import set_seed
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import TextPairCollator, TextPairDataset, flatten_captions, load_pairs
 from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS, PASSAGE, QUERY
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.training.overlap import warn_of_shared_texts
 from xcompat.training.stage import StageData, StageModels

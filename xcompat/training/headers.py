@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 _KEY = re.compile(r"# (paper|table|row|published|data|needs|differs|ours): (.*)")
 _CONTINUED = "#   "

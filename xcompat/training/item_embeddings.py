@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.arrays import read_lines, rows_of
-from xcompat.errors import XcompatError
+from xcompat.core.arrays import read_lines, rows_of
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice
 from xcompat.evaluation.identities import Ids
-from xcompat.progress import notice
 from xcompat.vectors import check_rows, read_vectors, stored_at
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.schema import ID
 from xcompat.data.templates import Members, TemplateLists, read_members, read_template_lists, require_images
-from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedTemplates, TemplateProtocol
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example

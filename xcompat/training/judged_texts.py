@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import snippet
 from xcompat.data import load_items_of_text, read_qrels
 from xcompat.data.schema import ID, TEXT
-from xcompat.errors import XcompatError
 from xcompat.evaluation import EmbeddedTexts
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.evaluation.graded import Qrels
 from xcompat.models.frozen import FrozenModel
-from xcompat.progress import snippet
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_TEXTS, cached_texts
 from xcompat.training.contestants import EvaluationSet, best_rows, display_name

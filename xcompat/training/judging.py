@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xcompat.core.distributed import is_main_process
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data.schema import SIDE_INFO
-from xcompat.distributed import is_main_process
 from xcompat.encoders import EncoderSource
-from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant, Contestants, EmbeddedTexts, Evaluation, EvaluationOptions, evaluate, linear_cka
 from xcompat.evaluation.cases import WITHOUT_MEMORY, backfill_losses
 from xcompat.evaluation.contestants import C
-from xcompat.fingerprint import Fingerprint
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate

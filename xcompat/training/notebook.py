@@ -13,13 +13,13 @@ import datasets
 from pydantic import ValidationError
 from transformers import TrainerCallback, TrainingArguments
 
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import flatten_captions, load_labelled, load_pairs
 from xcompat.data.schema import LABEL_COLUMNS, LABELS, OLD_EMBEDS, TEXT
-from xcompat.distributed import device
-from xcompat.embedding import EmbeddingCache
+from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders import EncoderSource
-from xcompat.errors import XcompatError
-from xcompat.fingerprint import Fingerprint
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate
 from xcompat.models.frozen import FrozenModel, load_frozen

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from xcompat.errors import nearest
+from xcompat.core.errors import nearest
 
 if TYPE_CHECKING:
     import torch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xcompat.core.distributed import is_main_process
+from xcompat.core.progress import notice
 from xcompat.data.corpora import normalise
 from xcompat.data.overlap import shared_images
-from xcompat.distributed import is_main_process
-from xcompat.progress import notice
 from xcompat.training.evaluation_sets import judged_images
 from xcompat.training.stage import StageData
 

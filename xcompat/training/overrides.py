@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 from xcompat.training.stage_recipe import STAGE_PREFIX
 from xcompat.training.yaml_files import RecipeLoader, parse_yaml
 

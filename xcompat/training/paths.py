@@ -7,7 +7,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from xcompat.checksums import file_record
+from xcompat.core.checksums import file_record
+from xcompat.core.errors import MissingPathError, XcompatError
+from xcompat.core.paths import nearest_path
 from xcompat.data import CorpusSource, LabelledSource, TextSource
 from xcompat.data.addresses import addresses, shown
 from xcompat.data.captions import require_class_folder, require_market1501_names
@@ -17,8 +19,6 @@ from xcompat.data.picture_files import image_files, images_below
 from xcompat.data.sources import ImageSource, PairSource, files_digest, local_files, locate
 from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
-from xcompat.errors import MissingPathError, XcompatError
-from xcompat.paths import nearest_path
 from xcompat.training.sections import DataSettings, JudgedTemplates, ZeroShotSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.vectors import check_stored

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from filelock import BaseFileLock
 
-from xcompat.distributed import from_main_process
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import from_main_process
+from xcompat.core.errors import XcompatError
 from xcompat.report import load_report, report_file, require_report_place
 from xcompat.retrieval.lock import lock_writer
 from xcompat.training.recipe import Recipe

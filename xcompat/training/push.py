@@ -14,16 +14,17 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import listed, read_json
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.folder_checksums import CHECKSUMS
+from xcompat.core.progress import console, literal
 from xcompat.data import addresses
 from xcompat.data.addresses import PIPE, SCHEMES
 from xcompat.encoders import load_encoder, reading_model
 from xcompat.encoders.model_files import PATTERNS
 from xcompat.encoders.text_files import ABOUT, MODULES, module_folders
-from xcompat.errors import XcompatError
 from xcompat.evaluation.cases import ALL
-from xcompat.files import listed, read_json
-from xcompat.fingerprint import Fingerprint
-from xcompat.folder_checksums import CHECKSUMS
 from xcompat.hub.card import ModelFacts, RunFacts
 from xcompat.hub.endpoint import CONFIGS, is_dataset, plain_name, public_name
 from xcompat.hub.metadata import Gain
@@ -31,7 +32,6 @@ from xcompat.hub.push import push_model, record_push
 from xcompat.mapping.showing import gains_written
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
-from xcompat.progress import console, literal
 from xcompat.report import Report, load_report, render_markdown, report_file
 from xcompat.report.storage import is_report_of_map
 from xcompat.report.wording import NOT_SHOWN, search_name

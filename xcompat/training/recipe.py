@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_validator
 
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.encoders.scratch import QUICK, is_quick
-from xcompat.errors import XcompatError, nearest
 from xcompat.evaluation.cases import OF_MODELS, OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.headers import expected_layout

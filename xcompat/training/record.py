@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, read_json
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, read_json
 from xcompat.report.content import LossPoint
 from xcompat.report.storage import load_report, report_file
 from xcompat.training.recipe import explain

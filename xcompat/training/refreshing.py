@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from xcompat.core.distributed import gather_with_grad, rank, world_size
 from xcompat.data import PairCollator, PairDataset, iterate_images
-from xcompat.distributed import gather_with_grad, rank, world_size
-from xcompat.embedding import decoding, images_per_batch
+from xcompat.embeddings.embed import decoding, images_per_batch
 from xcompat.encoders.processor import Processor
 from xcompat.models import CompatModel
 

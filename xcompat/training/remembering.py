@@ -8,12 +8,13 @@ from typing import TypeVar
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from xcompat.arrays import numbered
+from xcompat.core.arrays import numbered
+from xcompat.core.errors import NothingHeldOutError
+from xcompat.core.files import atomic_path, read_json, write_json
+from xcompat.core.progress import console, literal, notice
 from xcompat.data import flatten_captions
 from xcompat.data.schema import ID, SIDE_INFO
-from xcompat.embedding import EmbeddingCache
-from xcompat.errors import NothingHeldOutError
-from xcompat.files import atomic_path, read_json, write_json
+from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.mapping import CaptionedEmbeddings, Choice, PairedEmbeddings, choose
 from xcompat.mapping.candidates import Candidate, Known, Paired
 from xcompat.mapping.paired import TurnedEmbeddings, grouped
@@ -22,7 +23,6 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.indexed_memory import described
 from xcompat.models.query_memory import QueryMemory
-from xcompat.progress import console, literal, notice
 from xcompat.training.overlap import warn_of_shared_texts
 from xcompat.training.record import CHOICE, OLD_MEMORY
 from xcompat.training.stage import StageData, StageModels

@@ -11,20 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xcompat.distributed import barrier, device, from_main_process, is_main_process, process_state
+from xcompat.core.distributed import barrier, device, from_main_process, is_main_process, process_state
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, clear_leftovers, write_json
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import console, literal, notice, silence_libraries
+from xcompat.core.progress import stage as stage_line
+from xcompat.core.provenance import provenance
 from xcompat.encoders import EncoderSource
-from xcompat.errors import XcompatError
 from xcompat.evaluation import Contestant, Contestants
 from xcompat.evaluation.cases import OLD_WITH_MEMORY
-from xcompat.files import atomic_path, clear_leftovers, write_json
-from xcompat.fingerprint import Fingerprint
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.score_scales import scale_scores
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
-from xcompat.progress import console, literal, notice, silence_libraries
-from xcompat.progress import stage as stage_line
-from xcompat.provenance import provenance
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.report.content import Cost, LossPoint
 from xcompat.training.chains import hops_before, mapped_along

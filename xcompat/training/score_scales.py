@@ -13,16 +13,16 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.errors import XcompatError
+from xcompat.core.progress import notice
 from xcompat.data import flatten_captions, load_pairs
 from xcompat.data.schema import ID, PASSAGE, QUERY, SIDE_INFO
-from xcompat.errors import XcompatError
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings, grouped
 from xcompat.models import CompatModel
 from xcompat.models.closed_form import LeastSquaresModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import Rows
-from xcompat.progress import notice
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.remembering import without_unreadable
 from xcompat.training.stage import StageData, StageModels

@@ -8,10 +8,10 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from xcompat.core.files import atomic_path, listed
+from xcompat.core.metric_names import metric_name
+from xcompat.core.progress import literal
 from xcompat.evaluation.cases import ALL
-from xcompat.files import atomic_path, listed
-from xcompat.metric_names import metric_name
-from xcompat.progress import literal
 from xcompat.report import Report, load_report, report_file
 
 CSV_NAME = "sequence.csv"

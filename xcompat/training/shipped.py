@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from xcompat.errors import XcompatError, nearest
-from xcompat.files import atomic_path, files_below
-from xcompat.progress import console, literal
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.files import atomic_path, files_below
+from xcompat.core.progress import console, literal
 
 PLACES = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
 """Inside the package, where a wheel puts them, and beside it, where they are in a clone."""

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xcompat.core.distributed import device
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import listed
+from xcompat.core.progress import notice_once
 from xcompat.data import (
     LabelledImages,
     Subset,
@@ -26,21 +30,17 @@ from xcompat.data import (
 )
 from xcompat.data.scenarios import known_share
 from xcompat.data.schema import NEW_SIDE_INFO, PASSAGE, QUERY, SIDE_INFO
-from xcompat.distributed import device
-from xcompat.embedding import EmbeddingCache
+from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.penultimate import IMAGES_ALONE
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import encoder_from_scratch
-from xcompat.errors import XcompatError
-from xcompat.files import listed
 from xcompat.methods import ProjectionModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
 from xcompat.models.frozen import FrozenModel, load_frozen
 from xcompat.models.stored import StoredModel
-from xcompat.progress import notice_once
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.judged_texts import load_judged_texts

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from xcompat.core.errors import XcompatError, nearest
 from xcompat.data import PairSource, View
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource, is_quick
-from xcompat.errors import XcompatError, nearest
 from xcompat.mapping.folds import Searched
 from xcompat.training.declared import method_names, method_options
 from xcompat.training.optimiser import Decayed

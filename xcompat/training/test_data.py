@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledImages
 from xcompat.data.ids import ids_beside
 from xcompat.data.schema import ID
-from xcompat.errors import XcompatError
 from xcompat.training.evaluation_sets import check_zero_shot, judged_on, load_pair_test_set
 from xcompat.training.judged_templates import require_images_of_templates
 from xcompat.training.judged_texts import load_judged_texts

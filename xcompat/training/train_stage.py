@@ -6,11 +6,11 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.pairs import rows_of_ids
 from xcompat.data.schema import ID
 from xcompat.data.sources import local_files
-from xcompat.errors import XcompatError
 from xcompat.models import CompatModel
 from xcompat.models.stored import StoredModel
 from xcompat.training.cost import FILE as COST

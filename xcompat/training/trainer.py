@@ -16,12 +16,12 @@ from transformers.integrations import integration_utils
 from transformers.optimization import get_scheduler
 from transformers.training_args import OptimizerNames
 
-from xcompat.distributed import process_state, rank
-from xcompat.errors import XcompatError, nearest
+from xcompat.core.distributed import process_state, rank
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.progress import console, literal, notice
+from xcompat.core.threads import keep_freed_memory
 from xcompat.hub.endpoint import hub_errors
 from xcompat.models import CompatModel
-from xcompat.progress import console, literal, notice
-from xcompat.threads import keep_freed_memory
 from xcompat.training.beforehand import not_installed
 from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback

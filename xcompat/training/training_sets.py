@@ -19,7 +19,7 @@ from xcompat.data import (
     stream_pairs,
 )
 from xcompat.data.schema import CAPTION, OLD_EMBEDS, OLD_TEXT_EMBEDS
-from xcompat.embedding import EmbeddingCache
+from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
 from xcompat.outputs import Views

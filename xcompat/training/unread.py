@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from xcompat.core.errors import XcompatError
 from xcompat.data import PairSource
 from xcompat.data.schema import NEW_EMBEDS, OLD_EMBEDS
 from xcompat.encoders.scratch import ScratchSource
-from xcompat.errors import XcompatError
 from xcompat.training.sections import EvaluationSettings
 from xcompat.training.stage_recipe import CHOSEN, StageRecipe, method_class
 from xcompat.training.values import dependent_fields, is_usual

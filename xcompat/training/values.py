@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from xcompat.core.errors import nearest
 from xcompat.encoders.adapter_settings import AdapterConfig
-from xcompat.errors import nearest
 from xcompat.training.declared import method_options, trainer_fields
 from xcompat.training.optimiser import check_optimiser
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 MOST_BYTES = 2**20
 MOST_VALUES = 100_000

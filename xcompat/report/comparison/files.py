@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from xcompat.core.files import write_json
+from xcompat.core.ownership import owned_path, require_replaceable
 from xcompat.evaluation import PairedDifference
 from xcompat.evaluation.cases import overall_outcome
-from xcompat.files import write_json
-from xcompat.ownership import owned_path, require_replaceable
 from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.comparison.tables import summary, tables

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xcompat.metric_names import metric_name
+from xcompat.core.metric_names import metric_name
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row
 from xcompat.report.content import retrieval_metrics
 from xcompat.report.plots import new_figure, set_title

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
+from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import Difference, PairedDifference, paired_bootstrap
 from xcompat.evaluation.cases import ALL, OLD_WITH_MEMORY, RERANKED, WITHOUT_MEMORY
-from xcompat.metric_names import metric_name
 from xcompat.report.content import Report
 
 Key = tuple[str, str]

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as TerminalTable
 
+from xcompat.core.metric_names import metric_name
+from xcompat.core.progress import literal
 from xcompat.evaluation import PairedDifference
 from xcompat.evaluation.cases import hangs_on, overall_outcome
-from xcompat.metric_names import metric_name
-from xcompat.progress import literal
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.wording import approximately, gain_with_interval, spread
 

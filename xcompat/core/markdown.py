@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xcompat.errors import visible
+from xcompat.core.errors import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment

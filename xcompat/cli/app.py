@@ -12,16 +12,17 @@ from typing import Annotated, Literal, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from xcompat import __version__, failures
-from xcompat.data_cli import caption, classes, recipes
-from xcompat.decision_cli import plan, shadow
-from xcompat.distributed import end_processes
-from xcompat.errors import XcompatError
-from xcompat.export_cli import app as export_app
-from xcompat.gallery_cli import app as gallery_app
-from xcompat.migrate_cli import app as migrate_app
-from xcompat.options import BadVectorShare, Engine, GpusPerWorker, Overrides, WorkerCount
-from xcompat.quickstart_cli import app as quickstart_app
+from xcompat import __version__
+from xcompat.cli.data import caption, classes, recipes
+from xcompat.cli.decisions import plan, shadow
+from xcompat.cli.export import app as export_app
+from xcompat.cli.gallery import app as gallery_app
+from xcompat.cli.migrate import app as migrate_app
+from xcompat.cli.options import BadVectorShare, Engine, GpusPerWorker, Overrides, WorkerCount
+from xcompat.cli.quickstart import app as quickstart_app
+from xcompat.core import failures
+from xcompat.core.distributed import end_processes
+from xcompat.core.errors import XcompatError
 
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
@@ -331,7 +332,7 @@ def compare(
 def report(run: Annotated[Path, typer.Argument(help="Run folder, or a folder with a report.")]) -> None:
     """Print the report of a finished run, and draw its page and plots again."""
     import xcompat.report as reports
-    from xcompat.progress import console
+    from xcompat.core.progress import console
 
     reports.load_report(run)  # what is missing is said before what draws is imported
     reports.render_report(run)
@@ -359,7 +360,7 @@ def push(
     """Push a model to the Hub, with a card of its results and compatible galleries."""
     if merged and adapters_only:
         raise XcompatError("--merged and --adapters-only exclude each other: merged weights are no longer the base's")
-    from xcompat.progress import console, silence_libraries
+    from xcompat.core.progress import console, silence_libraries
     from xcompat.training.record import find_model
 
     find_model(target)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 
 def caption(

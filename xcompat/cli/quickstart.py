@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from xcompat.options import Overrides
+from xcompat.cli.options import Overrides
 
 DEFAULT = "characters"
 

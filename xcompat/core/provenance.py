@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from xcompat.errors import without_secrets
+from xcompat.core.errors import without_secrets
 
 LIBRARIES = ("xcompat", "transformers", "peft", "accelerate", "datasets", "open_clip_torch", "numpy")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.errors import XcompatError, what_failed
+from xcompat.core.errors import XcompatError, what_failed
 
 _TOGETHER = 256  # rows: a fault may map 2 MiB around each
 

@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
-from xcompat.cache_filling import Batches, fill_cache
+from xcompat.core.progress import Waiting, notice
+from xcompat.core.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 from xcompat.data import BadSamples, View, iterate_images
 from xcompat.data.schema import ID, IMAGE, PIXEL_VALUES
-from xcompat.embedding_cache import (
+from xcompat.embeddings.cache import (
     CacheInfo,
     EmbeddingCache,
 )
+from xcompat.embeddings.cache_filling import Batches, fill_cache
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
-from xcompat.progress import Waiting, notice
-from xcompat.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 
 if TYPE_CHECKING:
     import datasets

@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from xcompat.errors import XcompatError, visible_line, without_secrets
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.errors import XcompatError, visible_line, without_secrets
+from xcompat.core.fingerprint import Fingerprint
 
 INTERRUPTED = "interrupted; start again to continue"
 NOBODY_READS = "whoever read what is printed has gone (broken pipe); start again to continue"

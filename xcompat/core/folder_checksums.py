@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from xcompat.checksums import FileRecord, difference, file_record
-from xcompat.errors import XcompatError
-from xcompat.files import read_json, write_json
+from xcompat.core.checksums import FileRecord, difference, file_record
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import read_json, write_json
 
 CHECKSUMS = "xcompat_checksums.json"
 """Distinct from the checksum files that other tools keep beside a model, in other formats."""

@@ -12,8 +12,8 @@ from uuid import UUID
 
 import numpy as np
 
-from xcompat.progress import notice_once
-from xcompat.surrogates import replace_surrogates
+from xcompat.core.progress import notice_once
+from xcompat.core.surrogates import replace_surrogates
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 _AS_ISO = (datetime.datetime, datetime.date, datetime.time)

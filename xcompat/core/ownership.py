@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from xcompat.checksums import FileRecord, file_record
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, clear_leftovers, drop_unfinished, files_below, read_json, write_json
+from xcompat.core.checksums import FileRecord, file_record
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, clear_leftovers, drop_unfinished, files_below, read_json, write_json
 
 MARKER = ".xcompat.json"
 """Name of the marker in a folder that a command made; the marker of a file is the file's name with this appended."""
@@ -65,7 +65,7 @@ def owned_path(
         >>> require_replaceable(target, "export example")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        xcompat.errors.XcompatError: ...notes.txt was not made by `xcompat export example`; move it, choose another place...
+        xcompat.core.errors.XcompatError: ...notes.txt was not made by `xcompat export example`; move it, choose another place...
     """
     path = Path(path)
     require_replaceable(path, made_by, overwrite, read)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
     from xcompat.stores.shadow import Way
@@ -44,7 +44,7 @@ def shadow(
     asked.require_models(old, model)
     if out is not None and out.exists():
         raise XcompatError(f"{out} exists; name another file with --out")
-    from xcompat.gallery_cli import open_searched
+    from xcompat.cli.gallery import open_searched
 
     opened = open_searched(searched)
     from xcompat.stores.shadow_report import show_shadow
@@ -73,7 +73,7 @@ def plan(
     """
     if picture is not None and picture.exists():
         raise XcompatError(f"{picture} exists; name another file with --picture")
-    from xcompat.progress import console, literal
+    from xcompat.core.progress import console, literal
     from xcompat.report import load_report
     from xcompat.report.planning import Traffic, draw_plan, plan_ways
     from xcompat.report.terminal import print_plan
@@ -81,7 +81,7 @@ def plan(
     planned = plan_ways(load_report(report), Traffic(items, queries_per_day, embeds_per_second, price, days), metric)
     print_plan(planned, console)
     if picture is not None:
-        from xcompat.files import atomic_path
+        from xcompat.core.files import atomic_path
 
         with atomic_path(picture) as file:
             draw_plan(planned).savefig(file, format="png", dpi=150)
@@ -101,10 +101,10 @@ def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
 
 
 def _way(model: str, rerank: int | None = None, originals: Path | None = None, rerank_with: str = "") -> Way:
-    from xcompat.distributed import device
-    from xcompat.gallery_cli import load_reranker
+    from xcompat.cli.gallery import load_reranker
+    from xcompat.core.distributed import device
+    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import load_embedder
-    from xcompat.progress import silence_libraries
     from xcompat.retrieval.fallback import Fallback
     from xcompat.stores.shadow import Way
 

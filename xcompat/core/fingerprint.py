@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from xcompat.errors import FingerprintMismatchError
+from xcompat.core.errors import FingerprintMismatchError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

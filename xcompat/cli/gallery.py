@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from xcompat.errors import XcompatError
-from xcompat.options import BadVectorShare, Engine, GpusPerWorker, WorkerCount
+from xcompat.cli.options import BadVectorShare, Engine, GpusPerWorker, WorkerCount
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
-    from xcompat.fingerprint import Fingerprint
+    from xcompat.core.fingerprint import Fingerprint
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
@@ -161,7 +161,7 @@ def build(
 
 def _printing_results(is_printing: bool) -> AbstractContextManager[object]:
     """Keep stdout for results that programs read."""
-    from xcompat.progress import results_on_stdout
+    from xcompat.core.progress import results_on_stdout
 
     return results_on_stdout() if is_printing else nullcontext()
 
@@ -311,7 +311,7 @@ def upgrade(
 
 def _warn_of_backfill(gallery: Gallery, model: str) -> None:
     """Print a warning, before anything is embedded, if the model's report says that re-embedded items find less."""
-    from xcompat.progress import notice
+    from xcompat.core.progress import notice
     from xcompat.report import recorded_backfill_losses
     from xcompat.report.wording import backfill_warning
 
@@ -485,7 +485,7 @@ def _open(folder: Path) -> Gallery:
 
 def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float | None) -> Fallback | None:
     """Load the old model that is named, or that a map was chosen to search with; embedded queries cannot be embedded again."""
-    from xcompat.distributed import device
+    from xcompat.core.distributed import device
     from xcompat.retrieval.embedded_queries import EmbeddedQueries
     from xcompat.retrieval.fallback import Fallback
 
@@ -515,9 +515,9 @@ def _load(model: str, dtype: Dtype = "float32") -> Embedder:
     asked.require_models(model)
     import torch
 
-    from xcompat.distributed import device
+    from xcompat.core.distributed import device
+    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import load_embedder
-    from xcompat.progress import silence_libraries
 
     silence_libraries()
     return load_embedder(model, device(), None if dtype == "float32" else getattr(torch, dtype))
@@ -530,9 +530,9 @@ def _load_map(model: str) -> CompatModel:
     folder = asked.require_map(model)
     import torch
 
-    from xcompat.distributed import device
+    from xcompat.core.distributed import device
+    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import is_checkpoint, load_checkpoint
-    from xcompat.progress import silence_libraries
 
     if not is_checkpoint(folder):
         _load(model)  # or there is none

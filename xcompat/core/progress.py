@@ -27,8 +27,8 @@ from rich.progress import (
 from rich.table import Column
 from typing_extensions import override
 
-from xcompat.distributed import is_main_process
-from xcompat.errors import visible, visible_line
+from xcompat.core.distributed import is_main_process
+from xcompat.core.errors import visible, visible_line
 
 T = TypeVar("T")
 WIDE = 10_000

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from xcompat.errors import XcompatError
-from xcompat.options import Engine, GpusPerWorker, WorkerCount
+from xcompat.cli.options import Engine, GpusPerWorker, WorkerCount
+from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
     from xcompat.stores import Store
@@ -53,7 +53,7 @@ def plan(
     max_bad_share: MaxBadShare = None,
 ) -> None:
     """Show the cost and result of a migration. Writes nothing."""
-    from xcompat.progress import console, literal
+    from xcompat.core.progress import console, literal
     from xcompat.report import load_report, print_ways, report_file
     from xcompat.stores import commands
 
@@ -87,8 +87,8 @@ def start(
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
     """Fill new vectors while services read and write. An interrupted run continues."""
+    from xcompat.core.parallel import Spread, led
     from xcompat.engines.workers import Workers
-    from xcompat.spreading import Spread, led
     from xcompat.stores import commands
 
     def lead(spread: Spread) -> None:
@@ -196,9 +196,9 @@ def _require(uri: str, model: str, embed: str | None, pictures: str | None) -> N
 def _filling(model: str, embed: str | None, pictures: str | None) -> Filling:
     import torch
 
-    from xcompat.distributed import device
+    from xcompat.core.distributed import device
+    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import load_checkpoint, load_embedder
-    from xcompat.progress import silence_libraries
     from xcompat.stores.embedding import Embedding
     from xcompat.stores.mapping import Mapping
 

@@ -13,9 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xcompat.core.distributed import barrier, gather_objects, is_main_process, rank, world_size
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import clear_leftovers, listed, read_json, write_json
+from xcompat.core.progress import Waiting, notice, progress_bar, rate_of
 from xcompat.data import BadSamples
-from xcompat.distributed import barrier, gather_objects, is_main_process, rank, world_size
-from xcompat.embedding_cache import (
+from xcompat.embeddings.cache import (
     CacheInfo,
     DamagedShardError,
     EmbeddingCache,
@@ -24,9 +27,6 @@ from xcompat.embedding_cache import (
     read_info,
     write_shard,
 )
-from xcompat.errors import XcompatError
-from xcompat.files import clear_leftovers, listed, read_json, write_json
-from xcompat.progress import Waiting, notice, progress_bar, rate_of
 
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
 """Row numbers, and the embeddings of these rows."""

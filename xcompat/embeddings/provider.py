@@ -15,18 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xcompat.arrays import normalise_rows
-from xcompat.cache_filling import Batches, fill_cache
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.distributed import from_main_process, process_state
+from xcompat.core.errors import XcompatError, nearest, what_failed
+from xcompat.core.files import read_json
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import Waiting, console, literal, notice
 from xcompat.data import BadSamples
-from xcompat.distributed import from_main_process, process_state
-from xcompat.embedding_cache import CacheInfo, EmbeddingCache
+from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
+from xcompat.embeddings.cache_filling import Batches, fill_cache
 from xcompat.encoders.base import Space
-from xcompat.errors import XcompatError, nearest, what_failed
-from xcompat.files import read_json
-from xcompat.fingerprint import Fingerprint
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint
-from xcompat.progress import Waiting, console, literal, notice
 from xcompat.vectors import first_not_unit
 
 BYTES_PER_TOKEN = 4  # of UTF-8, about, in tokenizers of today

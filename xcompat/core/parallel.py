@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
-from xcompat.distributed import is_main_process, process_state, world_size
-from xcompat.errors import XcompatError
+from xcompat.core.distributed import is_main_process, process_state, world_size
+from xcompat.core.errors import XcompatError
 
 Kept = TypeVar("Kept")
 Model = TypeVar("Model")

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xcompat.errors import XcompatError
+from xcompat.core.errors import XcompatError
 
 try:
     import fcntl

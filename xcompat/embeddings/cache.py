@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import override
 
-from xcompat.checksums import FileRecord, difference, file_record
-from xcompat.errors import XcompatError
-from xcompat.files import atomic_path, read_json, write_array, write_json
-from xcompat.fingerprint import Fingerprint
+from xcompat.core.checksums import FileRecord, difference, file_record
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import atomic_path, read_json, write_array, write_json
+from xcompat.core.fingerprint import Fingerprint
 
 SCHEMA = 1
 

@@ -1,0 +1,1 @@
+"""Foundations: errors, files, integrity, processes, progress and identities. Nothing here knows a model or a gallery."""

@@ -1,0 +1,1 @@
+"""Embeddings made by models and services, kept on disk."""
