@@ -218,7 +218,7 @@ def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]
         else:
             exec(compile(code, page, "exec", dont_inherit=True), names.setdefault(page, {}))  # noqa: S102 - our own pages
     assert names["README.md"]["own"].shape == (60, 16)
-    for page in ("docs/paths.md", "docs/recipes.md"):
+    for page in ("docs/README.md", "docs/recipes.md"):
         assert names[page]["queries"].shape == (2, 8)
         np.testing.assert_allclose(names[page]["queries"].norm(dim=-1), 1, rtol=1e-5)
     for method in ("xbt", "bct"):

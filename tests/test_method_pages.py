@@ -25,16 +25,7 @@ from pictures import PICTURES, as_svg  # noqa: E402
 
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 OVERVIEW = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-SECTIONS = [
-    "Loss",
-    "What it needs",
-    "What it gives",
-    "Options",
-    "Run it",
-    "What it found",
-    "Other than in the paper",
-    "Paper",
-]
+SECTIONS = ["Loss", "Use it when", "Run it", "Options", "Differences from the paper", "Results", "Paper"]
 COLUMNS = {name for method in METHODS.values() for name in (*method.columns, *method.columns_if_known)} | {"labels"}
 
 
@@ -100,7 +91,7 @@ def test_an_option_is_told_by_the_nearest_docstring() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_columns_are_those_of_the_method(method: str) -> None:
     model = METHODS[method]
-    (told,) = re.findall(r"^\| Data \|(.*)\|$", section(PAGES[method], "What it needs"), re.MULTILINE)
+    (told,) = re.findall(r"^\| Data \|(.*)\|$", section(PAGES[method], "Use it when"), re.MULTILINE)
     needed = {*model.columns, *model.columns_if_known} | ({"labels"} if issubclass(model, ClassifiedModel) else set())
     assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
 

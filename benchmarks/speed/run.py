@@ -25,9 +25,8 @@ RESULTS = HERE.parents[1] / "docs" / "results" / "speed.md"
 SECTION = re.compile(r"(<!-- speed -->\n).*(<!-- /speed -->)", re.DOTALL)
 ALSO = ("faiss-cpu", "pytorch-metric-learning", "torchmetrics", "sentence-transformers", "clip_benchmark")
 LEGEND = """\
-Both sides of a row ran in turn; times are medians of at least 5 runs each, ours first, and what they compute was found equal
-before, of the slowest on a part of it. The ratio is how many times as fast ours is, and where the bound is `<=`, how many times
-the time or memory ours takes."""
+Times are medians of at least 5 alternating runs: xcompat's, then the other's. Outputs are checked for equality (slow rows: on a
+part). The ratio is the speedup of xcompat. With a bound `<=`, it is xcompat's time or memory relative to the other's."""
 
 
 def scripts() -> list[Path]:

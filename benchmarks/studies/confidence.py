@@ -103,10 +103,10 @@ def signs_of(model: CompatModel, new_QD: NDArray[np.float32]) -> dict[str, NDArr
     nearest_Q2, recalled_Qd = memory.resemblance(x_QD).topk(2, dim=1).values, memory.recalled(x_QD)
     agreement_Q = (memory.metric(model.own_view(x_QD)) * F.normalize(recalled_Qd, dim=1)).sum(1)
     found = {
-        "length of what is recalled": recalled_Qd.norm(dim=1),
+        "length of recalled vector": recalled_Qd.norm(dim=1),
         "largest cosine to a key": nearest_Q2[:, 0],
-        "margin between the two nearest keys": nearest_Q2[:, 0] - nearest_Q2[:, 1],
-        "agreement of the query's own place": agreement_Q,
+        "margin of nearest keys": nearest_Q2[:, 0] - nearest_Q2[:, 1],
+        "cosine to recalled vector": agreement_Q,
     }
     return {name: values_Q.double().numpy() for name, values_Q in found.items()}
 
@@ -126,9 +126,7 @@ def asked_of(model: CompatModel, name: str, new_QD: Any, old_Qd: Any, search: An
     x_QD, old_Qd = torch.from_numpy(np.array(new_QD, np.float32)), np.array(old_Qd, np.float32)
     view_Qd, confidence_Q = model.view(x_QD), model.confidence(x_QD)
     assert confidence_Q is not None, f"{name}: no query says how sure it is"
-    signs = signs_of(model, new_QD) | {
-        "margin between the two first hits": margin_of_search(view_Qd.numpy(), np.asarray(stored_Nd), itself)
-    }
+    signs = signs_of(model, new_QD) | {"margin of first hits": margin_of_search(view_Qd.numpy(), np.asarray(stored_Nd), itself)}
     searched = (search(each) for each in (view_Qd.numpy(), old_Qd, slerp(view_Qd, torch.from_numpy(old_Qd), MIXED).numpy()))
     return Asked(name, confidence_Q.numpy(), signs, *searched)
 
@@ -146,8 +144,8 @@ def tiny() -> Iterator[Asked]:
     known_classes = np.sort(np.random.default_rng(0).permutation(len(train.classes))[: len(train.classes) // 2])
     every_T, new_T = np.arange(len(labels_T)), np.flatnonzero(~np.isin(labels_T, known_classes))
     for classes, protocols in (
-        (np.arange(len(train.classes)), {"Tiny-ImageNet, all classes known": every_T}),
-        (known_classes, {"Tiny-ImageNet, half known": every_T, "Tiny-ImageNet, none known": new_T}),
+        (np.arange(len(train.classes)), {"photos, all known": every_T}),
+        (known_classes, {"photos, half known": every_T, "photos, none known": new_T}),
     ):
         rows = np.flatnonzero(np.isin(labels_N, classes))
         pairs = PairedEmbeddings(new_ND[rows], old_Nd[rows], np.unique(labels_N[rows], return_inverse=True)[1])
@@ -164,7 +162,7 @@ def tiny() -> Iterator[Asked]:
 
             asked = asked_of(model, name, new_TD[rows_T], stored_Td, search, stored_Td, itself=True)
             signs_T3 = np.stack(list(asked.signs.values())[1:4], axis=1)
-            asked.signs["the three before it together"] = three.decision_function(signs_T3)
+            asked.signs["rows 2 to 4"] = three.decision_function(signs_T3)
             yield asked
 
 

@@ -133,7 +133,7 @@ def table_of(
             held = sum(finding.interval[0] <= share <= finding.interval[1] for finding in findings)
             low, high = np.mean([finding.interval for finding in findings], axis=0)
             cells.append(
-                f"{np.mean([finding.share for finding in findings]):.1%} ({low:.1%} to {high:.1%}), {held} of {trials} hold it"
+                f"{np.mean([finding.share for finding in findings]):.1%} ({low:.1%} to {high:.1%}), covered {held}/{trials}"
             )
             cells.append("; ".join(sorted({way for finding in findings for way in finding.made if way})))
             yield cells

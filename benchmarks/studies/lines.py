@@ -253,13 +253,11 @@ def show_agreement(title: str, columns: Sequence[Column], metric: str) -> None:
     for row in (OLD, *LINES, *half_way):
         cells = (tuple(float(side[0]) for side in column.order([row], metric)) for column in columns)
         console.print(f"| {row} | {' | '.join(f'{agreement:.1f}, {found:.1f}' for agreement, found in cells)} |")
-    for name, rows in (("the maps alone", [*LINES]), ("half-way", half_way), ("all rows", [OLD, *LINES, *half_way])):
+    for name, rows in (("maps alone", [*LINES]), ("half-way", half_way), ("all rows", [OLD, *LINES, *half_way])):
         orders = [column.order(rows, metric) for column in columns]
         ranks = " | ".join(f"{spearmanr(*order).statistic:+.2f}" for order in orders)
         lost = " | ".join(f"{found.max() - found[agreement.argmax()]:.1f}" for agreement, found in orders)
-        console.print(
-            f"| rank correlation, {name} | {ranks} |\n| {metric} lost by taking the largest agreement, {name} | {lost} |"
-        )
+        console.print(f"| rank correlation, {name} | {ranks} |\n| {metric} lost by agreement, {name} | {lost} |")
 
 
 def main() -> None:

@@ -94,11 +94,11 @@ TrainingSet = tuple[str, int, Callable[[PairedEmbeddings], NDArray[np.int64]] | 
 def training_sets() -> Iterator[TrainingSet]:
     """Yield the training sets."""
     for count in (5, 10, 20, IMAGES, 100, 250):
-        yield f"{count} images of each class", count, None
+        yield f"{count} images per class", count, None
     for share in (0.1, 0.2, 0.4):
-        yield f"{IMAGES}, of {share:.0%} the class of another", IMAGES, partial(wrong, share=share)
+        yield f"{IMAGES}, {share:.0%} wrong labels", IMAGES, partial(wrong, share=share)
     for clusters in (50, 200, 800):
-        yield f"{IMAGES}, {clusters} clusters and no classes", IMAGES, partial(clustered, count=clusters)
+        yield f"{IMAGES}, {clusters} clusters, no labels", IMAGES, partial(clustered, count=clusters)
 
 
 def main() -> None:
@@ -127,7 +127,7 @@ def print_many(train: PairedEmbeddings, test: PairedEmbeddings) -> None:
 
 def print_few(train: PairedEmbeddings, test: PairedEmbeddings) -> None:
     """Measure every number of images and of classes, on the classes of which none is known, and print a row of each."""
-    heads = ["least on what was held out", "new classes: CMC@1", "mAP"]
+    heads = ["smallest validation gain", "new classes: CMC@1", "mAP"]
     console.print(f"\n| images of each | classes | images | {' | '.join(heads)} | chosen |\n|{'---:|' * (3 + len(heads))}---|")
     for count, classes in FEW:
         choice, gains = asked(

@@ -91,16 +91,16 @@ def variants(train: PairedEmbeddings, test: PairedEmbeddings) -> Iterator[tuple[
     assert memory is not None
     with torch.inference_mode():
         plain_Qd = model.view(new_QD)
-        yield "the memory as it is", plain_Qd
+        yield "default memory", plain_Qd
         memory.share = 1.2
         yield "the memory with λ 1.2", model.view(new_QD)
         memory.share = SETTING.share
-        yield "hubs taken off", less_of_hubs(plain_Qd, stored_Nd)
+        yield "hub correction", less_of_hubs(plain_Qd, stored_Nd)
         for share in (0.3, 1.0):
             yield f"query expansion, {share:g}", expanded(plain_Qd, stored_Nd, memory, share)
             values_Kd = memory.values_Kd.clone()
             memory.values_Kd = expanded(values_Kd, stored_Nd, memory, share)
-            yield f"entries expanded by the gallery, {share:g}", model.view(new_QD)
+            yield f"entries smoothed by the gallery, {share:g}", model.view(new_QD)
             memory.values_Kd = values_Kd
         own_Nd = model.own_view(tensors(train)[0])
     model.remember(learned(fit(SETTING, Known(train)).memory, own_Nd.clone(), train))  # type: ignore[arg-type]  # it has one

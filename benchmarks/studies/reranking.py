@@ -106,7 +106,7 @@ def load_photo_searches(seeds: int) -> Iterator[tuple[str, Search, PairedEmbeddi
         half = random.permutation(classes)[: len(classes) // 2]
         protocols = {
             f"{PAIRS:,} random pairs": (rows_Q, np.sort(random.permutation(len(rows_G))[:PAIRS])),
-            "pairs of half of the classes, asked by the others": (
+            "unseen classes": (
                 rows_Q[~np.isin(labels_N[rows_Q], half)],
                 np.flatnonzero(np.isin(labels_N[rows_G], half)),
             ),

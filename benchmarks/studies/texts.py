@@ -207,10 +207,10 @@ def without_old_model(contest: Contest, new: Kept) -> Iterator[str]:
     passages = contest.passages(new)
     counts = [*(count for count in STORED if count < len(passages)), len(passages)]
     heads = " | ".join(f"{count:,}" for count in counts)
-    yield f"| {contest.task.name}, {new.name}: gain at nDCG@10, stored texts embedded anew | {heads} |"
+    yield f"| {contest.task.name}, {new.name}: gain at nDCG@10, re-embedded texts | {heads} |"
     yield f"|---|{'---:|' * len(counts)}"
     order = np.random.default_rng(0).permutation(len(passages))
-    for name in (*LINES, "Drift-Adapter, network", "Procrustes, and remembers the stored texts"):
+    for name in (*LINES, "Drift-Adapter, network", "Procrustes + memory"):
         gains = []
         for count in counts:
             pairs = together(passages.take(np.sort(order[:count])))
@@ -218,7 +218,7 @@ def without_old_model(contest: Contest, new: Kept) -> Iterator[str]:
             gains.append(contest.gains(contest.with_map(model, new))[0])
         yield f"| {name} | {' | '.join(map(cell, gains))} |"
     own = contest.gains(contest.found(contest.queries(new), contest.texts(new)))[0]
-    yield f"| new/new: all of them embedded anew, and no map | {' | '.join([''] * (len(counts) - 1))} | {cell(own)} |"
+    yield f"| new/new: all re-embedded, no map | {' | '.join([''] * (len(counts) - 1))} | {cell(own)} |"
 
 
 def pairs_of(kinds: Sequence[Groups]) -> Callable[[Generator, int], list[tuple[str, str]]]:
