@@ -1,0 +1,142 @@
+"""Embeddings in JSON of databases and services: exports, scrolls, and batch output of embedding APIs."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.core.errors import XcompatError
+from xcompat.vectors.formats import DOCUMENTS, EMBEDDING_COLUMNS, ID_COLUMNS, Columns, filled_lines
+
+Row = tuple[str | int | None, NDArray[np.float32] | None]
+"""The id and the embedding of an item; either can be missing."""
+_LISTS = (
+    *(("result", "points"), ("hits", "hits"), ("points",), ("objects",), ("data",), ("vectors",), ("matches",)),
+    *(("documents",), ("rows",), ("records",), ("items",)),
+)
+"""Where a document holds its items: Qdrant, Elasticsearch, Weaviate, OpenAI, Pinecone, and others."""
+_NESTED = ("_source", "properties", "payload", "metadata")
+"""Fields of an item in which its vector can be."""
+
+
+def read_dump(file: Path, columns: Columns) -> Iterator[Row]:
+    """Yield the items of a JSON document, or of JSON lines whose rows are nested.
+
+    Args:
+        file: the export; a document is read into memory.
+        columns: the named vector and the id to read.
+
+    Raises:
+        XcompatError: the file is no JSON, or holds no items, or several vectors per item of which none is chosen.
+    """
+    if file.name.endswith(DOCUMENTS):
+        with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as opened:
+            document = _parse(opened.read(), file, 1)
+        items: Iterable[Any] = _items(document) or []
+    else:
+        items = (_parse(line, file, number) for number, line in enumerate(filled_lines(file), 1))
+    for number, item in enumerate(items):
+        yield from _rows(item, f"{file}: item {number}", columns)
+
+
+def parse_vector(text: str, where: object) -> NDArray[np.float32]:
+    """Parse a vector from text: a list in brackets, as JSON or NumPy prints it, or base64 of float32.
+
+    Raises:
+        XcompatError: the text is none of these.
+
+    Example:
+        >>> parse_vector("[0.5, 1.0]", "row 0"), parse_vector("AAAAPwAAgD8=", "row 0")
+        (array([0.5, 1. ], dtype=float32), array([0.5, 1. ], dtype=float32))
+    """
+    text = text.strip()
+    try:
+        if text.startswith(("[", "(")):
+            return np.array(text.strip("[]()").replace(",", " ").split(), np.float32)
+        return np.frombuffer(base64.b64decode(text, validate=True), "<f4").astype(np.float32)
+    except (ValueError, binascii.Error) as error:
+        raise XcompatError(f"{where} holds no vector ({text[:40]!r}); write numbers in brackets, or base64 of float32") from error
+
+
+def _parse(line: bytes, file: Path, number: int) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise XcompatError(f"{file} line {number} is no JSON ({str(error)[:100]}); fix it, or write it again") from error
+
+
+def _items(document: Any) -> list[Any] | None:  # noqa: ANN401 - JSON
+    """Return the items of a document; None if it holds none."""
+    if not isinstance(document, Mapping):
+        return document if isinstance(document, list) else None
+    ids = next((document[name] for name in ("ids", *ID_COLUMNS) if isinstance(document.get(name), list)), None)
+    vectors = next((document[name] for name in EMBEDDING_COLUMNS if isinstance(document.get(name), list)), None)
+    if ids is not None and vectors is not None and len(ids) == len(vectors):  # columns, as Chroma returns them
+        return [{"id": each, "embedding": vector} for each, vector in zip(ids, vectors, strict=True)]
+    if (listed := next(filter(None, (_list_at(document, path) for path in _LISTS)), None)) is not None:
+        return listed
+    if document and all(isinstance(each, list) for each in document.values()):  # id -> vector
+        return [{"id": name, "embedding": vector} for name, vector in document.items()]
+    return None
+
+
+def _list_at(document: Mapping[str, Any], path: tuple[str, ...]) -> list[Any] | None:
+    """Return the list at a path of keys, or the values there with their keys as ids."""
+    found: Any = document
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping) and found and all(isinstance(each, Mapping) for each in found.values()):
+        return [{"id": name, **each} for name, each in found.items()]
+    return found if isinstance(found, list) else None
+
+
+def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: ANN401 - JSON
+    if not isinstance(item, Mapping):
+        raise XcompatError(f"{where} is no object; give objects with id and embedding")
+    if "custom_id" in item and ("response" in item or "error" in item):
+        yield from _answers(item, where)
+        return
+    names = list(item)
+    nested = [field for field in _NESTED if isinstance(item.get(field), Mapping)]
+    source = next((each for each in (item, *(item[field] for field in nested)) if columns.find_vector(list(each))), None)
+    if source is None and (page := _items(item)) is not None:  # a page of a scroll
+        for number, each in enumerate(page):
+            yield from _rows(each, f"{where}, item {number}", columns)
+        return
+    name = columns.find_id(names) or ("index" if "index" in item else None)
+    value = source[columns.find_vector(list(source))] if source is not None else None
+    yield item[name] if name is not None else None, _vector(value, where, columns)
+
+
+def _answers(item: Mapping[str, Any], where: str) -> Iterator[Row]:
+    """Yield the embeddings of one request of a batch, which has one input or several."""
+    body = (item.get("response") or {}).get("body") or {}
+    answers = body.get("data") or [{}]
+    for answer in answers:
+        name = str(item["custom_id"]) if len(answers) == 1 else f"{item['custom_id']}/{answer.get('index')}"
+        yield name, _vector(answer.get("embedding"), where, Columns())
+
+
+def _vector(value: Any, where: str, columns: Columns) -> NDArray[np.float32] | None:  # noqa: ANN401 - JSON
+    if isinstance(value, Mapping):
+        dense = {name: each for name, each in value.items() if isinstance(each, list | str)}
+        if columns.vector not in dense and len(dense) != 1:
+            raise XcompatError(f"{where} has the vectors {', '.join(dense)}; choose one with --vector-name")
+        value = dense[columns.vector if columns.vector in dense else next(iter(dense))]
+    if value is None or isinstance(value, str):
+        return parse_vector(value, where) if value else None
+    try:
+        row_D = np.array([np.nan if each is None else each for each in value], np.float32)
+    except (TypeError, ValueError) as error:
+        raise XcompatError(f"{where} holds no list of numbers; write lists of floats") from error
+    if row_D.ndim != 1:
+        raise XcompatError(f"{where} holds an array of {row_D.ndim} dimensions; give one vector per item")
+    return row_D if len(row_D) else None

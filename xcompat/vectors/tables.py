@@ -1,0 +1,288 @@
+"""Tables of embeddings: Parquet, Arrow, CSV and JSON lines, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.core.arrays import normalise_rows
+from xcompat.core.errors import XcompatError
+from xcompat.vectors.dumps import Row, parse_vector, read_dump
+from xcompat.vectors.formats import (
+    ARROW,
+    DELIMITED,
+    EMBEDDING_COLUMNS,
+    ID,
+    JSON_LINES,
+    LONGEST_LINE,
+    PARQUET,
+    SCALE,
+    Columns,
+    delimiter_of,
+    first_object,
+    read_header,
+)
+from xcompat.vectors.spool import BLOCK, Spool
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+EMBEDDING = EMBEDDING_COLUMNS[0]
+
+
+def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[Any], list[str]]:
+    """Copy the embeddings of tables into an unnamed temporary file, block by block.
+
+    Args:
+        files: tables of embeddings of the same dimension.
+        columns: names of the columns.
+
+    Returns:
+        (N, D) rows, NaN for missing embeddings, and N ids.
+
+    Raises:
+        XcompatError: a table is damaged, or rows lack an id or a scale, or differ in dimensions.
+    """
+    import pyarrow as pa
+
+    spool: Spool | None = None
+    ids: list[str] = []
+    waiting = 0  # first rows without an embedding, before the dimension is known
+    for file in files:
+        number = 0
+        try:
+            for batch in _batches(file, columns):
+                rows_BD = rows_of_batch(file, number, batch, spool.shape[1] if spool is not None else None)
+                if spool is None and not rows_BD.shape[1]:
+                    waiting += len(rows_BD)
+                else:
+                    if spool is None:
+                        spool = Spool(np.float16 if rows_BD.dtype == np.float16 else np.float32)
+                        spool.add(np.full((waiting, rows_BD.shape[1]), np.nan))
+                    spool.add(rows_BD)
+                ids += _ids(file, number, batch.column(ID))
+                number += len(rows_BD)
+        except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the machine, such as a full disk
+            cause = str(error).splitlines()[0][:200]
+            raise XcompatError(f"cannot read {file} after row {number:,} ({cause}); fix it, or write it again") from error
+    if spool is None:
+        raise XcompatError(f"{files[0]} holds no embeddings; it needs a row with {ID} and {EMBEDDING} for each item")
+    return spool.mapped(), ids
+
+
+def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | None = None) -> NDArray[Any]:
+    """Read the embeddings of a block of a table.
+
+    Args:
+        where: the table, for messages.
+        before: rows before the block.
+        batch: B rows with a column ``embedding``, and ``scale`` if that is int8.
+        dim: dimension of the embeddings; that of the first one if None.
+
+    Returns:
+        (B, D), float16 from float16 and int8, else float32; NaN for missing embeddings and values. D is 0 if no row has an
+        embedding and no dimension is given.
+
+    Raises:
+        XcompatError: the column holds no lists of numbers, or a row has another length.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lists = batch.column(EMBEDDING)
+    kind = lists.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        lists = _parsed(lists, where, before)
+        kind = lists.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not (pa.types.is_floating(kind.value_type) or kind.value_type == pa.int8()):
+        raise XcompatError(f"{where}: column {EMBEDDING!r} is {kind}; it should hold lists of floats")
+    lengths_B = pc.list_value_length(lists).fill_null(0).to_numpy()
+    given_B = lengths_B > 0
+    if dim is None and not given_B.any():
+        return np.empty((len(lists), 0), np.float32)
+    dim = dim or int(lengths_B[given_B][0])
+    other = np.flatnonzero(given_B & (lengths_B != dim))
+    if len(other):
+        row = int(other[0])
+        raise XcompatError(
+            f"row {before + row} of {where} has {lengths_B[row]} dimensions, those before it {dim}; remove it, or embed it again"
+        )
+    values = lists.flatten()
+    is_float32 = not (pa.types.is_float16(kind.value_type) or kind.value_type == pa.int8())
+    values_nd = values.cast(pa.float32()) if values.null_count or is_float32 else values
+    rows_nd: NDArray[Any] = values_nd.to_numpy(zero_copy_only=False).reshape(-1, dim)
+    if kind.value_type == pa.int8():
+        rows_nd = normalise_rows(rows_nd * _scales(where, batch.filter(pa.array(given_B)))[:, None]).astype(np.float16)
+    if given_B.all():
+        return rows_nd
+    rows_BD = np.full((len(lists), dim), np.nan, rows_nd.dtype)
+    rows_BD[given_B] = rows_nd
+    return rows_BD
+
+
+def read_schema(file: Path) -> pa.Schema:
+    """Return the schema of a Parquet or Arrow file."""
+    if file.name.endswith(PARQUET):
+        import pyarrow.parquet as pq
+
+        return pq.read_schema(file)
+    return _open_arrow(file)[0]
+
+
+def _batches(file: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
+    """Yield nonempty blocks with the columns ``id``, ``embedding`` and perhaps ``scale``."""
+    if file.name.endswith(PARQUET):
+        names, batches = _read_parquet(file, columns)
+    elif file.name.endswith(ARROW):
+        names, batches = _read_arrow(file, columns)
+    elif file.name.endswith(DELIMITED):
+        names, batches = _read_delimited(file, columns)
+    elif file.name.endswith(JSON_LINES):
+        names, batches = _read_json_lines(file, columns)
+    else:
+        names, batches = [ID, EMBEDDING], _as_batches(read_dump(file, columns), file)
+    as_read = {names[0]: ID, names[1]: EMBEDDING}
+    for batch in batches:
+        if batch.num_rows:
+            picked = batch.select(names)
+            yield picked.rename_columns([as_read.get(name, name) for name in names])
+
+
+def _read_parquet(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(file, page_checksum_verification=True)
+    names = _choose_columns(file, table.schema_arrow.names, columns)
+    return names, table.iter_batches(BLOCK, columns=names)
+
+
+def _open_arrow(file: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Open an Arrow file, or a stream, as data sets are saved."""
+    import pyarrow as pa
+
+    source = pa.memory_map(str(file))
+    try:
+        reader = pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        stream = pa.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _read_arrow(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+    schema, batches = _open_arrow(file)
+    return _choose_columns(file, schema.names, columns), batches
+
+
+def _read_delimited(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+    """Read ids and embeddings of a CSV as text: ids can have leading zeros."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    names = [name for name in _choose_columns(file, read_header(file), columns) if name != SCALE]
+    reader = csv.open_csv(
+        str(file),
+        csv.ReadOptions(block_size=LONGEST_LINE),
+        csv.ParseOptions(delimiter=delimiter_of(file), newlines_in_values=True),
+        csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), include_columns=names, strings_can_be_null=True, null_values=[""]
+        ),
+    )
+    return names, iter(reader)
+
+
+def _read_json_lines(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
+    """Read flat lines by their first one; other lines, e.g. of a database's export, one by one."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    first = first_object(file)
+    if first is None:
+        return [ID, EMBEDDING], iter(())
+    if _is_nested(first, columns):
+        return [ID, EMBEDDING], _as_batches(read_dump(file, columns), file)
+    names = _choose_columns(file, [name for name in first if name != SCALE], columns)
+    if not isinstance(first[names[1]], list | None):
+        kind = type(first[names[1]]).__name__
+        raise XcompatError(f"{file}: column {names[1]!r} is {kind}; it should hold lists of floats")
+    of_id = pa.int64() if isinstance(first[names[0]], int) else pa.string()
+    schema = pa.schema([(names[0], of_id), (names[1], pa.list_(pa.float32()))])
+    parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    return names, iter(arrow_json.open_json(str(file), arrow_json.ReadOptions(block_size=LONGEST_LINE), parsing))
+
+
+def _is_nested(first: dict[str, Any], columns: Columns) -> bool:
+    """Return whether lines like the first one are parsed one by one: vectors are text, named, or deeper in the line."""
+    vector = columns.find_vector(list(first))
+    if vector is None:
+        return any(isinstance(each, dict) for each in first.values())
+    return isinstance(first[vector], str | dict) or columns.find_id(list(first)) is None
+
+
+def _as_batches(rows: Iterable[Row], file: Path) -> Iterator[pa.RecordBatch]:
+    """Collect single items into blocks."""
+    import pyarrow as pa
+
+    rows, before = iter(rows), 0
+    while block := list(islice(rows, BLOCK)):
+        ids = [name for name, _ in block]
+        if None in ids:
+            raise XcompatError(f"item {before + ids.index(None)} of {file} has no {ID}; choose its field with --id-column")
+        vectors = pa.array([vector for _, vector in block], pa.list_(pa.float32()))
+        yield pa.record_batch({ID: pa.array([str(name) for name in ids]), EMBEDDING: vectors})
+        before += len(block)
+
+
+def _parsed(texts: pa.Array, where: object, before: int) -> pa.Array:
+    import pyarrow as pa
+
+    parsed = [
+        parse_vector(text, f"row {before + row} of {where}") if text else None for row, text in enumerate(texts.to_pylist())
+    ]
+    return pa.array(parsed, pa.list_(pa.float32()))
+
+
+def _choose_columns(file: Path, names: list[str], columns: Columns) -> list[str]:
+    """Choose the columns with the id, the embedding and, if there is one, the scale."""
+    id_column, embedding = columns.find_id(names), columns.find_vector(names)
+    if id_column is None or embedding is None:
+        missing, option = (ID, "--id-column") if id_column is None else (EMBEDDING, "--vector-name")
+        raise XcompatError(f"{file} has no column {missing!r} (it has {', '.join(names)}); choose one with {option}")
+    return [id_column, embedding, *([SCALE] if SCALE in names else [])]
+
+
+def _scales(file: object, batch: pa.RecordBatch) -> NDArray[np.float32]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if SCALE not in batch.schema.names:
+        raise XcompatError(f"{file} holds int8 without a scale: add a column {SCALE!r}; 1.0 in each row, if all steps are alike")
+    scales = batch.column(SCALE)
+    if not (pa.types.is_floating(scales.type) or pa.types.is_integer(scales.type)):
+        raise XcompatError(f"{file}: column {SCALE!r} is {scales.type}, not a number a row; scales of dimensions go with .npy")
+    scales_B: NDArray[np.float32] = pc.cast(scales, pa.float32()).to_numpy(zero_copy_only=False)
+    if not (np.isfinite(scales_B) & (scales_B > 0)).all():
+        raise XcompatError(f"{file} holds a scale that is not above 0")
+    return scales_B
+
+
+def _ids(file: Path, before: int, column: pa.Array) -> list[str]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise XcompatError(f"row {before + row} of {file} has no {ID}; give each item an id")
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)):
+        raise XcompatError(f"{file}: column {ID!r} is {kind}; an id is a string or a whole number")
+    ids: list[str] = pc.cast(column, pa.string()).to_pylist()
+    return ids
