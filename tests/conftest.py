@@ -17,7 +17,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from postgres import running
 
 from xcompat import XbtModel, cli
 from xcompat.core.progress import console
+from xcompat.data import glyphs
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
@@ -98,6 +99,15 @@ def _do_not_wait_for_the_disk(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         if "faults" not in request.path.parts:
             patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _render_glyphs_once() -> Iterator[None]:
+    """Keep what was rendered for later tests of this process: 54,000 pictures take seconds."""
+    with pytest.MonkeyPatch.context() as patched:
+        rendered = cache(glyphs.render_glyphs)
+        patched.setattr(glyphs, "render_glyphs", lambda size=32: rendered(size))
         yield
 
 
@@ -233,6 +243,12 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
         monkeypatch.setattr("xcompat.report.report.project", lambda _: [])
+
+
+@pytest.fixture
+def few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``migrate verify`` search with one vector: it computes and compares as many as always, and hundreds take seconds."""
+    monkeypatch.setattr("xcompat.stores.migration.LONGEST", 0.0)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_l2_at_its_target_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("loss", [angular_alignment_loss, l2_alignment_loss, lambda a, b: ract_loss(a, b, torch.arange(3), 0.1)])
 def test_unequal_shapes_are_refused_in_one_line(loss) -> None:
-    with pytest.raises(XcompatError, match=r"one shape, got \(3, 5\) and \(3, 4\)"):
+    with pytest.raises(XcompatError, match=r"the same shape, got \(3, 5\) and \(3, 4\)"):
         loss(torch.randn(3, 5), torch.randn(3, 4))
 
 

@@ -66,5 +66,5 @@ def test_nothing_of_the_users_is_replaced(finished: Path, tmp_path: Path) -> Non
     with pytest.raises(XcompatError, match="mine.parquet"):
         to_atlas(finished, tmp_path / "mine.parquet", 10, 0, overwrite=False)
     assert (tmp_path / "mine.parquet").read_text() == "mine"
-    with pytest.raises(XcompatError, match="holds no model"):
+    with pytest.raises(XcompatError, match="contains no model"):
         to_atlas(finished / "report", tmp_path / "out.parquet", 10, 0, overwrite=False)

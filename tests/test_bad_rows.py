@@ -59,7 +59,7 @@ def test_a_bad_row_is_named_alike_in_every_format(form: str, place: int, kind: s
     rows = list(draw())
     rows[place] = KINDS[kind]
     (side,) = read_sides(WRITERS[form](tmp_path, rows)).values()
-    said = "has no embedding" if kind == "missing" else "holds zeros alone"
+    said = "has no embedding" if kind == "missing" else "holds only zeros"
     assert len(side.notes) == 1 and f"row {place} ('item {place}') {said}" in side.notes[0]
     assert np.flatnonzero(~side.usable_N).tolist() == [place]
     np.testing.assert_array_equal(side.embeds_ND[side.usable_N], np.delete(draw(), place, 0))

@@ -14,7 +14,8 @@ import pytest
 import warm
 from PIL import Image
 
-from xcompat import Fingerprint, progress
+from xcompat import Fingerprint
+from xcompat.core import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "speed"

@@ -143,10 +143,10 @@ def test_a_file_that_appears_meanwhile_stays_and_a_folder_is_no_place(
     captioner = Captioner(captioner_folder, max_tokens=4)
     with monkeypatch.context() as patch:
         patch.setattr(captioning, "barrier", lambda: out.with_name("out.jsonl.parts").exists() and out.write_text("mine"))
-        with pytest.raises(XcompatError, match="out.jsonl exists; name another file"):
+        with pytest.raises(XcompatError, match="out.jsonl exists; choose another file"):
             write_captions(source, captioner, out)
     assert out.read_text() == "mine"
-    with pytest.raises(XcompatError, match="is a folder; name a file for the captions"):
+    with pytest.raises(XcompatError, match="is a folder; choose a file for the captions"):
         write_captions(source, captioner, tmp_path, overwrite=True)
 
 
@@ -159,7 +159,7 @@ def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folde
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     again = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "one.jsonl")])
-    assert isinstance(again.exception, XcompatError) and "exists; name another file" in str(again.exception)
+    assert isinstance(again.exception, XcompatError) and "exists; choose another file" in str(again.exception)
     loaded = load_labelled(LabelledSource(path=str(photos), caption_file=str(tmp_path / "one.jsonl")), captions=True)
     assert dict(zip(loaded.dataset["id"], loaded.dataset["caption"], strict=True)) == {
         row["id"]: row["caption"] for row in lines(tmp_path / "one.jsonl")
@@ -172,7 +172,7 @@ def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folde
 def test_what_is_no_captioner_or_no_picture_is_one_line(
     captioner_folder: str, photos: Path, tmp_path: Path, folder_of: dict[str, str]
 ) -> None:
-    with pytest.raises(XcompatError, match="is a clip, which writes no captions; name a captioner"):
+    with pytest.raises(XcompatError, match="is a clip, which writes no captions; use a captioner"):
         Captioner(folder_of["clip"])
     with pytest.raises(XcompatError, match="cannot be loaded as a captioner"):
         Captioner(str(tmp_path))
@@ -180,7 +180,7 @@ def test_what_is_no_captioner_or_no_picture_is_one_line(
     (tmp_path / "mixed" / "cat" / "a.png").write_bytes(b"no picture")
     (tmp_path / "mixed" / "cat" / "b.png").write_bytes((photos / "cat" / "01.png").read_bytes())
     captioner = Captioner(captioner_folder, max_tokens=4)
-    with pytest.raises(XcompatError, match="1 of 2 images cannot be read; mend them, or raise --max-bad-share"):
+    with pytest.raises(XcompatError, match="1 of 2 images cannot be read; fix them, or increase --max-bad-share"):
         write_captions(PairSource(path=str(tmp_path / "mixed"), captions=False), captioner, tmp_path / "out.jsonl")
     source = PairSource(path=str(tmp_path / "mixed"), captions=False, max_bad_share=0.5)
     assert write_captions(source, captioner, tmp_path / "out.jsonl") == 1
@@ -211,7 +211,7 @@ def test_what_cannot_be_read_stops_neither_the_captions_nor_who_reads_them(
     with pytest.raises(XcompatError, match="has no caption for 1 of 11 images, such as 'cat/05.png'; add them"):
         load_labelled(source, captions=True)
     out.write_text("\n".join(json.dumps({"id": json.loads(row)["id"], "caption": None}) for row in rows))
-    with pytest.raises(XcompatError, match="has no caption at all: none of 11 images could be read; mend them"):
+    with pytest.raises(XcompatError, match="has no captions: none of 11 images could be read; fix the images"):
         load_labelled(source.model_copy(update={"max_bad_share": 1.0}), captions=True)
     out.write_text('{"id": "cat/05.png"}')
     with pytest.raises(XcompatError, match="line 1: write it as"):
@@ -295,11 +295,11 @@ def test_captions_of_another_prompt_are_not_continued(
 def test_a_prompt_that_is_not_taken_or_is_missing_is_one_line(
     captioner_folder: str, pictures: list[Image.Image], tmp_path: Path
 ) -> None:
-    with pytest.raises(XcompatError, match="begins every caption by itself and takes no prompt; leave --prompt out"):
+    with pytest.raises(XcompatError, match="starts captions by itself and takes no prompt; remove --prompt"):
         Captioner(captioner_folder, prompt="a photo of")
     silent = captioners.llava(tmp_path, template=None)
-    with pytest.raises(XcompatError, match=r"writes no caption: .*; give it a --prompt"):
+    with pytest.raises(XcompatError, match=r"cannot write captions: .*; set a --prompt"):
         Captioner(silent)(pictures)
     assert len(Captioner(silent, max_tokens=4, prompt="USER <image> the dog ASSISTANT")(pictures)) == 4
-    with pytest.raises(XcompatError, match=r"writes no caption: .*; give another --prompt"):
+    with pytest.raises(XcompatError, match=r"cannot write captions: .*; use another --prompt"):
         Captioner(silent, prompt="the dog")(pictures)

@@ -48,9 +48,9 @@ def test_a_class_file_is_written_and_never_overwritten(tmp_path: Path) -> None:
     assert run(app, ["classes", "imagenet-r"]).stdout == file.read_text()
     assert "imagenet-sketch  1000 classes" in run(app, ["classes"]).stdout
     for arguments, message in (
-        (["imagenet", "--to", str(file)], "exists and is not overwritten"),
-        (["imagenet-x"], "did you mean 'imagenet-a'|no class names of 'imagenet-x'"),
-        (["--to", str(tmp_path / "all.txt")], "name it: xcompat classes NAME --to FILE"),
+        (["imagenet", "--to", str(file)], "already exists; choose another file with --to"),
+        (["imagenet-x"], "did you mean 'imagenet-a'|no class names for 'imagenet-x'"),
+        (["--to", str(tmp_path / "all.txt")], "needs the name of a data set: xcompat classes NAME --to FILE"),
     ):
         with pytest.raises(XcompatError, match=message):
             run(app, ["classes", *arguments], catch_exceptions=False)
@@ -66,12 +66,12 @@ def test_labels_are_names_indices_or_folders_of_wordnet() -> None:
     assert class_indices(["shark", "tench"], classes, is_limited=True).tolist() == [2, 0]
     assert class_indices(["crane", "tench"], ["crane", "tench", "crane"]).tolist() == [0, 1], "two classes of one name"
     for labels, message in (
-        (folders[:2], "3 classes, and the images are in 2 folders"),
-        ([0, 1], "'shark' of 3 classes has no image; name a file with a line for each label"),
+        (folders[:2], "3 classes, but the images are in 2 folders"),
+        ([0, 1], "'shark' of 3 classes has no image; use a class file with one line per label"),
         ([0, 2], "'goldfish' of 3 classes has no image"),
         (["goldfish"], "'tench' and 1 more of 3 classes have no image"),
-        ([0, 5], "the label 5 is none of the 3 classes"),
-        (["shark", "gold fish"], "the label 'gold fish' is none of the 3 classes; did you mean 'goldfish'"),
+        ([0, 5], "label 5 is not among the 3 classes"),
+        (["shark", "gold fish"], "label 'gold fish' is not among the 3 classes; did you mean 'goldfish'"),
     ):
         with pytest.raises(XcompatError, match=message):
             class_indices(labels, classes)
@@ -98,7 +98,7 @@ def test_a_class_file_of_another_length_stops_a_run_before_it_trains(
         "data": {"pairs": pairs, "test": pairs, "zero_shot": shot},
         "training": {"max_steps": 1},
     }
-    with pytest.raises(XcompatError, match=r"classes\.txt do not fit: 3 classes, and the images are in 2 folders"):
+    with pytest.raises(XcompatError, match=r"classes\.txt do not fit: 3 classes, but the images are in 2 folders"):
         run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     assert not (tmp_path / "cache").exists(), "nothing was embedded"
 

@@ -344,5 +344,5 @@ def test_expanded_features_are_refused_by_old_weights() -> None:
 
 
 def test_a_margin_needs_a_scale() -> None:
-    with pytest.raises(XcompatError, match="give a scale"):
+    with pytest.raises(XcompatError, match="set a scale"):
         softmax_loss(torch.eye(2), torch.eye(2), torch.arange(2), cosine_margin=0.35)

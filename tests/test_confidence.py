@@ -43,7 +43,7 @@ def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
 def test_an_area_is_what_a_loop_over_pairs_gives(drawn: list[tuple[int, bool]]) -> None:
     scores, better = np.array([score for score, _ in drawn]), np.array([flag for _, flag in drawn])
     if better.all() or not better.any():
-        with pytest.raises(XcompatError, match="both kinds"):
+        with pytest.raises(XcompatError, match="all are of one kind"):
             area_under_roc(scores, better)
         return
     wins = [(high > low) + 0.5 * (high == low) for high in scores[better] for low in scores[~better]]
@@ -108,7 +108,7 @@ def test_without_enough_queries_of_both_kinds_there_is_no_confidence() -> None:
     assert calibrate(replace(evidence, hurt_Q=few, leaning_Q=1.0 - few))[0] is not None
     few[0] = False
     found, why = calibrate(replace(evidence, hurt_Q=few))
-    assert found is None and f"{FEWEST - 1} queries alone were hurt" in why
+    assert found is None and f"only {FEWEST - 1} queries that were hurt" in why
 
 
 def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     model, said = AutoModel.from_pretrained(tmp_path / "out" / "model"), report["confidence"]
-    assert model.config.memory["confident"] and "how probable it is" in " ".join(done.output.split())
+    assert model.config.memory["confident"] and "probability that" in " ".join(done.output.split())
     embeds = torch.from_numpy(np.array(pairs.new_ND))
     expected = torch.sigmoid(said["slope"] * model.memory.recalled(embeds).norm(dim=1) + said["offset"])
     torch.testing.assert_close(model.confidence(embeds), expected)
@@ -166,8 +166,8 @@ def test_without_a_metric_no_damping_of_it_is_tried(monkeypatch: pytest.MonkeyPa
 
 def test_a_map_without_a_memory_says_nothing_of_what_queries_say() -> None:
     choice = choose(made().of_old())  # which no memory makes better
-    assert choice.confidence is None and not choice.remembers and "No query says" not in " ".join(said_of(choice))
-    assert as_json(choice)["confidence"] == {"none": "they remember nothing"}
+    assert choice.confidence is None and not choice.remembers and "confidence" not in " ".join(said_of(choice))
+    assert as_json(choice)["confidence"] == {"none": "the map has no memory"}
 
 
 # ------------------------------------------------------------------------------------------------ with the model
@@ -219,5 +219,5 @@ def test_it_stays_with_a_model_and_goes_with_its_entries(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("said", [1, "yes", None])
 def test_a_setting_that_is_none_is_refused(said: Any) -> None:
-    with pytest.raises(XcompatError, match="memory.confident is .*; give true or false"):
+    with pytest.raises(XcompatError, match="memory.confident is .*; use true or false"):
         described({"entries": 2, "sharpness": 3.0, "share": 0.5, "confident": said}, 4, 3)

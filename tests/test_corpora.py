@@ -95,7 +95,7 @@ def test_the_cache_is_reused_until_a_file_changes(tmp_path: Path, monkeypatch: p
         ("a.txt.gz", gzip.compress(b"good line\n" * 1000, mtime=0)[:-9], "a.txt.gz cannot be read after line"),
         ("a.txt.gz", b"no gzip", "a.txt.gz cannot be read"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not valid JSON"),
-        ("a.jsonl", b'["a"]\n', "line 1 is no JSON object"),
+        ("a.jsonl", b'["a"]\n', "line 1 is not a JSON object"),
         ("a.jsonl", b'{"txet": "a"}\n', "line 1 has no column named text"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read"),
         ("a.tar", b"no tar", "1 of 1 shards cannot be read"),
@@ -114,7 +114,7 @@ def test_missing_files_columns_and_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     cases = {
         "does not exist": str(tmp_path / "gone.txt"),
-        "holds no text files": str(tmp_path / "empty"),
+        "contains no text files": str(tmp_path / "empty"),
         "did you mean 'title'": CorpusSource(path=str(tmp_path / "a.jsonl"), text_column="titel"),
     }
     for message, source in cases.items():

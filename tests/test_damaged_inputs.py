@@ -77,7 +77,7 @@ def test_class_names_that_are_no_text(tmp_path: Path) -> None:
 def test_a_table_of_classes_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "classes.csv"
     path.write_text("index,alphabet,charac")
-    with pytest.raises(XcompatError, match="holds no class names") as refused:
+    with pytest.raises(XcompatError, match="contains no class names") as refused:
         load_classes(path)
     one_line(refused, path)
 
@@ -131,7 +131,7 @@ def test_an_index_of_ids_around_one_of_other_dimensions(tmp_path: Path) -> None:
     index.add_with_ids(np.eye(8, dtype=np.float32), np.arange(8))
     index.d = 12
     faiss.write_index(index, str(tmp_path / "index"))
-    assert faiss_probe.look(str(tmp_path / "index"), vectors=False) == "it says 12 dimensions, the index inside it 8"
+    assert faiss_probe.look(str(tmp_path / "index"), vectors=False) == "it claims 12 dimensions, but its inner index has 8"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_files_of_a_model(file: str, text: str, tmp_path: Path) -> None:
 )
 def test_a_lineage_that_names_nothing(old: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xcompat-bct", "old": old}))
-    with pytest.raises(XcompatError, match="does not say what it is compatible with") as refused:
+    with pytest.raises(XcompatError, match="has no valid compatible versions") as refused:
         trace_lineage(str(tmp_path))
     one_line(refused, tmp_path)
 

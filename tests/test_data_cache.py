@@ -41,7 +41,7 @@ def test_a_damaged_file_is_written_again(damage: str, made: tuple[Path, str], ca
     change(file, {"flipped": flipped, "cut": whole[:-100], "emptied": b"", "other": bytes(len(whole))}[damage])
     capsys.readouterr()
     assert load_texts(source)["text"][:] == LINES
-    assert "; it is written again" in capsys.readouterr().out
+    assert "; rebuilding it" in capsys.readouterr().out
     assert file.read_bytes() == whole and load_texts(source)["text"][:] == LINES
 
 
@@ -56,7 +56,7 @@ def test_a_damaged_record_is_written_again(content: object, made: tuple[Path, st
     else:
         record.write_text(content if isinstance(content, str) else json.dumps(content))
     assert load_texts(made[1])["text"][:] == LINES
-    assert "both are written again" in capsys.readouterr().out
+    assert "rebuilding both" in capsys.readouterr().out
     assert json.loads(record.read_text())["kept"] == whole["kept"] == 300
 
 
@@ -82,6 +82,6 @@ def test_files_of_before_there_were_checksums(made: tuple[Path, str]) -> None:
     record.write_text(json.dumps({key: value for key, value in json.loads(record.read_text()).items() if key != "arrow_file"}))
     assert load_texts(source)["text"][:] == LINES
     change(file, b"no arrow")
-    with pytest.raises(XcompatError, match="cannot be read .*; delete it, and it is written again") as caught:
+    with pytest.raises(XcompatError, match="cannot be read .*; delete it to rebuild it") as caught:
         load_texts(source)
     assert "\n" not in str(caught.value)

@@ -66,21 +66,21 @@ def test_superclasses_and_cifar_10(made: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_part_of_cifar_is_said(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match=r"holds test\.bin, train\.bin; give the path of those to read, such as"):
+    with pytest.raises(XcompatError, match=r"contains test\.bin, train\.bin; give the paths of those to read, such as"):
         labelled(made / "cifar-100-binary")
     with pytest.raises(XcompatError, match="CIFAR-100 has no column 'fin'; did you mean 'fine'"):
         labelled(made / "cifar-100-binary" / "test.bin", label_column="fin")
     file = tmp_path / "train.bin"
     whole = records(np.array([[0, 0], [0, 1]]))
     file.write_bytes(whole[:-5])
-    with pytest.raises(XcompatError, match=r"train\.bin is no whole number of records of 3,074 bytes \(CIFAR-100\) or 3,073"):
+    with pytest.raises(XcompatError, match=r"train\.bin is not a multiple of 3,074 bytes \(CIFAR-100\) or 3,073"):
         labelled(file)
     file.write_bytes(records(np.array([[0, 0], [0, 100]])))
     with pytest.raises(XcompatError, match="record 1 has fine label 100, of 100 classes of CIFAR-100"):
         labelled(file)
     file.write_bytes(whole)
     (tmp_path / "fine_label_names.txt").write_text("apple\nfish\n")
-    with pytest.raises(XcompatError, match=r"fine_label_names\.txt names 2 classes, and fine labels of CIFAR-100 have 100"):
+    with pytest.raises(XcompatError, match=r"fine_label_names\.txt names 2 classes, but fine labels of CIFAR-100 have 100"):
         labelled(file)
     with pytest.raises(XcompatError, match="CIFAR has no captions"):
         load_pairs(str(file))
@@ -90,7 +90,7 @@ def test_what_is_no_part_of_cifar_is_said(made: Path, tmp_path: Path) -> None:
 def test_the_python_version_of_cifar_is_not_opened(tmp_path: Path, path: str) -> None:
     for name in ("meta", "train", "test"):
         (tmp_path / name).write_bytes(b"\x80\x02no pickle is read")
-    with pytest.raises(XcompatError, match=r"Python version of CIFAR, pickles, .*cifar-100-binary\.tar\.gz"):
+    with pytest.raises(XcompatError, match=r"Python version of CIFAR: pickles .*cifar-100-binary\.tar\.gz"):
         labelled(tmp_path / path)
 
 
@@ -145,11 +145,11 @@ def test_numbers_behind_names_are_labels_only_if_all_are(tmp_path: Path) -> None
             "cat/1.jpg 0\ncat/2.jpg 0\n",
             r"list\.txt names 2 of 2 images that do not exist, first .cat/1",
         ),
-        ("a.jpg 0\nwhat is this\n", r"list\.txt line 2 is no image with its class \('what is this'\)"),
-        ("a.jpg 0\na.jpg 1\n", "two samples are called 'a.jpg'"),
-        ("a.jpg\n", "a.jpg has no class; write it behind the path"),
+        ("a.jpg 0\nwhat is this\n", r"list\.txt line 2 is not an image path with a class \('what is this'\)"),
+        ("a.jpg 0\na.jpg 1\n", "two samples have the id 'a.jpg'"),
+        ("a.jpg\n", "a.jpg has no class; write it after the path"),
         ("a.jpg 4\n", "has label index 4, but the 2 classes go from 0 to 1"),
-        ("a.jpg 0\n", "class 'dog' has no image; take it out of the class list"),
+        ("a.jpg 0\n", "class 'dog' has no image; remove it from the class list"),
     ],
 )
 def test_a_list_that_does_not_fit_is_said(tmp_path: Path, made: Path, text: str, message: str) -> None:
@@ -182,9 +182,9 @@ def test_captions_as_they_are_distributed(made: Path, path: str, each: int, firs
     ("held", "message"),
     [
         ({"images": []}, "'annotations' is missing"),
-        ([1, 2], "no captions file of COCO, which holds images and annotations"),
+        ([1, 2], "not a COCO captions file with images and annotations"),
         ({"images": [], "annotations": [{"image_id": 4, "caption": "a"}]}, "4 is missing among its images"),
-        ({"images": [{"id": 4, "file_name": "a.jpg"}], "annotations": []}, "holds no captions"),
+        ({"images": [{"id": 4, "file_name": "a.jpg"}], "annotations": []}, "contains no captions"),
         ({"images": [{"id": 4, "file_name": "a.jpg"}], "annotations": [{"image_id": 4, "caption": "a"}]}, "first 'a.jpg'"),
     ],
 )

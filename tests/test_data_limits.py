@@ -37,7 +37,7 @@ def refused(load: Callable[[], object], message: str) -> None:
     ("row", "message"),
     [
         (bytes(2**20), "has a line of more than 16,777,216 characters"),
-        (b"photos/0001.png,a\n" * 2**16, "bytes or more, too many for a table; divide it into several"),
+        (b"photos/0001.png,a\n" * 2**16, "bytes or more, too many for a table; split it into several"),
     ],
     ids=["one line", "many lines"],
 )
@@ -61,8 +61,8 @@ def test_a_table_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(text_files, "LARGEST_TABLE", 1000)
     (tmp_path / "captions.csv").write_text("image,caption\n" + "a.png,a\n" * 200)
     (tmp_path / "classes.txt").write_text("name\n" * 300)
-    refused(lambda: load_pairs(str(tmp_path)), "captions.csv holds 1,614 bytes or more, too many for a table")
-    refused(lambda: load_classes(tmp_path / "classes.txt"), "classes.txt holds 1,500 bytes or more, too many for a table")
+    refused(lambda: load_pairs(str(tmp_path)), "captions.csv has 1,614 bytes or more, too many for a table")
+    refused(lambda: load_classes(tmp_path / "classes.txt"), "classes.txt has 1,500 bytes or more, too many for a table")
 
 
 def test_one_field_of_many_megabytes(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_json_beyond_limits(value: str, tmp_path: Path) -> None:
 
 def test_lists_where_images_are_named(tmp_path: Path) -> None:
     (tmp_path / "captions.jsonl").write_text('{"image": ["a.png"], "caption": "a"}\n')
-    refused(lambda: load_pairs(str(tmp_path)), "is no image's path")
+    refused(lambda: load_pairs(str(tmp_path)), "is not an image path")
 
 
 @pytest.mark.parametrize("name", ["texts.txt", "texts.txt.gz", "texts.jsonl.gz"])
@@ -129,10 +129,13 @@ def claiming(kind: bytes, claimed: int, **pax: str) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (claiming(tarfile.REGTYPE, 2**42), "0.png claims 4,398,046,511,104 bytes, of a sample 536,870,912 are read"),
-        (claiming(tarfile.REGTYPE, 1, size=str(2**42)), "0.png claims 4,398,046,511,104 bytes, of a sample 536,870,912 are read"),
-        (claiming(tarfile.GNUTYPE_LONGNAME, 2**42), "a header claims 4,398,046,511,104 bytes"),
-        (claiming(tarfile.XHDTYPE, 2**42), "a header claims 4,398,046,511,104 bytes"),
+        (claiming(tarfile.REGTYPE, 2**42), "0.png declares 4,398,046,511,104 bytes, above the limit of 536,870,912 per sample"),
+        (
+            claiming(tarfile.REGTYPE, 1, size=str(2**42)),
+            "0.png declares 4,398,046,511,104 bytes, above the limit of 536,870,912 per sample",
+        ),
+        (claiming(tarfile.GNUTYPE_LONGNAME, 2**42), "a header declares 4,398,046,511,104 bytes"),
+        (claiming(tarfile.XHDTYPE, 2**42), "a header declares 4,398,046,511,104 bytes"),
     ],
     ids=["file", "extended", "long name", "header"],
 )
@@ -147,7 +150,7 @@ def test_a_sample_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write_shard(tmp_path / "whole.tar", {f"{n}.{kind}": bytes(500) for n in range(5) for kind in ("png", "a")})
     assert len(list(shards.read_shard(tmp_path / "whole.tar"))) == 5
     write_shard(tmp_path / "a.tar", {f"0.{n}": bytes(400) for n in range(5)})
-    refused(lambda: load_pairs(str(tmp_path / "a.tar")), "0.2 claims 400 bytes, of a sample 1,000 are read")
+    refused(lambda: load_pairs(str(tmp_path / "a.tar")), "0.2 declares 400 bytes, above the limit of 1,000 per sample")
 
 
 def test_zeros_without_end_behind_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_a_row_far_out_is_refused_where_it_would_spoil_the_ranks_of_others(side:
     squared = np.square(asking[:, None] - rows[None]).sum(axis=2)
     exact = (squared < np.diag(squared)[:, None]).sum(axis=1)
     assert (found(400) == exact).all()
-    with pytest.raises(XcompatError, match=f"{side} row 200 lies [0-9,]+ times as far out"):
+    with pytest.raises(XcompatError, match=f"{side} row 200 is [0-9,]+ times as far from the centre"):
         found(10_000)
     strangers = 1e4 * asking  # all queries of another model: far out, and none beside another
     lifted(strangers, rows)
@@ -172,7 +172,7 @@ def test_a_gallery_keeps_lengths_and_is_upgraded(raw: dict[str, Any], tmp_path: 
     asked = embedded(f"{run}/fresh/model", raw)
     for query, hits in zip(asked, gallery.search(asked.numpy(), model, top_k=1), strict=True):
         assert hits[0].score == pytest.approx(-float(((mapped - query) ** 2).sum(dim=1).min()), rel=1e-3)
-    with pytest.raises(XcompatError, match="compared by L2 distance, and this gallery compares by cosine"):
+    with pytest.raises(XcompatError, match="compared by L2 distance, but this gallery compares by cosine"):
         Gallery.create(tmp_path / "other", load_embedder(raw["old"]), metric="cosine")
     unit = Gallery.create(tmp_path / "unit", Fingerprint.from_string("unit"), 7)
     with pytest.raises(XcompatError, match="this gallery compares by cosine"):
@@ -181,13 +181,13 @@ def test_a_gallery_keeps_lengths_and_is_upgraded(raw: dict[str, Any], tmp_path: 
 
 def test_what_does_not_fit_is_refused_in_one_line(raw: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path) -> None:
     run = Path(raw["output_dir"])
-    with pytest.raises(XcompatError, match="new model are compared by cosine, and those of FctModel by l2"):
+    with pytest.raises(XcompatError, match="new model use cosine, but those of FctModel use l2"):
         run_recipe(recipe_of(raw, method="fct", new=f"{run}/unit/model", output_dir=str(tmp_path / "a")))
-    with pytest.raises(XcompatError, match="RidgeModel gives unit vectors, and embeddings of the old model are"):
+    with pytest.raises(XcompatError, match="RidgeModel gives unit vectors, but the embeddings of the old model need"):
         run_recipe(recipe_of(raw, method="ridge", new=f"{run}/fresh/model", output_dir=str(tmp_path / "b")))
-    with pytest.raises(XcompatError, match="options.metric: OcaModel gives unit vectors, .*; leave metric out"):
+    with pytest.raises(XcompatError, match="options.metric: OcaModel gives unit vectors .*; remove metric"):
         OcaModel.from_encoder(image_folder_of["resnet"], classes=["a"], metric="l2")
-    with pytest.raises(XcompatError, match="embeddings of the old model are compared by l2, and those of BctModel by cosine"):
+    with pytest.raises(XcompatError, match="embeddings of the old model use l2, but those of BctModel use cosine"):
         BctModel.from_encoder(image_folder_of["resnet"], old=raw["old"])
     with pytest.raises(XcompatError, match="options.metric: a model that learns from captions .* compared by cosine"):
         IndependentModel.from_encoder(image_folder_of["resnet"], metric="l2")

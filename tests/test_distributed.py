@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 from collections import Counter
@@ -23,6 +21,7 @@ import warm
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
+from schedule import mostly_nightly
 from torch.nn.parallel import DistributedDataParallel
 
 from xcompat import Fingerprint
@@ -337,7 +336,7 @@ def learn_with_constants(rank: int, photos: str, encoder: str, method: str, fold
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("method", ["nccl", "unibct"])
+@pytest.mark.parametrize("method", mostly_nightly(["nccl", "unibct"], "unibct".__eq__))
 def test_ddp_sends_once_what_never_changes(method: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
     photos = write_classes(tmp_path / "photos")
     warm.spawn(learn_with_constants, (photos, image_folder_of["resnet"], method, str(tmp_path)))
@@ -365,30 +364,20 @@ def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tm
     del raw["data"]["augmentation"]  # of the second stage
     raw["training"] |= {"max_steps": 100_000, "save_steps": 20, "per_device_train_batch_size": 4}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(raw))
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(CPU_2),
-        "-m",
-        "xcompat",
-        "train",
-        str(tmp_path / "r.yaml"),
-    ]
-    running = subprocess.Popen(
-        command, cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+    running = warm.start("-m", "xcompat", "train", tmp_path / "r.yaml", folder=tmp_path, ranks=2)
     checkpoints, deadline = tmp_path / "run" / "checkpoints", time.monotonic() + 120
     while not list(checkpoints.glob("checkpoint-*/trainer_state.json")):
-        assert running.poll() is None and time.monotonic() < deadline, "no checkpoint appeared"
+        assert all(process.is_alive() for process in running.processes), running.said()
+        assert time.monotonic() < deadline, "no checkpoint appeared"
         time.sleep(0.05)
-    os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to every process
-    _, error = running.communicate(timeout=120)
-    assert running.returncode != 0
+    for process in running.processes:  # a terminal sends it to every process
+        assert process.pid
+        os.kill(process.pid, signal.SIGINT)
+    done = running.wait(120)
+    assert done.returncode != 0
     kept = last_complete_checkpoint(checkpoints)
     assert kept is not None and {f"rng_state_{rank}.pth" for rank in range(2)} <= {path.name for path in kept.iterdir()}
-    assert f"interrupted at step {kept.name.split('-')[1]}; a checkpoint is kept" in error
+    assert f"interrupted at step {kept.name.split('-')[1]}; a checkpoint is kept" in done.stderr
 
 
 def test_an_error_is_one_line_of_the_first_rank(tmp_path: Path) -> None:

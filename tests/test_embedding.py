@@ -153,7 +153,7 @@ def test_a_killed_embedding_continues_with_the_shards_that_are_missing(
     monkeypatch.setattr(type(embedder.processor), "tokenize", killed_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)
-    with pytest.raises(XcompatError, match="no finished embedding cache"):
+    with pytest.raises(XcompatError, match="not a finished embedding cache"):
         EmbeddingCache(tmp_path / "c")
     assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
     assert calls == [TEXTS[0], TEXTS[5], TEXTS[10], TEXTS[10], TEXTS[15], TEXTS[20]], "finished shards are not embedded again"
@@ -195,15 +195,15 @@ def test_what_overflows_the_stored_type_is_refused(folder_of: dict[str, str], pa
     embedder = penultimate(load_embedder(folder_of["clip"]))
     with torch.no_grad():
         embedder.model.model.model.vision_model.post_layernorm.weight.mul_(1e6)
-    with pytest.raises(XcompatError, match="makes values that float16, the type of caches, does not hold"):
+    with pytest.raises(XcompatError, match="returns values beyond the range of float16, the type of caches"):
         embed_images(embedder, load_pairs(pairs_folder), tmp_path / "c", "digest")
 
 
 def test_truncated_texts_are_counted(folder_of: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embed_texts(load_embedder(folder_of["clip"]), ["short", "long " * 40], tmp_path / "c", "digest")
-    assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 texts were truncated to the 16 tokens" in " ".join(capsys.readouterr().out.split())
     embed_in_memory(load_embedder(folder_of["clip"]), ["word " * 99, "a word"])
-    assert "1 of 2 texts are longer than the 16 tokens" in " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 texts were truncated to the 16 tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_views_are_embedded_each_into_a_cache_of_its_own(

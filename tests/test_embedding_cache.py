@@ -53,7 +53,7 @@ def swap(file: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (flip, "has changed since it was written"),
-    "cut": (cut, "bytes, it was written with"),
+    "cut": (cut, "bytes, expected"),
     "emptied": (lambda file: file.write_bytes(b""), "has 0 bytes"),
     "missing": (Path.unlink, "is missing"),
     "swapped": (swap, "has changed since it was written"),
@@ -71,7 +71,7 @@ def test_what_is_damaged_is_named_and_embedded_again(
     damage(cache / "shard-00002.npy")
     opened = EmbeddingCache(cache)
     assert np.array_equal(opened[np.array([0, 22])], whole[[0, 22]]), "other shards are read"
-    with pytest.raises(XcompatError, match=f"shard-0000[12].*{reason}.*run again what made the cache") as caught:
+    with pytest.raises(XcompatError, match=f"shard-0000[12].*{reason}.*repeat the command that wrote the cache") as caught:
         opened[:]
     assert "\n" not in str(caught.value)
     asked, tokenize = [], type(embedder.processor).tokenize
@@ -80,7 +80,7 @@ def test_what_is_damaged_is_named_and_embedded_again(
     assert np.array_equal(embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)[:], whole)
     assert asked == ([TEXTS[5], TEXTS[10]] if name == "swapped" else [TEXTS[10]])
     said = [line for line in capsys.readouterr().out.splitlines() if "shard-" in line]
-    assert len(said) == len(asked) and all(line.endswith("; this part is embedded again") for line in said)
+    assert len(said) == len(asked) and all(line.endswith("; re-embedding this shard") for line in said)
     assert np.array_equal(EmbeddingCache(cache)[:], whole)
 
 
@@ -99,7 +99,7 @@ def test_a_cache_that_was_read_pickles_without_its_rows(cache: Path) -> None:
     [
         ([-1], "numbers from 0 to 22, not -1"),
         ([0, 23], "numbers from 0 to 22, not 23"),
-        ([True, False] + [False] * 21, "not values of bool; of a mask np.flatnonzero makes them"),
+        ([True, False] + [False] * 21, "not values of bool; convert a mask with np.flatnonzero"),
         ([0.0], "not values of float64"),
     ],
 )
@@ -136,7 +136,7 @@ def test_caches_of_before_there_were_checksums(embedder: Embedder, cache: Path) 
         record.unlink()
     assert np.array_equal(EmbeddingCache(cache)[:], whole)
     cut(cache / "shard-00002.npy")
-    with pytest.raises(XcompatError, match="shard-00002.npy is cut short or no array"):
+    with pytest.raises(XcompatError, match="shard-00002.npy is truncated or not an array"):
         EmbeddingCache(cache)[:]
     np.save(cache / "shard-00003.npy", np.zeros((5, 3), np.float16))
     with pytest.raises(XcompatError, match=r"shard-00003.npy holds \(5, 3\) float16, not \(5, 16\) float16"):
@@ -164,7 +164,7 @@ def test_a_kill_between_checksum_and_shard(
         embed_texts(embedder, TEXTS, target, "digest", shard_rows=5)
     monkeypatch.setattr(files, "_put_in_place", place)
     assert (target / "shard-00002.json").exists()
-    with pytest.raises(XcompatError, match="shard-00002.npy has changed" if damaged else "no finished embedding cache"):
+    with pytest.raises(XcompatError, match="shard-00002.npy has changed" if damaged else "not a finished embedding cache"):
         EmbeddingCache(target)[:]
     assert np.array_equal(embed_texts(embedder, TEXTS, target, "digest", shard_rows=5)[:], whole)
 
@@ -176,8 +176,8 @@ def test_a_kill_between_checksum_and_shard(
         ("cache.json", "[]", "cache format None"),
         ("cache.json", {"rows": 0}, "rows: Input should be greater than or equal to 1"),
         ("cache.json", {"dim": "many"}, "dim: Input should be a valid integer"),
-        ("cache.json", {"fingerprint": "other"}, "cache.json and plan.json, which it was copied from, differ"),
-        ("plan.json", {"fingerprint": "other"}, "cache.json and plan.json, which it was copied from, differ"),
+        ("cache.json", {"fingerprint": "other"}, "cache.json and plan.json differ"),
+        ("plan.json", {"fingerprint": "other"}, "cache.json and plan.json differ"),
     ],
 )
 def test_a_damaged_description_is_one_line(
@@ -202,7 +202,7 @@ def test_shards_of_nobody_knows_what_are_not_taken_over(embedder: Embedder, cach
         embed_texts(embedder, TEXTS, cache, "other", shard_rows=5)
     shutil.copy(cache / "cache.json", cache / "kept")
     (cache / "cache.json").unlink()
-    with pytest.raises(XcompatError, match="nothing that says of what"):
+    with pytest.raises(XcompatError, match="contains shards but no plan.json"):
         embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)
     (cache / "kept").rename(cache / "cache.json")
     assert len(embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)) == 23

@@ -78,9 +78,9 @@ def test_a_run_on_a_lance_table_goes_on_with_the_version_that_it_began_with(
     table.add(lists(vectors[:7]))
     table.delete("price = 20")
     code, _, error = embed(place, "--model", model, "--out", out)
-    assert code == 2 and f"was begun with {pinned}, and this is {place}?version={table.version}; name the first" in error
+    assert code == 2 and f"was started with {pinned}, not {place}?version={table.version}; use the first" in error
     code, said, _ = embed(pinned, "--model", model, "--out", out)
-    assert code == 0 and "120 made in" in said and files_in(out) == whole
+    assert code == 0 and "120 computed in" in said and files_in(out) == whole
 
 
 def test_another_table_in_the_place_of_the_first_is_noticed(embed: Run, model: str, vectors: np.ndarray, tmp_path: Path) -> None:
@@ -90,18 +90,18 @@ def test_another_table_in_the_place_of_the_first_is_noticed(embed: Run, model: s
     shutil.rmtree(place)
     write_lance(place, vectors[::-1])
     code, _, error = embed(place, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and f"items.lance?version=4 has changed since {tmp_path / 'out'} was begun" in error
+    assert code == 2 and f"items.lance?version=4 has changed since {tmp_path / 'out'} was started" in error
 
 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
         ("item.lance", "item.lance does not exist; did you mean"),
-        ("empty.lance", "empty.lance is no Lance table, or has none of its versions"),
-        ("items.lance?version=first", "'first' is no version; write"),
+        ("empty.lance", "empty.lance is not a Lance table or has no versions"),
+        ("items.lance?version=first", "invalid version 'first'; use"),
         ("items.lance?version=99", "Version 99 no longer exists"),
-        ("bare.lance", "holds no rows; there is nothing to embed"),
-        ("nulls.lance", "nulls.lance?version=1, 3 rows from 1 on: a row after the first 0 has no id; every item needs its own"),
+        ("bare.lance", "has no rows; there is nothing to embed"),
+        ("nulls.lance", "nulls.lance?version=1, 3 rows from 1 on: missing id after row 0; give every row an id"),
     ],
 )
 def test_mistakes_about_a_lance_table_are_one_line(
@@ -151,17 +151,17 @@ def test_the_files_of_one_version_of_an_iceberg_table_are_read(
     assert sorted(order) == [row for row in range(ROWS) if row != 7]
     truth = Mapping(load_checkpoint(model))(vectors[order])
     np.testing.assert_allclose(np.stack(made["embedding"].to_numpy()), truth, atol=1e-6)
-    assert "all were there" in embed(now, "--model", model, "--out", tmp_path / "out")[1]
+    assert "nothing to do" in embed(now, "--model", model, "--out", tmp_path / "out")[1]
     assert embed(before.removeprefix("file://"), "--model", model, "--out", tmp_path / "older")[0] == 0
     assert ids_of(tmp_path / "older") == sorted(f"item-{row}" for row in range(ROWS))
     code, _, error = embed(before, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and "was begun with" in error
+    assert code == 2 and "was started with" in error
 
 
 def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(embed: Run, model: str, table: Any, tmp_path: Path) -> None:
     code, _, error = embed(tmp_path / "shop" / "items", "--model", model, "--out", tmp_path / "out")
     newest = table.metadata_location.removeprefix("file://")
-    assert code == 2 and f"name the metadata of a version, such as {newest}" in error
+    assert code == 2 and f"use the metadata of one version, e.g. {newest}" in error
 
 
 @pytest.mark.parametrize(("log", "kind"), [("_delta_log", "Delta"), (".hoodie", "Hudi")])
@@ -171,19 +171,19 @@ def test_the_folder_of_a_table_with_a_log_is_not_read_as_parquet(
     (tmp_path / "items" / log).mkdir(parents=True)
     (tmp_path / "items" / "part-0.parquet").write_bytes(b"rows that were removed")
     code, _, error = embed(tmp_path / "items", "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and f"is a {kind} table, and rows that it has no more are in its files too; write its rows as" in error
+    assert code == 2 and f"is a {kind} table, and its files include deleted rows; write the current rows as" in error
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         ("deleted rows", "as deleted; rewrite its data files"),
-        ("another format", "which is no Parquet; rewrite its data files as Parquet"),
-        ("another place", "which is in another file system; keep a table in one"),
-        ("a lost file", ".parquet, which does not exist"),
-        ("a renamed column", "where 'vector' is a column that has another name now; rewrite its data files"),
-        ("no metadata", "cannot be read as metadata of an Iceberg table"),
-        ("no files", "holds no rows; there is nothing to embed"),
+        ("another format", "is not Parquet; rewrite its data files as Parquet"),
+        ("another place", "is in another file system; move all data files into one"),
+        ("a lost file", ".parquet does not exist"),
+        ("a renamed column", "has a column 'vector' with another name today; rewrite its data files"),
+        ("no metadata", "cannot be read as Iceberg metadata"),
+        ("no files", "has no rows; there is nothing to embed"),
     ],
 )
 def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
@@ -219,8 +219,8 @@ def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
 @pytest.mark.parametrize(
     ("package", "named", "advice"),
     [
-        ("lancedb", "s3://bucket/items.lance", "pip install 'xcompat[lancedb]'"),
-        ("pyiceberg", "s3://bucket/items/metadata/v3.metadata.json", "pip install 'xcompat[iceberg]'"),
+        ("lancedb", "s3://bucket/items.lance", '`pip install -e ".[lancedb]"`'),
+        ("pyiceberg", "s3://bucket/items/metadata/v3.metadata.json", '`pip install -e ".[iceberg]"`'),
     ],
 )
 def test_what_reads_a_table_is_named_where_it_is_missing(

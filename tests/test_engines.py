@@ -145,9 +145,9 @@ def test_the_function_is_small_and_made_again_by_chunks(model: str, vectors: np.
     ("change", "said"),
     [
         (lambda rows: rows, "there is no column 'embedding'"),
-        (lambda rows: [None, *rows[1:]], "row 1 of column 'vector' has no embedding; leave such rows out"),
+        (lambda rows: [None, *rows[1:]], "row 1 of column 'vector' has no embedding; remove such rows"),
         (lambda rows: [*rows[:9], [0.5] * 3, *rows[10:]], "row 10 of column 'vector' has 3 dimensions, those before it 16"),
-        (lambda rows: [[*row, 1.0] for row in rows], "has vectors of 17 dimensions, and"),
+        (lambda rows: [[*row, 1.0] for row in rows], "has 17 dimensions, but"),
         (lambda rows: [*rows[:5], [0.0] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is zero and has no direction"),
         (lambda rows: [*rows[:5], [np.nan] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is not finite"),
         (lambda rows: ["text"] * len(rows), "is string, not a list of numbers"),
@@ -164,7 +164,9 @@ def test_another_model_under_the_same_name_is_refused(tmp_path: Path, vectors: n
     function = TableModel.open(save_map(tmp_path / "map", seed=1), "vectors", "vector")
     save_map(tmp_path / "map", seed=2)
     models._loaded.cache_clear()
-    with pytest.raises(FingerprintMismatchError, match=r"makes .* here, and .* where this began; give every machine the same"):
+    with pytest.raises(
+        FingerprintMismatchError, match=r"is .* on this worker, expected .*; copy the same files to every machine"
+    ):
         function(lists(vectors))
 
 
@@ -191,7 +193,7 @@ def test_what_the_model_makes_nothing_finite_of_is_no_picture_that_cannot_be_rea
         return embedded
 
     monkeypatch.setattr(tables, "embed_contents", spoilt)
-    with pytest.raises(XcompatError, match=r"row 3: .* makes an embedding of it that is not finite; leave such rows out"):
+    with pytest.raises(XcompatError, match=r"row 3: the embedding by .* is not finite; remove such rows"):
         function(pa.table({function.column: rows}))
 
 
@@ -253,17 +255,17 @@ def test_a_second_run_makes_what_is_missing_alone(run: Run, model: str, source: 
         (tmp_path / "out" / f"part-{number:06}.parquet").unlink()
     kept = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("part-*")}
     code, out, _ = run(*command)
-    assert code == 0 and "100 made in" in out and files_in(tmp_path / "out") == whole
+    assert code == 0 and "100 computed in" in out and files_in(tmp_path / "out") == whole
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
-    assert "all were there" in run(*command)[1]
+    assert "nothing to do" in run(*command)[1]
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("byte", "part-000001.parquet has changed since it was written; it is made again"),
-        ("no checksum", "part-000001.parquet has no checksum; it is made again"),
-        ("checksum", "part-000001.parquet has a damaged checksum; it is made again"),
+        ("byte", "part-000001.parquet has changed since it was written; writing it again"),
+        ("no checksum", "part-000001.parquet has no checksum; writing it again"),
+        ("checksum", "part-000001.parquet has a damaged checksum; writing it again"),
     ],
 )
 def test_a_damaged_part_is_made_again(
@@ -284,21 +286,21 @@ def test_a_damaged_part_is_made_again(
     else:
         checksum.write_text("{")
     code, told, _ = run(*command)
-    assert code == 0 and said in told and "60 made in" in told
-    assert files_in(out) == whole and "all were there" in run(*command)[1]
+    assert code == 0 and said in told and "60 computed in" in told
+    assert files_in(out) == whole and "nothing to do" in run(*command)[1]
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        ("other model", "was begun with another fingerprint"),
-        ("other dtype", "was begun with another dtype ('float32', now 'float16'); choose another folder"),
+        ("other model", "was started with another fingerprint"),
+        ("other dtype", "was started with another dtype ('float32', now 'float16'); choose another folder"),
         ("other files", "items has changed since "),
-        ("no plan", "which `xcompat embed` did not write; choose another folder"),
-        ("no json", "holds a _plan.json that `xcompat embed` did not write"),
-        ("other part", "part-000002.parquet is not what `xcompat embed` writes there; move it away"),
-        ("one part more", "part-000009.parquet is no part of what `xcompat embed` makes there; move it away"),
-        ("a file", "is a file; name a folder for --out"),
+        ("no plan", "not written by `xcompat embed`; choose another folder"),
+        ("no json", "contains a _plan.json not written by `xcompat embed`"),
+        ("other part", "part-000002.parquet was not written by this `xcompat embed` run; move it"),
+        ("one part more", "part-000009.parquet is not a part of this `xcompat embed` run; move it"),
+        ("a file", "is a file; choose a folder for --out"),
     ],
 )
 def test_nothing_else_is_replaced(run: Run, model: str, source: Path, tmp_path: Path, spoil: str, said: str) -> None:
@@ -335,13 +337,13 @@ def test_what_is_made_is_never_read_as_a_source(
     address = address.format(tmp_path=tmp_path)
     inside = f"{address}/deeper/out" if address.startswith("s3") else source / "deeper" / "out"
     code, _, error = run(address, "--model", model, "--out", inside)
-    assert code == 2 and f"deeper/out lies in {address}, and later runs would read it as rows" in error
+    assert code == 2 and f"deeper/out is inside {address}, so later runs would read it as input" in error
     assert not (source / "deeper" / "out").exists() and len(error.splitlines()) == 1
     assert run(source, "--model", model, "--out", tmp_path / "out")[0] == 0
     shutil.copytree(tmp_path / "out", source / "out")  # as earlier releases took it
     code, _, error = run(address, "--model", model, "--out", tmp_path / "other")
     assert (
-        code == 2 and f"out was written by `xcompat embed` and lies in {address}" in error and not (tmp_path / "other").exists()
+        code == 2 and f"out was written by `xcompat embed` and is inside {address}" in error and not (tmp_path / "other").exists()
     )
     assert len(read_source(str(source / "out")).parts) == 5, "named itself it is a source as any other"
 
@@ -353,7 +355,7 @@ def test_a_bad_row_stops_it_and_what_is_made_is_kept(run: Run, model: str, sourc
     pq.write_table(spoilt, source / "deeper" / "b.parquet", row_group_size=20)
     code, _, error = run(source, "--model", model, "--out", tmp_path / "out")
     assert code == 2 and "b.parquet, 40 rows from 61 on: row 11 of column 'vector' has no embedding" in error
-    assert "what is made is kept: start again to continue" in error and len(error.splitlines()) == 1
+    assert "finished parts are kept, run the command again to continue" in error and len(error.splitlines()) == 1
     assert len(files_in(tmp_path / "out")) == 5, "the plan and four parts"
 
 
@@ -381,7 +383,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(
     monkeypatch.setattr(Job, "_make", before)
     monkeypatch.setattr(Job, "_tables", between)
     code, _, error = run(source, "--model", model, "--out", tmp_path / "out")
-    assert code == 2 and "b.parquet, 60 rows from 1 on: the file has changed since this began" in error
+    assert code == 2 and "b.parquet, 60 rows from 1 on: the file has changed since the run started" in error
     assert sorted(files_in(tmp_path / "out")) == ["_plan.json", *(f"part-{number:06}.parquet" for number in range(3))]
 
 
@@ -391,15 +393,15 @@ def test_a_file_that_changes_meanwhile_is_noticed(
         (("nowhere", "--model", "{model}", "--out", "out"), "nowhere does not exist"),
         (("{source}",), "name the model with --model, and the folder of what is made with --out"),
         (("{source}", "a=1", "--model", "{model}", "--out", "out"), "'a=1' overrides a value of a recipe"),
-        (("{source}", "--model", "{model}", "--out", "out", "--workers", "2"), "are of an engine: name one with --engine"),
+        (("{source}", "--model", "{model}", "--out", "out", "--workers", "2"), "need an engine; choose one with --engine"),
         (("recipe.yaml", "--engine", "ray"), "--engine is of tables"),
         (
             ("{source}", "--model", "{model}", "--out", "out", "--column", "prices"),
             "has no column 'prices'; did you mean 'price'?",
         ),
-        (("{source}", "--model", "{model}", "--out", "out", "--column", "price"), "it may hold vectors, texts, or pictures"),
+        (("{source}", "--model", "{model}", "--out", "out", "--column", "price"), "choose a column of vectors, texts or images"),
         (("{source}", "--model", "{model}", "--out", "out", "--id-column", "vector"), "both name 'vector'"),
-        (("{source}", "--model", "{queries}", "--out", "out"), "maps queries, so nothing needs to be written"),
+        (("{source}", "--model", "{queries}", "--out", "out"), "maps queries, so the store stays as it is"),
         (("nosuch://bucket/items", "--model", "{model}", "--out", "out"), "nosuch://bucket/items cannot be opened"),
     ],
 )
@@ -420,19 +422,19 @@ def test_a_column_is_chosen_by_its_name_unless_two_could_be_meant(
     table = pa.table({"key": [4, 5, 6], "text": ["a shoe", "two dogs", "word " * 500], "image": [*stored[:2], b"no picture"]})
     pq.write_table(table, tmp_path / "items.parquet")
     command = (tmp_path / "items.parquet", "--model", old_folder, "--id-column", "key")
-    assert "has 'text' and 'image'; name the one that is meant with --column" in run(*command, "--out", tmp_path / "x")[2]
+    assert "has 'text' and 'image'; choose one with --column" in run(*command, "--out", tmp_path / "x")[2]
     code, out, _ = run(*command, "--out", tmp_path / "texts", "--column", "text")
-    assert code == 0 and "1 of 3 texts are longer than" in out
+    assert code == 0 and "truncated 1 of 3 texts to the maximum length of" in out
     made = pq.read_table(tmp_path / "texts")
     assert made["id"].to_pylist() == [4, 5, 6]
     command = (*command, "--out", tmp_path / "images", "--column", "image")
     code, _, error = run(*command)
-    assert code == 2 and "1 of 3 pictures cannot be read, such as '6'; mend or remove them" in error
+    assert code == 2 and "1 of 3 images cannot be read, e.g. '6'; fix or remove them" in error
     monkeypatch.setattr("xcompat.engines.commands.MOST_UNREAD", 0.5)
     _, out, _ = run(*command)
-    assert "1 of 3 pictures cannot be read, such as '6': they are left out" in out
+    assert "skipped 1 of 3 images that cannot be read, e.g. '6'" in out
     assert (
-        pq.read_table(tmp_path / "images")["id"].to_pylist() == [4, 5] and "holds 2 embeddings" in out and "all were there" in out
+        pq.read_table(tmp_path / "images")["id"].to_pylist() == [4, 5] and "holds 2 embeddings" in out and "nothing to do" in out
     )
 
 
@@ -448,13 +450,13 @@ def test_pictures_that_cannot_be_read_are_refused_until_they_are_mended(
     command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
     for _ in range(2):
         code, _, error = run(*command)
-        assert code == 2 and "1 of 4 pictures cannot be read, such as '2'; mend or remove them" in error
+        assert code == 2 and "1 of 4 images cannot be read, e.g. '2'; fix or remove them" in error
     unmended = files_in(tmp_path / "out")
     images[1].save(paths[2])
     code, out, _ = run(*command)
-    assert code == 0 and "holds 4 embeddings" in out and "2 made in" in out, "the part that lacked one, and no other"
+    assert code == 0 and "holds 4 embeddings" in out and "2 computed in" in out, "the part that lacked one, and no other"
     made = files_in(tmp_path / "out")
-    assert pq.read_table(tmp_path / "out")["id"].to_pylist() == list(range(4)) and "all were there" in run(*command)[1]
+    assert pq.read_table(tmp_path / "out")["id"].to_pylist() == list(range(4)) and "nothing to do" in run(*command)[1]
     assert {name for name in made if made[name] != unmended[name]} == {"part-000001.parquet"}
 
 
@@ -470,7 +472,7 @@ def test_a_part_that_does_not_say_what_it_left_out_is_made_anew(
     whole, file = files_in(tmp_path / "out"), tmp_path / "out" / "part-000000.parquet"
     pq.write_table(pq.read_table(file), file)  # the schema keeps the plan, and what was left out is lost
     assert files_in(tmp_path / "out") != whole
-    assert "2 made in" in run(*command)[1] and files_in(tmp_path / "out") == whole
+    assert "2 computed in" in run(*command)[1] and files_in(tmp_path / "out") == whole
 
 
 def stand_in_for_a_bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +494,7 @@ def test_other_file_systems_get_whole_files(
     code, out, error = run(*command)
     assert code == 0 and not error and "s3://bucket/there holds" in out
     here, there = (pq.read_table(tmp_path / name) for name in ("here", "there"))
-    assert here.equals(there) and "all were there" in run(*command)[1]
+    assert here.equals(there) and "nothing to do" in run(*command)[1]
 
 
 def test_keys_in_an_address_are_nowhere_to_be_read(
@@ -505,9 +507,9 @@ def test_keys_in_an_address_are_nowhere_to_be_read(
     assert code == 0 and "s3://***@bucket/there holds" in said[0] and '"source": "s3://***@bucket/items"' in plan.read_text()
     assert "KEY" not in "".join(said) and not any(b"KEY" in content for content in files_in(tmp_path / "there").values())
     plan.write_text(plan.read_text().replace("***", "ME:OLD"))  # as earlier releases wrote it
-    assert "all were there" in run(*command)[1]
+    assert "nothing to do" in run(*command)[1]
     os.utime(source / "a.parquet", (1, 1))
-    assert "items has changed since s3://***@bucket/there was begun" in run(*command)[2], "the same address, by other keys"
+    assert "items has changed since s3://***@bucket/there was started" in run(*command)[2], "the same address, by other keys"
 
 
 def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: Path, tmp_path: Path) -> None:
@@ -559,7 +561,7 @@ def test_an_engine_writes_the_same_bytes(
     for name in ("_plan.json", "part-000001.parquet", "_part-000001.parquet.json"):  # as a run that was stopped leaves them
         shutil.copy(tmp_path / "one" / name, tmp_path / "many")
     code, out, error = run(source, "--model", model, "--out", tmp_path / "many", "--engine", engine, "--workers", 2)
-    assert code == 0 and "170 made in" in out, error
+    assert code == 0 and "170 computed in" in out, error
     assert files_in(tmp_path / "one") == files_in(tmp_path / "many")
 
 
@@ -569,7 +571,7 @@ def test_an_engine_that_is_not_installed_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, engine, None)
     code, _, error = run(source, "--model", model, "--out", tmp_path / "out", "--engine", engine)
-    assert code == 2 and f"pip install 'xcompat[{engine}]'" in error and len(error.splitlines()) == 1
+    assert code == 2 and f'`pip install -e ".[{engine}]"`' in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("there", "workers"), [(0, []), (1, ["--workers", "2"])])
@@ -646,7 +648,7 @@ def test_a_worker_of_daft_that_is_killed_ends_it_in_one_line(model: str, source:
     found = read_source(str(source))
     (tmp_path / "out").mkdir()
     job = EndingJob(TableModel.open(model, "vectors", "vector"), found.reader, str(tmp_path / "out"), "id", "a plan")
-    with pytest.raises(XcompatError, match=r"a worker of Daft ended \(.*\); start again to continue"):
+    with pytest.raises(XcompatError, match=r"a Daft worker died \(.*\); run the command again to continue"):
         list(on_daft.run(job, found.parts, workers=1))
     names = {file.name for file in (tmp_path / "out").glob("*.parquet")}
     assert names == {"part-000000.parquet", "part-000001.parquet"}

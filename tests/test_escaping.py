@@ -23,7 +23,8 @@ from test_compare import make_contenders
 from test_report import make_content
 from torch._utils import ExceptionWrapper
 
-from xcompat import Fingerprint, XcompatError, failures
+from xcompat import Fingerprint, XcompatError
+from xcompat.core import failures
 from xcompat.core.errors import visible
 from xcompat.core.markdown import as_block, as_code, as_text
 from xcompat.core.progress import literal

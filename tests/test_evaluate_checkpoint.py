@@ -137,7 +137,7 @@ def test_an_old_model_that_is_gone(trained: Path, photos: dict[str, str], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name the images, with captions or classes,"),
+        ([], "set --data to test images with captions or classes"),
         (["label_colum=folder", "--data", "test"], "--data: unknown key 'label_colum'; did you mean 'label_column'"),
         (["label_column=nowhere", "--data", "test"], "nowhere"),
         (["gallery=no/such/photos", "--data", "test"], "no/such/photos does not exist"),
@@ -158,7 +158,7 @@ def test_a_name_is_no_model_to_load(photos: dict[str, str], tmp_path: Path, judg
     ProcrustesModel(ProcrustesConfig(old=old, embedding_dim=16)).export(tmp_path / "map")
     for more in ((), ("--old", photos["test"])):
         said = judge(tmp_path / "map", "--data", photos["test"], *more)
-        assert "'old', which is a name and no model" in said and "judge embeddings of both models (--old, --new)" in said
+        assert "'old', which is only a name" in said and "evaluate embeddings of both models (--old, --new)" in said
 
 
 def test_a_model_that_embeds_texts_is_judged_with_captions(

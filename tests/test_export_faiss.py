@@ -134,7 +134,7 @@ def test_nothing_that_is_read_is_replaced(tmp_path: Path) -> None:
 def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     model = with_memory(build("ridge"), entries=3)
-    with pytest.raises(XcompatError, match=r"holds nothing that queries remember; leave that out with model\.remember"):
+    with pytest.raises(XcompatError, match=r"cannot store a query memory; remove it with model\.remember"):
         to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     model.remember(model.memory.metric_alone())
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
@@ -177,7 +177,7 @@ def test_an_adopted_index_that_has_changed_since_is_refused(tmp_path: Path) -> N
     other = faiss.IndexFlatIP(OLD_DIM)
     other.add(unit(ROWS, OLD_DIM, seed=5).numpy())
     faiss.write_index(other, str(tmp_path / "old.faiss"))
-    with pytest.raises(XcompatError, match="its bytes have changed since the gallery adopted it"):
+    with pytest.raises(XcompatError, match="its bytes have changed since adoption"):
         to_faiss(build("ridge"), tmp_path / "gallery", tmp_path / "new.faiss")
     assert not (tmp_path / "new.faiss").exists()
 
@@ -237,7 +237,7 @@ def test_command_line_and_a_service_that_knows_faiss_alone(
 )
 def test_what_is_not_linear_is_refused(method: str, options: dict[str, Any], tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
-    with pytest.raises(XcompatError, match="does not map queries by one linear layer, and a faiss index holds no other"):
+    with pytest.raises(XcompatError, match="does not map queries by one linear layer, and a faiss index supports no other map"):
         to_faiss(build(method, **options), tmp_path / "old.faiss", tmp_path / "new.faiss")
     assert not (tmp_path / "new.faiss").exists()
 
@@ -266,10 +266,10 @@ def test_a_map_of_galleries_goes_into_no_index(method: str, options: dict[str, A
 
 def test_an_index_of_another_dimension_or_none_is_refused(tmp_path: Path) -> None:
     faiss.write_index(faiss.IndexFlatIP(OLD_DIM + 1), str(tmp_path / "other.faiss"))
-    with pytest.raises(XcompatError, match="other.faiss holds vectors of 9 dimensions, and the map leads to the 8 of old@"):
+    with pytest.raises(XcompatError, match="other.faiss contains vectors of 9 dimensions, but the map returns the 8 of old@"):
         to_faiss(build("ridge"), tmp_path / "other.faiss", tmp_path / "new.faiss")
     with pytest.raises(XcompatError, match="the faiss index .*nowhere.* does not exist"):
         to_faiss(build("ridge"), tmp_path / "nowhere.faiss", tmp_path / "new.faiss")
     (tmp_path / "damaged.faiss").write_bytes(b"no index")
-    with pytest.raises(XcompatError, match="is no readable faiss index"):
+    with pytest.raises(XcompatError, match="is not a readable faiss index"):
         to_faiss(build("ridge"), tmp_path / "damaged.faiss", tmp_path / "new.faiss")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TEXTS
 from PIL import Image
+from schedule import mostly_nightly
 
 from xcompat import Fingerprint, XcompatError, cli
 from xcompat.data import open_image
@@ -53,7 +54,7 @@ def run_onnx(path: Path, batch: dict[str, torch.Tensor]) -> np.ndarray:
     return embeds
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_nightly(CASES, ("xbt", "trained on classes").__contains__))
 @torch.no_grad()
 def test_onnxruntime_embeds_what_the_model_embeds(
     case: str,
@@ -128,7 +129,7 @@ def test_a_file_that_does_not_agree_is_not_left(
 ) -> None:
     monkeypatch.setattr(onnx_towers, "TOLERANCE", 1e-12)
     model = build("ridge", image_folder_of["mobilenet_v1"], {})
-    with pytest.raises(XcompatError, match="the image tower in ONNX gives embeddings .* from PyTorch's, where 1e-12 is allowed"):
+    with pytest.raises(XcompatError, match="embeddings of the image tower in ONNX differ by .* from PyTorch's, more than 1e-12"):
         to_onnx(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -151,6 +152,6 @@ def test_half_precision_is_made_whole_and_prompts_are_said(tmp_path: Path) -> No
 def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="cannot export the image tower with batches of any size: .*static shape"):
         to_onnx(build("ridge", folder_of["siglip2"], {}), tmp_path / "out")
-    with pytest.raises(XcompatError, match="brings no queries into an old space"):
+    with pytest.raises(XcompatError, match="does not map queries into an old space"):
         to_onnx(build("fct", folder_of["clip"], {}), tmp_path / "out")
     assert not list(tmp_path.iterdir())

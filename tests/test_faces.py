@@ -12,6 +12,7 @@ import torch
 from data_layouts.faces import make_ijbc, make_market1501, make_ms1m
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule import mostly_nightly
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json
@@ -79,7 +80,7 @@ def test_cameras_are_a_column_of_any_other_data(market: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"format": "market1501", "camera_column": "c"}, "reads names of files and no column 'c'"),
+        ({"format": "market1501", "camera_column": "c"}, "reads file names, not the column 'c'"),
         ({"camera_column": "c"}, "images in folders have no column 'c'"),
     ],
 )
@@ -103,7 +104,7 @@ def test_a_name_without_camera_is_refused_before_training(market: Path) -> None:
         person.unlink()
     check_paths(recipe.stages[0])
     data["gallery"] = {"path": str(market / "bounding_box_test")}
-    with pytest.raises(XcompatError, match="gallery: the other side has cameras and this one has none"):
+    with pytest.raises(XcompatError, match="gallery has no cameras, but the other side has"):
         parse_recipe(raw, "demo", "demo.yaml")
 
 
@@ -125,7 +126,7 @@ def test_cameras_reach_every_case_and_interval() -> None:
         assert cases[label].metrics["cmc@1"] == expected != cmc(*problem, ks=(1,))[1]
     kept = old.keep((np.arange(48) > 1, np.arange(48) > 2))
     assert list(kept.query_cameras or ()) == cameras[2:].tolist() and list(kept.gallery_cameras or ()) == cameras[3:].tolist()
-    with pytest.raises(XcompatError, match="query_cameras of new_view differ from those of old"):
+    with pytest.raises(XcompatError, match="query_cameras differ between new_view and old"):
         evaluate(Contestants(old, embedded("new")), options)
 
 
@@ -154,7 +155,7 @@ def test_rates_of_a_report_are_those_of_the_functions() -> None:
         assert all(low <= expected[name] <= high for name, (low, high) in case.ci95.items() if name in expected)
     assert {each.metric for each in found.criterion.differences} >= {"tar@far=1e-2", "tar@far=1e-1", "tpir@fpir=2e-1"}
     assert found.notes == [
-        "14 queries have no image of their class in the gallery and are left out, except that they are the impostors of TPIR."
+        "14 queries have no image of their class in the gallery and are excluded, but serve as impostors for TPIR."
     ]
 
 
@@ -179,7 +180,7 @@ def test_rates_that_are_equal_are_not_told_apart() -> None:
 
 def test_rates_are_of_images_with_classes_and_between_nothing_and_all(market: Path) -> None:
     raw = {"method": "bct", "old": "o/o", "new": "n/n", "data": {"test": {"path": str(market)}}}
-    with pytest.raises(XcompatError, match=r"evaluation.fars would change nothing: neither data.queries nor data.templates"):
+    with pytest.raises(XcompatError, match=r"evaluation.fars has no effect: neither data.queries nor data.templates"):
         parse_recipe(raw | {"evaluation": {"fars": [0.1]}}, "demo", "demo.yaml")
     with pytest.raises(XcompatError, match=r"evaluation.fars.0"):
         parse_recipe(raw | {"evaluation": {"fars": [0]}}, "demo", "demo.yaml")
@@ -269,14 +270,14 @@ def test_triplets_are_added_to_the_classification_loss(
 
 def test_triplets_need_balanced_batches_and_something_to_be_added_to(image_folder_of: dict[str, str]) -> None:
     raw = {"method": "independent", "new": "google/vit", "options": {"triplet_weight": 1.0}, "evaluation": None}
-    with pytest.raises(XcompatError, match=r"a batch of triplets holds 4 images .* is 6; make it a multiple of 4"):
+    with pytest.raises(XcompatError, match=r"a batch of triplets needs 4 images .* is 6; set it to a multiple of 4"):
         parse_recipe(raw | {"training": {"per_device_train_batch_size": 6}}, "demo", "demo.yaml")
     stage = parse_recipe(raw | {"training": {"per_device_train_batch_size": 8}}, "demo", "demo.yaml").stages[0]
     assert stage.is_balanced and not stage.model_copy(update={"options": {"triplet_weight": 0.0}}).is_balanced
     for options, message in (
-        ({"head": "triplet", "triplet_weight": 1.0}, "head: triplet is one of triplets alone"),
-        ({"triplet_margin": 0.3}, "changes nothing without triplet_weight"),
-        ({"triplet_weight": -1.0}, "give a weight of 0 or more"),
+        ({"head": "triplet", "triplet_weight": 1.0}, "head: triplet has no classification loss to add triplets to"),
+        ({"triplet_margin": 0.3}, "has no effect without triplet_weight"),
+        ({"triplet_weight": -1.0}, "use 0 or more"),
         ({"triplet_weight": 1.0, "mixup": 0.2}, "set options.mixup to 0, or no triplets"),
     ):
         with pytest.raises(XcompatError, match=message):
@@ -384,7 +385,7 @@ def test_templates_without_a_readable_image_are_left_out(ijbc: Path) -> None:
         "verification": (10, 60),
         "identification": (10, 5),
     }
-    assert "Templates without an image that can be read, left out: 1." in found.notes
+    assert "Templates without a readable image, excluded: 1." in found.notes
     assert all("tpir@far=1e-2" in case.metrics for case in found.cases if case.direction == "identification")
 
 
@@ -417,7 +418,7 @@ def test_templates_that_a_list_cannot_do_without_are_named(lists: dict[str, Any]
         for name, each in (("old", embeds), ("new", cut))
     )
     evaluate(Contestants(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
-    with pytest.raises(XcompatError, match=f"no image of the templates 105 can be read, and without them {gone}"):
+    with pytest.raises(XcompatError, match=f"the templates 105 have no readable image, and without them {gone}"):
         Contestants(old, new).without_unreadable()
 
 
@@ -439,9 +440,9 @@ def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path:
     check()
     refused(r"data.templates: .*list.txt names template 98 and 1 more, of 3, which has no", pairs=written("0 99 1\n0 98 0\n"))
     refused(r"missing.txt does not exist", pairs=str(tmp_path / "missing.txt"))
-    refused(r"'one' is no id of a template", pairs=written("0 one 1\n0 1 0\n"))
-    refused(r"has 2 columns and should hold lines of template, template, 1 or 0", pairs=written("0 1\n0 2\n"))
-    refused(r"has pairs of one subject alone", pairs=written("0 1 1\n"))
+    refused(r"invalid id 'one'; ids of templates", pairs=written("0 one 1\n0 1 0\n"))
+    refused(r"has 2 columns but needs lines of template, template, 1 or 0", pairs=written("0 1\n0 2\n"))
+    refused(r"has only pairs of one subject", pairs=written("0 1 1\n"))
     refused(r"gallery and probes belong together", probes=None)
     names = Path(of_ijbc(ijbc)["members"]).read_text() + "999.jpg 0 0\n"
     refused(r"names image '999.jpg', which .*aligned lacks \(it has 72 images", members=written(names))
@@ -466,7 +467,7 @@ def test_a_recipe_is_judged_on_templates(ijbc: Path, tmp_path: Path, undrawn: No
     page = (tmp_path / "run" / "report" / "report.html").read_text()
     assert "TAR@FAR=1e-4" in page and "TPIR@FAR=1e-2" in page and "over all queries together" in page
     dry_run_recipe(recipe)
-    with pytest.raises(XcompatError, match="templates of several images, which are no items of a map"):
+    with pytest.raises(XcompatError, match="templates of several images, which cannot be exported"):
         to_atlas(tmp_path / "run", tmp_path / "atlas.parquet", 10, 0, overwrite=False)
 
 
@@ -485,7 +486,11 @@ def data_of_recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    mostly_nightly(RECIPES, lambda file: file.stem not in TRIED or "market" in file.stem),
+    ids=lambda file: file.stem,
+)
 def test_recipes_of_mixbct_find_their_data_and_run(
     file: Path, data_of_recipes: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
 ) -> None:

@@ -172,9 +172,9 @@ def test_an_old_query_in_the_place_of_every_new_one(model_folder: str, old_folde
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"below": 0.5}, "name it as model"),
+        ({"below": 0.5}, "set model to the model that embedded"),
         ({"model": "old", "bellow": 0.5}, "did you mean 'below'"),
-        ({"model": "old", "below": 0}, "below is 0; give a number above 0"),
+        ({"model": "old", "below": 0}, "below is 0; use a number above 0"),
         ({"model": "old", "below": "0.5"}, "below is '0.5'"),
         ({"model": "old", "share": 1.5}, "share is 1.5"),
         ({"model": "old", "share": True}, "share is True"),
@@ -190,12 +190,12 @@ def test_a_fallback_that_does_not_fit_is_refused(
     model_folder: str, folder_of: dict[str, str], old: Embedder, gallery: Gallery, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        FingerprintMismatchError, match="did not make the .* embeddings here, its own are .*: name the model that did"
+        FingerprintMismatchError, match="did not make the .* embeddings here, it makes .*; use the model that made them"
     ):
         pipeline("compatible-retrieval", model=model_folder, gallery=gallery, fallback={"model": folder_of["clip"]})
     plain = AutoModel.from_pretrained(model_folder).remember(None)
     plain.export(tmp_path / "plain")
-    with pytest.raises(XcompatError, match="queries of .* do not say how sure they are: leave the fallback out"):
+    with pytest.raises(XcompatError, match="queries of .* have no confidence; remove the fallback"):
         pipeline("compatible-retrieval", model=str(tmp_path / "plain"), gallery=gallery, fallback={"model": old})
     model = AutoModel.from_pretrained(model_folder)
     other = load_embedder(folder_of["clip"])
@@ -203,9 +203,9 @@ def test_a_fallback_that_does_not_fit_is_refused(
     with pytest.raises(FingerprintMismatchError, match="did not make the"):
         gallery.search(rows, model, old_queries=OldQueries(other, np.ones((1, other.dim))))
     elsewhere = XbtModel.from_encoder(folder_of["clip"], old=other.describe_old())
-    with pytest.raises(FingerprintMismatchError, match=f"its own are {elsewhere.stored_fingerprint()}: name"):
+    with pytest.raises(FingerprintMismatchError, match=f"it makes {elsewhere.stored_fingerprint()}; use"):
         gallery.search(rows, model, old_queries=OldQueries(elsewhere, np.ones((1, elsewhere.config.embedding_dim))))
-    with pytest.raises(XcompatError, match="do not stand beside"):
+    with pytest.raises(XcompatError, match="old queries have shape .*, new ones "):
         gallery.search(rows, model, old_queries=OldQueries(old, np.ones((2, old.dim))))
 
 
@@ -236,9 +236,9 @@ def test_the_command_line_says_how_sure_it_is(
     assert code == 0 and out.count("confidence") == 1 and sure in out and "instead" not in out
     code, out, _ = run(text, "--model", model_folder, "--fallback", old_folder)
     first = next(line for line in out.splitlines() if "1.000" in line)
-    assert code == 0 and text in first and f"{sure}" in out and "was asked instead" in out
+    assert code == 0 and text in first and f"{sure}" in out and "was used instead" in out
     code, out, _ = run(text, "--model", model_folder, "--fallback", old_folder, "--fallback-below", "0.000001")
-    assert code == 0 and "asked instead" not in out
+    assert code == 0 and "used instead" not in out
     (tmp_path / "asked.txt").write_text("\n".join(TEXTS) + "\n")
     code, out, _ = run("--queries", str(tmp_path / "asked.txt"), "--json", "--model", model_folder, "--fallback", old_folder)
     fell_back = [json.loads(line)["fallback"] is not None for line in out.splitlines()]
@@ -246,7 +246,7 @@ def test_the_command_line_says_how_sure_it_is(
     code, _, err = run(text, "--model", model_folder, "--fallback", folder_of["clip"])
     assert code == 2 and "did not make the" in err
     code, _, err = run(text, "--model", model_folder, "--fallback-below", "0.5")
-    assert code == 2 and "name it with --fallback" in err
+    assert code == 2 and "set it with --fallback" in err
 
 
 def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
@@ -268,7 +268,8 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     assert cases["new/old"]["negative_flip_rate@1"] > 0
     share = next(note for note in evaluation.notes if "fall back" in note)
     flips = cases["new/old"]["negative_flip_rate@1"]
-    assert "50.0% of the queries fall back" in share and f"negative flips {flips:.1%} without, 0.0% with it" in share
+    assert "50.0% of the queries have a confidence below" in share and "and fall back; negative flips" in share
+    assert f"negative flips {flips:.1%} without the fallback, 0.0% with it" in share
     told = next(note for note in evaluation.notes if "AUROC" in note)
     hurt = (
         evaluation.average_precision["new", "old", "image-to-image", "map"]
@@ -302,7 +303,7 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     [
         ({"fallback": 0}, "greater than 0"),
         ({"fallback": 1.5}, "less than or equal to 1"),
-        ({"fallback": 0.5, "compare_with": ["fallback"]}, "a stage fallback, which is what evaluation.fallback calls its case"),
+        ({"fallback": 0.5, "compare_with": ["fallback"]}, "the name fallback is reserved for the case of evaluation.fallback"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -133,7 +133,7 @@ WRITINGS: list[Callable[[ipaddress.IPv4Address], str]] = [
 def test_private_addresses_are_refused_however_they_are_written(
     address: ipaddress.IPv4Address, writing: Callable[[ipaddress.IPv4Address], str]
 ) -> None:
-    with pytest.raises(UnusableSampleError, match="is not a public address|that is no address"):
+    with pytest.raises(UnusableSampleError, match="is not a public address|invalid address"):
         fetch(f"http://{writing(address)}:9/shoe.png")
 
 
@@ -141,13 +141,13 @@ def test_private_addresses_are_refused_however_they_are_written(
     "host", ["localhost", "LOCALHOST", "localhost.", "①②⑦.0.0.1", "127.0.0.1.", "127。0。0。1", "０x7f.1", ""]
 )
 def test_names_of_this_machine_are_refused(host: str) -> None:
-    with pytest.raises(UnusableSampleError, match="is not a public address|that is no address|has no address"):
+    with pytest.raises(UnusableSampleError, match="is not a public address|invalid address|has no address"):
         fetch(f"http://{host}:9/shoe.png")
 
 
 @pytest.mark.parametrize("port", ["99999", "0", "-1", "x", "9@10.0.0.1:9"])
 def test_ports_that_are_none(port: str) -> None:
-    with pytest.raises(UnusableSampleError, match="that is no address|not a public address"):
+    with pytest.raises(UnusableSampleError, match="invalid address|not a public address"):
         fetch(f"http://127.0.0.1:{port}/shoe.png", allow_private_addresses="@" not in port)
 
 
@@ -270,7 +270,7 @@ def test_no_more_bytes_than_said(site: Site, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_compressed_answers_are_not_unpacked(site: Site) -> None:
     packed = site.serve("/packed", gzip.compress(bytes(1 << 20)), Content_Encoding="gzip")
-    with pytest.raises(UnusableSampleError, match="has compressed it"):
+    with pytest.raises(UnusableSampleError, match="sent compressed content"):
         fetch(packed, allow_private_addresses=True)
     assert site.asked[0][1]["Accept-Encoding"] == "identity"
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xcompat import XcompatError, files
+from xcompat import XcompatError
+from xcompat.core import files
 from xcompat.core.checksums import difference, file_record
 from xcompat.core.files import atomic_path, clear_leftovers, files_below, listed, make_folder, read_json, write_array, write_json
 
@@ -236,7 +237,7 @@ def test_every_difference_of_a_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"whole")
     record = file_record(file)
     assert difference(file, record) == []
-    for bad, said in ((b"while", "has changed since"), (b"who", "has 3 bytes, it was written with 5")):
+    for bad, said in ((b"while", "has changed since"), (b"who", "has 3 bytes, expected 5")):
         file.write_bytes(bad)
         assert said in difference(file, record)[0]
     file.unlink()

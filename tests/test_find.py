@@ -104,7 +104,7 @@ def test_the_map_of_one_user_is_found_by_another(hub: Hub, encoder: str, tmp_pat
         assert gain["new"] - gain["old"] == pytest.approx(gain["mean"], abs=2e-6)
     assert len(listed["gains"]) == 12
     card = hub.files("me/map")["README.md"].decode()
-    assert "| known classes | CMC@1 |" in card and ("It was not shown" in card) == (not report["verdict"])
+    assert "| known classes | CMC@1 |" in card and ("Validation did not show" in card) == (not report["verdict"])
     for half in (("--old", old.digest[:9]), ("--new", encoder)):
         assert json.loads(found(*half, "--json")[1]) == [listed]
     code, said = found("--old", old.digest)
@@ -118,7 +118,7 @@ def test_a_map_that_was_chosen_without_labels_claims_no_results(hub: Hub, tmp_pa
     assert CliRunner().invoke(app, [*command, "--old-model", "clip-b32"]).exit_code == 0
     push(tmp_path / "out", "me/unlabelled")
     card = hub.files("me/unlabelled")["README.md"].decode()
-    assert "It was not shown that queries of this map find as much as old ones" in card and "Not stated" not in card
+    assert "Validation did not show that queries of this map find as much as old queries" in card and "Not stated" not in card
     code, said = found("--old", Fingerprint.from_string("clip-b32").digest, "--json")
     assert code == 0 and [each["finds_more"] for each in json.loads(said)] == [None]
 
@@ -218,14 +218,14 @@ def test_bad_questions_are_one_line(hub: Hub, tmp_path: Path) -> None:
         found()
     np.save(tmp_path / "image_embeds.npy", np.eye(3, dtype=np.float32))
     for path in (tmp_path, tmp_path / "image_embeds.npy"):
-        with pytest.raises(XcompatError, match="holds stored embeddings, which do not say what made them"):
+        with pytest.raises(XcompatError, match="contains stored embeddings, not a model"):
             found("--old", str(path))
     with pytest.raises(XcompatError, match="me/nowhere"):
         found("--new", "me/nowhere")
     for letter in "ab":
         digest = "0" * 10 + letter * 54
         card(hub, f"me/{letter}", **stated(tags=["xcompat", tag(SEARCHES, digest)], embeds=[digest]))
-    with pytest.raises(XcompatError, match="2 models have a fingerprint that begins with 00000000, such as 0000000000aaaaaa, "):
+    with pytest.raises(XcompatError, match="2 models have a fingerprint that begins with 00000000, e.g. 0000000000aaaaaa, "):
         found("--old", "00000000")
 
 

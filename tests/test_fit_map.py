@@ -97,11 +97,11 @@ def test_texts_become_queries_of_the_old_gallery(folder_of: dict[str, str], old_
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "other counts": (lambda pairs: fit_map(pairs.old_Nd[1:], pairs.new_ND), "not 719 old, 720 new"),
-    "other labels": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND, [1]), "not 720 old, 720 new, 1 labels"),
+    "other counts": (lambda pairs: fit_map(pairs.old_Nd[1:], pairs.new_ND), "found 719 old, 720 new"),
+    "other labels": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND, [1]), "found 720 old, 720 new, 1 labels"),
     "nothing usable": (lambda pairs: fit_map(0 * pairs.old_Nd, pairs.new_ND), "no row has usable embeddings"),
     "a path and an array": (lambda pairs: fit_map("old.npy", pairs.new_ND), "both sides as arrays, or both as paths"),
-    "no new model": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"), "fitted on embeddings alone"),
+    "no new model": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"), "fitted on embeddings only"),
 }
 
 

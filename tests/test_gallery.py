@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from schedule import mostly_nightly
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
 from xcompat.core.errors import GenerationGoneError
@@ -167,11 +168,11 @@ def test_filters_take_values_of_other_kinds_and_keep_them_apart(tmp_path: Path) 
     assert left({"t": [None, [1, 2]]}) == {0, 1} and left({"nobody has it": None}) == set()
     assert left({"c": np.str_("red")}) == {0} and left({"c": ()}) == set()
     for where, said in (
-        ({"y": np.datetime64("2020-01-01")}, "the filter of 'y' holds a date, which no metadata are; give texts, numbers"),
+        ({"y": np.datetime64("2020-01-01")}, "the filter of 'y' holds a date; use texts, numbers"),
         ({"c": [b"red"]}, "the filter of 'c' holds a bytes"),
         ({"c": (each for each in "ab")}, "the filter of 'c' holds a generator"),
-        ({7: "red"}, "the filter {7: 'red'} is no dictionary of metadata's keys; write such as {'colour': 'red'}"),
-        ("c=red", "the filter 'c=red' is no dictionary"),
+        ({7: "red"}, "the filter {7: 'red'} is not a dictionary of metadata keys; use e.g. {'colour': 'red'}"),
+        ("c=red", "the filter 'c=red' is not a dictionary"),
     ):
         with pytest.raises(XcompatError, match=re.escape(said)):
             left(where)
@@ -211,12 +212,12 @@ def test_each_rollback_goes_one_state_further_back(make: Make) -> None:
     gallery.commit()
     assert (gallery.rollback(), ids_in(gallery)) == (7, {"a"})
     assert (gallery.rollback(), ids_in(gallery)) == (8, set())
-    with pytest.raises(XcompatError, match="keeps no state before this one; .* --list"):
+    with pytest.raises(XcompatError, match="has no earlier state; .* --list"):
         gallery.rollback()
     assert (gallery.rollback(3), ids_in(gallery)) == (9, {"a", "b", "c"})
     assert (gallery.rollback(), ids_in(gallery)) == (10, {"a", "b"})
     gallery.compact()
-    with pytest.raises(XcompatError, match="keeps no state"):
+    with pytest.raises(XcompatError, match="has no earlier state"):
         gallery.rollback()
     gallery.add(vectors(1), ["e"])
     gallery.commit()
@@ -234,7 +235,7 @@ def test_a_rollback_undoes_the_newest_commit_of_any_process(make: Make) -> None:
     assert ids_in(gallery) == ids_in(Gallery.open(gallery.path)) == {"a"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_nightly(range(3), (1).__eq__))
 def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
     gallery, random = make(), np.random.default_rng(seed)
     stack_of: dict[int, list[frozenset[str]]] = {0: [frozenset()]}  # generation -> its state, and those it was made from
@@ -270,14 +271,14 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         (lambda g: g.add(vectors(2), ["x"]), "there are 2 embeddings but 1 ids"),
         (lambda g: g.add(vectors(1), ["x"], [{"a": 1}, {}]), "1 ids but 2 metadata"),
         (lambda g: g.add(vectors(1), ["x"], ["text"]), "not an object of keys and values"),
-        (lambda g: g.add(vectors(1), [""]), "is no id"),
-        (lambda g: g.add(vectors(1), ["two\nlines"]), "is no id"),
-        (lambda g: g.add(vectors(1), [5]), "5 is no id"),
-        (lambda g: g.add(vectors(1), [None]), "None is no id"),
-        (lambda g: g.add(vectors(1), ["\udcff.png"]), "is no id"),
+        (lambda g: g.add(vectors(1), [""]), "invalid id ''"),
+        (lambda g: g.add(vectors(1), ["two\nlines"]), "invalid id 'two"),
+        (lambda g: g.add(vectors(1), [5]), "invalid id 5"),
+        (lambda g: g.add(vectors(1), [None]), "invalid id None"),
+        (lambda g: g.add(vectors(1), ["\udcff.png"]), "invalid id"),
         (lambda g: g.add(np.zeros((1, DIM)), ["x"]), "the embedding of 'x' is zero"),
         (lambda g: g.add(np.full((1, DIM), np.nan), ["x"]), "the embedding of 'x' is not finite"),
-        (lambda g: g.add(vectors(1, dim=5), ["x"]), "stores 8 dimensions, these embeddings have 5"),
+        (lambda g: g.add(vectors(1, dim=5), ["x"]), "stores 8 dimensions, but these embeddings have 5"),
         (
             lambda g: (
                 g.add(vectors(1), ["x"], version=Fingerprint.from_string("other"), replace=True)
@@ -287,28 +288,28 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         ),
         (
             lambda g: g.add(vectors(1), ["x"], version=Fingerprint.from_string("other")),
-            "no one model could search embeddings of other",
+            "no single model could search embeddings of other",
         ),
         (lambda g: g.remove(["nobody"]), "'nobody' is not in the gallery"),
         (lambda g: g.search(vectors(1, dim=5), CLIP), "the queries have 5 dimensions"),
         (lambda g: g.search(np.full((1, DIM), np.inf), CLIP), "query 0 is not finite"),
         (lambda g: g.search(np.zeros((1, DIM)), CLIP), "query 0 is zero"),
-        (lambda g: g.search(vectors(1), CLIP, merge="mean"), "no way 'mean' to merge"),
+        (lambda g: g.search(vectors(1), CLIP, merge="mean"), "unknown merge 'mean'"),
         (lambda g: g.search(vectors(1), CLIP, top_k=0), "top_k is 0"),
-        (lambda g: g.search(vectors(1), "clip"), "'clip' is a name: give Fingerprint.from_string"),
+        (lambda g: g.search(vectors(1), "clip"), "'clip' is a name; use Fingerprint.from_string"),
         (lambda g: g.rollback(9), "has no generation 9"),
         (lambda g: Gallery.create(g.path, CLIP, dim=3), "is not empty"),
-        (lambda g: Gallery.create(g.path / "in", CLIP), "give the dimension of its embeddings as dim"),
-        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, index="Flatt"), "faiss makes no index 'Flatt'"),
-        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, metric="cosin"), "no metric 'cosin'; did you mean 'cosine'"),
-        (lambda g: Gallery.create(g.path / "in", CLIP, dim=0), "at least 1 dimension, not 0"),
+        (lambda g: Gallery.create(g.path / "in", CLIP), "dim is required when only the fingerprint clip"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, index="Flatt"), "faiss cannot create index 'Flatt'"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, metric="cosin"), "unknown metric 'cosin'; did you mean 'cosine'"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=0), "dim is 0; it must be at least 1"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="v.db", index="HNSW32"), "Milvus chooses its own"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="vectors"), "no Milvus answers at"),
         (
             lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="http://127.0.0.1:9"),
             "no Milvus answers at http://127.0.0.1:9",
         ),
-        (lambda g: Gallery.open(g.path / "no"), "is no gallery"),
+        (lambda g: Gallery.open(g.path / "no"), "is not a gallery"),
     ],
 )
 def test_what_is_refused_leaves_the_gallery_as_it_was(change: Callable[[Gallery], object], message: str, tmp_path: Path) -> None:
@@ -456,7 +457,7 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
 def test_side_information_is_of_one_width_and_finite(tmp_path: Path) -> None:
     gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
     gallery.add(vectors(2), names(2), side_info_NS=vectors(2, 2, 3))
-    said = "of this gallery has 3 dimensions, that of these items 5; take the same model"
+    said = "of this gallery has 3 dimensions, that of these items 5; use the same model"
     with pytest.raises(XcompatError, match=said):
         gallery.add(vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 5))
     gallery.commit()
@@ -520,10 +521,10 @@ def test_what_a_milvus_has_lost_is_found_and_its_own_failures_are_one_line(
     client, collection = connect(str(tmp_path / "vectors.db")), f"xcompat_{gallery.segments[0].record.name}"
     with monkeypatch.context() as failing:
         failing.setattr(client, "search", lambda *_, **__: (_ for _ in ()).throw(MilvusException(message="server gone")))
-        with pytest.raises(XcompatError, match=r"Milvus failed \(.*server gone.*\); see that it runs"):
+        with pytest.raises(XcompatError, match=r"Milvus failed \(.*server gone.*\); check that it is running"):
             found(gallery, vectors(1), 1)
     client.delete(collection, ids=[3])
-    with pytest.raises(XcompatError, match=f"Milvus holds 8 vectors in {collection}, it was given 9"):
+    with pytest.raises(XcompatError, match=f"Milvus holds 8 vectors in {collection} instead of 9"):
         gallery.verify()
     client.drop_collection(collection)
     with pytest.raises(XcompatError, match=f"Milvus has no collection {collection}"):
@@ -590,7 +591,7 @@ def test_compaction_makes_segments_that_train_the_index_however_large_it_is(
         return sorted((len(segment), segment.record.index) for segment in gallery.segments)
 
     assert {index for _, index in grown(9_000)} == {"Flat"}
-    assert "9,000 embeddings of clip" in caplog.text and "do not train IVF64,Flat, which takes 9,984" in caplog.text
+    assert "9,000 embeddings of clip" in caplog.text and "are too few to train IVF64,Flat, which needs 9,984" in caplog.text
     names_before = [segment.record.name for segment in gallery.segments]
     gallery.compact()
     assert [segment.record.name for segment in gallery.segments] == names_before, "nothing is gained by writing them anew"

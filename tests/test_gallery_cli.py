@@ -16,7 +16,8 @@ import typer
 import warm
 from PIL import Image
 
-from xcompat import FctModel, Fingerprint, XbtModel, cli, distributed, failures
+from xcompat import FctModel, Fingerprint, XbtModel, cli
+from xcompat.core import distributed, failures
 from xcompat.core.errors import XcompatError
 from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
@@ -112,7 +113,7 @@ def test_a_build_from_another_folder_adds_nothing_twice(run: Run, photos: Path, 
     assert run("build", photos / "inner", *more, "--out", gallery)[0] == 0
     code, out, err = run("build", photos, *more, "--out", gallery)
     assert (code, out) == (2, "") and len(Gallery.open(gallery)) == 60
-    assert "none of the 121 pictures is in" in err and "or add these to it (xcompat gallery add)" in " ".join(err.split())
+    assert "none of the 121 pictures is in" in err and "or add these (xcompat gallery add)" in " ".join(err.split())
     assert run("add", gallery, photos, *more)[0] == 0 and len(Gallery.open(gallery)) == 180
     assert run("build", photos, *more, "--out", gallery)[0] == 0 and len(Gallery.open(gallery)) == 180  # its ids are there now
 
@@ -184,7 +185,7 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_pictures(
     Image.new("RGB", (9, 9), "red").save(more / "red.png")
     code, out, err = run("build", photos, "--model", old_folder, "--side-info", side, "--out", gallery)
     assert (code, err) == (0, "") and "120 pictures added" in out
-    for given, message in (((), "has side-information, and these"), (("--side-info", other), "is of another model than")):
+    for given, message in (((), "have side-information, unlike these"), (("--side-info", other), "is of another model than")):
         code, _, err = run("add", gallery, more, "--model", old_folder, *given)
         assert code == 2 and err.count("\n") == 1 and message in err
     assert run("add", gallery, more, "--model", old_folder, "--side-info", side)[0] == 0
@@ -199,7 +200,7 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_pictures(
     for name, described in (("h", frozen.describe_old()), ("wrong", wrong)):
         FctModel.from_encoder(folder_of["clip"], old, side_info=described).save_pretrained(tmp_path / name)
     code, _, err = run("upgrade", gallery, "--model", tmp_path / "wrong")
-    assert code == 2 and "was trained with side-information of" in err and "is of another model" in err
+    assert code == 2 and "was trained with side-information of" in err and "have side-information of another model" in err
     code, out, _ = run("upgrade", gallery, "--model", tmp_path / "h")
     assert code == 0 and "121 embeddings mapped" in out
 
@@ -214,7 +215,7 @@ def test_side_information_that_came_too_late_is_not_left_out_silently(
     monkeypatch.setattr("xcompat.retrieval.ingestion._embedded", None)
     for _ in range(2):
         code, _, err = run(*build, "--side-info", image_folder_of["resnet"])
-        assert code == 2 and err.count("\n") == 1 and "has no side-information, and these items differ in that" in err
+        assert code == 2 and err.count("\n") == 1 and "have no side-information, unlike these items" in err
         Image.new("RGB", (9, 9), "red").save(photos / "zzz.png")
     assert (tmp_path / "gallery" / "gallery.json").read_bytes() == before
 
@@ -227,7 +228,7 @@ def test_a_model_that_would_split_the_gallery_is_refused(
     foreign = ("--model", folder_of["clip"])
     for verb in (("search", gallery, "a dog"), ("add", gallery, photos), ("upgrade", gallery, "--backfill", photos)):
         code, _, err = run(*verb, *foreign)
-        said = "cannot be compared with" if verb[0] == "search" else "of this gallery: name a run or map of the new model"
+        said = "cannot be compared with" if verb[0] == "search" else "of this gallery: use a run or map of the new model"
         assert code == 2 and err.count("\n") == 1 and said in err
     assert Gallery.open(gallery).damage() == [] and len(Gallery.open(gallery).versions) == 1
     code, _, err = run("upgrade", gallery, *foreign)
@@ -255,7 +256,7 @@ def test_backfill_stays_within_its_budget_and_goes_on(
     assert code == 0 and "50 of 120 pictures to embed" in out and len(Gallery.open(gallery).versions) == 1
     for done, left in ((50, 70), (50, 20), (20, 0)):
         code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50)
-        assert code == 0 and f"{done} embedded anew, {left} to go" in out
+        assert code == 0 and f"{done} re-embedded, {left} to go" in out
         assert run("search", gallery, photos / "0.png", "--model", compatible)[0] == 0
         if left == 70:
             words = " ".join(run("info", gallery)[1].split())
@@ -279,7 +280,7 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("a\nb\nc\nd\n")
     adopt = ("build", "--from-faiss", tmp_path / "own.faiss", "--model", "/our/clip", "--out", tmp_path / "g")
     code, _, err = run(*adopt)
-    assert code == 2 and "with --ids" in err
+    assert code == 2 and "holds no ids; use --ids" in err
     for ids, message in ((tmp_path / "no.txt", "cannot be read"), (tmp_path / "own.faiss", "own.faiss is not UTF-8 text")):
         code, _, err = run(*adopt, "--ids", ids)
         assert code == 2 and message in err and not (tmp_path / "g").exists()
@@ -289,7 +290,7 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
     code, out, _ = run(*adopt, "--ids", tmp_path / "ids.txt")
     assert code == 0 and "4 vectors of /our/clip@" in out and "cannot be loaded" in out
     code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", tmp_path / "ids.txt")
-    assert code == 2 and "gone does not exist; name its file" in err
+    assert code == 2 and "gone does not exist; check the path" in err
 
 
 def test_an_index_is_adopted_without_bars_of_libraries(run: Run, tmp_path: Path, old_folder: str) -> None:
@@ -359,8 +360,8 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
             "--budget is of pictures to embed anew: name them",
         ),
         (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype is of pictures to embed anew"),
-        (("search", "nowhere", "text", "--model", "x"), "nowhere is no gallery"),
-        (("verify", "nowhere"), "nowhere is no gallery"),
+        (("search", "nowhere", "text", "--model", "x"), "nowhere is not a gallery"),
+        (("verify", "nowhere"), "nowhere is not a gallery"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, run: Run) -> None:
@@ -458,7 +459,7 @@ def test_other_pictures_under_the_same_names_are_refused_or_replaced(
     assert code == 0 and f"0 pictures added to {gallery}, {count} were there already" in " ".join(out.split())
     code, _, err = run("add", gallery, tmp_path / "other", "--model", model)
     more = " and 4 more" if count > 1 else ""
-    assert code == 2 and f"has other pictures under the same ids: '0.png'{more} of {count} that were looked at; move these" in err
+    assert code == 2 and f"has other pictures under the same ids: '0.png'{more} of {count} checked; move these" in err
     code, out, _ = run("add", gallery, tmp_path / "other", "--model", model, "--replace")
     assert code == 0 and f"{count} pictures added" in out and len(Gallery.open(gallery)) == count
     assert run("add", gallery, tmp_path / "other", "--model", model)[0] == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from schedule import mostly_nightly
 from test_gallery import CLIP, DIM, found, naive, names, vectors
 
 from xcompat import XcompatError
@@ -109,7 +110,7 @@ def test_what_is_not_the_gallerys_own_survives_a_compaction(tmp_path: Path) -> N
     assert (outside / "thesis.txt").read_text() == "years" and (gallery.path / "segments" / "0123456789abcdef").is_symlink()
 
 
-@pytest.mark.parametrize("call", range(0, 75, 4))
+@pytest.mark.parametrize("call", mostly_nightly(range(0, 75, 4), lambda call: call % 12 == 0))
 def test_at_whatever_call_a_compaction_dies_every_state_that_is_listed_is_whole(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +221,7 @@ def test_no_writer_is_stopped_by_a_milvus_that_does_not_answer_to_tidying_up(
 # -------------------------------------------------------------------------------------------------------------- making
 
 
-@pytest.mark.parametrize("call", range(24))
+@pytest.mark.parametrize("call", mostly_nightly(range(24), lambda call: call % 3 == 0))
 def test_making_a_gallery_is_done_again_after_a_kill(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import faiss
 

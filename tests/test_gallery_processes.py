@@ -109,6 +109,6 @@ def test_no_item_is_lost_or_doubled_before_and_after_it_is_mapped(outcome: dict[
 
 def test_the_first_process_says_what_one_would(outcome: dict[int, tuple[Gallery, str]]) -> None:
     one, two = (outcome[processes][1] for processes in (1, 2))
-    assert f"{PICTURES - 1} pictures added" in one and "1 cannot be read" in one and f"{BUDGET} embedded anew" in one
+    assert f"{PICTURES - 1} pictures added" in one and "1 cannot be read" in one and f"{BUDGET} re-embedded" in one
     said = [[line for line in text.splitlines() if "✓" in line or ".png" in line] for text in (one, two)]
     assert said[0] == said[1]

@@ -75,7 +75,7 @@ def test_no_verb_of_migrate_is_for_galleries(gallery: Gallery, model: RidgeModel
 
 
 def test_what_is_no_gallery_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="is no gallery"):
+    with pytest.raises(XcompatError, match="is not a gallery"):
         xcompat.stores.open(f"file://{tmp_path}")
-    with pytest.raises(XcompatError, match="is no absolute path"):
+    with pytest.raises(XcompatError, match="is not an absolute path"):
         xcompat.stores.open("file://here/gallery")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule import mostly_nightly
 
 from xcompat import Fingerprint
 from xcompat.retrieval import Gallery
@@ -104,7 +105,7 @@ class Twins:
                 assert [hit.id for hit in alone[0]] == naive[0], (k, options)
 
 
-@pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])
+@pytest.mark.parametrize("metric", mostly_nightly(["cosine", "ip", "l2"], "cosine".__eq__))
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_ties_are_found_in_gallery_order(metric: str, steps: list[Any]) -> None:

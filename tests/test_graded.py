@@ -167,7 +167,7 @@ def test_evaluate_judges_folders_by_their_judgements(tmp_path: Path) -> None:
         assert cases[label].n_queries == 11, "q11 has no judgement, and q99 is not there"
     assert report.criterion.backward_compatible
     said = " ".join(shown.output.split())
-    for note in ("left out: 1, such as 'q99'", "no query can find: 1, such as 'gone'", "1 queries have no judgement", "nDCG@10"):
+    for note in ("excluded: 1, e.g. 'q99'", "not found: 1, e.g. 'gone'", "1 queries have no judgement", "nDCG@10"):
         assert note in said
     page = tmp_path / "out" / "report" / "report.html"
     assert "nDCG@k" in page.read_text() and "A relevant passage at every depth" in page.read_text()
@@ -185,17 +185,17 @@ def test_judgements_are_read_as_trec_and_beir_write_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("q d 1\nq d\n", "line 2 is no judgement"),
-        ("q d nan\nq d inf\n", "line 2 is no judgement"),
-        ("q d 1\nq d 2\n", "line 2 judges 'd' for 'q' once more"),
-        ("query item gain\n", "holds no judgement"),
+        ("q d 1\nq d\n", "line 2 is not a judgement"),
+        ("q d nan\nq d inf\n", "line 2 is not a judgement"),
+        ("q d 1\nq d 2\n", "line 2 contradicts an earlier gain of 'd' for 'q'"),
+        ("query item gain\n", "contains no judgements"),
     ],
 )
 def test_what_is_no_judgement_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "qrels.tsv").write_text(text)
     with pytest.raises(XcompatError, match=message):
         read_qrels(tmp_path / "qrels.tsv")
-    with pytest.raises(XcompatError, match="do not exist"):
+    with pytest.raises(XcompatError, match="does not exist"):
         read_qrels(tmp_path / "gone.tsv")
 
 

@@ -95,7 +95,7 @@ def test_a_search_without_old_queries_says_so(
     (found,) = gallery.search(own, model, 1)
     alone = (model.view(own) @ old.embed(old.processor.texts(TEXTS)).T).max()
     assert found[0].score == pytest.approx(float(alone), abs=1e-5)
-    assert "half-way with queries of the old model, which are missing here" in caplog.text
+    assert "together with queries of the old model, which are missing here" in caplog.text
 
 
 def test_a_pipeline_asks_the_old_model_too(gallery: Gallery, map_folder: str, expected: list[tuple[str, float]]) -> None:

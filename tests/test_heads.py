@@ -174,7 +174,7 @@ def test_what_cannot_be_mixed_is_said_in_one_line() -> None:
         slerp(new, new, 1.5)
     with pytest.raises(XcompatError, match="share is nan"):
         slerp(new, new, math.nan)
-    with pytest.raises(XcompatError, match=r"\(3, 5\) and old ones of \(3, 4\) cannot be mixed"):
+    with pytest.raises(XcompatError, match=r"\(3, 5\) and old queries of \(3, 4\) cannot be mixed"):
         slerp(new, new[:, :4], 0.5)
     with pytest.raises(XcompatError, match="row 2 are opposite"):
         slerp(new, torch.stack([new[0], new[0], -2 * new[2]]), 0.5)

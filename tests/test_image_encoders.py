@@ -242,11 +242,11 @@ def test_models_of_timm_start_from_the_weights_timm_gives_them() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"model": {"model_type": "vit"}, "stem": "small"}, "stem: small is for ResNets.*not for vit"),
-        ({"model": {"model_type": "timm_wrapper", "architecture": "resnet10t"}, "stem": "small"}, "not for timm's resnet10t"),
+        ({"model": {"model_type": "vit"}, "stem": "small"}, "stem: small needs a ResNet.*not vit"),
+        ({"model": {"model_type": "timm_wrapper", "architecture": "resnet10t"}, "stem": "small"}, "not timm's resnet10t"),
         ({"model": {"model_type": "timm_wrapper", "architecture": "resnet5"}}, "cannot build timm_wrapper.*'resnet5'"),
         ({"model": {"model_type": "resnet", "depths": "3, 4"}}, "cannot build resnet from scratch.*depths"),
-        ({"model": {"model_type": "bert"}}, "bert models embed no images"),
+        ({"model": {"model_type": "bert"}}, "bert models do not embed images"),
         (
             {"model": {"model_type": "timm_wrapper", "architecture": "vit_tiny_patch16_224"}, "image_size": 32},
             "cannot embed RGB images of 32x32 pixels.*224",
@@ -264,8 +264,8 @@ def test_an_architecture_that_cannot_be_built_is_named(source: dict[str, object]
         ({"model": {"model_type": "resnet", "depth": [1]}}, "no option 'depth'; did you mean 'depths'"),
         ({"model": {"model_type": "renet"}}, "unknown model_type 'renet'"),
         ({"model": {"depths": [1]}}, "unknown model_type 'None'"),
-        ({"model": {"model_type": "clip"}, "stem": "small"}, "stem is for image models"),
-        ({"model": {"model_type": "clip"}, "image_size": 32}, "image_size is for image models"),
+        ({"model": {"model_type": "clip"}, "stem": "small"}, "stem needs an image model"),
+        ({"model": {"model_type": "clip"}, "image_size": 32}, "image_size needs an image model"),
     ],
 )
 def test_a_wrong_recipe_is_found_before_anything_is_built(source: dict[str, object], message: str) -> None:
@@ -346,7 +346,7 @@ def test_loading_names_what_is_missing(folders: dict[str, str], tmp_path: Path) 
         load_encoder(str(folder))
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
     BertModel(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
-    with pytest.raises(XcompatError, match="bert models embed no images"):
+    with pytest.raises(XcompatError, match="bert models do not embed images"):
         load_encoder(str(tmp_path / "bert"))
 
 
@@ -369,7 +369,8 @@ def test_an_encoder_at_another_size_is_the_library_at_that_size(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("vit", "cannot embed RGB images of 48x48"), ("timm_wrapper", "only image encoders of transformers")]
+    ("name", "message"),
+    [("vit", "cannot embed RGB images of 48x48"), ("timm_wrapper", "pixels, not 48; remove image_size or use an image encoder")],
 )
 def test_an_encoder_that_reads_one_size_refuses_another(name: str, message: str, folders: dict[str, str]) -> None:
     with pytest.raises(XcompatError, match=message):

@@ -77,7 +77,7 @@ def test_a_map_of_many_items_is_taken_where_few_are_at_hand(hub: Hub, tmp_path: 
     commit = hub.repos["me/map"].branches["main"]
     out = tmp_path / "out"
     said, report = mapped(sample(tmp_path, 4), out, "--start-from", "me/map", "--old-model", "old", "--searched-classes", "known")
-    assert f"Theirs is me/map at {commit[:12]}: it is taken." in said
+    assert f"The imported map me/map at {commit[:12]} is chosen." in said
     source = {"name": "me/map", "revision": commit, "fingerprint": theirs.fingerprint().digest}
     assert report["start_from"] == source | {"taken": True} and report["model"]["name"] == THEIRS
     model, new = AutoModel.from_pretrained(out / "model"), torch.from_numpy(made().new_ND)
@@ -125,7 +125,7 @@ def test_a_bad_map_is_tried_and_left(tmp_path: Path) -> None:
     said, report = mapped(sample(tmp_path), tmp_path / "out", *more)
     tried = [trial for trial in report["trials"] if trial["line"] == THEIRS]
     least = max(round(1000 * trial["worst"]) for trial in tried) / 10
-    assert not report["start_from"]["taken"] and "it is not taken, as its least gain at its best is" in said
+    assert not report["start_from"]["taken"] and "is not chosen: its lowest gain is" in said
     assert least < 100 * next(t["worst"] for t in report["trials"] if t["name"] == report["model"]["name"])
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.config.started_from is None
@@ -137,7 +137,7 @@ def test_without_classes_it_is_compared_by_what_the_new_model_finds(good: bool, 
     LINES["whitened"](made() if good else shuffled(), GALLERY).export(tmp_path / "theirs")
     said, report = mapped(sample(tmp_path, 4, labelled=False), tmp_path / "out", "--start-from", str(tmp_path / "theirs"))
     assert report["start_from"]["taken"] is good and (report["model"]["line"] == THEIRS) is good
-    assert ("it is taken" if good else "it is not taken") in said
+    assert ("is chosen" if good else "is not chosen") in said
     assert {trial["name"] for trial in report["trials"]} == {*LINES, THEIRS}
 
 
@@ -159,9 +159,9 @@ def _features(folder: Path, folder_of: dict[str, str]) -> CompatModel:
 
 
 UNFIT: dict[str, tuple[Callable[[Path, dict[str, str]], CompatModel], str]] = {
-    "dimensions": (_other_dimensions, f"maps {NEW} to {OLD + 1} dimensions, the embeddings given have {NEW} and {OLD}"),
+    "dimensions": (_other_dimensions, f"maps {NEW} to {OLD + 1} dimensions, but the given embeddings have {NEW} and {OLD}"),
     "galleries": (_of_galleries, "maps galleries, not queries"),
-    "a whole model": (_whole, "embeds pictures or texts itself"),
+    "a whole model": (_whole, "embeds images or texts and is not a map"),
     "features": (_features, "maps penultimate features, not embeddings"),
 }
 
@@ -186,28 +186,28 @@ def test_maps_of_other_models_are_refused_or_said(old_folder: str, folder_of: di
     with pytest.raises(XcompatError, match="maps embeddings of .*clip@.*, not of .*siglip@"):
         mapped(sides, tmp_path / "out", *start, "--new-model", folder_of["siglip"])
     said, _ = mapped(sides, tmp_path / "out", *start, "--old-model", "photos", "--new-model", folder_of["clip"])
-    assert "the old model is known by the name 'photos' alone" in said and "only the sample says whether it fits" not in said
+    assert "the old model is known only by the name 'photos'" in said and "show whether it fits" not in said
     said, _ = mapped(sides, tmp_path / "others", *start, "--old-model", "older")
-    assert "known by the name" not in said and "and --new-model does not say whose these are" in said
+    assert "known only by the name" not in said and "and --new-model is not set" in said
 
 
 def test_what_is_no_map_is_one_line(folder_of: dict[str, str], tmp_path: Path) -> None:
     sides = sample(tmp_path)
     (tmp_path / "notes.txt").write_text("W = 1")
     for name, said in {
-        folder_of["clip"]: "holds no model of xcompat",
+        folder_of["clip"]: "is not an xcompat model",
         str(tmp_path / "nowhere"): "does not exist",
-        str(tmp_path / "nowhere.npz"): "is no file of .npz or .safetensors",
-        str(tmp_path / "notes.txt"): "is no file of .npz or .safetensors",
+        str(tmp_path / "nowhere.npz"): "is not a file of .npz or .safetensors",
+        str(tmp_path / "notes.txt"): "is not a file of .npz or .safetensors",
     }.items():
         with pytest.raises(XcompatError, match=said):
             mapped(sides, tmp_path / "out", "--start-from", name)
-    with pytest.raises(XcompatError, match="--activation says what a file under --start-from computes"):
+    with pytest.raises(XcompatError, match="--activation needs an adapter file in --start-from"):
         mapped(sides, tmp_path / "out", "--activation", "relu")
     solved().export(tmp_path / "theirs" / "model")
-    with pytest.raises(XcompatError, match="leave --activation out"):
+    with pytest.raises(XcompatError, match="remove --activation"):
         mapped(sides, tmp_path / "out", "--start-from", str(tmp_path / "theirs"), "--activation", "relu")
-    with pytest.raises(XcompatError, match="choose another place to write to"):
+    with pytest.raises(XcompatError, match="is an input of .*; write to another place"):
         mapped(sides, tmp_path / "theirs", "--start-from", str(tmp_path / "theirs" / "model"), "--overwrite")
 
 
@@ -294,7 +294,7 @@ def test_of_a_square_matrix_the_sample_says_which_side_is_which(tmp_path: Path) 
     for weight, how in ((turn, "x·W"), (turn.T, "W·x")):
         path = saved(tmp_path / "square.npz", {"W": weight})
         read = read_imported(Start(str(path)), pairs, GALLERY, None)
-        assert f"square.npz is read as {how}, which by mean cosine fits the sample best" in read.notes[0]
+        assert f"square.npz is read as {how}, which fits the sample best (mean cosines" in read.notes[0]
         np.testing.assert_allclose(read.model.view(torch.from_numpy(new)).numpy(), pairs.old_Nd, atol=1e-5)
     layers = {"0.weight": turn, "0.bias": 0 * turn[0], "2.weight": turn, "2.bias": 0 * turn[0]}
     path = saved(tmp_path / "network.npz", layers)
@@ -307,7 +307,7 @@ def test_an_adapter_is_judged_written_and_said(tmp_path: Path, hub: Hub) -> None
     path, out = saved(tmp_path / "adapter.npz", arrays), tmp_path / "out"
     sides = sample(tmp_path, 4)
     said, report = mapped(sides, out, "--start-from", str(path), "--searched-classes", "known")
-    assert "adapter.npz is read as x·W, as its shapes say." in said
+    assert "adapter.npz is read as x·W, by its array shapes." in said
     trial = next(trial for trial in report["trials"] if trial["name"] == THEIRS)
     direct = choose(load_paired(*sides), "known", lines=LINES | {THEIRS: lambda *_: theirs})
     expected = next(each for each in direct.trials if each.candidate == Candidate(THEIRS))
@@ -332,30 +332,30 @@ def _pickled(path: Path) -> None:
 
 MLP = {"0.weight": FIRST, "0.bias": numbers(9), "2.weight": LAST, "2.bias": BIAS}
 BAD: dict[str, tuple[Any, str]] = {
-    "no archive": (lambda path: path.write_bytes(b"not a zip"), "holds no arrays of numbers"),
-    "cut short": (lambda path: path.write_bytes(saved(path, {"W": W}).read_bytes()[:-40]), "holds no arrays of numbers"),
-    "objects": (_pickled, "holds no arrays of numbers .*allow_pickle"),
-    "a bomb": (_bomb, "holds more than 0 GiB"),
-    "NaN": ({"W": W * np.nan}, "W in .* holds values that are not finite"),
-    "integers": ({"W": W.astype(np.int64)}, "W in .* holds int64; weights are floats"),
-    "nothing": ({}, "holds nothing; an adapter holds W"),
-    "another name": ({"W": W, "offset": BIAS}, "holds 'offset'"),
-    "a bias twice": ({"W": W, "b": BIAS, "bias": BIAS}, "holds W, b, bias; an adapter holds"),
-    "one factor": ({"U": U}, "holds U; an adapter holds"),
-    "dimensions": ({"W": W[1:]}, rf"holds W of \(23, 16\), which maps no {NEW} to {OLD} dimensions"),
-    "factors": ({"U": U[1:], "V": V}, r"holds U of \(23, 5\) and V of \(16, 5\), which maps no"),
-    "bias": ({"W": W, "b": BIAS[1:]}, r"b in .* has the shape \(15,\); it has 16 numbers"),
-    "no activation": (MLP, "does not say its activation; give --activation relu, or gelu"),
-    "tanh": (MLP | {"activation": np.array("tanh")}, "names the activation 'tanh', which no map has"),
-    "another activation": (MLP | {"activation": np.array("gelu")}, "names the activation 'gelu', --activation 'relu'"),
-    "of a line": ({"W": W, "activation": np.array("relu")}, "holds a linear map, which has no activation relu"),
-    "a norm": (MLP | {"1.weight": numbers(9), "1.bias": numbers(9)}, "layer 1 in .* is no linear layer"),
-    "three layers": (MLP | {"4.weight": numbers(OLD, OLD)}, "holds the layers 0, 2, 4; no map here is of that form"),
-    "nothing between": ({"0.weight": FIRST, "1.weight": LAST}, "holds the layers 0, 1; no map here is of that form"),
-    "layers beside": (MLP | {"W": W}, "holds 'W' beside layers of nn.Sequential"),
+    "no archive": (lambda path: path.write_bytes(b"not a zip"), "cannot read arrays of numbers from"),
+    "cut short": (lambda path: path.write_bytes(saved(path, {"W": W}).read_bytes()[:-40]), "cannot read arrays of numbers from"),
+    "objects": (_pickled, "cannot read arrays of numbers from .*allow_pickle"),
+    "a bomb": (_bomb, "contains more than 0 GiB"),
+    "NaN": ({"W": W * np.nan}, "W in .* contains values that are not finite"),
+    "integers": ({"W": W.astype(np.int64)}, "W in .* is int64; weights must be floats"),
+    "nothing": ({}, "contains no array; an adapter has W"),
+    "another name": ({"W": W, "offset": BIAS}, "contains the unknown array 'offset'"),
+    "a bias twice": ({"W": W, "b": BIAS, "bias": BIAS}, "contains W, b, bias; an adapter has"),
+    "one factor": ({"U": U}, "contains U; an adapter has"),
+    "dimensions": ({"W": W[1:]}, rf"contains W of \(23, 16\), which cannot map {NEW} to {OLD} dimensions"),
+    "factors": ({"U": U[1:], "V": V}, r"contains U of \(23, 5\) and V of \(16, 5\), which cannot map"),
+    "bias": ({"W": W, "b": BIAS[1:]}, r"b in .* has the shape \(15,\); it needs 16 numbers"),
+    "no activation": (MLP, "does not record its activation; set --activation relu or gelu"),
+    "tanh": (MLP | {"activation": np.array("tanh")}, "has the unsupported activation 'tanh'; only relu and gelu"),
+    "another activation": (MLP | {"activation": np.array("gelu")}, "records the activation 'gelu', but --activation is 'relu'"),
+    "of a line": ({"W": W, "activation": np.array("relu")}, "contains a linear map, which has no activation relu"),
+    "a norm": (MLP | {"1.weight": numbers(9), "1.bias": numbers(9)}, "layer 1 in .* is not a linear layer"),
+    "three layers": (MLP | {"4.weight": numbers(OLD, OLD)}, "contains the layers 0, 2, 4; supported networks have"),
+    "nothing between": ({"0.weight": FIRST, "1.weight": LAST}, "contains the layers 0, 1; supported networks have"),
+    "layers beside": (MLP | {"W": W}, "contains 'W' beside layers of nn.Sequential"),
     "a bias of columns": (MLP | {"0.bias": numbers(9, 1)}, r"0.bias in .* has the shape \(9, 1\); a bias is one row of numbers"),
     "a bias alone": (MLP | {"2.bias": np.float32(1)}, r"2.bias in .* has the shape \(\); a bias is one row"),
-    "layers that do not fit": (MLP | {"2.weight": LAST[1:]}, r"holds layers of \(9, 24\) and \(15, 9\), which map no"),
+    "layers that do not fit": (MLP | {"2.weight": LAST[1:]}, r"contains layers of \(9, 24\) and \(15, 9\), which cannot map"),
 }
 
 
@@ -383,5 +383,5 @@ def test_bad_adapters_are_one_line(what: str, tmp_path: Path, monkeypatch: pytes
 
 def test_a_damaged_safetensors_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "adapter.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(XcompatError, match="is no safetensors file"):
+    with pytest.raises(XcompatError, match="is not a safetensors file"):
         read_adapters(tmp_path / "adapter.safetensors", GALLERY, NEW, None)

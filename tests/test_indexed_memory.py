@@ -203,7 +203,7 @@ SETTINGS = {"entries": 3, "sharpness": 20.0, "share": 0.5, "codec": "SQ8", "firs
         ({"lists": 0}, "memory.lists is 0"),
         ({"nearest": 2.5}, "memory.nearest is 2.5"),
         ({"probes": None}, "memory.probes is None"),
-        ({"entries": 0}, "memory.entries is 0; give a number from 1"),
+        ({"entries": 0}, "memory.entries is 0; use a number of at least 1"),
         ({"list": 3}, "did you mean 'lists'"),
     ],
 )
@@ -213,7 +213,7 @@ def test_settings_that_are_none_are_refused(changed: dict[str, Any], said: str) 
 
 
 def test_a_codec_that_cannot_learn_says_so() -> None:
-    with pytest.raises(XcompatError, match="takes 256 entries to learn from, and there are 100"):
+    with pytest.raises(XcompatError, match="needs at least 256 entries, not 100"):
         holding("PQ8", KEYS[:100])
 
 
@@ -260,6 +260,6 @@ def test_what_no_graph_holds_is_refused_in_one_line(model: CompatModel, tmp_path
     dims = model.config.embedding_dim, 8
     kept = [torch.from_numpy(unit(50, dim, 0)) for dim in dims]
     model.remember(IndexedMemory.of(50, *(lambda rows, of=of: of[rows] for of in kept), QueryMetric(dims[0]), "SQ8"))
-    with pytest.raises(XcompatError, match="which no graph holds: keep its entries as they are with --memory-codec"):
+    with pytest.raises(XcompatError, match="cannot be exported: make the map with --memory-codec"):
         to_onnx(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -187,22 +187,24 @@ def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: E
 
 def test_an_unknown_version_is_refused_with_those_that_are_known(source_of: dict[str, str], old: Embedder) -> None:
     model = load_checkpoint(source_of["phi"])
-    known = f"name one of these: {old.fingerprint}, {model.stored_fingerprint()}"
+    known = f"choose one of these: {old.fingerprint}, {model.stored_fingerprint()}"
     for unknown in ("clip-l14", Fingerprint.from_string("clip-l14")):
         for make in (CompatEmbeddings, CompatEmbedding, CompatTextEmbedder, CompatDocumentEmbedder):
             with pytest.raises(XcompatError) as caught:
                 getattr(make(model, unknown), "warm_up", lambda: None)()
             assert str(caught.value) == f"queries of this model do not fit {unknown}; {known}"
-    with pytest.raises(XcompatError, match=f"do not fit clip-l14; name one of these: {old.fingerprint}$"):
+    with pytest.raises(XcompatError, match=f"do not fit clip-l14; choose one of these: {old.fingerprint}$"):
         CompatEmbeddings(old, "clip-l14")
-    with pytest.raises(XcompatError, match="RidgeModel maps galleries, and leaves queries as they are: upgrade the stored emb"):
+    with pytest.raises(
+        XcompatError, match="RidgeModel maps galleries, not queries: upgrade the stored embeddings with model.upgrade"
+    ):
         CompatEmbeddings(source_of["maps galleries"], old.fingerprint)
 
 
 def test_a_name_of_two_versions_is_refused(folder_of: dict[str, str], old: Embedder, tmp_path: Path) -> None:
     earlier = {"name": old.name, "fingerprint": Fingerprint.from_string("earlier").digest, "dim": 8}
     model = METHODS["projection"].from_encoder(folder_of["clip"], old=old.describe_old() | {"compatible_with": [earlier]})
-    with pytest.raises(XcompatError, match=f"2 versions are called {old.name}; name one of these: {old.fingerprint}, "):
+    with pytest.raises(XcompatError, match=f"2 versions are called {old.name}; choose one of these: {old.fingerprint}, "):
         CompatEmbeddings(model, old.name)
     assert TextEmbedder(model, earlier["fingerprint"]).version == Fingerprint(earlier["fingerprint"])
 
@@ -211,7 +213,7 @@ def test_documents_that_have_more_dimensions_than_the_store_are_refused(folder_o
     earlier = {"name": "earlier", "fingerprint": Fingerprint.from_string("earlier").digest, "dim": 4}
     model = METHODS["projection"].from_encoder(folder_of["clip"], old=old.describe_old() | {"compatible_with": [earlier]})
     embeddings = CompatEmbeddings(model, "earlier")
-    with pytest.raises(XcompatError, match=r"stores 8 dimensions, and a store of earlier@\w+ holds 4: keep new documents"):
+    with pytest.raises(XcompatError, match=r"stores 8 dimensions, but a store of earlier@\w+ has 4: keep new documents"):
         embeddings.embed_documents(["two dogs"])
 
 
@@ -237,16 +239,16 @@ def test_threads_may_ask_at_once(source_of: dict[str, str]) -> None:
 def test_what_cannot_be_embedded_is_refused(
     source_of: dict[str, str], image_folder_of: dict[str, str], old: Embedder, tmp_path: Path
 ) -> None:
-    with pytest.raises(XcompatError, match="resnet embeds no texts; take a model that has a text encoder"):
+    with pytest.raises(XcompatError, match="resnet embeds no texts; use a model with a text encoder"):
         CompatEmbeddings(image_folder_of["resnet"])
     with pytest.raises(XcompatError, match="the model folder .* does not exist"):
         CompatEmbeddings(tmp_path / "nothing")
-    with pytest.raises(XcompatError, match="loaded already: load it on cuda, or give its name"):
+    with pytest.raises(XcompatError, match="already loaded: load it on cuda, or pass its name"):
         CompatEmbeddings(old, device="cuda")
     with pytest.raises(XcompatError, match="not Linear"):
         CompatEmbeddings(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     alone = METHODS["ridge"](METHODS["ridge"].config_class(old=old.describe_old(), embedding_dim=16))
-    with pytest.raises(XcompatError, match="fitted on embeddings alone"):
+    with pytest.raises(XcompatError, match="this map has no encoder and cannot embed texts"):
         CompatEmbeddings(alone).embed_query("a dog")
     embeddings = CompatEmbeddings(source_of["phi"])
     for wrong in ("a text", ["a", None], [("a", "pair")]):
@@ -314,7 +316,7 @@ def test_a_haystack_pipeline_is_saved_and_loaded(source_of: dict[str, str], old:
     plain = CompatEmbeddings(source_of["phi"])
     assert found["documents"]["documents"][0].embedding == plain.embed_documents(["grass: two dogs"])[0]
     assert titled.embedding is None and found["text"]["embedding"] == plain.embed_query("two dogs")
-    with pytest.raises(XcompatError, match="saved with the name of its model"):
+    with pytest.raises(XcompatError, match="saved pipeline needs the model's name"):
         CompatTextEmbedder(old).to_dict()
 
 
@@ -344,4 +346,4 @@ def test_a_missing_framework_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(XcompatError) as caught:
         importlib.import_module(f"xcompat.integrations.{name}")
-    assert str(caught.value) == f"this needs {package}; install it with `pip install xcompat[{name}]`"
+    assert str(caught.value) == f'this needs {package}; install it with `pip install -e ".[{name}]"` in a clone of xcompat'

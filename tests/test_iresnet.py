@@ -106,9 +106,9 @@ def test_auto_classes_know_it_where_xcompat_is_imported_and_exports_do_not_rely_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depths": [1, 2], "hidden_sizes": [4]}, "depths has 2 stages and hidden_sizes 1; give as many"),
+        ({"depths": [1, 2], "hidden_sizes": [4]}, "depths has 2 stages and hidden_sizes 1; use the same number"),
         ({"depths": [], "hidden_sizes": []}, "depths has 0 stages"),
-        ({"depths": [0], "hidden_sizes": [4]}, "are numbers from 1"),
+        ({"depths": [0], "hidden_sizes": [4]}, "must be at least 1"),
         ({"depths": 3}, "depths"),
     ],
 )

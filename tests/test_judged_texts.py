@@ -125,10 +125,10 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
         assert {name: cases_of(report)[label][name] for name in wanted} == pytest.approx(wanted), label
     assert {case.n_queries for case in report.cases} == {10} and {case.n_gallery for case in report.cases} == {20}
     assert report.notes == [
-        "Queries with judgements and nothing relevant, which count 0: 1, such as 'q1'.",
-        "Judged queries that are not among the queries, left out: 1, such as 'q2'.",
-        "Relevant passages that are not in the gallery, which count and no query can find: 1, such as 'gone'.",
-        "1 queries have no judgement and are left out.",
+        "Judged queries without relevant passages, counted as 0: 1, e.g. 'q1'.",
+        "Judged queries missing from the queries, excluded: 1, e.g. 'q2'.",
+        "Relevant passages missing from the gallery, counted as not found: 1, e.g. 'gone'.",
+        "1 queries have no judgement and are excluded.",
     ]
     facts = run_facts(tmp_path / "run" / "trained" / "model", Fingerprint.from_string("any"))
     assert facts.data == {"texts": ["learned.txt"], "judged_texts": ["queries.jsonl", "passages.jsonl"]}
@@ -137,6 +137,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
 
+@pytest.mark.nightly
 def test_the_recipe_of_texts_trains_on_real_ones(
     folder_of: dict[str, str], old_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
 ) -> None:
@@ -280,10 +281,10 @@ def test_a_long_text_is_cut_to_one_line(raw: dict[str, Any], tmp_path: Path, und
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"test": {"path": "some/pairs"}}}, "judged_texts and test are two test sets"),
-        ({"data": {"queries": {"path": "some/images"}}}, "judged_texts and queries are two test sets"),
+        ({"data": {"test": {"path": "some/pairs"}}}, "only one test set; remove judged_texts or test"),
+        ({"data": {"queries": {"path": "some/images"}}}, "only one test set; remove judged_texts or queries"),
         ({"data": {"judged_texts": {"passagen": {"path": "x"}}}}, "passagen.*passages"),
-        ({"options": {"input": "penultimate"}, "method": "query_map"}, "data.judged_texts are no images"),
+        ({"options": {"input": "penultimate"}, "method": "query_map"}, "data.judged_texts has texts"),
     ],
 )
 def test_what_does_not_fit_is_refused(raw: dict[str, Any], changes: dict[str, Any], message: str) -> None:
@@ -294,5 +295,5 @@ def test_what_does_not_fit_is_refused(raw: dict[str, Any], changes: dict[str, An
 
 def test_ids_that_do_not_meet_are_refused(raw: dict[str, Any], judged: dict[str, Any]) -> None:
     Path(judged["qrels"]).write_text("someone\tp1\t1\n")
-    with pytest.raises(XcompatError, match="no query has a judgement: the judgements are of queries such as 'someone'.* 'q0'"):
+    with pytest.raises(XcompatError, match="no query has a judgement: judgements have query ids such as 'someone'.* 'q0'"):
         run_recipe(recipe_of(raw))

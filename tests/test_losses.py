@@ -63,7 +63,7 @@ def test_loss_is_not_rounded_under_autocast() -> None:
 
 
 def test_unequal_batches_are_refused() -> None:
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="must have the same shape"):
         clip_contrastive_loss(torch.randn(3, 2), torch.randn(4, 2), 1.0)
 
 

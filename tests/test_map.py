@@ -95,7 +95,7 @@ def test_bare_arrays_are_row_by_row(tmp_path: Path) -> None:
     found = load_paired(tmp_path / "old.npy", tmp_path / "new.npy")
     assert len(found) == len(pairs) and found.labels_N is None
     np.save(tmp_path / "new.npy", pairs.new_ND[1:])
-    with pytest.raises(XcompatError, match="720 rows and .* 719"):
+    with pytest.raises(XcompatError, match="720 rows, but .* 719"):
         load_paired(tmp_path / "old.npy", tmp_path / "new.npy")
 
 
@@ -104,15 +104,15 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda new: np.save(new / "image_embeds.npy", np.ones((0, 4), np.float32)), "of shape"),
     "too few ids": (lambda new: (new / "image_ids.txt").write_text("a\nb\n"), "has 2 lines, but image_embeds.npy has 720 rows"),
     "other ids": (lambda new: (new / "image_ids.txt").write_text("\n".join(map(str, range(720)))), "share no id"),
-    "an id twice": (lambda new: (new / "image_ids.txt").write_text("\n".join(["a"] * 720)), "names 'a' more than once"),
-    "no ids": (lambda new: (new / "image_ids.txt").unlink(), "lacks image_ids.txt; it should hold .* or give both .npy"),
+    "an id twice": (lambda new: (new / "image_ids.txt").write_text("\n".join(["a"] * 720)), "contains the id 'a' more than once"),
+    "no ids": (lambda new: (new / "image_ids.txt").unlink(), "lacks image_ids.txt; it needs .* or give both .npy"),
     "no class": (
         lambda new: (new / "labels.txt").write_text("\n".join(["x", "", " "] * 240)),
-        "labels.txt: 480 of 720 lines are blank, first line 2; name the class",
+        "labels.txt: 480 of 720 lines are blank, first line 2; give each image a class",
     ),
     "other classes": (
         lambda new: (new / "labels.txt").write_text("\n".join(["x"] * 720)),
-        "is 'class 0' in .* and 'x' in",
+        "has the class 'class 0' in .*, but 'x' in",
     ),
 }
 
@@ -226,9 +226,9 @@ def test_what_is_taken_has_a_row_and_is_marked() -> None:
     bold, mild = tried(0.8, 0.019, 0.09), tried(0.3, 0.011, 0.05)
     choice = Choice([bold, mild], careful([bold, mild]), None, {"new classes": {"cmc@1": 0.5}}, {"new classes": 9})
     names = list(choice_table(choice).columns[0].cells)
-    assert names == ["old queries", str(bold.candidate), f"{mild.candidate} (taken)"], "not the best of its kind"
+    assert names == ["old queries", str(bold.candidate), f"{mild.candidate} (chosen)"], "not the best of its kind"
     best = replace(choice, chosen=bold)
-    assert list(choice_table(best).columns[0].cells)[1:] == [f"{bold.candidate} (taken)"]
+    assert list(choice_table(best).columns[0].cells)[1:] == [f"{bold.candidate} (chosen)"]
 
 
 def test_of_inputs_that_find_as_much_the_one_before_the_trained_layer_is_taken() -> None:
@@ -247,7 +247,7 @@ def test_where_nothing_beats_old_queries_both_together_are_tried() -> None:
     choice = choose(replace(pairs, new_ND=pairs.new_ND[turned]), "known")
     assert choice.chosen.worst < 0 and choice.mixed is not None and choice.mixed.worst > choice.chosen.worst
     said = " ".join(said_of(choice))
-    assert f"Half-way between new and old queries the least is {100 * choice.mixed.worst:+.1f} points" in said
+    assert f"Mixed half-way with old queries, the lowest gain is {100 * choice.mixed.worst:+.1f} points" in said
     assert as_json(choice)["mixed"]["worst"] == choice.mixed.worst
     assert choose(pairs, "known").mixed is None
 
@@ -256,7 +256,7 @@ def test_a_map_of_other_items_is_no_better_than_chance() -> None:
     pairs = made()
     others = np.random.default_rng(3).permutation(len(pairs))
     choice = choose(replace(pairs, new_ND=pairs.new_ND[others]))
-    assert choice.by_chance and "name the same items on both sides, and the right classes" in said_of(choice)[0]
+    assert choice.by_chance and "name the same items on both sides, and that classes or captions are right" in said_of(choice)[0]
     weak = choose(made(new_noise=3.0, old_noise=0.1))
     assert weak.chosen.worst < 0 and not weak.by_chance, "far below old queries, and far above chance"
 
@@ -332,17 +332,17 @@ def test_a_map_of_other_inputs_is_left_alone(sides: tuple[Path, Path], tmp_path:
     moved = shutil.copytree(sides[0], tmp_path / "elsewhere" / "old")
     assert run(old=moved) is None, "the same files at another place"
     for more, named in ((["--seed", "1"], "--seed"), (["--old-model", "clip-b32"], "--old-model")):
-        assert f"made with other {named}; name another folder" in str(run(*more))
+        assert f"made with a different {named}; choose another folder" in str(run(*more))
     np.save(moved / "image_embeds.npy", made(seed=1).old_Nd)
-    assert "made with other --old; name another folder" in str(run(old=moved))
+    assert "made with a different --old; choose another folder" in str(run(old=moved))
     (moved / "labels.txt").unlink()
     written = (out / "report.json").read_bytes()
-    assert "made with other --old, --seed;" in str(run("--seed", "1", old=moved))
+    assert "made with a different --old, --seed;" in str(run("--seed", "1", old=moved))
     assert (out / "report.json").read_bytes() == written
     assert run("--seed", "1", "--overwrite") is None and json.loads((out / "report.json").read_text())["seed"] == 1
     marker = json.loads((out / MARKER).read_text())
     (out / MARKER).write_text(json.dumps(marker | {"about": {}}))
-    assert run() is None and "does not say what it was made of" in caplog.text
+    assert run() is None and "does not record its inputs" in caplog.text
 
 
 def captioned(folder: Path, images: np.ndarray, texts: np.ndarray, ids: list[str], text_ids: list[str]) -> Path:
@@ -406,7 +406,7 @@ def test_what_a_choice_did_not_look_at_is_said(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "LEARNED", 200)
     choice = choose(pairs)
     assert choice.learned_at_most == 200 == as_json(choice)["learned_at_most"]
-    assert "What was tried learned from 200 at most" in said_of(choice)[0]
+    assert "Candidates learned from at most 200 items" in said_of(choice)[0]
 
 
 def test_a_codec_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -414,7 +414,10 @@ def test_a_codec_of_nothing_is_refused(tmp_path: Path) -> None:
     for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items():
         np.save(tmp_path / f"{name}.npy", embeds)
     command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
-    for codec, said in {"SQ8": "without classes or captions nothing is remembered", "SQ9": "no memory codec 'SQ9'"}.items():
+    for codec, said in {
+        "SQ8": "--memory-codec needs a memory; add classes or captions",
+        "SQ9": "unknown memory codec 'SQ9'",
+    }.items():
         assert said in str(CliRunner().invoke(app, [*command, "--memory-codec", codec]).exception)
 
 
@@ -427,7 +430,7 @@ def test_what_is_said_of_classes_is_refused_where_there_are_none(tmp_path: Path)
     both = [captioned(tmp_path / file.stem, np.load(file), np.load(file), ids, ids) for file in bare]
     for (old, new), said in itertools.product((bare, both), ("known", "open")):
         command = ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out"), "--searched-classes", said]
-        assert f"--searched-classes {said}: no classes are given" in str(CliRunner().invoke(app, command).exception)
+        assert f"--searched-classes {said} needs classes; add labels.txt" in str(CliRunner().invoke(app, command).exception)
 
 
 def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -437,7 +440,9 @@ def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> 
         np.save(tmp_path / f"{name}.npy", embeds)
     command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, [*command, "--remember-items", "--allow-worse"])
-    assert done.exit_code == 0 and f"of the {len(pairs)} items that they resemble" in " ".join(done.output.split()), done.output
+    assert done.exit_code == 0 and f"old embeddings of similar items, out of {len(pairs)}." in " ".join(done.output.split()), (
+        done.output
+    )
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.memory.entries == len(pairs) and not model.is_confident
     queries = normalised(np.random.default_rng(5).standard_normal((7, NEW)))
@@ -452,17 +457,17 @@ def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> 
     for folder in labelled:
         (folder / "labels.txt").write_text("".join(f"class {label}\n" for label in pairs.labels_N))
     named = ["map", "--old", str(labelled[0]), "--new", str(labelled[1]), "--out", str(tmp_path / "two"), "--remember-items"]
-    assert "what is remembered is chosen; leave it out" in str(CliRunner().invoke(app, named).exception)
+    assert "--remember-items does not work with classes or captions" in str(CliRunner().invoke(app, named).exception)
 
 
 def test_one_kind_of_items_alone_is_read_of_both(tmp_path: Path) -> None:
     pairs, ids = made(), [f"item {row}" for row in range(CLASSES * EACH)]
     old, new = write(tmp_path / "old", pairs.old_Nd), captioned(tmp_path / "new", pairs.new_ND, pairs.new_ND, ids, ids)
     found = load_paired(old, new)
-    assert isinstance(found, PairedEmbeddings) and f"Of {new} only the images are read" in found.notes[0]
+    assert isinstance(found, PairedEmbeddings) and f"{new}: only the images are used" in found.notes[0]
     for name in ("image_embeds.npy", "image_ids.txt"):
         (new / name).unlink()
-    with pytest.raises(XcompatError, match="give what both models made of the same items"):
+    with pytest.raises(XcompatError, match="give embeddings of the same items by both models"):
         load_paired(old, new)
     for name in ("embeds.npy", "ids.txt"):
         (old / f"image_{name}").rename(old / f"text_{name}")
@@ -510,7 +515,7 @@ def test_too_few_items_to_hold_any_out_are_a_guess_too(tmp_path: Path) -> None:
     old, new = write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", pairs.new_ND)
     done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
     said = " ".join(done.output.split())
-    assert done.exit_code == 1 and "too few items to hold any out" in said and "is a guess" in said
+    assert done.exit_code == 1 and "too few items for a validation split" in said and "is a guess" in said
 
 
 @pytest.mark.parametrize("counts", [[2], [50], [1] * 50, [2, 2, *[1] * 46]])
@@ -522,7 +527,7 @@ def test_classes_of_which_nothing_can_be_held_out_are_a_guess(counts: list[int],
     sides = write(tmp_path / "old", old, labels=labels), write(tmp_path / "new", new)
     command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--allow-worse"]
     done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0 and "there are" in " ".join(done.output.split()) and "is a guess" in done.output
+    assert done.exit_code == 0 and "are needed, found" in " ".join(done.output.split()) and "is a guess" in done.output
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.view(torch.from_numpy(new)).isfinite().all() and model.memory is None
 
@@ -598,9 +603,9 @@ def test_a_model_that_is_called_after_a_folder_is_said(
 ) -> None:
     command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--searched-classes", "known", "--out"]
     assert CliRunner().invoke(app, [*command, str(tmp_path / "named"), "--old-model", "clip-b32"]).exit_code == 0
-    assert "is called" not in caplog.text
+    assert "the old model is named" not in caplog.text
     assert CliRunner().invoke(app, [*command, str(tmp_path / "unnamed")]).exit_code == 0
-    assert f"the old model is called 'old' after {sides[0]}" in caplog.text and "--old-model" in caplog.text
+    assert f"the old model is named 'old' after {sides[0]}" in caplog.text and "--old-model" in caplog.text
 
 
 def test_a_model_of_another_dimension_is_refused(sides: tuple[Path, Path], folder_of: dict[str, str], tmp_path: Path) -> None:

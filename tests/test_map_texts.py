@@ -90,12 +90,12 @@ def test_ids_join_texts_and_vectors(clip: str, tmp_path: Path) -> None:
     kept = np.random.default_rng(0).permutation(len(TEXTS))[:50]
     old = parquet(tmp_path / "old.parquet", rotated(new)[kept], [IDS[row] for row in kept])
     report = mapped("--old", old, "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "map")
-    assert report["items"] == 50 and f"50 of the 60 texts of {tmp_path}" in report["said"][0]
+    assert report["items"] == 50 and f"50 of 60 texts in {tmp_path}" in report["said"][0]
     gone = json_lines(tmp_path / "gone.jsonl", rotated(new)[:2], ["a", "b"])
     with pytest.raises(XcompatError, match="share no id"):
         mapped("--old", gone, "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "of_gone")
     np.save(tmp_path / "old.npy", rotated(new)[:9])
-    with pytest.raises(XcompatError, match="has 9 rows and .* 60 texts"):
+    with pytest.raises(XcompatError, match="has 9 rows, but .* has 60 texts"):
         mapped("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "of_few")
 
 
@@ -117,7 +117,7 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
     assert [hit["id"] for hit in hits] == [IDS[row] for row in best.indices.tolist()]
     assert [hit["score"] for hit in hits] == pytest.approx(best.values.tolist(), abs=1e-5)
     for option in ("--old-model", "--new-model"):
-        with pytest.raises(XcompatError, match="is a model already"):
+        with pytest.raises(XcompatError, match="is already a model; remove one of them"):
             mapped(*command, "--overwrite", option, new)
 
 
@@ -133,10 +133,10 @@ def test_texts_are_not_joined_by_an_id_that_several_vectors_have(tmp_path: Path,
     pairs = pairs_of_texts(old, Path("letters"), texts, tmp_path / "cache").pairs
     np.testing.assert_array_equal(pairs.old_Nd, np.load(old / "text_embeds.npy")[2:])
     np.testing.assert_allclose(pairs.new_ND[:], Service()(TEXTS[2:]), atol=1e-3)
-    assert pairs.notes[0].startswith("58 of the 60 texts")
-    assert "Left out are 1 whose id several embeddings have, such as 'text 0'" in pairs.notes[1]
+    assert pairs.notes[0].startswith("58 of 60 texts")
+    assert "Texts not used because several embeddings have their id: 1, e.g. 'text 0'" in pairs.notes[1]
     (old / "text_ids.txt").write_text("\n".join(name for name in IDS[:30] for _ in range(2)))
-    with pytest.raises(XcompatError, match="names 'text 0' 2 times, so no row is that of a text"):
+    with pytest.raises(XcompatError, match="contains the id 'text 0' 2 times; give each text a unique id"):
         pairs_of_texts(old, Path("letters"), texts, tmp_path / "cache")
 
 
@@ -160,9 +160,9 @@ def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="both sides are embeddings"):
         mapped("--old", tmp_path / "a.npy", "--new", tmp_path / "a.npy", "--texts", written(tmp_path), "--out", tmp_path / "map")
     asked = ("--texts", written(tmp_path), "--embed-with", "letters_service:embed")
-    with pytest.raises(XcompatError, match=r"--embed-with embeds the texts as --new, and .*a.npy holds embeddings already"):
+    with pytest.raises(XcompatError, match=r"--embed-with embeds the texts as --new, but .*a.npy already contains embeddings"):
         mapped("--old", tmp_path / "a.npy", "--new", tmp_path / "a.npy", *asked, "--out", tmp_path / "map")
-    with pytest.raises(XcompatError, match="name them with --texts"):
+    with pytest.raises(XcompatError, match="--embed-with and its options need texts; add --texts"):
         mapped("--old", tmp_path / "a.npy", "--new", "x", "--embed-with", "a:b", "--out", tmp_path / "map")
     with pytest.raises(XcompatError, match="--requests-per-minute is 0"):
         mapped("--old", "a", "--new", "x", "--texts", "a", "--requests-per-minute", 0, "--out", tmp_path / "map")
@@ -250,8 +250,8 @@ def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch
     pairs = seen()
     shuffled = PairedEmbeddings(pairs.new_ND[np.random.default_rng(1).permutation(len(pairs))], pairs.old_Nd)
     chance, part, _ = said_of(agree(shuffled))
-    assert chance.startswith("! No better than chance") and part.startswith("What was tried learned from 200 at most")
-    with pytest.raises(XcompatError, match="it takes 40, and there are 39"):
+    assert chance.startswith("! No better than chance") and part.startswith("Candidates learned from at most 200 items")
+    with pytest.raises(XcompatError, match="at least 40 are needed, found 39"):
         agree(seen(39))
 
 
@@ -285,7 +285,9 @@ def test_what_was_answered_is_never_asked_again(slept: list[float], tmp_path: Pa
     service = Service()
     provider = Provider(service, "letters-3", batch=8)
     service.fails = lambda call: call > 3
-    with pytest.raises(XcompatError, match=rf"letters-3 failed {ATTEMPTS} times .ConnectionError: no answer.; .* kept"):
+    with pytest.raises(
+        XcompatError, match=rf"letters-3 failed {ATTEMPTS} times .ConnectionError: no answer.; its answers are saved"
+    ):
         provider.embed_texts(TEXTS, tmp_path / "cache", "texts")
     assert len(service.calls) == 3 + ATTEMPTS and len(slept) >= ATTEMPTS - 1, "it waits between attempts"
     service.fails = lambda call: False
@@ -313,11 +315,11 @@ def test_calls_keep_to_their_rate(slept: list[float], tmp_path: Path, monkeypatc
 
 ANSWERS: dict[str, tuple[Any, str]] = {
     "too few": ([[1.0, 0.0]], r"returned shape \(1, 2\) for 2 texts"),
-    "ragged": ([[1.0, 0.0], [1.0]], "returned no matrix of numbers"),
+    "ragged": ([[1.0, 0.0], [1.0]], "returned no matrix .ValueError: "),
     "nothing": (None, "returned"),
     "NaN": ([[1.0, 0.0], [np.nan, 1.0]], "row 1 of the texts, 'b', as letters embeds it holds values that are not finite"),
     "long": ([[1.0, 0.0], [2.0, 0.0]], "row 1 of the texts, 'b', as letters embeds it is of length 2, not 1"),
-    "with gradients": (torch.ones(2, 1, requires_grad=True), "returned no matrix of numbers .RuntimeError: .*detach"),
+    "with gradients": (torch.ones(2, 1, requires_grad=True), "returned no matrix .RuntimeError: .*detach"),
     "other": ([[1.0], [1.0]], "returned 1 dimensions, and 2 before"),
 }
 
@@ -333,7 +335,7 @@ def test_a_text_without_an_embedding_is_named_by_its_row(tmp_path: Path) -> None
     def embed(texts: list[str]) -> list[list[float]]:
         return [[0.0, 0.0] if text == TEXTS[50] else [1.0, 0.0] for text in texts]
 
-    with pytest.raises(XcompatError, match=f"row 50 of the texts, '{TEXTS[50]}', as zeros embeds it holds zeros alone"):
+    with pytest.raises(XcompatError, match=f"row 50 of the texts, '{TEXTS[50]}', as zeros embeds it holds only zeros"):
         Provider(embed, "zeros", batch=8).embed_texts(TEXTS, tmp_path / "cache", "texts")
 
 
@@ -375,8 +377,8 @@ def test_functions_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, said in {
         "embed": "write module:function",
         "a_service_of_mine:embd": "did you mean 'embed'",
-        "a_broken_service:embed": "cannot be imported .ZeroDivisionError",
-        "no_service_at_all:embed": "cannot be imported .ModuleNotFoundError",
+        "a_broken_service:embed": "cannot import a_broken_service .*ZeroDivisionError",
+        "no_service_at_all:embed": "cannot import no_service_at_all .*ModuleNotFoundError",
     }.items():
         with pytest.raises(XcompatError, match=said):
             load_function(name)

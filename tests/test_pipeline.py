@@ -159,9 +159,9 @@ def test_an_encoder_as_it_comes_searches_its_own_gallery(gallery: Gallery, old_f
 
 
 def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="give its folder as gallery"):
+    with pytest.raises(XcompatError, match="set its folder with gallery"):
         pipeline("compatible-retrieval", model=model_folder)
-    with pytest.raises(XcompatError, match="is no gallery"):
+    with pytest.raises(XcompatError, match="is not a gallery"):
         pipeline("compatible-retrieval", model=model_folder, gallery=str(tmp_path))
     with pytest.raises(XcompatError, match="not topk"):
         find("a dog", topk=3)

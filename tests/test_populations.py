@@ -79,7 +79,7 @@ def test_reports_name_populations_in_words(contestants: Contestants) -> None:
     report = Report(info, info, "map", evaluation.cases, evaluation.criterion, {}, {})
     for page in (render_markdown(report), render_html(report, {})):
         assert "queries of known classes" in page
-        assert "queries of new classes in the whole gallery, learned items included" in page
+        assert "queries of new classes, with training items in the gallery" in page
 
 
 def test_intervals_of_a_verdict_draw_classes(contestants: Contestants) -> None:

@@ -75,7 +75,7 @@ def test_another_process_reads_it_and_what_it_finds_is_one_line(tmp_path: Path) 
     path = write(tmp_path / "index")
     probing.require_readable(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(XcompatError, match=f"{path} is no readable faiss index: .*; write it again") as refused:
+    with pytest.raises(XcompatError, match=f"{path} is not a readable faiss index: .*; write it again") as refused:
         probing.require_readable(path)
     assert "\n" not in str(refused.value)
 
@@ -83,9 +83,9 @@ def test_another_process_reads_it_and_what_it_finds_is_one_line(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (f"import os, signal; os.kill(os.getpid(), {signal.SIGSEGV.value})", r"faiss breaks down on it \(-11\)"),
+        (f"import os, signal; os.kill(os.getpid(), {signal.SIGSEGV.value})", r"faiss crashed on it \(-11\)"),
         ("import sys; sys.stderr.write('no\\nreason\\n'); sys.exit(3)", "reason"),
-        ("while True: pass", "does not come to an end with it in 1 s"),
+        ("while True: pass", "faiss did not finish within 1 s"),
     ],
 )
 def test_a_process_that_breaks_down_or_never_ends_is_a_refusal(

@@ -129,7 +129,7 @@ def test_training_says_what_became_of_the_loss(clock: Clock, capsys: pytest.Capt
     callback = ProgressCallback("xbt")
     callback.on_train_begin(args, state, SimpleNamespace())
     callback.on_train_end(args, state, SimpleNamespace())
-    assert capsys.readouterr().out == "  xbt: 7 of 9 steps, loss 4.600 at first, 0.500 at last\n"
+    assert capsys.readouterr().out == "  xbt: 7 of 9 steps, loss 4.600 at the start, 0.500 at the end\n"
 
 
 def test_results_alone_are_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hub_server import Hub
 from test_models import build, shake
 
-from xcompat import Fingerprint, XcompatError, failures
+from xcompat import Fingerprint, XcompatError
+from xcompat.core import failures
 from xcompat.models.embedder import load_embedder
 
 FILES = (r"\.safetensors$", r"^config\.json$", r"^tokenizer\.json$", r"^tokenizer_config\.json$", "^preprocessor")
@@ -61,7 +62,7 @@ def test_a_damaged_copy_in_the_cache(kind: str, file: str, pulled: tuple[str, Fi
     if kind == "dangling":
         assert line == wanted, "fetched anew"
     else:
-        assert isinstance(line, str) and f"what was fetched of it is damaged ({copies[0].name}) and has been deleted" in line
+        assert isinstance(line, str) and f"damaged downloads ({copies[0].name}) have been deleted" in line
     assert found(name) == wanted
 
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_that_was_cut_short(hub: Hub, folder_of: dict[str, str], tm
     hub.add("me/model", tmp_path / "model")
     hub.spoilt = {"safetensors": "moved"}
     line = found("me/model")
-    assert isinstance(line, str) and "has been deleted; do it again, which fetches it anew" in line
+    assert isinstance(line, str) and "have been deleted; run the command again to download them" in line
     hub.spoilt = {}
     assert found("me/model") == load_embedder(str(tmp_path / "model")).fingerprint
 

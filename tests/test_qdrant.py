@@ -29,6 +29,7 @@ qdrant_client = pytest.importorskip("qdrant_client")
 from qdrant_client import models  # noqa: E402
 from qdrant_server import Server, served  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 60, 8, 12
 OLD = Fingerprint.from_string("the old model")
 
@@ -283,7 +284,7 @@ def test_a_lost_connection_is_a_clear_stop_that_continues(server: Server, vector
     QdrantPlace("", server.client).fill(vectors)
     store = opened(address(server))
     server.answers = 60
-    with pytest.raises(LostConnectionError, match="does not answer .* it continues") as refusal:
+    with pytest.raises(LostConnectionError, match="does not answer .* to continue") as refusal:
         migration.start(store, mapping, "items_v2", batch=10)
     assert "\n" not in str(refusal.value)
     server.answers = 10**9
@@ -327,19 +328,19 @@ def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: n
     qdrant_client.QdrantClient(path=str(tmp_path / "folder")).close()
     refused = [
         (address(server, "itms"), "no collection 'itms'; did you mean 'items'"),
-        (address(server), "has image, title; name one with vector="),
-        (address(server, vector="imge"), "'imge' is none of them; did you mean 'image'"),
-        (address(server, vector="tokens"), "'tokens' is none of them"),
-        (address(server, vector="words"), "'words' is none of them"),
-        (address(server, "city"), "compares by Manhattan distance"),
-        (address(server, vector="image", metric="ip"), "compares by Cosine, which is metric=cosine; leave metric= out"),
+        (address(server), "vectors: image, title; choose one with vector="),
+        (address(server, vector="imge"), "'imge' is not one of them; did you mean 'image'"),
+        (address(server, vector="tokens"), "'tokens' is not one of them"),
+        (address(server, vector="words"), "'words' is not one of them"),
+        (address(server, "city"), "has Manhattan distance; only"),
+        (address(server, vector="image", metric="ip"), "has Cosine distance .metric=cosine.; remove metric="),
         (address(server, collection="items"), "has no option 'collection'"),
-        (f"qdrant://127.0.0.1:{server.port}", "names no collection"),
-        (f"qdrant://127.0.0.1:{server.port}/a/b", "names no collection"),
-        ("qdrant://me:secret@127.0.0.1:1/items", "Qdrant knows no users"),
+        (f"qdrant://127.0.0.1:{server.port}", "has no collection; use"),
+        (f"qdrant://127.0.0.1:{server.port}/a/b", "has no collection; use"),
+        ("qdrant://me:secret@127.0.0.1:1/items", "Qdrant has no users"),
         ("qdrant://127.0.0.1:1/items?api_key=secret", "does not answer"),
         ("qdrant://127.0.0.1:port/items", "port"),
-        (f"qdrant://{tmp_path}/nowhere/items", "is no folder of Qdrant's local mode"),
+        (f"qdrant://{tmp_path}/nowhere/items", "is not a folder of Qdrant's local mode"),
         (f"qdrant://{tmp_path}/folder/items", "there is no collection 'items'"),
     ]
     for uri, said in refused:
@@ -347,7 +348,7 @@ def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: n
             xcompat.stores.open(uri)
         assert "\n" not in str(refusal.value) and "secret" not in str(refusal.value)
     assert not (tmp_path / "nowhere").exists()
-    with served(version="1.13.4") as old, pytest.raises(XcompatError, match="is Qdrant 1.13.4, .* 1.16 is the first"):
+    with served(version="1.13.4") as old, pytest.raises(XcompatError, match="is Qdrant 1.13.4, .* use 1.16 or later"):
         xcompat.stores.open(address(old))
 
 
@@ -358,7 +359,7 @@ def test_a_collection_without_an_alias_is_searched_and_not_migrated(
     store = opened(address(server, "items_v1"))
     assert store.find(vectors[:1], OLD, 1)[0][0].id == "0" and store.describe()["spaces"] == {"items_v1": OLD_DIM}
     before = server.client.get_collection("items_v1").config
-    with pytest.raises(XcompatError, match="give it an alias .*, let services ask by the alias, and name that in the address"):
+    with pytest.raises(XcompatError, match="create an alias .*, and use it in your services and in the address"):
         migration.start(store, mapping, "items_v2")
     assert server.client.get_collection("items_v1").config == before and len(server.engine.collections) == 1
 
@@ -367,7 +368,7 @@ def test_collections_of_others_are_neither_filled_nor_deleted(server: Server, ve
     QdrantPlace("", server.client).fill(vectors)
     server.client.create_collection("theirs", models.VectorParams(size=NEW_DIM, distance=models.Distance.COSINE))
     store = opened(address(server))
-    with pytest.raises(XcompatError, match="a collection or an alias 'theirs' .* already; choose another name"):
+    with pytest.raises(XcompatError, match="already has a collection or alias 'theirs'; choose another name"):
         migration.start(store, mapping, "theirs")
     begun = migration.Migration(space="items", into="theirs", model=identity(mapping.model).digest)
     store.set_record(migration.RECORD, begun.model_dump())  # as if it was killed before it was refused

@@ -210,7 +210,7 @@ def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
     assert view.shape == (4, 4) and model.stored_dim == 4
     torch.testing.assert_close(view.norm(dim=-1), torch.ones(4))
     torch.testing.assert_close(model.view(3 * embeds), view, atol=1e-6, rtol=0)  # their direction is mapped
-    with pytest.raises(XcompatError, match="penultimate features are of images alone.*set options.input to embedding"):
+    with pytest.raises(XcompatError, match="penultimate features do not support texts; set options.input to embedding"):
         model.embed_texts(**processor.texts(TEXTS))
     model.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
@@ -239,7 +239,7 @@ def test_a_map_of_penultimate_features_belongs_to_a_model_that_has_some(
 ) -> None:
     with pytest.raises(XcompatError, match="siglip has no penultimate features"):
         QueryMapModel.from_encoder(folder_of["siglip"], old=OLD, input="penultimate")
-    with pytest.raises(XcompatError, match="needs the new model, whose last layer it takes"):
+    with pytest.raises(XcompatError, match="input penultimate needs the last layer of the new model"):
         make(input="penultimate")
     with pytest.raises(XcompatError, match="QueryMapConfig has no input 'penultima'; did you mean 'penultimate'"):
         make(input="penultima")

@@ -72,12 +72,13 @@ def test_pairs_are_remembered_across_modalities(raw: dict[str, Any], tmp_path: P
 
 def test_nothing_falls_back_where_nobody_says_how_sure_he_is(raw: dict[str, Any], tmp_path: Path) -> None:
     evaluation = {**raw["evaluation"], "fallback": 0.5}
-    with pytest.raises(XcompatError, match="evaluation.fallback asks old queries .*; set memory, or evaluation.fallback to null"):
+    with pytest.raises(
+        XcompatError,
+        match="evaluation.fallback needs the confidence of new queries, .*; set memory, or evaluation.fallback to null",
+    ):
         run_recipe(recipe_of(raw, memory=None, evaluation=evaluation))
     assert not (tmp_path / "run").exists(), "nothing is trained for nothing"
-    with pytest.raises(
-        XcompatError, match="do not say how sure they are .choice.json says why.; set evaluation.fallback to null"
-    ):
+    with pytest.raises(XcompatError, match="have no confidence .see choice.json.; set evaluation.fallback to null"):
         run_recipe(recipe_of(raw, evaluation=evaluation))
     assert json.loads((tmp_path / "run" / CHOICE).read_text())["confidence"]["none"]
     run_recipe(recipe_of(raw))  # what was trained is kept
@@ -202,21 +203,21 @@ def test_what_is_searched_shares_nothing_with_what_is_remembered() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no classes": ({"memory": "classes"}, "name them under data.images"),
-    "pairs of a gallery map": ({"method": "fct"}, "method fct maps galleries, which remember classes alone; set memory: classes"),
+    "no classes": ({"memory": "classes"}, "memory: classes needs labelled images; set data.images"),
+    "pairs of a gallery map": ({"method": "fct"}, "method fct maps galleries, which only remember classes; set memory: classes"),
     "pairs of another direction": (
         {"method": "ridge", "options": {"direction": "old_to_new"}},
-        "method ridge maps galleries, which remember classes alone",
+        "method ridge maps galleries, which only remember classes",
     ),
-    "no old model": ({"method": "independent", "old": None}, "method independent brings no queries"),
-    "no pairs": ({"data": {"texts": [{"path": "x"}]}}, "name them under data.remembered or data.pairs"),
+    "no old model": ({"method": "independent", "old": None}, "method independent does not map queries"),
+    "no pairs": ({"data": {"texts": [{"path": "x"}]}}, "set data.remembered or data.pairs"),
     "pairs beside classes": (
         {"memory": "classes", "data": {"images": {"path": "x"}, "remembered": {"path": "x"}}, "method": "query_map"},
-        "are remembered with memory: pairs",
+        "only memory: pairs remembers images with captions",
     ),
     "a stream": ({"data": {"pairs": {"path": "x", "streaming": True}}}, "without streaming"),
-    "a codec of nothing": ({"memory": None, "memory_codec": "SQ8"}, "memory_codec: nothing is remembered"),
-    "a codec that is none": ({"memory_codec": "SQ9"}, "there is no memory codec 'SQ9'; it is float32, SQ8, SQ4"),
+    "a codec of nothing": ({"memory": None, "memory_codec": "SQ8"}, "memory_codec: there is no memory"),
+    "a codec that is none": ({"memory_codec": "SQ9"}, "unknown memory codec 'SQ9'; use float32, SQ8, SQ4"),
 }
 
 
@@ -228,10 +229,13 @@ def test_a_memory_of_nothing_is_refused(what: str, raw: dict[str, Any]) -> None:
 
 
 CHOSEN: dict[str, tuple[dict[str, Any], str]] = {
-    "a memory": ({"memory": "pairs"}, "what queries remember is chosen with the map"),
-    "texts beside pairs": ({"memory": None}, "data.texts: a map that is chosen learns from"),
-    "a stream": ({"memory": None, "data": {"pairs": {"path": "x", "streaming": True}}}, "reads them more than once"),
-    "options": ({"options": {"shape": "linear"}}, "options shape are a method's, and none is named"),
+    "a memory": ({"memory": "pairs"}, "without a method, the memory is chosen with the map"),
+    "texts beside pairs": ({"memory": None}, "data.texts: without a method, the map learns from"),
+    "a stream": (
+        {"memory": None, "data": {"pairs": {"path": "x", "streaming": True}}},
+        "without a method, pairs are read more than once",
+    ),
+    "options": ({"options": {"shape": "linear"}}, "options shape need a method"),
 }
 
 
@@ -274,7 +278,7 @@ def test_of_texts_alone_lines_are_compared_by_what_the_new_model_finds(
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "that the new model finds nearest" in said
-        and "queries of images may find less than old ones; name images with captions" in said
+        and "image queries may find less than the old model's; if you have images with captions" in said
     )
 
 
@@ -291,7 +295,7 @@ def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path
     run_recipe(recipe_of(raw))
     said = json.loads((tmp_path / "run" / CHOICE).read_text())
     assert "trials" not in said and said["memory"] == {"entries": 16, "sharpness": 60.0, "share": 0.5}
-    assert "what queries remember is a guess" in " ".join(capsys.readouterr().out.split())
+    assert "the memory of queries is a guess" in " ".join(capsys.readouterr().out.split())
     model = load_checkpoint(str(tmp_path / "run"))
     assert model.memory is not None and (tmp_path / "run" / OLD_MEMORY).exists()
     table = cases_of(tmp_path / "run")

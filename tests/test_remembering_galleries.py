@@ -148,7 +148,7 @@ def test_the_card_says_what_is_mapped_remembers() -> None:
 
 
 def test_no_graph_of_queries_is_made_of_what_maps_galleries(tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="brings no queries into an old space; export it with space='own'"):
+    with pytest.raises(XcompatError, match="does not map queries into an old space; export it with space='own'"):
         to_onnx(mapping("procrustes").remember(memory("SQ8")), tmp_path / "out")
     with pytest.raises(XcompatError, match="maps galleries, not queries; upgrade the gallery instead"):
         linear_steps(mapping("procrustes").remember(memory()))
@@ -231,7 +231,7 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
     gain = trial.gains["half of them new"]["map"].mean
     assert gain == pytest.approx(np.mean(found) - np.mean(floor), abs=1e-6)
     assert choice.floor["half of them new"]["map"] == pytest.approx(np.mean(floor))
-    assert choice.confidence is None and as_json(choice)["confidence"] == {"none": "what they search remembers, not they"}
+    assert choice.confidence is None and as_json(choice)["confidence"] == {"none": "the gallery has the memory, not the queries"}
 
 
 def test_the_memory_alone_is_what_needs_no_new_model() -> None:

@@ -191,7 +191,7 @@ def test_a_users_folder_beside_an_earlier_versions_report_is_not_replaced(folder
     for name in ("report/report.html", "report/plots/thesis.pdf"):
         (tmp_path / name).write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(XcompatError, match="report is where the report goes, and is none that could be replaced; move it"):
+    with pytest.raises(XcompatError, match="report exists but is not a report; move it"):
         render_report(tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -230,8 +230,8 @@ def test_terminal_shows_table_examples_and_verdict(folder: Path) -> None:
 def test_terminal_shows_what_each_way_gives(folder: Path, mapped: bool) -> None:
     report, buffer = load_report(folder), io.StringIO()
     print_ways(report, Console(file=buffer, width=100), mapped)
-    lines, new = buffer.getvalue().splitlines(), "vectors mapped" if mapped else "new queries, vectors as they are"
-    ways = {"old/old": "old queries, vectors as they are", "new/old": new, "new/new": "new queries, all embedded anew"}
+    lines, new = buffer.getvalue().splitlines(), "mapped vectors" if mapped else "new queries, unchanged vectors"
+    ways = {"old/old": "old queries, unchanged vectors", "new/old": new, "new/new": "new queries, re-embedded vectors"}
     for label, way in ways.items():
         figures = [
             f"{value * 100:.1f}"
@@ -267,7 +267,7 @@ def test_verdict_follows_the_criterion() -> None:
     assert f"95 % intervals of the 4 gains: {sure} lie above zero" in verdicts(shell)[1].detail
     lost = replace(shell, cases=bad.cases, criterion=bad.criterion)
     failed, luck, _ = verdicts(lost)
-    assert (failed.answer, failed.detail) == ("no", "4 of 4 metrics are not above those of old queries.")
+    assert (failed.answer, failed.detail) == ("no", "4 of 4 metrics did not improve over old queries.")
     assert luck.answer == "cannot tell" and "is unknown, as a metric does not differ" in luck.detail
     values = {(case.label, case.direction, metric): value for case in bad.cases for metric, value in case.metrics.items()}
     percents = f"{100 * values['old/old', 'text-to-image', 'recall@5']:.1f} %"
@@ -368,7 +368,7 @@ def test_a_report_cut_off_between_two_files_is_the_one_before(tmp_path: Path, mo
 def test_a_folder_of_the_same_name_is_not_replaced(theirs: str, content: ReportContent, tmp_path: Path) -> None:
     (tmp_path / theirs).parent.mkdir(exist_ok=True)
     (tmp_path / theirs).write_text('{"title": "mine"}')
-    with pytest.raises(XcompatError, match="report is where the report goes, and is none that could be replaced; move it"):
+    with pytest.raises(XcompatError, match="report exists but is not a report; move it"):
         write_report(tmp_path, content)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [theirs]
     assert (tmp_path / theirs).read_text() == '{"title": "mine"}'

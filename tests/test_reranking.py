@@ -105,7 +105,7 @@ def test_originals_of_others_are_named(
     for file in (first, second):
         Image.fromarray(pixels).save(file)
     Reranker(newer, originals).notice_other_originals(old, gallery, hits)
-    assert "2 of 8 originals that were compared are not what the gallery stores" in caplog.text
+    assert "2 of 8 compared originals differ from those that the gallery stores" in caplog.text
     assert first.name in caplog.text or second.name in caplog.text
 
 
@@ -240,7 +240,7 @@ def test_damaged_or_locked_cache_stops_no_search(
     for beside in file.parent.glob("*.sqlite*"):
         beside.write_bytes(b"damaged" * 1000)
     assert gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH)) == expected
-    assert "new embeddings are not kept" in caplog.text and str(file) in caplog.text
+    assert "new embeddings are not cached" in caplog.text and str(file) in caplog.text
 
 
 def test_writers_of_several_processes_keep_all(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_writers_of_several_processes_keep_all(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(NewEmbeddings(tmp_path, model, 4)) == 80
-    with pytest.raises(XcompatError, match="other embeddings"):
+    with pytest.raises(XcompatError, match="does not hold embeddings of"):
         NewEmbeddings(tmp_path, model, 5)
 
 

@@ -79,7 +79,7 @@ def test_the_report_of_another_recipe_is_not_replaced(
     before = {path: path.read_bytes() for path in asked.output_dir.rglob("*") if path.is_file()}
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
-        with pytest.raises(XcompatError, match="has a report that another recipe or command made, and would be replaced"):
+        with pytest.raises(XcompatError, match="contains the report of another recipe or command, which would be replaced"):
             run_recipe(asked)
     assert before == {path: path.read_bytes() for path in asked.output_dir.rglob("*") if path.is_file()}
 

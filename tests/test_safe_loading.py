@@ -167,7 +167,7 @@ def test_weights_that_a_configuration_of_timm_names(image_folder_of: dict[str, s
     torch.save({"weight": Trap(sprung)}, tmp_path / "weights.pth")
     arguments = json.loads((folder / "config.json").read_text()).get("model_args") or {}
     edit(folder / "config.json", model_args=arguments | {"checkpoint_path": str(tmp_path / "weights.pth")})
-    with pytest.raises(XcompatError, match="names a file of weights of its own"):
+    with pytest.raises(XcompatError, match="sets checkpoint_path"):
         load_encoder(str(folder))
 
 

@@ -80,7 +80,7 @@ def test_shares_are_exact() -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenarios_that_leave_nothing(scenario: Scenario) -> None:
     for fraction in (0.0, 1.0, -1.0):
-        with pytest.raises(XcompatError, match="no share between 0 and 1"):
+        with pytest.raises(XcompatError, match="must be between 0 and 1"):
             old_and_new_rows(np.array([0, 0]), 1, scenario, fraction)
     if scenario == "open-data":
         with pytest.raises(XcompatError, match="class 1 .* has only one"):
@@ -167,8 +167,8 @@ def test_what_the_old_model_knows_of_the_new_ones_images(
 def test_bad_class_lists(labelled: LabelledImages) -> None:
     many = LabelledImages(labelled.dataset, [*labelled.classes, *(f"class {n}" for n in range(50))])
     for images, classes, message in (
-        (labelled, ["a", "f"], "class 'f' is none of the 5 classes of the data; known: a, b, c, d, e"),
-        (many, ["class3"], "class 'class3' is none of the 55 .*did you mean 'class 3'"),
+        (labelled, ["a", "f"], "class 'f' is not among the 5 classes of the data; known: a, b, c, d, e"),
+        (many, ["class3"], "class 'class3' is not among the 55 .*did you mean 'class 3'"),
         (many, ["xyz"], "known are 55, first 'a'"),
         (many, ["a", "class 7"], "class 'class 7' has no image"),
         (many, [], "list of classes is empty"),

@@ -261,10 +261,12 @@ def test_thresholds_without_labels_keep_the_number_of_hits(world: World) -> None
 
 def test_a_threshold_that_is_not_known_is_refused(world: World) -> None:
     model = world.model(Candidate("ridge"))
-    with pytest.raises(XcompatError, match=r"knows thresholds from .* and not 0.99; measure it .* evaluate --threshold 0.99"):
+    with pytest.raises(
+        XcompatError, match=r"0.99 is unknown: .* has thresholds from .*; measure it .* evaluate --threshold 0.99"
+    ):
         model.threshold(old=0.99)
     model.config.thresholds = None
-    with pytest.raises(XcompatError, match="knows no thresholds"):
+    with pytest.raises(XcompatError, match="has no thresholds"):
         model.threshold(old=0.5)
     good = Thresholds("hits", (0.1, 0.2), (0.1, 0.2), (0.1, 0.2), (0.1, 0.2))._asdict()
     for wrong in ({"old": [0.2, 0.1]}, {"new": [0.1]}, {"low": [0.1, float("nan")]}, {"high": "ab"}, {"more": 1}):

@@ -306,7 +306,7 @@ def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, ga
     page.get_by_label("Id of an item").press("Enter")
     page.get_by_role("alert").get_by_text("has no item 'no such item'").wait_for()
     restored = visit("?" + urlencode({"kind": "item", "item": HOSTILE}))
-    restored.get_by_role("alert").get_by_text(f"neither picture nor text of {HOSTILE!r} is known").wait_for()
+    restored.get_by_role("alert").get_by_text(f"{HOSTILE!r} has no known picture or text").wait_for()
 
 
 def test_hits_are_filtered_and_counted(page: Page, visit: Open, gallery: Path, new: Embedder) -> None:
@@ -334,7 +334,7 @@ def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, te
     assert badges == [hit.version.name.rpartition("/")[2] for hit in hits] and len(set(badges)) == 2
     standings = page.get_by_role("region", name=NEW).locator("li .standing").all_inner_texts()
     assert standings == [f"standing {hit.standing:.2f}" for hit in hits]
-    assert page.get_by_text("what ranks them is their standing").count() == 1
+    assert page.get_by_text("they are ranked by standing").count() == 1
     assert ids(page, OLD) == found(mixed, old, "a red shoe", COUNT), "what the new model adds fits old queries"
     page = visit("?kind=item&item=line+7&gallery=texts")
     assert ids(page, OLD) == found(texts, old, "sentence 7 of many")
@@ -349,7 +349,7 @@ def test_files_that_are_no_pictures_are_refused_in_one_line(page: Page, tmp_path
     for name, said in (
         ("broken", "cannot be read"),
         ("large", "larger than 10.0 MB"),
-        ("many", "more than the 33,554,432 pixels"),
+        ("many", "more than the limit of 33,554,432 pixels"),
     ):
         choose_picture(page, tmp_path / f"{name}.png")
         page.get_by_role("alert").get_by_text(said).wait_for()
@@ -594,7 +594,7 @@ def test_pictures_of_several_folders_are_looked_for_in_each(
     assert shelf.originals.metadata(np.array([shelf.originals.ids.index("4.png")])) == [{"caption": "thing 4"}]
 
     for sources, said in (
-        (typed, "1 hit has no picture: --images knows only those of first and"),
+        (typed, "1 hit has no picture: --images has only readable pictures of first and"),
         (typed[:1], "21 hits have"),
     ):
         site = Site("shop", {"shop": Shelf("shop", gallery, list(map(Source, sources)))}, [Side(NEW, new)])
@@ -672,10 +672,10 @@ def test_a_third_column_shows_what_a_re_ranking_finds(title: str, site: Site, ne
         (["GALLERY", "--host", "0.0.0.0"], "set a password in XCOMPAT_SERVE_PASSWORD, or in a file with --password-file"),
         (["GALLERY", "--auth", "me:secret"], "--auth shows the password in the list of processes"),
         (["GALLERY", "--password-file", "no/such/file"], "--password-file no/such/file cannot be read"),
-        (["GALLERY"], "name the model that asks with --model"),
+        (["GALLERY"], "set the query model with --model"),
         (["no/such/folder"], "no/such/folder is neither a gallery nor a run"),
         (["qdrant://localhost:6333/items"], "search a store with `xcompat gallery search`"),
-        (["RUN", "--images", "photos"], "--images and --texts are of a gallery"),
+        (["RUN", "--images", "photos"], "--images and --texts apply to galleries"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

@@ -171,7 +171,7 @@ def test_no_path_or_address_is_opened(client: httpx.Client, site: Site, monkeypa
     said = client.post("/api/search", json={"kind": "item", "item": "../outside.png"})
     assert (said.status_code, said.text) == (
         400,
-        "neither picture nor text of '../outside.png' is known; name the folder of pictures with --images",
+        "'../outside.png' has no known picture or text; set the folder of pictures with --images",
     )
 
 
@@ -455,7 +455,7 @@ def test_waiting_and_working_end_after_a_time(site: Site, monkeypatch: pytest.Mo
         assert [each.status_code for each in said] == [503, 503]
         assert {each.text for each in said} == {
             "the server is busy; try again in a moment",
-            "this takes longer than 0.5 s; ask for less",
+            "this takes longer than 0.5 s; request fewer results",
         }
         let_go.set()
         wait_until(lambda: httpx.post(f"{address}/api/search", json=text_query(), timeout=60).status_code == 200)
@@ -478,7 +478,7 @@ def test_work_on_a_gallery_does_not_block_searches(site: Site, monkeypatch: pyte
 def test_changes_need_the_option(client: httpx.Client) -> None:
     for verb in ("upgrade", "backfill", "rollback"):
         said = client.post("/api/work", json={"gallery": "shop", "verb": verb, "dry_run": True})
-        assert (said.status_code, said.text) == (400, "this page changes nothing; start it with --allow-changes")
+        assert (said.status_code, said.text) == (400, "this page is read-only; start it with --allow-changes")
 
 
 @pytest.mark.parametrize(

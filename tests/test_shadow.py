@@ -68,8 +68,8 @@ def hits(names: str) -> list[Hit]:
         ("abc", 100, None, [], "all 3 queries were answered"),
         ("abc", 100, 1000.0, [], "95 % of them within 200 ms"),
         ("abc", 100, 100.0, [], "5 % of the queries take longer than 200 ms; the limit is 100 ms"),
-        ("xyz", 100, None, [], "only 0.0 % of the hits are the same, hardly more than chance"),
-        ("abc", 100, None, [("a", "no memory")], "1 queries were not answered in the new way, such as 'a'"),
+        ("xyz", 100, None, [], "only 0.0 % of the hits are the same, close to chance"),
+        ("abc", 100, None, [("a", "no memory")], "the new configuration failed 1 queries, e.g. 'a'"),
     ],
 )
 def test_what_speaks_against_the_new_way(

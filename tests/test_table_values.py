@@ -52,8 +52,8 @@ def test_values_without_json_become_text_or_are_named(tmp_path: Path, capsys: py
     assert first == {"at": stamp, "day": "2020-01-02", "price": "1.50", "score": "inf", "year": 2020, "nested": nested}
     assert second["year"] == 2021 and "score" not in second and "at" not in second
     said = capsys.readouterr().out.replace("\n", " ")
-    assert "metadata: price is kept as text, e.g. '1.50'; --metadata COLUMN chooses columns" in said
-    assert "metadata: thumb is left out where it holds bytes" in said
+    assert "metadata: price is kept as text, e.g. '1.50'; choose columns with --metadata COLUMN" in said
+    assert "metadata: thumb drops values of type bytes" in said
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_surrogates_are_replaced_and_the_first_row_is_named(
     loaded = load_items_of_text(TextSource(path=str(tmp_path / name), keep_text=True))
     assert loaded[1]["text"].startswith("x \ufffd")
     said = capsys.readouterr().out.replace("\n", "")
-    assert "1 row holds half a character" in said and f"{name} {where}" in said
+    assert "1 row contains half a character" in said and f"{name} {where}" in said
 
 
 def test_parquet_texts_that_are_not_utf8_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

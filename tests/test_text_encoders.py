@@ -189,7 +189,7 @@ def test_truncated_dimensions_are_the_first_and_normalised(made: Made) -> None:
         embeds = encoder.embed_texts(**processor.texts(TEXTS))
     assert encoder.embedding_dim == 8 and embeds.shape == (4, 8)
     np.testing.assert_allclose(embeds, of_library(made("dense"), TEXTS, "the passage: ", 8), atol=1e-5)
-    with pytest.raises(XcompatError, match=r"^[^\n]*of 24 dimensions, fewer than truncate_dim \(25\)[^\n]*$"):
+    with pytest.raises(XcompatError, match=r"^[^\n]*has only 24 dimensions, fewer than truncate_dim \(25\)[^\n]*$"):
         load_encoder(EncoderSource(name=made("dense"), truncate_dim=25))
 
 
@@ -294,13 +294,13 @@ def test_images_are_refused_in_a_line(made: Made) -> None:
         with pytest.raises(XcompatError, match="image") as caught:
             ask()
         assert "\n" not in str(caught.value)
-    refused(EncoderSource(name=made("mean"), image_size=32), "reads no images; leave out its image_size")
+    refused(EncoderSource(name=made("mean"), image_size=32), "does not read images; remove image_size")
 
 
 def test_prompts_are_for_models_of_texts(folder_of: dict[str, str]) -> None:
     for key, value in _OTHERWISE.items():
-        refused(EncoderSource(name=folder_of["clip"], **{key: value}), f"no model of sentence-transformers, and {key}")
-        with pytest.raises(XcompatError, match=f"no model of sentence-transformers, and {key}"):
+        refused(EncoderSource(name=folder_of["clip"], **{key: value}), f"{key} needs a sentence-transformers model")
+        with pytest.raises(XcompatError, match=f"{key} needs a sentence-transformers model"):
             load_embedder(EncoderSource(name=folder_of["clip"], **{key: value}))
 
 
@@ -308,7 +308,7 @@ def test_names_that_lead_nowhere(made: Made, tmp_path: Path) -> None:
     refused(f"sentence-transformers:{tmp_path / 'nothing'}", "the model folder .*nothing does not exist")
     refused("sentence-transformers:nobody/nothing", "cannot load sentence-transformers:nobody/nothing")
     (tmp_path / "empty").mkdir()
-    refused(f"sentence-transformers:{tmp_path / 'empty'}", "holds no model")
+    refused(f"sentence-transformers:{tmp_path / 'empty'}", "contains no model")
     refused(EncoderSource(name=made("mean"), model_type="clip"), "is a sentence-transformers model, not clip")
 
 
@@ -335,13 +335,11 @@ def test_code_of_a_model_does_not_run_unless_it_is_allowed(made: Made, tmp_path:
             (folder / "modules.json").write_text(json.dumps(modules))
         else:
             edit(folder / "2_Dense" / "config.json", activation_function="own.Mine")
-        refused(
-            str(folder), "runs code of its own .*; read that code, and if you trust it, allow it with trust_remote_code: true"
-        )
+        refused(str(folder), "runs its own code .*; read that code, and if you trust it, set trust_remote_code: true")
     assert not ran.exists()
     encoder, _ = load_encoder(EncoderSource(name=str(tmp_path / "root"), trust_remote_code=True))
     assert ran.exists()
-    with pytest.raises(XcompatError, match="made of modules that sentence-transformers does not have"):
+    with pytest.raises(XcompatError, match="contains modules that sentence-transformers does not have"):
         build_encoder(encoder.description)
 
 
@@ -349,7 +347,7 @@ def test_a_transformer_of_its_own_code_is_refused_too(made: Made, tmp_path: Path
     folder = copied(made("mean"), tmp_path / "model")
     edit(folder / "config.json", model_type="mine", auto_map={"AutoConfig": "own.C", "AutoModel": "own.M"})
     (folder / "own.py").write_text("raise SystemExit\n")
-    refused(str(folder), "runs code of its own .*trust_remote_code: true")
+    refused(str(folder), "runs its own code .*trust_remote_code: true")
 
 
 def test_modules_that_read_no_tokens_are_refused_by_name(made: Made, folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -361,8 +359,8 @@ def test_modules_that_read_no_tokens_are_refused_by_name(made: Made, folder_of: 
     refused(
         saved("router", Router.for_query_document(sides["query"], sides["document"])), r"Router\); save the modules of each role"
     )
-    refused(saved("bow", BoW(["a", "shoe"])), "begins with BoW, which reads its texts in a way of its own; use a model")
-    refused(saved("clip", Transformer(folder_of["clip"])), "reads image beside texts .*name the image-text model inside it")
+    refused(saved("bow", BoW(["a", "shoe"])), "starts with BoW, which xcompat does not support; use a model")
+    refused(saved("clip", Transformer(folder_of["clip"])), "reads image in addition to texts .*; use the image-text model")
 
 
 def test_pooling_without_the_prompt_is_refused_where_there_is_a_prompt(made: Made, tmp_path: Path) -> None:
@@ -377,7 +375,7 @@ def test_pooling_without_the_prompt_is_refused_where_there_is_a_prompt(made: Mad
 def test_settings_that_this_library_does_not_know_are_refused(made: Made, tmp_path: Path) -> None:
     folder = copied(made("mean"), tmp_path / "model")
     edit(folder / "sentence_bert_config.json", processing_kwargs={"text": {"max_length": 5}})
-    refused(str(folder), "does more with a text than its token ids tell")
+    refused(str(folder), "reads more of a text than its token ids")
 
 
 def test_lower_casing_is_kept(made: Made, tmp_path: Path) -> None:
@@ -507,8 +505,8 @@ def test_a_map_learned_on_the_wrong_role_says_so(
         "right": (query_map(new.for_queries(), old.for_queries()), ""),
         "alike": (query_map(alike, old), ""),
         "gallery": (query_map(new, old, direction="old_to_new"), ""),
-        "wrong": (query_map(new, old), "after the prompt 'query: ', and learned from those after 'the passage: '"),
-        "wrong gallery": (query_map(new.for_queries(), old, direction="old_to_new"), "after the prompt 'the passage: '"),
+        "wrong": (query_map(new, old), "with the prompt 'query: ', but was fitted on embeddings with 'the passage: '"),
+        "wrong gallery": (query_map(new.for_queries(), old, direction="old_to_new"), "with the prompt 'the passage: '"),
     }
     for name, (model, words) in told.items():
         model.save_pretrained(tmp_path / name)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import pipeline
 
-from xcompat import Fingerprint, XcompatError, progress
+from xcompat import Fingerprint, XcompatError
+from xcompat.core import progress
 from xcompat.data import holds_pictures
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, Hit, ingestion, originals, searching
@@ -106,7 +107,7 @@ def test_a_text_that_changed_is_embedded_anew_alone(run: Run, documents: Path, t
     rows = gzip.decompress(documents.read_bytes()).decode().splitlines()
     changed.write_text("\n".join([*rows[:5], json.dumps({"id": "doc-5", "text": "a whale"}), *rows[6:]]))
     code, _, err = run("add", gallery, changed, "--model", old_folder)
-    assert code == 2 and "has other texts under the same ids: 'doc-5'; give these ids" in err
+    assert code == 2 and "has other texts under the same ids: 'doc-5'; give these texts unique ids" in err
     code, out, _ = run("add", gallery, changed, "--model", old_folder, "--replace")
     assert code == 0 and "1 texts added" in out and rows_of(Gallery.open(gallery))["doc-5"][1] == {"text": "a whale"}
 
@@ -154,14 +155,14 @@ def test_texts_cut_otherwise_are_refused_and_named(
             ("doctor", gallery, "--model", old_folder, "--texts", documents),
         ):
             code, _, err = run(*verb, *cut)
-            assert code == 2 and err.count("\n") == 1 and "holds these texts cut otherwise" in err and "'doc-" in err
+            assert code == 2 and err.count("\n") == 1 and "holds these texts cut differently" in err and "'doc-" in err
     assert run("build", documents, "--model", old_folder, "--out", tmp_path / "whole")[0] == 0
     code, _, err = run("build", documents, "--model", old_folder, "--out", tmp_path / "whole", *CUT)
-    assert code == 2 and "cut otherwise (it has 'doc-0'" in err
+    assert code == 2 and "cut differently (only the gallery has 'doc-0'" in err
     assert Gallery.open(gallery).generation == before
     others = write_documents(tmp_path / "others.jsonl.gz", range(100, 103))
     code, _, err = run("upgrade", gallery, "--model", newer, "--backfill", others, *CUT)
-    assert code == 2 and "texts is in" in err and "ids are what --id-column, --words and --overlap made" in err
+    assert code == 2 and "texts is in" in err and "ids are set by --id-column, --words and --overlap" in err
     code, out, _ = run("add", gallery, others, "--model", old_folder, *CUT)
     assert code == 0 and "texts added" in out
 
@@ -221,8 +222,8 @@ def test_embeddings_that_are_none_are_named(
 def test_texts_that_are_too_long_are_counted_once(run: Run, tmp_path: Path, old_folder: str) -> None:
     (tmp_path / "docs.txt").write_text("a bear\n" + "a bear in winter " * 30 + "\n" + "an ant at work " * 30 + "\n")
     code, out, _ = run("build", tmp_path / "docs.txt", "--model", old_folder, "--out", tmp_path / "g")
-    assert code == 0 and out.count("lost their end") == 1
-    assert "2 of 3 texts are longer than the 16 tokens" in out and "--words cuts texts into passages" in out
+    assert code == 0 and out.count("were truncated to") == 1
+    assert "2 of 3 texts were truncated to the 16 tokens" in out and "--words cuts texts into passages" in out
 
 
 def write_sources(folder: Path) -> None:
@@ -264,13 +265,13 @@ def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
     run: Run, documents: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str
 ) -> None:
     code, _, err = run("build", documents, "--model", image_folder_of["vit"], "--out", tmp_path / "g")
-    assert code == 2 and err.count("\n") == 1 and "embeds pictures only, and these are texts" in err
+    assert code == 2 and err.count("\n") == 1 and "embeds pictures only, but these are texts" in err
     texts_only = SimpleNamespace(name="m", processor=SimpleNamespace(image_size=(0, 0), max_length=16))
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(XcompatError, match="m embeds texts only, and these are pictures"):
+    with pytest.raises(XcompatError, match="m embeds texts only, but these are pictures"):
         load_originals(tmp_path / "a.png").require(cast("Embedder", texts_only))
     for options, message in (
-        (("--words", 3, "--overlap", 3), "overlap is 3 words and words is 3"),
+        (("--words", 3, "--overlap", 3), "overlap is 3 and words is 3"),
         (("--text-column", "txt"), "did you mean 'text'?"),
     ):
         code, _, err = run("build", documents, "--model", old_folder, "--out", tmp_path / "g", *options)
@@ -353,7 +354,7 @@ def test_where_the_nearest_items_are_of_few_groups_it_is_said(
     gallery.add(np.stack([np.cos(angles), np.sin(angles)], 1), [str(number) for number in range(100)], about)
     gallery.commit()
     (hits,) = gallery.search([[1.0, 0.0]], OLD, 2, group_by="document")
-    assert [hit.group for hit in hits] == [0] and "the 50 items nearest to a query have fewer than 2 values" in caplog.text
+    assert [hit.group for hit in hits] == [0] and "the 50 nearest items of a query have fewer than 2 values" in caplog.text
     (hits,) = gallery.search([[1.0, 0.0]], OLD, 60, group_by="tags")  # as many as are asked for are always looked through
     assert [hit.group for hit in hits] == [[0]]
     (hits,) = gallery.search([[0.0, 1.0]], OLD, 2, group_by="tags")
@@ -385,14 +386,14 @@ def test_queries_that_are_no_texts_to_search_for_are_one_line(
     for query, message in (
         ("", "the query is empty"),
         (" \n", "the query is empty"),
-        ("docs.txt", "docs.txt is a file, and no picture"),
+        ("docs.txt", "file docs.txt is not a readable picture"),
     ):
         code, _, err = run("search", "g", query, "--model", old_folder)
         assert code == 2 and err.count("\n") == 1 and message in err
     code, _, err = run("search", "g", "photos/bear.png", "--model", old_folder)
     assert code == 2 and "there is no picture photos/bear.png" in err
     code, out, _ = run("search", "g", "bears sleep " * 100, "--model", old_folder)  # no file has so long a name
-    assert code == 0 and "the query is longer than the 16 tokens" in out
+    assert code == 0 and "query truncated to 16 tokens" in out
     (row,) = [line for line in out.splitlines() if "bears" in line]
     assert "[red]bears[/red] sleep sleep" in row and " … " in row and row.count("sleep") < 15
 
@@ -408,4 +409,4 @@ def test_the_pipeline_says_so_too(
     find = pipeline("compatible-retrieval", model=newer, gallery=str(tmp_path / "g"))
     with pytest.raises(XcompatError, match="the query is empty"):
         find("  ")
-    assert len(find("bears sleep " * 100)) == 2 and "queries longer than the 16 tokens" in caplog.text
+    assert len(find("bears sleep " * 100)) == 2 and "queries truncated to 16 tokens" in caplog.text

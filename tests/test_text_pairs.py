@@ -56,13 +56,13 @@ def test_pairs_are_read_with_their_negatives(pairs_file: str, capsys: pytest.Cap
     pairs = load_text_pairs(TextPairSource(path=pairs_file, negative_column="wrong", id_column="about"))
     assert len(pairs) == 24 and pairs[3] == {"query": "3 who", "passage": "3 fish", "negatives": ["3 fox", "3 hen"], "id": "3"}
     said = " ".join(capsys.readouterr().out.split())
-    assert "2 of 26 rows lack a text and are left out, such as" in said and "line 25" in said.replace("\n", "")
+    assert "2 of 26 rows lack a text and are skipped, such as" in said and "line 25" in said.replace("\n", "")
 
 
 def test_a_pair_without_an_id_is_refused(pairs_file: str) -> None:
     with Path(pairs_file).open("a") as file:
         file.write(json.dumps(ROWS[0] | {"about": None}) + "\n")
-    with pytest.raises(XcompatError, match=r"line 25 has no about; fill it, or leave the row out"):
+    with pytest.raises(XcompatError, match=r"line 25 has no about; fill it, or remove the row"):
         load_text_pairs(TextPairSource(path=pairs_file, id_column="about"))
 
 
@@ -71,7 +71,7 @@ def test_a_pair_without_an_id_is_refused(pairs_file: str) -> None:
     [
         ({"query_column": "qury"}, "line 1 has no column 'qury'.*query"),
         ({"negative_column": "wrnog"}, "line 1 has no column 'wrnog'.*wrong"),
-        ({"passage_column": "about"}, "line 1: about is '0', which is no text"),
+        ({"passage_column": "about"}, "line 1: about is '0', not text"),
     ],
 )
 def test_what_is_no_pair_is_refused(pairs_file: str, columns: dict[str, str], message: str) -> None:
@@ -189,7 +189,7 @@ def test_a_batch_without_passages_is_refused(folder_of: dict[str, str], pairs_fi
 
 def test_a_sigmoid_loss_knows_no_passages(folder_of: dict[str, str], pairs_file: str) -> None:
     model = build("independent", folder_of["siglip"])
-    with pytest.raises(XcompatError, match="SigLIP's loss is one of images with texts"):
+    with pytest.raises(XcompatError, match="SigLIP's loss needs images with texts"):
         model(**batch_for(model, pairs_file), return_loss=True)
 
 
@@ -248,7 +248,7 @@ def test_queries_that_are_judged_on_are_named(raw: dict[str, Any], pairs_file: s
         file.write(json.dumps({"query": "50 BIRD", "passage": "any", "wrong": "other", "about": 99}) + "\n")
     run_recipe(recipe_of(raw, stages=raw["stages"][:2], evaluation=None))
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 8 queries of data.judged_texts are in data.text_pairs too: the result will flatter the model" in said
+    assert "1 of 8 queries of data.judged_texts are also in data.text_pairs, so the result will be too optimistic" in said
 
 
 def test_a_dry_run(raw: dict[str, Any], undrawn: None) -> None:
@@ -258,11 +258,11 @@ def test_a_dry_run(raw: dict[str, Any], undrawn: None) -> None:
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ({"method": "direct"}, "compares with old embeddings of the pairs, of which negatives have none"),
-        ({"method": "bct"}, "method bct does not learn from texts that search texts"),
-        ({"method": "xbt", "options": {"adapters": {"prompts": 2}}}, "prompts are of images"),
-        ({"method": "xbt", "data": {"one_per_id": True}}, "text_pairs names no id_column"),
-        ({"method": "xbt", "data": {"pairs": {"path": "some/pairs"}}}, "text_pairs and pairs are two training sets"),
+        ({"method": "direct"}, "needs old embeddings of the pairs, which negatives do not have"),
+        ({"method": "bct"}, "method bct does not learn from text pairs"),
+        ({"method": "xbt", "options": {"adapters": {"prompts": 2}}}, "prompts need images"),
+        ({"method": "xbt", "data": {"one_per_id": True}}, "text_pairs has no id_column"),
+        ({"method": "xbt", "data": {"pairs": {"path": "some/pairs"}}}, "only one training set; remove text_pairs or pairs"),
     ],
 )
 def test_what_does_not_fit_is_refused(raw: dict[str, Any], stage: dict[str, Any], message: str) -> None:

@@ -80,19 +80,19 @@ def test_passages_hold_every_word_once_but_for_the_overlap(words, size, data):
 def test_documents_without_text_are_counted_and_left_out(tmp_path, capsys):
     (tmp_path / "docs.jsonl").write_text('{"id": "x", "text": " "}\n{"id": "y", "text": "here"}\n{"id": "z", "text": null}\n')
     assert load_items_of_text(tmp_path / "docs.jsonl")["id"][:] == ["y"]
-    assert "2 of 3 documents hold no text" in " ".join(capsys.readouterr().out.split())
+    assert "2 of 3 documents have no text" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
     ("lines", "options", "said"),
     [
-        (['{"id": 1, "text": "a"}', '{"id": 1, "text": "b"}'], {}, "the id '1' stands twice"),
-        (['{"id": 1.5, "text": "a"}'], {}, "an id is a string or a whole number"),
-        (['{"id": 1, "text": 5}'], {}, "is no text"),
+        (['{"id": 1, "text": "a"}', '{"id": 1, "text": "b"}'], {}, "the id '1' appears twice"),
+        (['{"id": 1.5, "text": "a"}'], {}, "ids must be strings or whole numbers"),
+        (['{"id": 1, "text": 5}'], {}, "not text; set text_column"),
         (['{"id": 1, "words": "a"}'], {}, "no column named text"),
         (['{"id": 1, "text": "a"}'], {"text_column": "txet"}, "has no column 'txet'"),
         (['{"id": 1, "text": "a"}'], {"metadata": ["year"]}, "has no column 'year'"),
-        (['{"id": 1, "text": " "}'], {}, "holds no text"),
+        (['{"id": 1, "text": " "}'], {}, "contains no text"),
         (['{"id": 1, "text": "a"}', "{"], {}, "line 2 is not valid JSON"),
     ],
 )
@@ -103,7 +103,7 @@ def test_bad_rows_are_refused_by_place(tmp_path, lines, options, said):
 
 
 def test_passages_must_be_longer_than_they_overlap():
-    with pytest.raises(ValueError, match="overlap is 3 words"):
+    with pytest.raises(ValueError, match="overlap is 3 and words is 3"):
         TextSource(path="docs.jsonl", words=3, overlap=3)
 
 

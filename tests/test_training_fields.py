@@ -177,5 +177,5 @@ def test_a_field_that_would_change_nothing_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("lr_scheduler_type", "greedy"), ("save_strategy", "best")])
 def test_what_follows_a_metric_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ValidationError, match=f"training.{name}: {value} follows a metric"):
+    with pytest.raises(ValidationError, match=f"training.{name}: {value} needs a metric of the Trainer"):
         stage(**{name: value})

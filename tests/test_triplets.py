@@ -122,7 +122,7 @@ def recipe_of(photos: str, batch: int, **data: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("batch", "each"), [(30, 4), (4, 4), (8, 6)])
 def test_a_batch_that_classes_do_not_fill_is_refused(batch: int, each: int, photos: str) -> None:
-    message = f"{each} images .data.samples_per_class. of each .*batch_size is {batch}; make it a multiple of {each}, at least"
+    message = f"{each} images .data.samples_per_class. of two .*batch_size is {batch}; set it to a multiple of {each}, at least"
     with pytest.raises(XcompatError, match=message):
         parse_recipe(recipe_of(photos, batch, samples_per_class=each), "demo", "demo.yaml")
 
@@ -133,7 +133,7 @@ def test_other_heads_take_any_batch(photos: str) -> None:
 
 
 def test_more_classes_in_a_batch_than_there_are(photos: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="8 classes do not fit: there are 4"):
+    with pytest.raises(XcompatError, match="classes_per_batch=8 exceeds the 4 classes"):
         learn(photos, image_folder_of["resnet"], tmp_path, per_device_train_batch_size=16)
 
 

@@ -107,4 +107,4 @@ def test_migrate(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = names["lancedb"].connect("database").open_table("passages").to_arrow()
     assert set(table.schema.names) == {"id", "text", "embedding"}, "nothing is left of the migration"
     assert np.array(table["embedding"].to_pylist()).shape == (75, 16), "in the new model's dimensions"
-    assert "75 rows, 0 of them without a new vector" in capsys.readouterr().out
+    assert "75 rows, 0 without a new vector" in capsys.readouterr().out

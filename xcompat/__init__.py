@@ -1,7 +1,7 @@
 """Change the embedding model without re-embedding the gallery.
 
-``import xcompat`` is cheap and registers its models with ``AutoConfig`` and ``AutoModel`` of transformers; its classes load torch
-and transformers when they are first used.
+``import xcompat`` is cheap and registers its models with ``AutoConfig`` and ``AutoModel`` of transformers. Its classes load torch
+and transformers at first use.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _CONTRACT = "xcompat.models"
 
 
 def _register(module: Any) -> None:  # noqa: ANN401 - a module
-    if module.__name__ not in (_MODELING, _CONTRACT) and _MODELING in sys.modules:  # it calls this itself once it is imported
+    if module.__name__ not in (_MODELING, _CONTRACT) and _MODELING in sys.modules:  # its own import calls this again
         return
     base = sys.modules.get(_BASE)
-    if base is not None and not hasattr(base, "PreTrainedModel"):  # still being imported, and our models need it
+    if base is not None and not hasattr(base, "PreTrainedModel"):  # still being imported, but our models need it
         return
     contract = sys.modules.get(_CONTRACT)
-    if contract is not None and not hasattr(contract, "CompatModel"):  # still being imported, and all methods need it
+    if contract is not None and not hasattr(contract, "CompatModel"):  # still being imported, but all methods need it
         return
     if _CONFIGURATION in sys.modules:
         importlib.import_module("xcompat.methods")
 
 
 def _register_pipeline(_: Any) -> None:  # noqa: ANN401 - a module
-    importlib.import_module("xcompat.retrieval.pipeline")  # registers itself when it is imported
+    importlib.import_module("xcompat.retrieval.pipeline")  # registers itself at import
 
 
 _AUTO_CLASSES = {
@@ -67,11 +67,11 @@ _AUTO_CLASSES = {
     "processing_auto": ("AutoProcessor",),
     "tokenization_auto": ("AutoTokenizer",),
 }
-"""Classes of transformers that look for files under a model's name, by their modules."""
+"""Auto classes of transformers that read files of a model, by module."""
 
 
 def _find_files(module: Any) -> None:  # noqa: ANN401 - a module
-    """Have auto classes find the files of compatible models, as ``xcompat.auto_files`` says; transformers registers no files."""
+    """Make auto classes find the files of compatible models, as transformers cannot register files."""
 
     def load(wrapped: Any, auto_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as wrapt calls it
         return importlib.import_module("xcompat.auto_files").load(auto_class.__name__, wrapped, *args, **kwargs)

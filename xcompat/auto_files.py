@@ -1,4 +1,4 @@
-"""Where transformers' auto classes find the files of a compatible model: in the folder of a run, and at the encoder of a map."""
+"""File lookup of transformers' auto classes for compatible models."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ def load(
     *args: Any,  # noqa: ANN401 - transformers' own
     **kwargs: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401 - what the auto class gives
-    """Load what an auto class loads of a name.
+    """Load a model, configuration or processor for an auto class.
 
-    A run's folder stands for the model that it ended with. ``AutoProcessor`` of a compatible model gives the model's own
-    processor. ``AutoImageProcessor``, which resizes as that one does unless told otherwise, and ``AutoTokenizer`` give its parts
-    where a checkpoint has no files of theirs: a map has none, as its encoder and its preprocessing lie elsewhere, and timm and
-    open_clip have formats of their own.
+    A run's folder stands for its final model. ``AutoProcessor`` returns a compatible model's own processor. If a checkpoint has
+    no files for ``AutoImageProcessor`` or ``AutoTokenizer``, they return parts of it: a map's files lie with its encoder, and
+    timm and open_clip have other formats. ``AutoImageProcessor`` resizes like the model's own processor by default.
 
     Args:
         auto_class: name of the class.
         loader: its ``from_pretrained``.
-        pretrained_model_name_or_path: as it takes it.
-        args: as it takes them.
-        kwargs: as it takes them.
+        pretrained_model_name_or_path: argument of ``loader``.
+        args: arguments of ``loader``.
+        kwargs: arguments of ``loader``.
 
     Returns:
-        What the class gives.
+        The loaded object.
     """
     name = os.fspath(pretrained_model_name_or_path)
     if kwargs.get("subfolder"):
@@ -60,11 +59,11 @@ def load(
         kwargs.setdefault("backend", IMAGE_BACKEND)
     try:
         return loader(name, *args, **kwargs)
-    except (OSError, ValueError):  # transformers' ways to say that there is none
+    except (OSError, ValueError):  # transformers' errors for a missing file
         processor: Any = processor_of(name, kwargs.get("revision"))
         if auto_class == "AutoImageProcessor":
             processor.require_images()
-            return getattr(processor, "image_processor", processor)  # open_clip has none, and a processor is called like one
+            return getattr(processor, "image_processor", processor)  # open_clip has none, but its processor has the same call
         tokenizer = getattr(processor, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise
@@ -72,30 +71,30 @@ def load(
 
 
 def processor_of(name: str, revision: str | None = None) -> Processor:
-    """Load the preprocessing of a compatible model: from its checkpoint, or from where the encoder of a map lies.
+    """Load the preprocessing of a compatible model, from its checkpoint or from a map's encoder.
 
     Args:
         name: folder or Hub name of the model.
         revision: branch, tag or commit.
 
     Returns:
-        The processor, as ``model.processor`` gives it, without the model.
+        The processor, as ``model.processor`` returns it, without loading the model.
 
     Raises:
-        XcompatError: the map knows no encoder, or there is no preprocessing where it should be.
+        XcompatError: the map has no encoder, or preprocessing files are missing.
     """
     config: Any = AutoConfig.from_pretrained(name, revision=revision)
     if not METHODS[config.model_type.removeprefix(_PREFIX)].embeds_in_memory:
         return load_processor(config.encoder, EncoderSource(name=name, revision=revision))
     if config.encoder is None:
-        raise XcompatError(f"{name} was fitted on embeddings alone: no preprocessing is known of what made them")
+        raise XcompatError(f"{name} was fitted on embeddings without an encoder: their preprocessing is unknown")
     if config.encoder["library"] == CompatConfig.model_type:
         return processor_of(config.encoder["name"], config.encoder.get("revision"))
     return load_processor(config.encoder, EncoderSource.described(config.encoder))
 
 
 def _check_own_config(folder: Path) -> None:
-    """Refuse the configuration of a compatible model if a number in it cannot be; transformers reads those of other models."""
+    """Reject impossible numbers in a compatible model's configuration."""
     file = folder / "config.json"
     if file.is_file() and f'"{_PREFIX}' in file.read_text(encoding="utf-8", errors="replace"):
         check_config_files(folder)
@@ -105,5 +104,5 @@ def _is_compatible(name: str, given: Mapping[str, Any]) -> bool:
     where = {key: given[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in given}
     try:
         return str(PreTrainedConfig.get_config_dict(name, **where)[0].get("model_type", "")).startswith(_PREFIX)
-    except OSError:  # no configuration: of another kind
+    except OSError:  # no configuration
         return False

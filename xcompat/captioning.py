@@ -1,4 +1,4 @@
-"""Captions for images without them, written by any image-to-text model of transformers."""
+"""Captions for images, from any image-to-text model of transformers."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     import datasets
 
 ROWS = 1024
-"""Images of one part: what a killed run loses at most, and what processes share out."""
+"""Images per part, the unit of resuming and of distribution over processes."""
 PLAN = "plan.json"
 PROMPT = "Describe this image in one sentence."
-"""What a model that answers in a chat is asked, unless something else is given."""
+"""Default prompt of chat models."""
 
 
 class Captioner:
-    """A model of transformers that describes a picture: BLIP, GIT, a vision encoder with a text decoder, or one that chats.
+    """Captioning model of transformers: BLIP, GIT, a vision encoder with a text decoder, or a chat model.
 
     Args:
         name: folder or Hub name, also ``NAME@REVISION``.
-        revision: of the Hub; what is newest unless given.
-        max_tokens: most tokens of a caption; greedy decoding, so that a caption is the same every time.
-        prompt: the question to a model with a chat template, :data:`PROMPT` unless given; to others the text that they go on
-            with, which is no part of the caption, none unless given.
+        revision: revision on the Hub. None for the newest.
+        max_tokens: maximum tokens of a caption. Decoding is greedy, so captions are reproducible.
+        prompt: question to a chat model (default :data:`PROMPT`). Other models continue it as a prefix that is not part of the
+            caption (default none).
 
     Raises:
-        XcompatError: it is no captioner, or takes no prompt.
+        XcompatError: the model is not a captioner, or takes no prompt.
     """
 
     def __init__(self, name: str, revision: str | None = None, max_tokens: int = 30, prompt: str | None = None) -> None:
@@ -61,11 +61,11 @@ class Captioner:
         try:
             self.config = AutoConfig.from_pretrained(name, **where)
             if type(self.config) not in AutoModelForImageTextToText._model_mapping:
-                raise XcompatError(f"{name} is a {self.config.model_type}, which writes no captions; name a captioner")
+                raise XcompatError(f"{name} is a {self.config.model_type}, which writes no captions; use a captioner")
             self.model = AutoModelForImageTextToText.from_pretrained(name, use_safetensors=True, **where).eval().to(device())
             processor: Any = AutoProcessor.from_pretrained(name, **where)
             is_whole = isinstance(processor, ProcessorMixin)
-            # an encoder with a decoder of another family has none, and AutoProcessor returns one half
+            # an encoder with a decoder of another family has no joint processor, and AutoProcessor returns a part
             self.images = processor if is_whole else AutoImageProcessor.from_pretrained(name, **where)
             self.tokenizer: Any = processor.tokenizer if is_whole else AutoTokenizer.from_pretrained(name, **where)
         except (OSError, ValueError, ImportError) as error:
@@ -73,10 +73,10 @@ class Captioner:
         template = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
         self.chat_template = template if is_whole else None
         if prompt is not None and not is_whole:
-            raise XcompatError(f"{name} begins every caption by itself and takes no prompt; leave --prompt out")
+            raise XcompatError(f"{name} starts captions by itself and takes no prompt; remove --prompt")
         self.name, self.max_tokens = name, max_tokens
         self.prompt = PROMPT if prompt is None and self.chat_template else prompt
-        self.tokenizer.padding_side = "left"  # a decoder goes on where the question ends
+        self.tokenizer.padding_side = "left"  # a decoder continues at the end of the prompt
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.digest = getattr(self.config, "_commit_hash", None) or _digest_of(Path(name))
@@ -89,22 +89,21 @@ class Captioner:
             images: B pictures in RGB.
 
         Returns:
-            B captions, on one line each.
+            B captions, each in one line.
 
         Raises:
-            XcompatError: the model cannot be asked so, as one without a chat template that needs a prompt.
+            XcompatError: the model rejects the input, e.g. because it needs a prompt.
         """
         try:
             asked = self._asked(list(images))
             tokens_BT = self.model.generate(**asked, max_new_tokens=self.max_tokens, do_sample=False, num_beams=1)
         except (ValueError, TypeError, TemplateError) as error:
-            mend = "give it a --prompt" if self.prompt is None else "give another --prompt"
-            raise XcompatError(f"{self.name} writes no caption: {what_failed(error)}; {mend}") from error
+            mend = "set a --prompt" if self.prompt is None else "use another --prompt"
+            raise XcompatError(f"{self.name} cannot write captions: {what_failed(error)}; {mend}") from error
         texts = self.tokenizer.batch_decode(tokens_BT[:, self._repeated(tokens_BT, asked) :], skip_special_tokens=True)
         return [" ".join(text.split()) for text in texts]
 
     def _asked(self, images: list[Image]) -> dict[str, Any]:
-        """Return what the model generates from, under the names that its processor gives them."""
         if self.chat_template:
             text = {"type": "text", "text": self.prompt}
             chats = [[{"role": "user", "content": [{"type": "image", "image": image}, text]}] for image in images]
@@ -121,12 +120,12 @@ class Captioner:
         return {**found, **{key: each.to(dtype) if each.is_floating_point() else each for key, each in tensors.items()}}
 
     def _prefix(self, asked: Mapping[str, Any]) -> str | None:
-        """Return the name of the tokens that the decoder goes on with, if there are any."""
+        """Return the name of the decoder's prefix tokens."""
         names = ["decoder_input_ids", *(() if self.config.is_encoder_decoder else ("input_ids",))]
         return next((name for name in names if name in asked), None)
 
     def _without_end(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Take off the token that ends a text, which would be the end of the caption; BLIP does so by itself."""
+        """Remove the end token of a prompt, which would end the caption."""
         name, ends = self._prefix(found), {self.tokenizer.sep_token_id, self.tokenizer.eos_token_id}
         if name is None or self.config.model_type == "blip" or not set(found[name][:, -1].tolist()) <= ends:
             return dict(found)
@@ -134,40 +133,39 @@ class Captioner:
         return {key: each[:, :-1] if key in cut else each for key, each in found.items()}
 
     def _repeated(self, tokens_BT: torch.Tensor, asked: Mapping[str, Any]) -> int:
-        """Return how many tokens are the prompt again: a decoder that goes on with it gives it back."""
+        """Return the number of prompt tokens at the start of the output."""
         if (name := self._prefix(asked)) is None:
             return 0
         given_BP = asked[name]
-        for start in (0, 1):  # some begin with a token of their own
-            for count in (given_BP.shape[1], given_BP.shape[1] - 1):  # BLIP takes the last token of a prompt off
+        for start in (0, 1):  # some models add a start token
+            for count in (given_BP.shape[1], given_BP.shape[1] - 1):  # BLIP removes the last token of a prompt
                 if count and torch.equal(tokens_BT[:, start : start + count], given_BP[:, :count]):
                     return start + count
         return 0
 
 
 def _digest_of(folder: Path) -> str:
-    """Tell the files of a local captioner from those of another one in its place."""
     return hashlib.sha256(repr(file_stamps(listed(folder))).encode()).hexdigest()
 
 
 def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_size: int = 16, overwrite: bool = False) -> int:
-    """Write a caption for every image, ``{"id": ..., "caption": ...}`` a line, in the order of the images.
+    """Write a caption for every image as JSON lines ``{"id": ..., "caption": ...}``, in the order of the images.
 
-    Parts are kept in a folder beside the file until all are there: started again, it continues. Processes of ``accelerate
-    launch`` share the parts, and the file is the same as of one process.
+    Finished parts are kept in a folder beside the file, so that another run continues. Processes of ``accelerate launch`` share
+    the parts and write the same file as a single process.
 
     Args:
         source: the images.
-        captioner: writes them.
+        captioner: the captioner.
         out: the file of JSON lines.
-        batch_size: images at once.
-        overwrite: whether a file that is there is replaced.
+        batch_size: images per batch.
+        overwrite: whether to replace an existing file.
 
     Returns:
-        The number of captions; images that cannot be read have null in their place, and are told.
+        The number of captions. Unreadable images get null and a notice.
 
     Raises:
-        XcompatError: the file is there, its parts are of other images or of another captioner, or too many images are unreadable.
+        XcompatError: the file exists, its parts are of other images or another captioner, or too many images are unreadable.
     """
     _require_free(out, overwrite)
     images = load_pairs(source)
@@ -197,9 +195,9 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
 
 def _require_free(out: Path, overwrite: bool) -> None:
     if out.is_dir():
-        raise XcompatError(f"{out} is a folder; name a file for the captions")
+        raise XcompatError(f"{out} is a folder; choose a file for the captions")
     if out.exists() and not overwrite:
-        raise XcompatError(f"{out} exists; name another file, or replace it with --overwrite")
+        raise XcompatError(f"{out} exists; choose another file, or replace it with --overwrite")
 
 
 def _plan(source: PairSource, images: datasets.Dataset, captioner: Captioner) -> dict[str, Any]:
@@ -209,16 +207,15 @@ def _plan(source: PairSource, images: datasets.Dataset, captioner: Captioner) ->
 
 
 def _require_plan(folder: Path, plan: dict[str, Any]) -> None:
-    """Write down what the parts in a folder are of, or refuse a folder whose parts are of something else."""
     barrier()
     if (folder / PLAN).exists():
         written = read_json(folder / PLAN)
         if different := [key for key in plan if written.get(key) != plan[key]]:
             raise XcompatError(
-                f"{folder} holds parts with other {' and '.join(different)}; name another file, or delete the folder"
+                f"{folder} contains parts with other {' and '.join(different)}; choose another file, or delete the folder"
             )
     elif folder.exists():
-        raise XcompatError(f"{folder} is in the way, and was not made by this command; name another file")
+        raise XcompatError(f"{folder} exists and was not made by this command; choose another file")
     barrier()
     if is_main_process() and not (folder / PLAN).exists():
         make_folder(folder)
@@ -227,7 +224,6 @@ def _require_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _lines(images: datasets.Dataset, start: int, captioner: Captioner, batch_size: int) -> Iterator[str]:
-    """Yield a line for each image of a part; ``null`` is the caption of one that cannot be read."""
     rows = range(start, min(start + ROWS, len(images)))
     opened = map_in_threads(lambda row: _opened(images[row]), rows, min(MOST_THREADS, os.cpu_count() or 1))
     while batch := list(islice(opened, batch_size)):
@@ -250,16 +246,15 @@ def _opened(row: dict[str, Any]) -> tuple[str, Image | None]:
 
 
 def _join(parts: Iterable[Path], out: Path, max_bad_share: float) -> None:
-    """Write the lines of all parts into one file."""
     rows = [row for part in parts for _, row in json_lines(part)]
     if (bad := sum(row[CAPTION] is None for row in rows)) > max_bad_share * len(rows):
-        raise XcompatError(f"{bad} of {len(rows)} images cannot be read; mend them, or raise --max-bad-share")
+        raise XcompatError(f"{bad} of {len(rows)} images cannot be read; fix them, or increase --max-bad-share")
     with atomic_path(out) as temporary:
         temporary.write_text("".join(map(_line, rows)), encoding="utf-8")
 
 
 def caption(images: str, captioner: Mapping[str, Any], out: Path, batch_size: int, max_bad_share: float, overwrite: bool) -> None:
-    """Do what ``xcompat caption IMAGES`` does, with the arguments of :class:`Captioner`, and say how it went."""
+    """Run ``xcompat caption IMAGES`` with the arguments of :class:`Captioner`, and print a summary."""
     process_state()
     silence_libraries()
     source = PairSource(path=images, captions=False, max_bad_share=max_bad_share)

@@ -1,4 +1,4 @@
-"""Small modules that methods put on top of an encoder, and the interpolation of two queries."""
+"""Small modules that methods add to an encoder, and the interpolation of two queries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn.utils import parametrizations
 from xcompat.core.errors import XcompatError
 
 OPPOSITE = 1e-6
-"""Angle from opposite, in radians, below which float32 rounding would choose the direction of an arc."""
+"""Minimum angle from opposite, in radians. Below it, float32 rounding would choose the direction of an arc."""
 
 
 class Projection(nn.Sequential):
-    """φ, the map from the new embedding space into the old one.
+    """φ, the map from the new embedding space into the old space.
 
     Linear-LN-GELU-Linear-LN-GELU-Linear with four times the output's width inside and no dropout (XBT §4.1).
     D = 768 and d = 512 give 6.83 M parameters.
@@ -60,7 +60,7 @@ def first_dims(dim: int, kept: int) -> nn.Linear:
 
     Args:
         dim: D, dimension of the input.
-        kept: d, the number of kept dimensions.
+        kept: d, number of kept dimensions.
 
     Example:
         >>> first_dims(3, 2)(torch.tensor([1.0, 2.0, 3.0])).tolist()
@@ -74,18 +74,18 @@ def first_dims(dim: int, kept: int) -> nn.Linear:
 class ForwardTransform(nn.Module):
     """h, the map from an old embedding and its side-information into the new space (FCT §3.2, Appendix D.1).
 
-    Each input passes Linear-BN-ReLU twice, 256 wide; their concatenation passes Linear-BN-ReLU twice, 2048 wide, and a Linear.
-    Without side-information there is one branch; the paper feeds zeros to a second, whose output is then constant. The output is
-    normalised in training and inference, as in Appendix D.7, unless embeddings are compared by L2 distance, as in the other
-    experiments. d = S = D = 128 give 5.72 M parameters.
+    Each input passes Linear-BN-ReLU twice, 256 wide. Their concatenation passes Linear-BN-ReLU twice, 2048 wide, and a Linear.
+    Without side-information there is a single branch (the paper feeds zeros to a second, whose output is then constant). The
+    output is normalised in training and inference, as in Appendix D.7. Set ``unit=False`` to compare embeddings by L2 distance,
+    as in the other experiments. d = S = D = 128 give 5.72 M parameters.
 
     Args:
         old_dim: d, dimension of the old embeddings.
-        side_dim: S, dimension of the side-information; None for none.
+        side_dim: S, dimension of the side-information. None for none.
         new_dim: D, dimension of the output.
-        mixer: width of the layers behind the branches; Table 11 has 512 to 4096.
+        mixer: width of the layers behind the branches. Table 11 has 512 to 4096.
         unit: whether the output has length 1.
-        unit_side: whether side-information is brought to length 1 first.
+        unit_side: whether to normalise side-information first.
 
     Example:
         >>> sum(p.numel() for p in ForwardTransform(128, 128, 128).parameters())
@@ -105,8 +105,8 @@ class ForwardTransform(nn.Module):
         """Map and, with ``unit``, normalise.
 
         Args:
-            old_Bd: old embeddings, L2-normalised unless they are compared by L2 distance.
-            side_BS: side-information of the same items, of any length; bits are fine.
+            old_Bd: old embeddings, L2-normalised unless compared by L2 distance.
+            side_BS: side-information of the same items, of any length. Bits are fine.
 
         Returns:
             (B, D) float32.
@@ -114,7 +114,7 @@ class ForwardTransform(nn.Module):
         return self.out(self.inside(old_Bd, side_BS))
 
     def inside(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
-        """Return what the last layer reads (B, M), of inputs as :meth:`forward` takes them."""
+        """Return the last layer's input (B, M), for the inputs of :meth:`forward`."""
         dtype = next(self.parameters()).dtype
         inside = self.old_branch(old_Bd.to(dtype))
         if self.side_branch is not None:
@@ -124,7 +124,7 @@ class ForwardTransform(nn.Module):
         return self.mixer[0](inside)
 
     def out(self, inside_BM: Tensor) -> Tensor:
-        """Return the output (B, D) float32 of what the last layer reads."""
+        """Return the output (B, D) float32 for the last layer's input."""
         mapped_BD = self.mixer[1](inside_BM).float()
         return F.normalize(mapped_BD, dim=-1) if self.unit else mapped_BD
 
@@ -141,7 +141,7 @@ class ResidualBottleneck(nn.Module):
 
     Args:
         dim: D.
-        width: of the bottleneck.
+        width: width of the bottleneck.
         paths: number of parallel paths.
     """
 
@@ -165,14 +165,14 @@ class ResidualBottleneck(nn.Module):
 class OrthogonalTransform(nn.Module):
     """x ↦ Q·x with a learnable orthogonal Q, which preserves lengths and angles (BT² Lemmas 2 and 3; T_⊥ of OCA §3.2).
 
-    Q = exp(A) of a skew-symmetric A, whose lower triangle is learnt (PyTorch's own parametrisation), so that Q stays orthogonal
-    through any optimiser step, with determinant 1. There is no bias, which would change angles. Q starts at the identity,
-    so a new space starts unrotated, unless A starts at random, as in the papers. ``weight`` is Q, computed at every call;
-    checkpoints hold ``parametrizations.weight.original``.
+    Q = exp(A) with a skew-symmetric A, whose lower triangle is learnt (PyTorch's parametrisation). Q thus stays orthogonal
+    through any optimiser step, with determinant 1. A bias would change angles, so there is none. Q starts at the identity
+    unless A starts at random, as in the papers. ``weight`` is Q, computed at every call. Checkpoints store
+    ``parametrizations.weight.original``.
 
     Args:
         dim: D.
-        random_start: whether A starts as the weights of a linear layer do, and not at 0.
+        random_start: whether A starts like the weights of a linear layer instead of 0.
 
     Example:
         >>> OrthogonalTransform(3)(torch.eye(3)).tolist()
@@ -190,7 +190,7 @@ class OrthogonalTransform(nn.Module):
                 self.get_parameter("parametrizations.weight.original").copy_(nn.Linear(dim, dim).weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Stay in float32 when a model is converted to half precision, which has no matrix exponential."""
+        """Stay in float32 in half precision, which has no matrix exponential."""
 
         def unrounded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -216,19 +216,19 @@ def slerp(new_Bd: Tensor, old_Bd: Tensor, share: float) -> Tensor:
     """Mix new and old queries along the shortest arc between their directions, to search the old gallery with both models.
 
     slerp(n, o; t) = (sin((1 - t)·Ω)·n + sin(t·Ω)·o) / sin Ω with cos Ω = n·o (Shoemake 1985, Animating Rotation with Quaternion
-    Curves). The weight of n is computed as (1 - t)·sinc((1 - t)·Ω) / sinc(Ω), that of o likewise, with Ω from both n - o and
-    n + o, so that close or equal directions, and their gradients, are no special case. A NaN in either row makes the mix NaN.
+    Curves). The weight of n is computed as (1 - t)·sinc((1 - t)·Ω) / sinc(Ω), and similarly for o, with Ω from both n - o and
+    n + o. Close or equal directions and their gradients are therefore no special case. A NaN in either row makes the mix NaN.
 
     Args:
         new_Bd: queries of the new model in the old space, from its ``view``, of any length but 0.
         old_Bd: the old model's queries for the same items, of any length but 0.
-        share: t, the weight of the old query, from 0 (the new query alone) to 1 (the old query alone).
+        share: t, the weight of the old query, from 0 (only the new query) to 1 (only the old query).
 
     Returns:
         (B, d) float32, L2-normalised.
 
     Raises:
-        XcompatError: the share is outside of 0 to 1, the shapes differ, or two rows are opposite, where no arc is the shortest.
+        XcompatError: the share is outside of 0 to 1, the shapes differ, or two rows are opposite, so that no arc is the shortest.
 
     Example:
         >>> mixed = slerp(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 1.0]]), share=1 / 3)  # a third of the way, 30°
@@ -236,19 +236,19 @@ def slerp(new_Bd: Tensor, old_Bd: Tensor, share: float) -> Tensor:
         [0.866, 0.5]
     """
     if not 0 <= share <= 1:
-        raise XcompatError(f"share is {share}, but the old query weighs from 0, nothing, to 1, all; give a number between them")
+        raise XcompatError(f"share is {share}; choose a weight of the old query from 0 to 1")
     if new_Bd.shape != old_Bd.shape:
         raise XcompatError(
-            f"new queries of shape {tuple(new_Bd.shape)} and old ones of {tuple(old_Bd.shape)} cannot be mixed; give the new "
-            "model's view of the old space and old queries for the same things, in the same order"
+            f"new queries of shape {tuple(new_Bd.shape)} and old queries of {tuple(old_Bd.shape)} cannot be mixed; pass the new "
+            "model's view of the old space and old queries for the same items, in the same order"
         )
     new_Bd, old_Bd = F.normalize(new_Bd.float(), dim=-1), F.normalize(old_Bd.float(), dim=-1)
     apart_B1, together_B1 = ((new_Bd + sign * old_Bd).norm(dim=-1, keepdim=True) for sign in (-1, 1))
     opposite = (together_B1.detach() < OPPOSITE).flatten().nonzero()
     if len(opposite):
         raise XcompatError(
-            f"the new and the old query in row {int(opposite[0])} are opposite, and no arc between them is the shortest; "
-            "leave that row out, or search with one of them"
+            f"the new and the old query in row {int(opposite[0])} are opposite, so no arc between them is the shortest; "
+            "remove that row, or search with only one of them"
         )
     turns_B1 = 2 / torch.pi * torch.atan2(apart_B1, together_B1)  # Ω/π, exact for small angles where the arc cosine is not
 

@@ -1,4 +1,4 @@
-"""What every model's forward reads and returns."""
+"""Inputs and outputs of every model's forward."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 Batch = Mapping[str, Tensor]
-"""Columns of B samples by name, as a collator makes them."""
+"""Columns of B samples by name, from a collator."""
 
 
 @dataclass(frozen=True)
 class Views:
-    """What a method wants to see of each image of a batch beside one augmented view.
+    """Further views of each training image that a method needs.
 
     Args:
-        second: whether the image is augmented twice.
-        crops: how many small crops are cut out of it, besides (multi-crop; Caron et al. 2020, §3.2).
+        second: whether to augment the image twice.
+        crops: number of small crops (multi-crop; Caron et al. 2020, §3.2).
         crop_size: their side, in pixels.
-        crop_scale: smallest and largest share of the image's area that they show.
+        crop_scale: minimum and maximum share of the image's area in a crop.
     """
 
     second: bool = False
@@ -31,17 +31,17 @@ class Views:
 
 @dataclass
 class CompatOutput(ModelOutput):
-    """Loss and embeddings of one batch.
+    """Loss and embeddings of a batch.
 
     Args:
-        loss: scalar; None where none was computed.
-        image_embeds: (B, d) what the loss compares for the images, L2-normalised; None without images. Of a map that is given
-            images in place of embeddings, what its encoder makes of them.
-        text_embeds: (B, d) the same for the texts; None without texts.
-        passage_embeds: (B, d) the same for passages, which stand where images do when texts search texts; None without passages.
-        negative_embeds: (B, d) the same for passages that were mined as negatives; None without them.
-        features: (B, D) embeddings of the images before normalisation, where the loss reads them.
-        logits_per_image: (B, T) scaled cosines of every image with every text; None unless asked for, as in zero-shot use.
+        loss: scalar, or None if not computed.
+        image_embeds: (B, d) image embeddings that the loss compares, L2-normalised. None without images. A map that gets images
+            instead of embeddings returns its encoder's embeddings.
+        text_embeds: (B, d) the same for texts. None without texts.
+        passage_embeds: (B, d) the same for passages, which replace images in text search. None without passages.
+        negative_embeds: (B, d) the same for passages mined as negatives. None without them.
+        features: (B, D) image embeddings before normalisation, if the loss reads them.
+        logits_per_image: (B, T) scaled cosines of every image with every text, on request, e.g. for zero-shot use. Else None.
     """
 
     loss: Tensor | None = None
@@ -54,7 +54,7 @@ class CompatOutput(ModelOutput):
 
     @property
     def searched(self) -> Tensor:
-        """Return the embeddings of what texts search: passages, or images."""
+        """Embeddings of the searched items: passages or images."""
         embeds = self.passage_embeds if self.passage_embeds is not None else self.image_embeds
         assert embeds is not None
         return embeds

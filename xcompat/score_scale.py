@@ -1,4 +1,4 @@
-"""Scores of two models: scales that make them comparable in one gallery, and their weighted sum in a re-ranking."""
+"""Score scales that make two models comparable in a gallery, and their weighted sum for re-ranking."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 from xcompat.core.errors import XcompatError
 
 CANDIDATES = 20
-"""Hits of a query that a re-ranking scores again: on our studies they bring nine tenths of what embedding the whole gallery again
-would."""
+"""Hits that a re-ranking scores again. In our studies they give nine tenths of the gain of re-embedding the whole gallery."""
 OLD_WEIGHT = 1 / 3
-"""Weight of a candidate's old score. Two models know more than one: on texts it adds up to 3 points of nDCG@10 over none."""
+"""Weight of a candidate's old score. On texts it adds up to 3 points of nDCG@10."""
 
 
 def combine_scores(old: Any, new: Any, old_weight: float = OLD_WEIGHT) -> Any:  # noqa: ANN401 - arrays or tensors
-    """Return ``(1 - w) · new + w · old``, the scores by which candidates are ordered, arrays or tensors.
+    """Return ``(1 - w) · new + w · old``, the scores that order candidates, for arrays or tensors.
 
     Example:
         >>> import numpy as np
@@ -27,7 +26,7 @@ def combine_scores(old: Any, new: Any, old_weight: float = OLD_WEIGHT) -> Any:  
 
 
 class ScoreScale(NamedTuple):
-    """s ↦ slope·s + offset: from scores against what a model adds to a gallery to scores against what was there.
+    """s ↦ slope·s + offset, from scores against new embeddings to scores against a gallery's earlier embeddings.
 
     Args:
         slope: above 0.
@@ -42,18 +41,18 @@ class ScoreScale(NamedTuple):
     offset: float = 0.0
 
     def after(self, first: ScoreScale) -> ScoreScale:
-        """Return the scale that applies another one first."""
+        """Return the scale that applies another scale first."""
         return ScoreScale(self.slope * first.slope, self.slope * first.offset + self.offset)
 
 
 class CarriedThreshold(NamedTuple):
-    """The score at which new queries cut off as old ones do at an old threshold.
+    """New threshold that matches an old threshold on old queries.
 
     Args:
         score: the new threshold.
         low: lower end of its 95 % interval over queries.
         high: upper end.
-        keeps: what stays as it was: the share of true ``matches``, or the number of ``hits``.
+        keeps: the quantity that stays equal: the share of true ``matches``, or the number of ``hits``.
     """
 
     score: float
@@ -63,13 +62,13 @@ class CarriedThreshold(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """Old thresholds with the scores that replace them, as ``config.thresholds`` keeps them.
+    """Old thresholds with their replacements, as stored in ``config.thresholds``.
 
     Args:
-        keeps: what stays as it was: the share of true ``matches``, or the number of ``hits``.
+        keeps: the quantity that stays equal: the share of true ``matches``, or the number of ``hits``.
         old: cosines, ascending.
-        new: the scores that replace them.
-        low: lower ends of the 95 % intervals of these scores.
+        new: the new thresholds.
+        low: lower ends of their 95 % intervals.
         high: upper ends.
     """
 
@@ -87,7 +86,7 @@ class Thresholds(NamedTuple):
             settings: the fields of this class.
 
         Raises:
-            XcompatError: one is missing, or no list of as many finite numbers as ``old``, which ascend.
+            XcompatError: a list is missing, or they are not equally long lists of finite numbers with ``old`` ascending.
         """
         columns: list[Any] = [settings.get(name) for name in cls._fields[1:]] if set(settings) == set(cls._fields) else []
         sound = [
@@ -97,11 +96,11 @@ class Thresholds(NamedTuple):
             for each in columns
         ]
         if not columns or not all(sound) or len({len(each) for each in columns}) > 1 or sorted(set(columns[0])) != [*columns[0]]:
-            raise XcompatError("config.thresholds is damaged: it takes lists of as many finite numbers, the old ones ascending")
+            raise XcompatError("config.thresholds is damaged: expected equally long lists of finite numbers, with old ascending")
         return cls(str(settings["keeps"]), *(tuple(map(float, each)) for each in columns))
 
     def at(self, old: float) -> CarriedThreshold | None:
-        """Return what replaces an old threshold, interpolated; None if it lies outside of what is known.
+        """Return the replacement of an old threshold, interpolated, or None outside of the known range.
 
         Example:
             >>> Thresholds("hits", (0.5, 0.6), (0.3, 0.5), (0.2, 0.4), (0.4, 0.6)).at(0.55)
@@ -116,10 +115,10 @@ class Thresholds(NamedTuple):
 
 
 class ScoreScales(NamedTuple):
-    """The scales of a model, as ``config.score_scales`` keeps them.
+    """Score scales of a model, as stored in ``config.score_scales``.
 
-    A model of queries adds its own embeddings to a gallery of the old model; a map of galleries puts mapped old embeddings beside
-    those of the new model.
+    A query map adds its own embeddings to a gallery of the old model. A gallery map puts mapped old embeddings beside those of
+    the new model.
 
     Args:
         new: for queries of the model itself.
@@ -137,7 +136,7 @@ class ScoreScales(NamedTuple):
             settings: ``new`` and ``old``, each ``[slope, offset]``.
 
         Raises:
-            XcompatError: a number is missing, not finite, or a slope is not above 0.
+            XcompatError: a number is missing or not finite, or a slope is not above 0.
         """
         numbers = [settings.get(name) for name in cls._fields] if set(settings) == set(cls._fields) else []
         if not numbers or not all(_is_scale(each) for each in numbers):
@@ -148,12 +147,11 @@ class ScoreScales(NamedTuple):
 
     @property
     def settings(self) -> dict[str, list[float]]:
-        """Return the scales for a configuration."""
+        """Scales for a configuration."""
         return {"new": list(self.new), "old": list(self.old)}
 
 
 def _is_scale(value: object) -> bool:
-    """Return whether a value of a configuration is a slope above 0 and an offset."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     return (

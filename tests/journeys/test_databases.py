@@ -131,7 +131,7 @@ def release(kind: str, uri: str) -> None:
         server_manager_instance.release_server(uri.removeprefix("milvus://").partition("?")[0])
 
 
-@pytest.fixture(params=mostly_nightly(STORES, ("qdrant", "milvus").__contains__))
+@pytest.fixture(params=mostly_nightly(STORES, "qdrant".__eq__))
 def collection(request: pytest.FixtureRequest, tmp_path: Path, map_folder: Path) -> Collection:
     """The documents as their own client stores them, with the vectors of the old model."""
     pytest.importorskip(STORES[request.param][2])
@@ -152,11 +152,11 @@ def test_a_migration_by_a_process_per_verb_survives_kills(collection: Collection
     kill("write", 2, "start", "--into", into, "--batch", 400)
     assert "filling, " in run("status")
     assert collection.quality(OLD) == before
-    assert "is filled" in run("start", "--batch", 400)
+    assert f"filled {into} in" in run("start", "--batch", 400)
     said = run("status")
     assert "0 lack a new vector" in said and "2 rows have no usable vector" in said
     said = run("verify")
-    assert "1,400 rows, 0 of them without a new vector" in said and "2 of them have no usable old vector" in said
+    assert "1,400 rows, 0 without a new vector" in said and "2 rows have no usable old vector" in said
     assert collection.quality(OLD) == before
     kill("switch", 1, "switch")
     run("switch")

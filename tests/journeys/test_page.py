@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+import warm
 import yaml
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ pytestmark = pytest.mark.skipif(not (PHOTOS.is_file() and NEW.is_dir()), reason=
 
 def run_xcompat(*words: object, folder: Path) -> str:
     """Run a command in a process of its own."""
-    command = [sys.executable, "-m", "xcompat", *map(str, words)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = warm.run("-m", "xcompat", *words, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,1 +1,1 @@
-"""Foundations: errors, files, integrity, processes, progress and identities. Nothing here knows a model or a gallery."""
+"""Foundations: errors, files, integrity, processes, progress and identities. They do not depend on models or galleries."""

@@ -1,4 +1,4 @@
-"""Read arrays and lists of ids that users bring; an error names the file in one line."""
+"""Arrays and id lists from users. Errors name the file in one line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from xcompat.core.errors import XcompatError, what_failed
 
-_TOGETHER = 256  # rows: a fault may map 2 MiB around each
+_TOGETHER = 256  # rows; a page fault may map 2 MiB around each
 
 
 def map_array(path: Path) -> NDArray[Any]:
     """Map a ``.npy`` file of integers or floats into memory.
 
     Raises:
-        XcompatError: the file is damaged, or holds something else.
+        XcompatError: the file is damaged or has another type.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -30,14 +30,14 @@ def map_array(path: Path) -> NDArray[Any]:
     except Exception as error:  # the header is a Python literal: Python's tokenizer and NumPy's types raise many kinds of errors
         raise XcompatError(f"{path} is not a .npy array of numbers ({what_failed(error)}); write it again") from None
     if kind not in "iuf":
-        raise XcompatError(f"{path} holds no embeddings (shape {array.shape}, {array.dtype}); embed the items again")
+        raise XcompatError(f"{path} contains no embeddings (shape {array.shape}, {array.dtype}); re-embed the items")
     return array
 
 
 def read_lines(path: Path) -> list[str]:
-    r"""Return the lines of a UTF-8 file, which may begin with a byte order mark.
+    r"""Return the lines of a UTF-8 file. A byte order mark is skipped.
 
-    A line ends at ``\n``, ``\r\n`` or ``\r`` alone: in an id, a form feed, U+0085 or U+2028 is a character like any other.
+    Lines end only at ``\n``, ``\r\n`` or ``\r``. Ids may contain a form feed, U+0085 or U+2028.
 
     Raises:
         XcompatError: the file is not UTF-8.
@@ -50,13 +50,13 @@ def read_lines(path: Path) -> list[str]:
 
 
 def numbered(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Number strings by their order; an array of them, as ``np.unique`` makes, would give each the room of the longest.
+    """Number strings by their sorted order. ``np.unique`` would pad each to the length of the longest.
 
     Args:
         names: N strings.
 
     Returns:
-        The distinct ones, sorted, and the place of each string among them (N,).
+        The distinct strings, sorted, and the index of each string among them (N,).
 
     Example:
         >>> distinct, places_N = numbered(["b", "a", "b"])
@@ -70,14 +70,14 @@ def numbered(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
 
 
 def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN401 - an array, or what is read like one
-    """Copy some rows of an array, in ascending order of a mapped one, so that few of its pages are in memory at a time.
+    """Copy rows of an array. Mapped arrays are read in ascending order, with few pages in memory.
 
     Args:
         array: embeddings, read by row numbers.
         rows_R: the rows, in any order.
 
     Returns:
-        (R, D), in the order asked for.
+        (R, D), in the given order.
     """
     order = np.argsort(rows_R, kind="stable")
     copied: NDArray[Any] | None = None
@@ -92,11 +92,11 @@ def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN
 
 @dataclass(frozen=True)
 class SomeRows:
-    """Some rows of embeddings that need not fit into memory: they are read, by :func:`rows_of`, whenever they are asked for.
+    """Rows of embeddings that need not fit into memory. Each access reads them with :func:`rows_of`.
 
     Args:
         array: all embeddings, read by row numbers.
-        rows_R: the rows that are left of them, in order.
+        rows_R: the selected rows, in order.
     """
 
     array: Any
@@ -108,23 +108,22 @@ class SomeRows:
         return len(self), *self.array.shape[1:]
 
     def __len__(self) -> int:
-        """Return R."""
         return len(self.rows_R)
 
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[Any]:
-        """Return rows by number among those that are left, in the given order."""
+        """Return rows by their number in the selection, in the given order."""
         return rows_of(self.array, self.rows_R[rows])
 
 
 def forget_pages(array: object) -> None:
-    """Let the pages of a mapped array, which count as memory of this process, go; the system keeps them while it has room."""
+    """Release the pages of a mapped array, which count as memory of this process. The system may still cache them."""
     mapped = getattr(array, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def row_lengths(rows_ND: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the Euclidean length of each row; squares neither overflow nor vanish, whatever the rows' dtype.
+    """Return the Euclidean length of each row. Squares neither overflow nor vanish, for any dtype.
 
     Example:
         >>> [f"{length:.2e}" for length in row_lengths(np.array([[3e30, 4e30], [3e-22, 4e-22]], np.float32))]
@@ -136,7 +135,7 @@ def row_lengths(rows_ND: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def normalise_rows(rows_ND: NDArray[Any]) -> NDArray[np.float32]:
-    """Return rows divided by their length in float64; rows of zeros stay as they are, and rows with NaN become NaN.
+    """Return rows divided by their length in float64. Zero rows stay as they are, and rows with NaN become NaN.
 
     Example:
         >>> normalise_rows(np.array([[3e30, 4e30], [3e-22, 4e-22], [0, 0]], np.float32)).round(3).tolist()
@@ -150,7 +149,7 @@ def normalise_rows(rows_ND: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _wide_rows(rows_ND: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return rows in float64, and the largest absolute number of each (N, 1), 1 where that is no divisor."""
+    """Return rows in float64, and their largest absolute numbers (N, 1) as divisors."""
     wide_ND = np.asarray(rows_ND, np.float64)
     peak_N1 = np.abs(wide_ND).max(axis=1, initial=0, keepdims=True)
     return wide_ND, np.where(np.isfinite(peak_N1) & (peak_N1 > 0), peak_N1, 1)

@@ -1,4 +1,4 @@
-"""Record sizes and checksums of files, so that damage is found before a file is used."""
+"""Sizes and checksums of files, to detect damage before use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FileRecord(BaseModel):
 
     Args:
         size: bytes.
-        xxh3: 32 hexadecimal digits of XXH3-128, which reveals damage but does not protect against forgery.
+        xxh3: 32 hexadecimal digits of XXH3-128. It detects damage, not forgery.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,10 +45,10 @@ def file_record(path: Path) -> FileRecord:
 
 
 def difference(path: Path, record: FileRecord) -> list[str]:
-    """Compare a file with its record; return one line if it differs, else none."""
+    """Compare a file with its record. Return one line if it differs, else an empty list."""
     if not path.is_file():
         return [f"{path} is missing"]
     size = path.stat().st_size
     if size != record.size:
-        return [f"{path} has {size} bytes, it was written with {record.size}"]
+        return [f"{path} has {size} bytes, expected {record.size}"]
     return [] if file_record(path) == record else [f"{path} has changed since it was written"]

@@ -1,4 +1,4 @@
-"""Ranks, collectives and the devices of this process; one collective carries gradients."""
+"""Ranks, collectives and devices of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 T = TypeVar("T")
 JUDGING = timedelta(hours=6)
-"""Longest wait of processes for one of them, which may be evaluating, or embedding larger shards."""
+"""Maximum wait for another process, which may be evaluating or embedding larger shards."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def process_state() -> PartialState:
-    """Start the process group if a launcher set one up; return accelerate's state with this process's device and rank.
+    """Start the process group if a launcher set it up, and return accelerate's state with the device and rank.
 
-    accelerate must be told if there is no accelerator: otherwise it expects one, and every process takes itself for the only one.
+    Without an accelerator, accelerate needs ``cpu=True``. Otherwise every process behaves like the only one.
     """
     import torch
     import torch.distributed
@@ -30,7 +30,7 @@ def process_state() -> PartialState:
     from accelerate.utils import DistributedType, is_torch_xla_available, parse_flag_from_env
 
     present = torch.accelerator.is_available() or is_torch_xla_available()
-    # PartialState does not read the launcher's use_cpu itself; the timeout is long as the first process evaluates alone
+    # PartialState does not read the launcher's use_cpu; the timeout is long because only the first process evaluates
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=JUDGING)
     if state.distributed_type == DistributedType.XLA and not torch.distributed.is_initialized():
         # on TPU accelerate sets neither the ranks in the environment nor the collectives of torch.distributed
@@ -40,7 +40,7 @@ def process_state() -> PartialState:
 
 
 def device() -> torch.device:
-    """Return this process's device, an accelerator if there is one."""
+    """Return this process's device, an accelerator if available."""
     return process_state().device
 
 
@@ -48,10 +48,10 @@ def on_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
     """Copy a faiss index to all GPUs.
 
     Args:
-        index: of any kind, trained or not.
+        index: any faiss index, trained or not.
 
     Returns:
-        The copy; the index itself if this is faiss for CPUs, sees no GPU, has no kernels for this kind, or memory is too small.
+        The copy. The index itself if there is no GPU, no GPU build of faiss, no kernel for this index, or too little memory.
     """
     import faiss
 
@@ -64,7 +64,7 @@ def on_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
 
 
 def end_processes() -> None:
-    """Leave the process group: a process that exits while its threads still communicate is aborted."""
+    """Leave the process group. A process that exits during communication is aborted."""
     if "RANK" in os.environ and is_distributed():  # the environment first: torch takes seconds to import
         import torch.distributed as dist
 
@@ -72,7 +72,7 @@ def end_processes() -> None:
 
 
 def is_distributed() -> bool:
-    """Return whether ``torch.distributed`` has been started."""
+    """Return whether ``torch.distributed`` is running."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -88,7 +88,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return this process's global rank; launchers set it before ``torch.distributed`` starts."""
+    """Return this process's global rank, also before ``torch.distributed`` starts."""
     if is_distributed():
         import torch.distributed as dist
 
@@ -97,12 +97,12 @@ def rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Return whether this process has rank 0, which alone prints and writes shared files."""
+    """Return whether this process has rank 0. Only rank 0 prints and writes shared files."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def barrier() -> None:
-    """Wait for all processes; a single process goes on at once."""
+    """Wait for all processes. A single process continues immediately."""
     if is_distributed():
         import torch.distributed as dist
 
@@ -110,14 +110,14 @@ def barrier() -> None:
 
 
 def gather_with_grad(embeds_BD: torch.Tensor) -> torch.Tensor:
-    """Concatenate equally sized batches of all processes; gradients flow back to their owners.
+    """Concatenate equally sized batches of all processes. Gradients flow back to their owners.
 
     Args:
-        embeds_BD: this rank's rows, the same B on every rank.
+        embeds_BD: this rank's rows, with the same B on every rank.
 
     Returns:
-        ``(world_size * B, D)`` in rank order; the input itself without ``torch.distributed``. Its gradient is the sum over
-        the ranks of the gradients with respect to this rank's rows.
+        ``(world_size * B, D)`` in rank order, or the input itself without ``torch.distributed``. Its gradient is the sum over all
+        ranks of the gradients with respect to this rank's rows.
     """
     if not is_distributed():
         return embeds_BD
@@ -146,11 +146,11 @@ def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late
 
 
 def my_share(rows_N: np.ndarray, shared: bool) -> np.ndarray:
-    """Return this process's share of some rows, a contiguous part.
+    """Return this process's contiguous share of rows.
 
     Args:
         rows_N: (N,) row numbers, the same on every process.
-        shared: whether all processes take part; if not, all rows are this process's.
+        shared: whether all processes take part. If not, return all rows.
     """
     if not (shared and is_distributed()):
         return rows_N
@@ -160,11 +160,11 @@ def my_share(rows_N: np.ndarray, shared: bool) -> np.ndarray:
 
 
 def gather_objects(mine: T, shared: bool) -> list[T]:
-    """Return the objects of all processes, in the order of their ranks.
+    """Return the objects of all processes in rank order.
 
     Args:
         mine: this process's object.
-        shared: whether all processes take part; if not, the list holds only this process's object.
+        shared: whether all processes take part. If not, return only this process's object.
     """
     if not (shared and is_distributed()):
         return [mine]
@@ -176,12 +176,12 @@ def gather_objects(mine: T, shared: bool) -> list[T]:
 
 
 def from_main_process(make: Callable[[], T]) -> T:
-    """Call a function on the first process only, and return its result on every process."""
+    """Call a function on the first process, and return its result on every process."""
     return cast(T, gather_objects(make() if is_main_process() else None, shared=True)[0])
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Add a detached scalar up over the processes."""
+    """Sum a detached scalar over the processes."""
     if not is_distributed():
         return value
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Errors for people: what is wrong, where, and how to mend it, in one line."""
+"""Errors that users can fix: the place, the cause and the fix in one line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CREDENTIALS = re.compile(r"([A-Za-z][\w+.-]+:/{1,2})[^/\s@]+@")  # one slash: P
 
 
 def visible(text: str) -> str:
-    r"""Spell out control characters and marks that reverse the direction of text: names and ids may come from strangers.
+    r"""Escape control characters and marks that reverse the direction of text, because names and ids may come from strangers.
 
     Args:
-        text: any text; line breaks and tabs stay.
+        text: any text. Line breaks and tabs stay.
 
     Example:
         >>> visible("\x1b[2Jshoe")
@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    r"""Spell out what :func:`visible` does, line breaks and tabs too: a name could otherwise forge a line of output.
+    r"""Escape line breaks and tabs too, so that a name cannot forge a line of output.
 
     Example:
         >>> visible_line("a\nxcompat: done")
@@ -50,35 +50,35 @@ def without_secrets(text: str) -> str:
 
 
 class XcompatError(ValueError):
-    """A mistake that the user can mend; the command line prints only its message and exits with code 2."""
+    """Mistake that the user can fix. The command line prints only its message and exits with code 2."""
 
     def __str__(self) -> str:
-        """Return the message in one line; parts of it may come from a file or a server."""
+        """Return the message in one line. Parts of it may come from a file or a server."""
         return without_secrets(visible_line(super().__str__()))
 
 
 class MissingPathError(XcompatError):
-    """A local file or folder that a recipe or a command names does not exist."""
+    """A local file or folder in a recipe or command does not exist."""
 
 
 class FingerprintMismatchError(XcompatError):
-    """Embeddings of two models that are not compatible were about to be compared."""
+    """Embeddings of two incompatible models would be compared."""
 
 
 class GenerationGoneError(XcompatError):
-    """A gallery does not have a generation: it never had, or a compaction deleted it. Opening again gives the newest one."""
+    """A gallery generation never existed or was deleted by a compaction. Open the gallery again for the newest one."""
 
 
 class NothingHeldOutError(XcompatError):
-    """There are too few data, or too little is known about them, to hold any out: a choice would be a guess."""
+    """The data are too few, or too poorly described, for a validation split."""
 
 
 class TrainingDivergedError(XcompatError):
-    """The loss or the gradient stopped being finite."""
+    """The loss or the gradient is no longer finite."""
 
 
 def what_failed(error: BaseException) -> str:
-    """Return the type of a library's error and the beginning of its message, in one line.
+    """Return the type of a library's error and the start of its message, in one line.
 
     Example:
         >>> what_failed(KeyError("width"))
@@ -89,10 +89,10 @@ def what_failed(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggest the known name that was meant, for the end of an error message.
+    """Suggest a known name for the end of an error message.
 
     Args:
-        name: what the user wrote.
+        name: the user's text.
         known: the valid names.
 
     Returns:

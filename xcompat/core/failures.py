@@ -1,4 +1,4 @@
-"""Explain what stopped a command: one line if input or machine are at fault, and for a bug the facts that a report needs."""
+"""Explanations of failed commands: one line for user and machine faults, and report details for bugs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from xcompat.core.errors import XcompatError, visible_line, without_secrets
 from xcompat.core.fingerprint import Fingerprint
 
 INTERRUPTED = "interrupted; start again to continue"
-NOBODY_READS = "whoever read what is printed has gone (broken pipe); start again to continue"
+NOBODY_READS = "output pipe closed; run the command again to continue"
 PIPE_CLOSED = 141
-"""The exit code that shells give a program whose output nobody reads any more."""
+"""Exit code that shells use for a program with a closed output pipe."""
 ONLY_PRINT = {"classes", "find", "lineage", "recipes"} | {
     *("gallery doctor", "gallery info", "gallery search", "gallery verify"),
     *("migrate plan", "migrate status", "migrate verify"),
 }
-"""Verbs that leave nothing undone where whoever reads what they print has seen enough, such as `head`."""
+"""Commands that only print, so that a closed pipe (e.g. to `head`) leaves no work undone."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
     errno.EACCES: "choose another place, or give yourself access",
@@ -31,31 +31,31 @@ REMEDIES = {
     errno.EIO: "the disk or its connection fails: check it and start again to continue",
     errno.ESTALE: "the disk or its connection fails: check it and start again to continue",
     errno.EMFILE: "raise the limit of open files (`ulimit -n 65536`)",
-    errno.ENFILE: "close what holds so many files open, and start again to continue",
+    errno.ENFILE: "close programs with many open files, and start again to continue",
     errno.ENOMEM: "choose a smaller batch, or a machine with more memory",
 }
 """Error number of the operating system -> remedy."""
 WORDS = {os.strerror(number): number for number in (*FULL, *REMEDIES)} | {
     "PytorchStreamWriter failed writing": errno.ENOSPC,
-    "basic_ios::clear: iostream error": errno.ENOSPC,  # PyTorch again, if the last bytes cannot be written
+    "basic_ios::clear: iostream error": errno.ENOSPC,  # PyTorch, if the last bytes cannot be written
     ". unexpected pos ": errno.ENOSPC,
-    "Parent directory ": errno.EIO,  # PyTorch again, if a folder that was just made cannot be read
+    "Parent directory ": errno.EIO,  # PyTorch, if a new folder cannot be read
     "DefaultCPUAllocator: ": errno.ENOMEM,
     "std::bad_alloc": errno.ENOMEM,
     "out of memory": errno.ENOMEM,
 }
-"""Words by which libraries not written in Python report an error of the operating system -> its number."""
+"""Text by which native libraries report an operating system error -> its number."""
 NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 LIBRARIES = ("torch", "transformers", "faiss-cpu", "faiss-gpu")
-INSTALLED_BY = {"faiss": "`pip install xcompat[cpu]`, or `pip install xcompat[gpu]` for CUDA"}
-"""Module -> what installs it, where that is not a package of its name."""
+INSTALLED_BY = {"faiss": 'in a clone of xcompat, run `pip install -e ".[cpu]"`, or `pip install -e ".[gpu]"` for CUDA'}
+"""Module -> install commands, if its package has another name."""
 
 
 def only_prints(words: Sequence[str]) -> bool:
     """Return whether a command only prints.
 
     Args:
-        words: the command as it is typed, without the program's name.
+        words: the typed command, without the program's name.
 
     Example:
         >>> only_prints(["gallery", "info", "g"]), only_prints(["train", "--help"]), only_prints(["gallery", "compact", "g"])
@@ -66,13 +66,13 @@ def only_prints(words: Sequence[str]) -> bool:
 
 
 def explain(error: BaseException) -> str | None:
-    """Explain in one line an error that a user can mend.
+    """Explain an error that a user can fix, in one line.
 
     Args:
-        error: what a command raised.
+        error: exception of a command.
 
     Returns:
-        The line; None for a bug.
+        The line, or None for a bug.
 
     Example:
         >>> explain(PermissionError(errno.EACCES, "Permission denied", "/data/run"))
@@ -97,12 +97,11 @@ def _explain_one(error: BaseException) -> str | None:
     if isinstance(error, BrokenPipeError) and error.filename is None:
         return NOBODY_READS
     if isinstance(error, RecursionError):
-        return "something in the input is nested too deeply to be read; flatten it"
+        return "the input is nested too deeply; flatten it"
     return _explain_library(error) or _explain_machine(error)
 
 
 def _explain_library(error: BaseException) -> str | None:
-    """Explain a missing library, or a value that pydantic refuses."""
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "xcompat":
         name = error.name.partition(".")[0]
         return f"the library {name} is not installed; {INSTALLED_BY.get(name, f'`pip install {name}`')}"
@@ -115,7 +114,6 @@ def _explain_library(error: BaseException) -> str | None:
 
 
 def _explain_machine(error: BaseException) -> str | None:
-    """Explain an error of the disk, the memory or the network."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else _number(error)
     file, said = getattr(error, "filename", None), _said(error)
     file = os.fsdecode(file) if isinstance(file, bytes) else file  # some libraries give bytes
@@ -123,7 +121,7 @@ def _explain_machine(error: BaseException) -> str | None:
         return f"no space left on the device while writing {file or 'a file'}; free some and start again to continue"
     if number == errno.ENOMEM:
         return f"out of memory{f' ({said})' if said else ''}; {REMEDIES[errno.ENOMEM]}"
-    remedy = REMEDIES.get(number or 0, "mend that and start again to continue")
+    remedy = REMEDIES.get(number or 0, "fix this and start again to continue")
     if isinstance(error, OSError) and file is not None:
         return f"cannot read or write {file}: {error.strerror}; {remedy}"
     if any(kind.__module__.partition(".")[0] in NETWORK for kind in type(error).__mro__):
@@ -134,7 +132,6 @@ def _explain_machine(error: BaseException) -> str | None:
 
 
 def _number(error: BaseException) -> int | None:
-    """Return the error number of the operating system, from a library's message if the error does not hold it."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     said = str(error)
@@ -144,7 +141,7 @@ def _number(error: BaseException) -> int | None:
 
 
 def _said(error: BaseException) -> str:
-    """Return an error's message in one line, without the traceback that a data loader's worker puts before it."""
+    """Return an error's message in one line, without the traceback of a data loader worker."""
     said = ValueError.__str__(error) if isinstance(error, XcompatError) else str(error)  # keeps the lines of a traceback
     if "\nOriginal Traceback" in said:
         return re.sub(r"^[\w.]*(Error|Exception): ", "", said.strip().splitlines()[-1])
@@ -157,7 +154,7 @@ def _short(value: object) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return the line to print under a bug's traceback: versions, machine, and the models in use."""
+    """Return the line below a bug's traceback: versions, machine, and the models in use."""
     installed = [f"xcompat {installed_version('xcompat')}", f"Python {platform.python_version()}"]
     installed += [f"{name} {installed_version(name)}" for name in LIBRARIES]
     models = f"; models: {', '.join(found)}" if (found := _models(error)) else ""
@@ -173,7 +170,6 @@ def installed_version(name: str) -> str:
 
 
 def _models(error: BaseException) -> list[str]:
-    """Return the fingerprints among the local variables of a traceback, and among the attributes of these."""
     found: dict[str, None] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in list(frame.f_locals.values()):

@@ -1,4 +1,4 @@
-"""Durable, atomic writes: at every instant a path holds either the whole old or the whole new content, even after a power cut."""
+"""Durable, atomic writes. Even after a power cut, a path has either the old or the new content."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from xcompat.core.errors import XcompatError
 try:
     import fcntl
 except ModuleNotFoundError:
-    raise XcompatError("xcompat runs on Linux and macOS, whose locks it needs; on Windows run it in WSL 2") from None
+    raise XcompatError("xcompat needs the file locks of Linux or macOS; on Windows, run it in WSL 2") from None
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-"""Errors of a file system that cannot exchange two names, or flush a folder."""
-_NAME_KEPT = 50  # characters of a name that its temporary folder's name repeats: names may have 255 bytes
+"""Errors of file systems that cannot swap two names or flush a folder."""
+_NAME_KEPT = 50  # characters of a name in its temporary folder's name, as names are limited to 255 bytes
 PARTIAL = ".xcompat-partial"
-"""Suffix of temporary folders. It names this program: other programs have folders ``*.partial`` of their own."""
+"""Suffix of temporary folders. It includes the program's name, as other programs also use ``*.partial``."""
 _LEFTOVER = re.compile(r"\..*\.[a-z0-9_]{8}" + re.escape(PARTIAL), re.DOTALL)
 _PREVIOUS = ".previous"
 
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that durably replaces it when the block succeeds.
+    """Yield a temporary path that durably replaces ``path`` if the block succeeds.
 
-    Data are flushed to disk before the rename, and the rename before this returns. Leftovers of a killed process that wrote the
-    same path are removed.
+    Data are flushed before the rename. Leftovers of a killed writer of the same path are removed.
 
     Args:
-        path: the file (or folder) to be written. Its parent is made if missing.
+        path: the output file or folder. Missing parents are created.
 
     Yields:
-        A path that does not exist yet, on the same file system; write a file or a folder there.
+        A path that does not exist yet, on the same file system. Write a file or a folder there.
 
     Raises:
-        OSError: something cannot be written; the old content stays.
+        OSError: a write fails. The old content stays.
 
     Example:
         >>> import tempfile
@@ -73,13 +72,13 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """Make a folder beside ``path`` that is removed at the end; those that killed processes left for it are removed first.
+    """Yield a folder beside ``path`` and remove it at the end. Leftovers of killed processes are removed first.
 
     Args:
-        path: what the folder is for. Its parent is made if missing.
+        path: path that the folder is for. Missing parents are created.
 
     Yields:
-        The folder, empty.
+        The empty folder.
     """
     make_folder(path.parent)
     _clear(path.parent, _prefix(path))
@@ -88,10 +87,10 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def drop_unfinished(folder: Path) -> None:
-    """Remove leftover temporary folders inside a folder that is about to be published.
+    """Remove leftover temporary folders from a folder before its publication.
 
     Raises:
-        OSError: one cannot be removed: it would be published.
+        OSError: a leftover cannot be removed.
     """
     for parent, names, _ in os.walk(folder, onerror=_raise) if folder.is_dir() else ():
         for name in filter(_LEFTOVER.fullmatch, list(names)):
@@ -104,7 +103,7 @@ def _raise(error: OSError) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, durably: a power cut does not take them back."""
+    """Create a folder and its parents, so that they survive a power cut."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -112,7 +111,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder: otherwise a power cut can undo a rename."""
+    """Flush the names in a folder, as a power cut can otherwise undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -124,9 +123,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder, and put back a folder that one of them was replacing.
+    """Remove leftovers of killed writers from a folder, and restore a folder that a killed writer was replacing.
 
-    Temporary folders of live writers stay, and so does everything that this module did not make. The folder may be missing.
+    Temporary folders of live writers and all other files stay. The folder may be missing.
     """
     if folder.is_dir():
         _clear(folder, ".")
@@ -153,7 +152,7 @@ def _clear_one(leftover: Path) -> None:
 
 
 def _remove(holder: Path) -> None:
-    """Remove a temporary folder, but first put a folder that was being replaced back if its place is empty."""
+    """Remove a temporary folder, after restoring a replaced folder whose place is empty."""
     for previous in listed(holder, f"*{_PREVIOUS}"):
         place = holder.parent / previous.name.removesuffix(_PREVIOUS)
         if not os.path.lexists(place):
@@ -163,17 +162,16 @@ def _remove(holder: Path) -> None:
 
 
 def _lock(descriptor: int, wait: bool) -> bool:
-    """Lock a folder until its descriptor is closed; return whether it worked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another process holds it, or the storage has no locks and nobody can tell whether an owner is alive
+    except OSError:  # another process has the lock, or the storage has no locks to tell whether an owner is alive
         return False
     return True
 
 
 @contextmanager
 def _holder(path: Path) -> Iterator[Path]:
-    """Make a temporary folder beside a path, locked so that no process takes it for a leftover; remove it at the end."""
+    """Yield a temporary folder, locked so that no process takes it for a leftover."""
     holder, descriptor = _locked_holder(path)
     try:
         try:
@@ -198,23 +196,23 @@ def _locked_holder(path: Path) -> tuple[Path, int]:
 
 
 def _mode_of_new_files(folder: Path) -> int:
-    """Return the mode that the umask gives new files, from a probe file: reading the umask would set it for all threads."""
+    """Return the umask's mode for new files from a probe file, as reading the umask sets it for all threads."""
     probe = Path(tempfile.mkdtemp(dir=folder)) / "probe"  # in a folder of its own, so that no written name collides
     probe.touch()
     return stat.S_IMODE(probe.stat().st_mode)
 
 
 def _follow_umask(path: Path, mode: int) -> None:
-    """Give files the umask's permissions: some libraries, such as safetensors, write files that only their owner may read."""
+    """Give files the umask's permissions, as safetensors writes files that only their owner may read."""
     for file in files_below(path) if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink() and (now := stat.S_IMODE(file.stat().st_mode)) | mode != now:
             file.chmod(now | mode)
 
 
 def listed(folder: Path, pattern: str = "*") -> list[Path]:
-    """List the sorted entries of a folder; a missing folder has none.
+    """List the sorted entries of a folder. A missing folder has none.
 
-    Unlike ``Path.glob`` and ``Path.rglob`` it raises on a folder that may not be read, rather than finding it empty.
+    Unlike ``Path.glob`` it raises for a folder without read permission.
 
     Args:
         folder: the folder.
@@ -230,7 +228,7 @@ def listed(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield every file and link below a folder, in order; like :func:`listed` it raises on a folder that may not be read."""
+    """Yield every file and link below a folder, in order. It raises for a folder without read permission."""
     with os.scandir(folder) as scanned:
         entries = sorted(scanned, key=lambda entry: entry.name)
     for entry in entries:
@@ -241,7 +239,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush a file, or a folder with everything in it."""
+    """Flush a file, or a folder with its content."""
     if path.is_dir():
         for inner in path.iterdir():
             if not inner.is_symlink():
@@ -253,17 +251,16 @@ def sync_tree(path: Path) -> None:
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a new file or folder to its place; a folder that it replaces goes into the temporary folder."""
+    """Rename a new file or folder to its place. A replaced folder moves into the temporary folder."""
     if not (path.is_dir() and temporary.is_dir()) or path.is_symlink():
         temporary.replace(path)
-    elif not _exchange(temporary, path):  # rename cannot replace a folder that holds files
+    elif not _exchange(temporary, path):  # rename cannot replace a folder with files
         previous = temporary.with_name(f"{path.name}{_PREVIOUS}")
         path.rename(previous)  # if this process dies here, the next writer puts it back
         temporary.rename(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; return whether the system can."""
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # only Linux has it
     if swap is None:
         return False
@@ -276,7 +273,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> None:
-    """Write a ``.npy`` file of numbers or booleans, and report every error: NumPy's own writer misses a disk full at the end.
+    """Write a ``.npy`` file of numbers or booleans, and report every error. NumPy's writer misses a full disk at the end.
 
     Raises:
         OSError: the file cannot be written.
@@ -290,13 +287,13 @@ def write_array(path: Path, array: NDArray[Any]) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:  # noqa: ANN401 - any JSON value
-    """Write a JSON file atomically; refuse NaN and infinities, which JSON does not have."""
+    """Write a JSON file atomically. NaN and infinities are errors."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Read a JSON file; refuse one that is missing or no JSON, by its name."""
+    """Read a JSON file. Raise an error with its name if it is missing or invalid."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

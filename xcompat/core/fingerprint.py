@@ -1,4 +1,4 @@
-"""The identity of a model: what it computes, not its name."""
+"""Model identity, computed from the model's content and not from its name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SAMPLED = 8
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of a model's architecture, weights and preprocessing; two are equal if their digests are.
+    """Hash of a model's architecture, weights and preprocessing. Fingerprints with equal digests are equal.
 
     Args:
         digest: 64 hexadecimal digits (SHA-256).
-        name: the name that people know the model by; not part of the identity.
+        name: display name of the model, not part of the identity.
 
     Example:
         >>> Fingerprint.from_string("clip-b32") == Fingerprint.from_string("clip-b32")
@@ -34,27 +34,27 @@ class Fingerprint:
 
     @classmethod
     def from_string(cls, name: str) -> Fingerprint:
-        """Make a fingerprint for embeddings whose model is known by name only; no model with weights has the same.
+        """Return a fingerprint for a model known only by its name. It equals no fingerprint of weights.
 
         Args:
-            name: any name; equal names give equal fingerprints.
+            name: any name. Equal names give equal fingerprints.
         """
         return cls(hashlib.sha256(f"name:{name}".encode()).hexdigest(), name)
 
     @property
     def is_of_name(self) -> bool:
-        """Whether it was made of the name alone, so that no model that is loaded can have it."""
+        """Whether the fingerprint comes from the name alone, so that no loaded model can have it."""
         return self == Fingerprint.from_string(self.name)
 
     @classmethod
     def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "", without: str | None = None) -> Fingerprint:
-        """Hash every parameter and persistent buffer of a module, and a description of the rest.
+        """Hash all parameters and persistent buffers of a module, together with a description of the rest.
 
         Args:
-            module: the model; its ``state_dict`` is hashed tensor by tensor, in order of name.
+            module: the model. Its ``state_dict`` is hashed tensor by tensor, sorted by name.
             parts: JSON-like description of architecture and preprocessing.
-            name: the name that people know the model by.
-            without: name of a submodule to leave out.
+            name: display name of the model.
+            without: name of a submodule to skip.
         """
         import torch
 
@@ -69,10 +69,10 @@ class Fingerprint:
 
     @staticmethod
     def state(module: nn.Module) -> tuple[Any, ...]:
-        """Return a value that changes whenever the weights do, by reading only a few numbers of each tensor.
+        """Return a value that changes with the weights, from a few numbers of each tensor.
 
-        It is valid within a process: addresses reveal tensors that were replaced, version counters those written in place, and
-        samples those written without the counter's notice (``parameter.data += delta``, as adapters are merged).
+        It is valid within a process. Addresses reveal replaced tensors, and version counters reveal in-place writes. Samples
+        reveal writes that the counter misses (``parameter.data += delta``, as adapters are merged).
         """
         import torch
 
@@ -82,10 +82,10 @@ class Fingerprint:
         return tuple((tensor.data_ptr(), count) for tensor, count in zip(tensors, counts, strict=True)), samples
 
     def derived(self, what: str) -> Fingerprint:
-        """Return the fingerprint of other embeddings of the same model, such as its view of an old space.
+        """Return the fingerprint of embeddings derived from this model's, e.g. its view of an old space.
 
         Args:
-            what: how they are derived from the model's own embeddings.
+            what: name of the derivation.
         """
         return Fingerprint(hashlib.sha256(f"{self.digest}:{what}".encode()).hexdigest(), self.name)
 
@@ -93,24 +93,23 @@ class Fingerprint:
         """Raise unless ``other`` is the same model.
 
         Args:
-            other: the fingerprint found.
-            what: the file or object that holds ``other``, for the message.
+            other: the actual fingerprint.
+            what: the file or object with ``other``, for the message.
 
         Raises:
             FingerprintMismatchError: names both.
         """
         if self != other:
             raise FingerprintMismatchError(
-                f"{what} was made by {other}, but {self} is asked for: embeddings of different models cannot be "
-                "compared; use the model that made it, or embed again"
+                f"{what} was made by {other}, not by {self}: embeddings of different models cannot be compared; "
+                "use the model that made it, or re-embed"
             )
 
     def __str__(self) -> str:
-        """Return ``name@first 12 digits``."""
         return f"{self.name or 'unnamed'}@{self.digest[:12]}"
 
 
 def _samples(tensor: Tensor) -> Tensor:
-    """Return some numbers of a tensor's storage without copying it, whatever its memory format."""
+    """Return sampled numbers of a tensor's storage without a copy."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return tensor.as_strided((min(SAMPLED, size),), (max(1, size // SAMPLED),))

@@ -1,4 +1,4 @@
-"""Checksums of a folder's files, kept in a file beside them."""
+"""Checksums of a folder's files, in a file beside them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
 
 CHECKSUMS = "xcompat_checksums.json"
-"""Distinct from the checksum files that other tools keep beside a model, in other formats."""
+"""File name that other tools' checksum files do not use."""
 _RECORDS = TypeAdapter(dict[str, FileRecord])
 
 
 def write_checksums(folder: Path, files: Iterable[Path]) -> None:
-    """Write the checksums of some files below a folder into the folder."""
+    """Write the checksums of files below a folder into the folder."""
     records = {file.relative_to(folder).as_posix(): file_record(file) for file in sorted(files) if file.name != CHECKSUMS}
     write_json(folder / CHECKSUMS, _RECORDS.dump_python(records))
 
@@ -26,11 +26,11 @@ def changes(folder: Path, matters: Callable[[str], bool] = lambda name: True) ->
     """Compare the files of a folder with their checksums.
 
     Args:
-        folder: any folder; without recorded checksums nothing is compared.
+        folder: any folder. Without recorded checksums nothing is compared.
         matters: whether to compare a file, given its path below the folder.
 
     Yields:
-        One line for each file that has changed or is gone.
+        A line for each changed or missing file.
 
     Raises:
         XcompatError: the recorded checksums are damaged.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM noted, so that work stops between two steps and keeps what is done."""
+"""Ctrl-C and SIGTERM handling that lets work stop between two steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Notes the first signal in :attr:`asked`; a second one acts at once.
+    """Recorder of the first signal, in :attr:`asked`. A second signal acts immediately.
 
-    A launcher sends SIGTERM after Ctrl-C, and a cluster's scheduler before it ends a job. Only the main thread of a process gets
-    signals: in any other nothing is noted.
+    Launchers send SIGTERM after Ctrl-C, and schedulers send it before they end a job. Python delivers signals only to the main
+    thread, so other threads record nothing.
     """
 
     def __init__(self) -> None:
-        self.asked = False  # never reset, as a signal may come while processes ask each other
+        self.asked = False  # never reset: a signal may arrive while processes exchange it
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        """Take over the signals."""
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -30,7 +29,6 @@ class Interrupts:
         signal.signal(number, self._previous[number])
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers of the signals."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -1,4 +1,4 @@
-"""Values of tables as JSON: what JSON does not have becomes text, or is left out with a notice."""
+"""Table values as JSON. Values without a JSON form become text or are dropped with a notice."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _AS_TEXT = (Decimal, UUID, datetime.timedelta)
 
 
 class _NoJsonError(ValueError):
-    """A value that has no form in JSON; the message is its type."""
+    """A value without a JSON form. The message is its type."""
 
 
 @dataclass
 class JsonColumns:
-    """Turns the values of columns into JSON, and remembers which columns it changed or left out.
+    """Converter of column values to JSON that records the columns it changed or dropped.
 
     Args:
         as_text: column -> an example of a value that became text.
-        left_out: column -> the type of a value that was left out.
+        left_out: column -> the type of a dropped value.
     """
 
     as_text: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def convert(self, row: Mapping[str, Any], keep_empty: bool = False) -> dict[str, Any]:
-        """Return the values of a row as JSON, without empty ones unless they are to be kept.
+        """Return the values of a row as JSON, without empty values unless ``keep_empty``.
 
-        Timestamps, dates, times, decimals, UUIDs and infinities become text. Bytes and other objects are left out.
+        Timestamps, dates, times, decimals, UUIDs and infinities become text. Bytes and other objects are dropped.
 
         Example:
             >>> JsonColumns().convert({"at": datetime.date(2020, 1, 2), "price": Decimal("1.50"), "size": 3, "none": math.nan})
@@ -57,17 +57,17 @@ class JsonColumns:
         return found
 
     def lines(self) -> list[str]:
-        """Return a line for each column that was changed or left out."""
+        """Return a line for each changed or dropped column."""
         changed = [f"metadata: {name} is kept as text, e.g. {example!r}" for name, example in self.as_text.items()]
-        dropped = [f"metadata: {name} is left out where it holds {kind}" for name, kind in self.left_out.items()]
+        dropped = [f"metadata: {name} drops values of type {kind}" for name, kind in self.left_out.items()]
         return changed + dropped
 
     def report(self) -> None:
-        """Print a notice for each column that was changed or left out, once in a process."""
+        """Print a notice for each changed or dropped column, once per process."""
         for name in self.as_text:
             notice_once(f"metadata: {name} is kept as text")
         for name, kind in self.left_out.items():
-            notice_once(f"metadata: {name} is left out where it holds {kind}")
+            notice_once(f"metadata: {name} drops values of type {kind}")
 
     def _json(self, column: str, value: Any) -> Any:  # noqa: ANN401 - any cell
         if isinstance(value, np.generic | np.ndarray):

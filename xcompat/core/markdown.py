@@ -1,4 +1,4 @@
-"""Write Markdown with untrusted texts in it: they are shown literally, and cannot add markup, links, images or HTML."""
+"""Markdown with untrusted texts, which cannot add markup, links, images or HTML."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HTML = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")  # elsewhere these character
 
 
 class Markdown(str):
-    """A text that is Markdown already."""
+    """Text that is already Markdown."""
 
 
 def one_line(text: str) -> str:
-    r"""Return a text in one line, with control characters spelled out.
+    r"""Return a text in one line, with control characters escaped.
 
     Example:
         >>> one_line("a name\n---\x1b[31m")
@@ -56,7 +56,7 @@ def as_code(text: str) -> Markdown:
 
 
 def as_block(text: str, language: str) -> Markdown:
-    """Return a fenced block that shows lines of a language; the text cannot close it."""
+    """Return a fenced block of a language. The text cannot close it."""
     fence = _fence(text, 3)
     lines = "\n".join(visible(line) for line in text.rstrip().splitlines())
     return Markdown(f"{fence}{language}\n{lines}\n{fence}")
@@ -67,11 +67,11 @@ def _fence(text: str, least: int) -> str:
 
 
 def templates(folder: Path, **how: Any) -> Environment:  # noqa: ANN401 - jinja2's own
-    """Return the jinja2 templates of a folder: an undefined name is an error, and a line with only a tag leaves no line.
+    """Return a folder's jinja2 environment with strict undefined names and without empty lines for tags.
 
     Args:
         folder: the folder.
-        how: other options of the environment; ``autoescape`` must be among them.
+        how: other options of the environment. ``autoescape`` is required.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -81,9 +81,9 @@ def templates(folder: Path, **how: Any) -> Environment:  # noqa: ANN401 - jinja2
 
 @cache  # compiling a template takes longer than filling it in
 def markdown_templates(folder: Path) -> Environment:
-    """Return the templates of a folder, which fill in texts by :func:`as_text`.
+    """Return the templates of a folder that escape texts with :func:`as_text`.
 
-    In them, ``| safe`` marks a text that is Markdown already; ``| code`` and ``| block("yaml")`` show a text as code.
+    In templates, ``| safe`` marks ready Markdown, and ``| code`` and ``| block("yaml")`` show a text as code.
     """
     environment = templates(folder, autoescape=False, finalize=_shown)  # autoescape would escape for HTML
     environment.filters |= {"safe": Markdown, "code": as_code, "block": as_block}

@@ -1,4 +1,4 @@
-"""Orientation of photos: cameras store them as the sensor saw them, and note in EXIF how to turn them."""
+"""EXIF orientation of photos. Cameras store the sensor's image and record how to rotate it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ORIENTATION = "exif"
-"""Value of ``orientation`` in descriptions of preprocessing: pictures are turned as their EXIF orientation says."""
+"""Value of ``orientation`` in preprocessing descriptions, if pictures are turned by their EXIF orientation."""
 
 
 def has_orientation(image: Image) -> bool:
-    """Return whether a picture's EXIF data asks viewers to turn or mirror it."""
+    """Return whether a picture's EXIF data tells viewers to turn or mirror it."""
     from PIL.ExifTags import Base
 
     with suppress(Exception):  # damaged EXIF data raise many kinds of errors; the picture itself may be whole
@@ -22,13 +22,13 @@ def has_orientation(image: Image) -> bool:
 
 
 def turn_upright(image: Image) -> Image:
-    """Turn or mirror a picture as its EXIF orientation says, as viewers show it.
+    """Turn or mirror a picture by its EXIF orientation, as viewers show it.
 
     Args:
         image: any picture. It is not changed.
 
     Returns:
-        An upright picture without the tag, so that it is never turned twice; the same object if it needs no turn.
+        An upright picture without the tag, or the same object if it needs no turn.
 
     Example:
         >>> from PIL import Image

@@ -1,4 +1,4 @@
-"""What a command may replace: only its own, unchanged output, unless it is told to overwrite."""
+"""Protection of files that a command did not write itself."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, clear_leftovers, drop_unfinished, files_below, read_json, write_json
 
 MARKER = ".xcompat.json"
-"""Name of the marker in a folder that a command made; the marker of a file is the file's name with this appended."""
+"""Name of the marker in a command's output folder. For an output file, it is appended to the file's name."""
 
 
 class Made(BaseModel):
     """Content of a marker.
 
     Args:
-        made_by: the command, such as ``export onnx``.
-        files: path below the folder (or the file's name) -> size and checksum, for every file that the command wrote.
-        before: the file that is being replaced: a kill can leave it in place beside the new marker.
-        about: further facts, such as fingerprints.
+        made_by: the command, e.g. ``export onnx``.
+        files: path below the folder (or the file's name) -> size and checksum of every written file.
+        before: record of the replaced file, which a kill can leave in place beside the new marker.
+        about: further facts, e.g. fingerprints.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,20 +39,20 @@ class Made(BaseModel):
 def owned_path(
     path: str | Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = (), about: dict[str, str] | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary path that replaces a command's output when the block succeeds, with a marker that names the command.
+    """Yield a temporary path that replaces a command's output on success, with a marker that names the command.
 
     Args:
         path: the file or folder.
         made_by: the command.
-        overwrite: whether anything may be replaced; None for a command without that option.
-        read: what the command reads, which it never replaces.
+        overwrite: whether to replace anything. None for a command without that option.
+        read: inputs of the command, which are never replaced.
         about: see :class:`Made`.
 
     Yields:
-        A path that does not exist yet; write a file or a folder there.
+        A path that does not exist yet. Write a file or a folder there.
 
     Raises:
-        XcompatError: see :func:`require_replaceable`; nothing is written then.
+        XcompatError: see :func:`require_replaceable`. Nothing is written then.
 
     Example:
         >>> import tempfile
@@ -84,27 +84,27 @@ def owned_path(
 
 
 def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = ()) -> None:
-    """Refuse to replace anything that a command did not make, or that it reads.
+    """Raise if a path contains anything that the command did not write, or that it reads.
 
     Args:
-        path: the file or folder that would be replaced.
+        path: the file or folder to replace.
         made_by: the command.
-        overwrite: whether anything but what the command reads may be replaced; None for a command without that option.
-        read: what the command reads; in a folder among it, nothing that another command made is replaced.
+        overwrite: whether to replace anything but the inputs. None for a command without that option.
+        read: inputs of the command. In an input folder, output of other commands is never replaced.
 
     Raises:
-        XcompatError: names the first file that is in the way.
+        XcompatError: names the first file in the way.
     """
     if path.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise XcompatError(
-            f"{path} is the folder that you are in, or one above it, and `xcompat {made_by}` replaces its folder as a whole; "
-            f"name a new folder, e.g. {path / 'out'}"
+            f"{path} is the current folder or a parent of it, and `xcompat {made_by}` replaces the whole folder; "
+            f"use a new folder, e.g. {path / 'out'}"
         )
     clear_leftovers(path.parent)  # puts a folder back that a killed writer was replacing
     read = list(read)
     for source in read:
         if path.resolve() in (source.resolve(), *source.resolve().parents) or (path.exists() and path.samefile(source)):
-            raise XcompatError(f"{path} is where `xcompat {made_by}` reads {source}; choose another place to write to")
+            raise XcompatError(f"{path} is an input of `xcompat {made_by}` ({source}); write to another place")
     kept = next((source for source in read if source.resolve() in path.resolve().parents), None)
     if (overwrite and kept is None) or not os.path.lexists(path):
         return
@@ -124,7 +124,7 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False
 
 
 def read_marker(path: Path) -> Made | None:
-    """Return the marker of a file or folder; None if it is missing or cannot be read."""
+    """Return the marker of a file or folder, or None if it is missing or unreadable."""
     marker = path / MARKER if path.is_dir() else _marker(path)
     try:
         return Made.model_validate(read_json(marker))
@@ -137,7 +137,7 @@ def _marker(file: Path) -> Path:
 
 
 def _records(path: Path) -> dict[str, FileRecord | None]:
-    """Return the current size and checksum of every file; None for links and other entries that no command writes."""
+    """Return the record of every file, and None for links and other entries."""
     if not path.is_dir():
         return {path.name: file_record(path) if path.is_file() else None}
     inside = (file for file in files_below(path) if file != path / MARKER)

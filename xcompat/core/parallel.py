@@ -1,4 +1,4 @@
-"""Blocks through a model in order, while few of them are in memory: in this process, or by all those of a launcher."""
+"""Ordered processing of blocks with a model, in this process or on all processes of a launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Spread(Protocol):
-    """Puts blocks through a model, wherever that is: :func:`here`, or on workers, which have copies of their own."""
+    """Function that applies a model to blocks in this process (:func:`here`) or on workers with their own model copies."""
 
     def __call__(
         self, function: Callable[[Model, Block], Result], model: Model, blocks: Iterable[tuple[Kept, Block]]
@@ -24,22 +24,22 @@ class Spread(Protocol):
         """Apply a function to a model and each block.
 
         Args:
-            function: of a module, so that it pickles as its name.
-            model: this process's; a worker gives its own to the function.
-            blocks: what is kept here of each, and what is sent; of these few are taken before their results are.
+            function: module-level function, so that it pickles by name.
+            model: this process's model. A worker passes its own copy.
+            blocks: pairs of a local value and the block to send. Few are read ahead of their results.
 
         Yields:
-            What was kept, and the result, in the order of the blocks.
+            The local value and the result, in order.
 
         Raises:
-            XcompatError: the function refused a block, or a worker the model.
+            XcompatError: the function rejected a block, or a worker the model.
         """
 
 
 def here(
     function: Callable[[Model, Block], Result], model: Model, blocks: Iterable[tuple[Kept, Block]]
 ) -> Iterator[tuple[Kept, Result]]:
-    """Put blocks through a model in this process, one after the other; see :class:`Spread`.
+    """Apply a model to blocks sequentially in this process (see :class:`Spread`).
 
     Example:
         >>> list(here(lambda model, block: model * block, 3, [("a", 1), ("b", 2)]))
@@ -50,14 +50,14 @@ def here(
 
 
 def led(work: Callable[[Spread], None], model: object) -> None:
-    """Do work on the first process, whose blocks go to all processes of a launcher; all of them call this.
+    """Run work on the first process, which distributes its blocks over all processes. Every process must call this.
 
     Args:
-        work: takes what spreads its blocks.
-        model: the same on each process: what the blocks go through.
+        work: receives the :class:`Spread` for its blocks.
+        model: the same model on each process.
 
     Raises:
-        XcompatError: the work did.
+        XcompatError: raised by the work.
     """
     process_state()
     if world_size() == 1:
@@ -72,7 +72,7 @@ def led(work: Callable[[Spread], None], model: object) -> None:
 
 
 def answered(function: Callable[[Model, Block], Result], model: Model, block: Block) -> Result | XcompatError:
-    """Apply a function; an error that people can mend is returned, as launchers and engines end or wrap what is raised."""
+    """Apply a function, and return an :class:`XcompatError` instead of raising it, as launchers and engines wrap errors."""
     try:
         return function(model, block)
     except XcompatError as error:
@@ -80,7 +80,7 @@ def answered(function: Callable[[Model, Block], Result], model: Model, block: Bl
 
 
 def taken(answer: Result | XcompatError) -> Result:
-    """Return what :func:`answered` made, or raise its error."""
+    """Return a result of :func:`answered`, or raise its error."""
     if isinstance(answer, XcompatError):
         raise answer
     return answer
@@ -89,7 +89,7 @@ def taken(answer: Result | XcompatError) -> Result:
 def _over_ranks(
     function: Callable[[Model, Block], Result], model: Model, blocks: Iterable[tuple[Kept, Block]]
 ) -> Iterator[tuple[Kept, Result]]:
-    """Send a block to each process and wait for all results, time after time; see :class:`Spread`."""
+    """Send a block to each process and wait for all results, round by round."""
     coming = iter(blocks)
     while dealt := list(islice(coming, world_size())):
         mine = _sent([(function, *block) for _, *block in dealt] + [()] * (world_size() - len(dealt)))
@@ -99,13 +99,11 @@ def _over_ranks(
 
 
 def _follow(model: object) -> None:
-    """Apply what the first process sends to this one, until it sends the end."""
     while (given := _sent([])) is not None:
         _received(answered(given[0], model, given[1]) if given else None)
 
 
 def _sent(each: list[Any]) -> Any:  # noqa: ANN401
-    """Return this process's part of what the first one sends."""
     import torch.distributed as dist
 
     mine: list[Any] = [None]
@@ -114,7 +112,6 @@ def _sent(each: list[Any]) -> Any:  # noqa: ANN401
 
 
 def _received(mine: Any) -> list[Any]:  # noqa: ANN401
-    """Return, on the first process, what all of them give."""
     import torch.distributed as dist
 
     gathered: list[Any] | None = [None] * dist.get_world_size() if is_main_process() else None

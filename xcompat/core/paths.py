@@ -1,4 +1,4 @@
-"""What a user's path means: a file or folder on this machine, or a name on the Hub; and suggestions for misspelt paths."""
+"""Kinds of paths that users type: local files, folders and Hub names. Also suggestions for misspelt paths."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import islice
 from pathlib import Path
 
 LISTED = 10_000
-"""Entries of a folder that are searched for similar names."""
+"""Maximum folder entries to search for similar names."""
 ALIKE = 0.8
-"""How alike a name without an owner and one that is here are, so that the latter is meant and nothing on the Hub."""
+"""Minimum similarity at which a name without an owner counts as a misspelt local name."""
 
 
 def is_local(name: str) -> bool:
-    """Return whether a name of a model or data set can only be a local path: by its form, or because its first folder exists.
+    """Return whether a model or data set name can only be a local path, by its form or because its first folder exists.
 
     Example:
         >>> is_local("./clip"), is_local("/data/clip"), is_local("~/clip"), is_local("openai/clip-vit-base-patch32")
@@ -28,7 +28,7 @@ def is_local(name: str) -> bool:
 
 
 def is_misspelt(name: str) -> bool:
-    """Return whether a name that is not here is a file's or one of here, misspelt: it has no owner, as what is on the Hub has.
+    """Return whether a name that does not exist looks like a misspelt local file. Hub names with an owner never do.
 
     Example:
         >>> is_misspelt("asked.tx"), is_misspelt("me/asked.tx"), is_misspelt("squad")
@@ -42,7 +42,7 @@ def is_misspelt(name: str) -> bool:
 
 
 def is_file(text: str) -> bool:
-    """Return whether a text is the path of a file; it may be of any length, and may be no path at all.
+    """Return whether a text is the path of a file. Any text works, also a very long one.
 
     Example:
         >>> is_file(__file__), is_file("a red shoe " * 1000)
@@ -52,10 +52,10 @@ def is_file(text: str) -> bool:
 
 
 def model_folder(name: str | os.PathLike[str]) -> str:
-    """Return where a model lies: the folder ``model`` of a run that ended with one, and any other name as it is.
+    """Return the ``model`` folder of a finished run, or the name unchanged.
 
     Args:
-        name: of a model, its folder, or the folder of a run.
+        name: name of a model, its folder, or the folder of a run.
 
     Example:
         >>> import tempfile
@@ -70,13 +70,13 @@ def model_folder(name: str | os.PathLike[str]) -> str:
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """Split ``NAME@REVISION`` of a model on the Hub; the name of a local path stays as it is.
+    """Split ``NAME@REVISION`` of a model on the Hub. Local paths stay as they are.
 
     Args:
-        name: of a model; open_clip's and sentence-transformers' prefixes are part of it.
+        name: model name, with open_clip's or sentence-transformers' prefix if it has one.
 
     Returns:
-        The name, and the branch, tag or commit; None if it names none.
+        The name, and the branch, tag, commit or None.
 
     Example:
         >>> split_revision("openai/clip-vit-base-patch32@3d74acf"), split_revision("gpt2"), split_revision("./me@home")
@@ -90,13 +90,13 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Suggest the path that was meant by one that does not exist, for the end of an error message.
+    """Suggest an existing path for one that does not exist, for the end of an error message.
 
     Args:
         path: a file, a folder or a glob.
 
     Returns:
-        ``"did you mean 'photos/train'?"``, or the last folder that exists when nothing in it has a similar name.
+        ``"did you mean 'photos/train'?"``, or the last existing folder if it has no similar name.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Progress on the main process only: a line per stage with its time, bars with rates, and notices about skipped samples."""
+"""Progress output on the main process: timed stages, bars with rates, and notices."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from xcompat.core.errors import visible, visible_line
 T = TypeVar("T")
 WIDE = 10_000
 SECONDS = 10.0
-"""Between two lines of progress where there is no terminal."""
+"""Interval between progress lines without a terminal."""
 
 
 class _Terminal(Console):
-    """A console that wraps lines and tables at the edge of a terminal, and not where there is none: in files and pipes."""
+    """Console that wraps only at the edge of a terminal."""
 
     @property
     @override
@@ -55,10 +55,10 @@ console: Console = _Terminal(quiet=not is_main_process(), highlight=False)
 
 
 def literal(text: object) -> str:
-    r"""Escape a text for rich: brackets are shown and not read as markup, control characters are spelled out.
+    r"""Escape a text for rich, so that brackets and control characters are shown and not interpreted.
 
     Args:
-        text: a name, an id, a path, or any other text that a file or a stranger may have chosen.
+        text: untrusted text, e.g. a name, an id or a path.
 
     Example:
         >>> literal("[red]shoe")
@@ -66,16 +66,16 @@ def literal(text: object) -> str:
     """
     shown = visible(str(text))
     before = shown.rstrip("\\")
-    # rich reads backslashes before a tag as escapes: with an empty tag after them they are escapes, whatever text follows
+    # rich reads backslashes before a tag as escapes; an empty tag after them makes this independent of the text that follows
     return escape(before) + ("\\" * 2 * (len(shown) - len(before)) + "[default][/]" if before != shown else "")
 
 
 def snippet(text: object, longest: int = 80) -> str:
-    r"""Return the beginning of a text as one line.
+    r"""Return the start of a text as one line.
 
     Args:
         text: of any length.
-        longest: most characters of the line.
+        longest: maximum characters.
 
     Example:
         >>> snippet("bears sleep\n in winter"), len(snippet("long " * 1000, 20))
@@ -87,7 +87,7 @@ def snippet(text: object, longest: int = 80) -> str:
 
 @contextmanager
 def results_on_stdout() -> Iterator[None]:
-    """Show progress and notices on stderr, so that stdout holds nothing but results."""
+    """Send progress and notices to stderr, so that stdout contains only results."""
     before, console.stderr = console.stderr, True
     try:
         yield
@@ -96,7 +96,7 @@ def results_on_stdout() -> Iterator[None]:
 
 
 class _Console(logging.Handler):
-    """Shows what the library logs as the command line shows its own lines."""
+    """Log handler that prints like the command line."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
@@ -104,24 +104,24 @@ class _Console(logging.Handler):
 
 
 logger = logging.getLogger("xcompat")
-"""Where warnings of the library go; like transformers' own, it shows them itself, until it is told otherwise."""
+"""Logger of the library's warnings. Like transformers' logger it prints them by default."""
 logger.addHandler(_Console())
 logger.propagate = False
 
 
 def notice(line: str) -> None:
-    """Warn in plain text of samples, shards or texts that were left out; brackets in it are no markup."""
+    """Warn in plain text, e.g. about skipped samples. Brackets are not markup."""
     logger.warning("%s", visible_line(line))
 
 
 @functools.cache
 def notice_once(line: str) -> None:
-    """Warn only the first time; each worker of a data loader warns once."""
+    """Warn once per process. Each data loader worker warns once."""
     notice(line)
 
 
 def shortened(text: str, longest: int = 40) -> str:
-    """Leave out the middle of a long text: names of models are paths, whose end tells them apart.
+    """Drop the middle of a long text. Model names are paths, which differ at the end.
 
     Example:
         >>> shortened("embedding pictures with /data/models/clip-vit-base-patch32/run-7", 40)
@@ -138,10 +138,10 @@ _followed: ContextVar[Callable[[Task], None] | None] = ContextVar("followed", de
 
 @contextmanager
 def followed_by(show: Callable[[Task], None]) -> Iterator[None]:
-    """Give a function what bars would draw: of a page, which has bars of its own.
+    """Send the tasks of progress bars to a function, for pages that draw their own bars.
 
     Args:
-        show: gets the task of a bar after each of its steps.
+        show: called with the task of a bar after each step.
     """
     before = _followed.set(show)
     try:
@@ -151,7 +151,7 @@ def followed_by(show: Callable[[Task], None]) -> Iterator[None]:
 
 
 class Bar(Progress):
-    """A bar on a terminal; where there is none, a line now and then. Silent on all but the main process."""
+    """Progress bar on a terminal, or occasional lines without a terminal. Only the main process prints."""
 
     def __init__(self) -> None:
         self._follower = _followed.get()
@@ -171,12 +171,10 @@ class Bar(Progress):
 
     @override
     def add_task(self, description: str, *arguments: Any, **fields: Any) -> TaskID:
-        """See :class:`Progress`; a long description is shortened."""
         return super().add_task(literal(shortened(description)), *arguments, **fields)
 
     @override
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """See :class:`Progress`; print a line if there is no terminal and none was printed for :data:`SECONDS`."""
         super().update(task_id, **changes)
         task = self.tasks[self.task_ids.index(task_id)]
         if self._follower is not None:
@@ -191,19 +189,19 @@ class Bar(Progress):
 
 
 def progress_bar() -> Bar:
-    """Return a display of how far something is, with a rate."""
+    """Return a progress display with a rate."""
     return Bar()
 
 
 class Waiting:
-    """Measures the seconds in which a model waits for data."""
+    """Timer of the seconds a model waits for data."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._begun = 0.0
 
     def begin(self) -> None:
-        """Start the clock, or start it again."""
+        """Start the clock."""
         self._begun = time.perf_counter()
 
     def end(self) -> None:
@@ -211,7 +209,7 @@ class Waiting:
         self.seconds += time.perf_counter() - self._begun
 
     def of(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items, and count the seconds until each arrives."""
+        """Yield items and add up the time until each arrives."""
         iterator = iter(items)
         while True:
             self.begin()
@@ -222,7 +220,7 @@ class Waiting:
             yield cast(T, item)
 
     def share_of(self, seconds: float) -> str:
-        """Describe the share of some seconds that was spent waiting."""
+        """Describe the waiting time as a share of ``seconds``."""
         return f"{self.seconds / max(seconds, 1e-9):.0%} waiting for data"
 
 
@@ -233,8 +231,8 @@ def rate_of(bar: Progress, task: TaskID, done: float, unit: str, waiting: Waitin
         bar: the display.
         task: its task, made with the field ``rate``.
         done: units done since the last call.
-        unit: plural of the unit, such as ``"texts"``.
-        waiting: the time spent waiting for data; its share is shown too.
+        unit: plural of the unit, e.g. ``"texts"``.
+        waiting: waiting time to show as a share.
     """
     state = bar.tasks[bar.task_ids.index(task)]
     elapsed = max(state.elapsed or 0.0, 1e-9)
@@ -244,11 +242,11 @@ def rate_of(bar: Progress, task: TaskID, done: float, unit: str, waiting: Waitin
 
 @contextmanager
 def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]:
-    """Print a stage's title when it begins, and again with its seconds when it ends.
+    """Print a stage's title at the start, and again with its duration at the end.
 
     Args:
-        title: what the stage does.
-        seconds: a dictionary that gets the stage's seconds under ``title``.
+        title: title of the stage.
+        seconds: dictionary that receives the duration under ``title``.
     """
     started = time.perf_counter()
     shown = literal(title)
@@ -261,7 +259,7 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
 
 
 def silence_libraries() -> None:
-    """Silence the progress bars of datasets and transformers: the stages show their own."""
+    """Silence the progress bars of datasets and transformers."""
     import datasets
     import transformers
 

@@ -1,4 +1,4 @@
-"""The origin of a result: versions, machine, source revision, command."""
+"""Origin of a result: versions, machine, source revision and command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARIES = ("xcompat", "transformers", "peft", "accelerate", "datasets", "open_
 
 
 def provenance() -> dict[str, Any]:
-    """Describe this run for its folder and its report.
+    """Describe this run for its folder and report.
 
     Returns:
         ``command``, ``versions``, ``machine``, ``git_revision`` (None outside a checkout), ``processes``.

@@ -1,4 +1,4 @@
-"""Lone surrogates: halves of characters that JSON and file names can hold, and that UTF-8, models and tables cannot."""
+"""Lone surrogates: half characters that JSON and file names allow, but UTF-8, models and tables do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPLACEMENT = "\ufffd"
 
 
 def replace_surrogates(text: str) -> str:
-    r"""Join surrogates that form a character, and replace all others by U+FFFD, the replacement character.
+    r"""Join surrogate pairs into characters, and replace lone surrogates by U+FFFD.
 
     Example:
         >>> replace_surrogates("a \ud83d b"), replace_surrogates("\ud83d\ude00") == "\U0001f600"
@@ -25,7 +25,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def decode_utf8(data: bytes) -> str:
-    """Decode bytes that should be UTF-8; surrogates and invalid bytes become U+FFFD."""
+    """Decode bytes as UTF-8. Surrogates and invalid bytes become U+FFFD."""
     try:
         return replace_surrogates(data.decode("utf-8", "surrogatepass"))
     except UnicodeDecodeError:
@@ -34,31 +34,31 @@ def decode_utf8(data: bytes) -> str:
 
 @dataclass
 class Surrogates:
-    """Replaces surrogates in the rows of a file, counts these rows, and names the first.
+    """Replacer of surrogates in the rows of a file, with a count of changed rows.
 
     Args:
-        count: rows in which something was replaced.
-        first: the place of the first such row.
+        count: number of changed rows.
+        first: place of the first changed row.
     """
 
     count: int = 0
     first: str = ""
 
     def replace_in(self, value: Any, where: str) -> Any:  # noqa: ANN401 - any JSON value
-        """Return a value with replaced surrogates, in nested values and keys too; the same object if it has none."""
+        """Return a value with replaced surrogates, also in nested values and keys. A value without any is returned itself."""
         if not _has_surrogates(value):
             return value
         self.add(where)
         return _replace(value)
 
     def add(self, where: str) -> None:
-        """Count a row in which something was replaced."""
+        """Count a changed row."""
         self.count, self.first = self.count + 1, self.first or where
 
     def report(self) -> None:
-        """Print a notice if something was replaced."""
+        """Print a notice if any row changed."""
         if self.count:
-            rows = "1 row holds" if self.count == 1 else f"{self.count:,} rows hold"
+            rows = "1 row contains" if self.count == 1 else f"{self.count:,} rows contain"
             notice(f"{rows} half a character (a lone surrogate), replaced by {REPLACEMENT}; the first is {self.first}")
 
 

@@ -1,4 +1,4 @@
-"""Use the cores and the memory of one process well: spread work over threads, and reuse freed memory."""
+"""Threads and memory of one process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from typing import TypeVar
 import torch
 
 MOST_THREADS = 16
-"""Limit of threads: each holds its own blocks in memory, and all share the memory bandwidth."""
+"""Maximum threads. Each holds its own blocks in memory, and all share the memory bandwidth."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 KEPT = 2**30
-"""Bytes of freed memory that a process keeps; single blocks from this size on go back to the system."""
+"""Bytes of freed memory that a process keeps. Larger single blocks go back to the system."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next allocation (mallopt(3)), for the rest of the process.
+    """Make glibc keep freed memory for the next allocation (mallopt(3)), for the rest of the process.
 
-    By default glibc returns blocks as large as a batch's activations to the system, which clears every page again for the next
-    batch. That takes a third of the time when a ResNet-50 embeds on a CPU (`python benchmarks/speed/freed_memory.py`). Other C
-    libraries are not changed.
+    By default glibc returns large blocks to the system, which clears their pages again for the next batch. This takes a third
+    of the time when a ResNet-50 embeds on a CPU (`python benchmarks/speed/freed_memory.py`).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -39,21 +38,21 @@ def keep_freed_memory() -> None:
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Apply a function in threads, ahead of the consumer by at most one item more than there are threads.
+    """Apply a function in threads. Threads run ahead of the consumer by at most ``threads + 1`` items.
 
     Args:
         function: must spend most of its time outside Python's global lock.
-        items: read one by one, in the consumer's thread.
+        items: read one by one in the consumer's thread.
         threads: number of threads.
 
     Yields:
-        The results in the order of the items.
+        The results, in order.
 
     Example:
         >>> list(map_in_threads(abs, [-3, 2, -1], threads=2))
         [3, 2, 1]
     """
-    # before Python 3.14 the pool's own map reads all items at once; joblib reads them in its threads
+    # before Python 3.14 the pool's own map reads all items at once, and joblib reads them in its threads
     with ThreadPoolExecutor(threads) as pool:
         started = (pool.submit(function, item) for item in items)
         ahead = deque(islice(started, threads + 1))
@@ -67,18 +66,17 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
 
 
 def map_in_rounds(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Apply a function to as many items at once as there are threads, and rest while the consumer uses the results.
+    """Apply a function to ``threads`` items at a time, and pause while the consumer uses the results.
 
-    For a consumer that runs a model on the same cores: threads beside it would cost more than they gain, as each matrix product
-    waits for the core that was taken.
+    Use it if the consumer runs a model on the same cores: parallel threads would slow its matrix products.
 
     Args:
         function: must spend most of its time outside Python's global lock.
-        items: read in the consumer's thread, as many at a time as there are threads.
+        items: read in the consumer's thread, ``threads`` at a time.
         threads: number of threads.
 
     Yields:
-        The results in the order of the items.
+        The results, in order.
 
     Example:
         >>> list(map_in_rounds(abs, [-3, 2, -1], threads=2))
@@ -91,25 +89,25 @@ def map_in_rounds(function: Callable[[T], R], items: Iterable[T], threads: int) 
 
 
 def cores(device: torch.device) -> int:
-    """Return the number of threads of :func:`map_over_cores`: torch's own number on a CPU, else 1."""
+    """Return the number of threads of :func:`map_over_cores`: torch's setting on a CPU, else 1."""
     return min(torch.get_num_threads(), MOST_THREADS) if device.type == "cpu" else 1
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, which may be fewer than the machine has."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch.device) -> Iterator[R]:
-    """Compute each item on one core: for sorting, counting and indexing, which torch does not spread over cores itself.
+    """Compute each item on a single core, for sorting, counting and indexing, which torch does not parallelise.
 
     Args:
-        function: computes one item with torch.
+        function: computes an item with torch.
         items: independent of each other.
-        device: where it computes; on anything but a CPU items are computed one after the other.
+        device: the device it computes on. On anything but a CPU, items run sequentially.
 
     Yields:
-        The results in the order of the items.
+        The results, in order.
     """
     if (threads := cores(device)) == 1:
         yield from map(function, items)
@@ -118,7 +116,7 @@ def map_over_cores(function: Callable[[T], R], items: Iterable[T], device: torch
 
 
 def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
-    """Wrap a function for use in several threads: torch computes in the calling thread and starts no threads of its own."""
+    """Wrap a function for use in several threads: torch then computes only in the calling thread."""
     of_all = torch.get_num_threads()
 
     def alone(item: T) -> R:
@@ -130,7 +128,7 @@ def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
 
 @contextmanager
 def _one_torch_thread(of: int) -> Iterator[None]:
-    """Have torch compute only in the calling thread; other threads keep their setting."""
+    """Make torch compute only in the calling thread. Other threads keep their setting."""
     torch.get_num_threads()  # a thread's first call adopts the global number, and would undo the next line later
     torch.set_num_threads(1)
     try:

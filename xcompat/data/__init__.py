@@ -1,4 +1,4 @@
-"""Data: from the user's files to batches, with one set of column names."""
+"""Data loading, from the user's files to batches, with one set of column names."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - lazy import: loads a module, and torch, on first use
     for module, names in _PLACES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

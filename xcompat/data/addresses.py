@@ -1,4 +1,4 @@
-"""Shards and texts elsewhere: addresses of the web, of object stores and of the Hub, and commands, read as streams."""
+"""Remote shards and texts, read as streams: addresses on the web, in object stores and on the Hub, and commands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WEB, STORES, HUB, PIPE = ("https://", "http://"), ("s3://", "gs://"), "hf://", "
 SCHEMES = (*WEB, *STORES, HUB, PIPE)
 BLOCK = 2**20
 ALLOW_PIPES = "XCOMPAT_ALLOW_PIPES"
-"""The variable of the environment that allows ``pipe:``: a recipe, which may be a stranger's, cannot set it."""
+"""Environment variable that allows ``pipe:``. Recipes cannot set it, as they may come from strangers."""
 
 
 def is_address(path: object) -> TypeGuard[str]:
-    """Return whether a path is read from elsewhere where it is streamed; a file of that name comes first.
+    """Return whether a path is a remote address. An existing file of that name takes precedence.
 
     Example:
         >>> is_address("https://shards.example/0.tar"), is_address("pipe:zcat 0.tar.gz"), is_address("shards/0.tar")
@@ -33,17 +33,17 @@ def is_address(path: object) -> TypeGuard[str]:
 
 
 def addresses(path: str | list[str]) -> list[str] | None:
-    """List the shards that a path names elsewhere.
+    """List the remote shards of a path.
 
     Args:
-        path: an address, with a brace range or (on the Hub) a glob, or a list of these.
+        path: an address, optionally with a brace range or (on the Hub) a glob, or a list of addresses.
 
     Returns:
-        Addresses in order; None if the path names local files.
+        Addresses in order; None for local files.
 
     Raises:
-        XcompatError: some are local and some are not, one is no address, a command is named and not allowed, or nothing on the
-            Hub matches.
+        XcompatError: local and remote paths are mixed, an address is invalid, a command is not allowed, or nothing on the Hub
+            matches.
     """
     given = [path] if isinstance(path, str) else path
     elsewhere = [each for each in given if is_address(each)]
@@ -51,26 +51,26 @@ def addresses(path: str | list[str]) -> list[str] | None:
         return None
     if len(elsewhere) < len(given):
         local = next(each for each in given if each not in elsewhere)
-        raise XcompatError(f"{local} is here and {shown(elsewhere[0])} is elsewhere; a stream reads one or the other")
+        raise XcompatError(f"{local} is local and {shown(elsewhere[0])} is remote; give only local or only remote paths")
     return [found for each in elsewhere for one in _expanded(each) for found in _matching(one)]
 
 
 def _expanded(address: str) -> list[str]:
-    """Write brace ranges out; in a command, whose braces may be its own, only those of numbers."""
+    """Expand brace ranges. In commands, expand only ranges of numbers, as other braces may be the command's own."""
     from braceexpand import braceexpand
 
     if address.startswith(PIPE):
         if not address.removeprefix(PIPE).strip():
-            raise XcompatError(f"{PIPE} names no command; write the one that prints what is to be read")
+            raise XcompatError(f"{PIPE} contains no command; add one that prints the data")
         parts = re.split(r"(\{\d+\.\.\d+\})", address)
         return list(map("".join, product(*(braceexpand(part) if number % 2 else [part] for number, part in enumerate(parts)))))
     try:
         expanded = list(braceexpand(address))
         if all(urlsplit(one).netloc for one in expanded):
             return expanded
-    except ValueError:  # of braces, and of what is no address
+    except ValueError:  # invalid braces or addresses
         pass
-    raise XcompatError(f"{shown(address)} is no address, or its braces do not fit; mend it")
+    raise XcompatError(f"{shown(address)} is not a valid address, or its braces do not match; fix it")
 
 
 def _matching(address: str) -> list[str]:
@@ -82,7 +82,7 @@ def _matching(address: str) -> list[str]:
 
     try:
         found = sorted(f"{HUB}{path}" for path in HfFileSystem().glob(address.removeprefix(HUB)))
-    except Exception as error:  # of the network, of names that cannot be, of what may not be read
+    except Exception as error:  # network errors, invalid names, missing permissions
         raise XcompatError(f"{shown(address)} cannot be looked up: {why(error)}") from None
     if not found:
         raise XcompatError(f"nothing on the Hub matches {address}")
@@ -97,7 +97,7 @@ def _require_pipes(address: str) -> None:
 
 
 def shown(address: str) -> str:
-    """Return an address for messages: without user, password, query and fragment, which may be secrets; of a command its name.
+    """Return an address for messages, without possible secrets (user, password, query, fragment); for a command, its name.
 
     Example:
         >>> shown("https://me:secret@shards.example/0.tar?token=secret"), shown("pipe:aws s3 cp s3://b/0.tar - --profile me")
@@ -105,24 +105,24 @@ def shown(address: str) -> str:
     """
     if address.startswith(PIPE):
         return " ".join([f"{PIPE}{address.removeprefix(PIPE).strip()}".split(maxsplit=1)[0], "..."])
-    scheme, _, rest = address.partition("://")  # by hand: this is for what is no address, too
+    scheme, _, rest = address.partition("://")  # not urlsplit: invalid addresses must work, too
     place, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
 
 
 def why(error: Exception) -> str:
-    """Return why an address could not be read, without what it holds itself."""
+    """Describe why an address could not be read, without repeating the address."""
     causes = [error, error.__cause__, error.__context__]
     status = next((found for each in causes if (found := getattr(each, "status", None)) is not None), None)
     if status is not None and status not in (404, 410):
         return f"its server answers {status}"
     if any("Connect" in type(each).__name__ for each in causes):
         return "its server cannot be reached"
-    if isinstance(error, FileNotFoundError):  # what fsspec makes of every failure
+    if isinstance(error, FileNotFoundError):  # fsspec raises it for every failure
         return "it does not exist"
-    if "range requests" in str(error):  # as fsspec says it, with advice for programs
-        return "its server sends whole files only, and no parts (HTTP range requests); copy it here, or to one that does"
-    if ended := re.search(r": exit (-?\d+) \(read\)", str(error)):  # as webdataset says it, after the command
+    if "range requests" in str(error):  # fsspec's wording
+        return "its server does not support HTTP range requests; download it first, or use a server that supports them"
+    if ended := re.search(r": exit (-?\d+) \(read\)", str(error)):  # webdataset's wording
         return f"the command ended with {ended[1]}"
     reason = "" if "://" in str(error) or PIPE in str(error) else f": {error}"
     return f"{type(error).__name__}{reason}"
@@ -130,13 +130,13 @@ def why(error: Exception) -> str:
 
 @contextmanager
 def opened(address: str) -> Iterator[Any]:
-    """Open an address for reading from its beginning.
+    """Open an address for reading from the beginning.
 
-    Reads are repeated where a connection breaks, from where it broke: by ``datasets`` on the web and on the Hub, by Arrow in
-    object stores. A command is not run again.
+    Interrupted reads resume where they broke: through ``datasets`` on the web and the Hub, through Arrow in object stores.
+    Commands do not run again.
 
     Args:
-        address: one of :func:`addresses`.
+        address: from :func:`addresses`.
     """
     stream = _open(address)
     try:
@@ -145,19 +145,19 @@ def opened(address: str) -> Iterator[Any]:
         with suppress(Exception):
             stream.close()
         raise
-    stream.close()  # a command that failed says so here
+    stream.close()  # raises if a command failed
 
 
 @contextmanager
 def fetched(address: str, folder: Path) -> Iterator[Path]:
-    """Copy what lies at an address into a file that has its name, for readers that need one; it is deleted in the end.
+    """Download an address to a temporary file of the same name, for readers that need a file.
 
     Args:
-        address: one of :func:`addresses`.
-        folder: an existing folder with room for it.
+        address: from :func:`addresses`.
+        folder: existing folder with enough space.
 
     Raises:
-        XcompatError: it cannot be read.
+        XcompatError: the address cannot be read.
     """
     name = "" if address.startswith(PIPE) else PurePosixPath(urlsplit(address).path).name
     with temporary_folder(folder / "fetched") as place:
@@ -165,7 +165,7 @@ def fetched(address: str, folder: Path) -> Iterator[Path]:
         with file.open("wb") as target, progress_bar() as bar:
             task = bar.add_task(shown(address), total=None, rate="")
             for block in _blocks(address):
-                target.write(block)  # an error of this disk is not one of the address
+                target.write(block)  # local disk errors are not errors of the address
                 rate_of(bar, task, len(block) / 1e6, "MB")
         yield file
 
@@ -177,7 +177,7 @@ def _blocks(address: str) -> Iterator[bytes]:
                 yield block
     except XcompatError:
         raise
-    except Exception as error:  # each kind of address has its own
+    except Exception as error:  # each kind of address raises its own types
         raise XcompatError(f"{shown(address)} cannot be read: {why(error)}") from None
 
 

@@ -1,4 +1,4 @@
-"""Batches with as many images of each of their classes, as triplets need them."""
+"""Class-balanced batches for triplet losses."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ def _require_pairs(labels_N: NDArray[np.int64], classes: Sequence[str] | None) -
     lonely = [classes[index] if classes else str(index) for index in present[counts < 2].tolist()]
     if lonely:
         more = f" and of {len(lonely) - 1} more" if len(lonely) > 1 else ""
-        raise XcompatError(f"fewer than two samples of class {lonely[0]!r}{more}; add samples or leave the class out")
+        raise XcompatError(f"fewer than two samples of class {lonely[0]!r}{more}; add samples or remove the class")
 
 
 class ClassBalancedSampler(Sampler[int]):
-    """Batches of P classes with K samples each, for batch-hard triplet loss (Hermans et al. 2017).
+    """Sampler of batches with P classes and K samples each, for batch-hard triplet loss (Hermans et al. 2017).
 
-    An epoch goes over the classes as often as it takes to draw as many samples as there are. In each pass every class comes at
-    most once, in random order (what does not fill a batch is left to other passes), and its samples come without repetition
-    until all were drawn. The draws depend on seed and epoch alone. Give a data loader the batch size P·K. ``accelerate`` deals
-    whole batches to the processes itself, so keep one replica there; the parts are those of ``num_replicas`` and ``rank``.
+    An epoch draws about as many samples as there are. Each pass visits every class at most once, in random order, and drops
+    classes that do not fill a batch. Classes repeat samples only after all were drawn. Draws depend only on seed and epoch.
+
+    Use batch size P·K in the data loader. ``accelerate`` distributes whole batches itself, so keep ``num_replicas=1`` there.
 
     Args:
         labels_N: class of each sample, any integers.
         classes_per_batch: P.
-        samples_per_class: K; a class with fewer samples repeats them.
-        classes: names for messages.
-        seed: of the draws.
-        num_replicas: how many processes share the batches.
-        rank: which of them this is; it gets every ``num_replicas``-th batch.
+        samples_per_class: K; smaller classes repeat samples.
+        classes: class names for messages.
+        seed: random seed.
+        num_replicas: number of processes that share the batches.
+        rank: this process, which gets every ``num_replicas``-th batch.
 
     Raises:
-        XcompatError: a class has a single sample, or there are fewer classes than a batch needs.
+        XcompatError: a class has a single sample, K is below 2, or there are too few classes or batches.
 
     Example:
         >>> sampler = ClassBalancedSampler(np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]), 2, 2)
@@ -61,26 +61,28 @@ class ClassBalancedSampler(Sampler[int]):
         _, self._counts_C = np.unique(self.labels_N, return_counts=True)
         per_pass = len(self._counts_C) // classes_per_batch
         if not per_pass:
-            raise XcompatError(f"{classes_per_batch} classes do not fit: there are {len(self._counts_C)}; take fewer per batch")
+            raise XcompatError(
+                f"classes_per_batch={classes_per_batch} exceeds the {len(self._counts_C)} classes of the data; use fewer"
+            )
         if samples_per_class < 2:
-            raise XcompatError(f"{samples_per_class} sample of each class has no positive in its batch; take at least 2")
+            raise XcompatError(f"samples_per_class={samples_per_class} leaves samples without positives; use at least 2")
         self.classes_per_batch, self.samples_per_class = classes_per_batch, samples_per_class
         self._passes = max(1, round(len(self.labels_N) / (len(self._counts_C) * samples_per_class)))
         self._batches = self._passes * per_pass // num_replicas
         if not self._batches:
-            raise XcompatError(f"{self._passes * per_pass} batches are too few for {num_replicas} processes; make them smaller")
+            raise XcompatError(f"{self._passes * per_pass} batches are too few for {num_replicas} processes; use smaller batches")
         self.seed, self.num_replicas, self.rank, self.epoch = seed, num_replicas, rank, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches are drawn next."""
+        """Set the epoch of the next draws."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of samples that this process draws in an epoch."""
+        """Return the number of samples per epoch in this process."""
         return self._batches * self.classes_per_batch * self.samples_per_class
 
     def __iter__(self) -> Iterator[int]:
-        """Yield row numbers, each P·K of them a batch."""
+        """Yield row numbers; each P·K form a batch."""
         draw = np.random.default_rng((self.seed, self.epoch))
         shuffled_N = draw.permutation(len(self.labels_N))
         rows_N = shuffled_N[np.argsort(self.labels_N[shuffled_N], kind="stable")]  # by class, shuffled within

@@ -1,4 +1,4 @@
-"""Arrow files that are built once from the user's files, then memory-mapped, and rebuilt when those files change."""
+"""Cache of memory-mapped Arrow files, rebuilt when the user's files change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_FILE = "arrow_file"  # key of a record for the state of the Arrow file beside it
-FORMAT = 1  # raise it when the builders write something else, so that caches of older versions are not reused
-ROWS = 256  # per batch: a column of images of some megabytes must stay under Arrow's 2 GB
+_FILE = "arrow_file"  # record key for the state of the Arrow file
+FORMAT = 1  # increase it when builders change their output, to invalidate older caches
+ROWS = 256  # per batch: a column of large images must stay below Arrow's 2 GB
 
 
 def cache_folder() -> Path:
-    """Return this library's folder in the cache of ``datasets``; made if missing."""
+    """Return xcompat's folder in the cache of ``datasets``; create it if missing."""
     import datasets
 
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat"
@@ -56,26 +56,25 @@ def cached_dataset(
     features: datasets.Features,
     build: Callable[[dict[str, Any]], Iterator[pa.RecordBatch]],
 ) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """Open a memory-mapped data set, and write it first if it is not in the cache.
+    """Open a memory-mapped data set, and build it first if it is not in the cache.
 
-    The files are in the cache folder of ``datasets``. Several processes may call this at once: one writes, the others wait. If a
-    file's size or time has changed since it was written, its checksum is compared, and a damaged file is written again. Damage
-    that changes neither, such as that of a disk, is not found.
+    Concurrent processes are safe: one writes, the others wait. If the size or time of a file has changed, its checksum is
+    compared, and a damaged file is rebuilt. Damage that changes neither is not detected.
 
     Args:
-        kind: the kind of content, and the start of the file's name.
-        key: everything that the content depends on, JSON-like; another key is another file.
+        kind: kind of content, used as file name prefix.
+        key: everything that the content depends on, JSON-like.
         features: the columns.
-        build: called with an empty record to fill (JSON-like, kept beside the data), yields the batches.
+        build: fills an empty record (JSON-like, stored with the data) and yields batches.
 
     Returns:
-        The data set, and the record that was filled when it was built.
+        The data set, and its record.
     """
     import datasets
     import pyarrow as pa
     from filelock import FileLock
 
-    # Dataset.from_generator also locks, writes atomically and takes a key, but it opens damaged files and keeps no record
+    # not Dataset.from_generator: it opens damaged files and keeps no record
     schema = features.arrow_schema
     digest = _digest({"format": FORMAT, "schema": str(schema), **key})
     stem = f"{kind}-{digest[:24]}"
@@ -89,18 +88,18 @@ def cached_dataset(
                 with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
                     for batch in build(record):
                         writer.write_batch(batch)
-                # before the data file is moved to its place, so that there is never data without a record
+                # written before the data file is moved, so that data never exists without a record
                 write_json(record_file, record | {_FILE: _Written.of(temporary, record).model_dump()})
     try:
         dataset = datasets.Dataset.from_file(str(arrow_file))
-    except (pa.ArrowException, OSError, ValueError) as error:  # a file from before there were checksums
-        raise XcompatError(f"{arrow_file} cannot be read ({str(error)[:200]}); delete it, and it is written again") from error
+    except (pa.ArrowException, OSError, ValueError) as error:  # a cache file without checksum
+        raise XcompatError(f"{arrow_file} cannot be read ({str(error)[:200]}); delete it to rebuild it") from error
     dataset._fingerprint = digest  # derived from the source, so that caches keyed by it outlive a rebuild
     return dataset, record
 
 
 class _Written(FileRecord):
-    """The state of an Arrow file when it was written, its time in nanoseconds, and a digest of the record beside it."""
+    """State of an Arrow file when written, with its time in nanoseconds and a digest of its record."""
 
     changed: int
     record: str
@@ -115,7 +114,7 @@ def _digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _whole(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
-    """Return the record of an undamaged file; None if it must be written, with a notice if it was damaged."""
+    """Return the record of an intact file, else None. Print a notice if it is damaged."""
     if not arrow_file.exists():
         return None
     record: Any = None
@@ -126,13 +125,13 @@ def _whole(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
     except (XcompatError, ValidationError, TypeError):
         is_damaged = True
     if is_damaged or not isinstance(record, dict):
-        notice(f"{record_file}, which belongs to {arrow_file.name}, is missing or damaged; both are written again")
+        notice(f"{record_file} of {arrow_file.name} is missing or damaged; rebuilding both")
         return None
     stat = arrow_file.stat()
     if written is None or (stat.st_size, stat.st_mtime_ns) == (written.size, written.changed):
         return record
     if found := difference(arrow_file, FileRecord(size=written.size, xxh3=written.xxh3)):
-        notice(f"{found[0]}; it is written again")
+        notice(f"{found[0]}; rebuilding it")
         return None
     # a copied file has a new time: record it, so that the checksum is compared only once
     write_json(record_file, record | {_FILE: written.model_copy(update={"changed": stat.st_mtime_ns}).model_dump()})
@@ -144,10 +143,10 @@ def rows_to_batches(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> Ite
 
     Args:
         rows: mappings from column to value.
-        schema: the columns and their types.
+        schema: columns and their types.
 
     Yields:
-        Record batches of `ROWS` rows, the last one possibly shorter.
+        Batches of `ROWS` rows; the last can be shorter.
     """
     import pyarrow as pa
 

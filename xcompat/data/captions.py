@@ -1,4 +1,4 @@
-"""Rows of image files, from a captions file (CSV, TSV or JSON lines) or from folders of images."""
+"""Rows of image files, from captions tables (CSV, TSV, JSON lines), image lists or image folders."""
 
 from __future__ import annotations
 
@@ -42,21 +42,20 @@ _MARKET = re.compile(r"(-1|\d+)_c(\d+)")
 def read_captions(
     file: Path, source: PairSource, metadata: bool | list[str] = False, problems: Problems | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Read a captions file into one row for each image; an image with several captions has several lines in the file.
+    """Read a captions file into one row per image.
 
     Args:
-        file: ``.csv``, ``.tsv`` or ``.jsonl``, possibly gzip, or captions as Flickr8k or COCO has them; image paths are relative
-            to its folder or, where none of them is there, to a folder beside it.
-        source: the columns to read.
-        metadata: which other columns are read too, as JSON in the column ``metadata``: what the image's first line holds. True
-            for all, False for none.
-        problems: gets a line for each of these columns whose values JSON does not have.
+        file: ``.csv``, ``.tsv`` or ``.jsonl``, optionally gzip, or captions in Flickr8k or COCO format. Image paths are relative
+            to its folder or, if the first image is not there, to a folder next to it.
+        source: columns to read.
+        metadata: further columns to store as JSON in ``metadata``, from each image's first line; True for all.
+        problems: receives a note for each such column with values that JSON does not support.
 
     Yields:
-        Rows in order of first appearance, each with the path of its image.
+        Rows in order of first appearance, with absolute image paths.
 
     Raises:
-        XcompatError: the file cannot be read, is empty, lacks a column or an id, or names images that do not exist.
+        XcompatError: the file is unreadable or empty, lacks a column or an id, or names missing images.
     """
     table = _read_table(file)
     where, columns = str(file), [str(column) for column in table.columns]
@@ -67,8 +66,8 @@ def read_captions(
     camera = pick_column(source.camera_column, (), columns, "camera_column", where) if source.camera_column else None
     lists = [value for value in table[image] if not isinstance(value, str | int)]
     if lists:
-        raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is no image's path; mend that row")
-    table[image] = table[image].map(str)  # JSON may call an image 123
+        raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is not an image path; fix that row")
+    table[image] = table[image].map(str)  # JSON may give a path as a number
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id, camera) if name}
     first = table.drop_duplicates(image)
     names = [str(name) for name in first[image]]
@@ -95,54 +94,53 @@ def read_captions(
 
 
 def _metadata_columns(metadata: bool | list[str], others: list[str], where: str) -> list[str]:
-    """Return the further columns that are read, or raise if one is not there."""
     if isinstance(metadata, bool):
         return others if metadata else []
     return [pick_column(name, (), others, "--metadata", where) for name in metadata]
 
 
 def read_listed(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
-    """Make one row for each line of a list of images.
+    """Read one row per line of an image list.
 
     Args:
-        file: the list; image paths are relative to its folder or, where the first of them is not there, to a folder beside it.
-        source: the columns to read.
+        file: the list. Image paths are relative as in :func:`read_captions`.
+        source: columns to read.
 
     Yields:
-        Rows in the order of the list, each with the path of its image.
+        Rows in file order, with absolute image paths.
 
     Raises:
-        XcompatError: the list names images that do not exist, or one without a class where labels are needed.
+        XcompatError: an image, or a required class, is missing.
     """
     listed = list(read_image_list(file))
     folder = _folder_of(file, [name for name, _ in listed])
     for name, label in listed:
         if source.with_labels and label is None:
-            raise XcompatError(f"{file}: {name} has no class; write it behind the path")
+            raise XcompatError(f"{file}: {name} has no class; write it after the path")
         row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}, ID: name}
         yield row | ({LABEL: label} if source.with_labels else {})
 
 
 def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source: PairSource) -> Iterator[dict[str, Any]]:
-    """Make one row for each image file; its label is the name of its folder.
+    """Read one row per image file, with its folder name as label.
 
     Args:
         listed: files and their ids.
-        folders: the folders that the user named.
-        source: the columns to read.
+        folders: folders given by the user.
+        source: columns to read.
 
     Yields:
-        Rows in the order of the files, each with the path of its image.
+        Rows in file order, with absolute image paths.
 
     Raises:
-        XcompatError: ``label_column`` is not ``folder``, or a file is not in a class's folder.
+        XcompatError: ``label_column`` is not ``folder``, ``camera_column`` is set, or a file is not in a class folder.
     """
     if source.label_column not in (None, "folder"):
         raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
     if source.camera_column is not None:
         raise XcompatError(
-            f"images in folders have no column {source.camera_column!r}; list them with their cameras in labels.csv, or set "
-            "format: market1501 if their names say it"
+            f"images in folders have no column {source.camera_column!r}; list images and cameras in labels.csv, or set "
+            "format: market1501 if file names contain the camera"
         )
     for file, name in listed:
         if source.with_labels:
@@ -152,38 +150,38 @@ def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source:
 
 
 def require_class_folder(file: Path, folders: list[Path]) -> None:
-    """Refuse an image that lies in no class's folder, as the folder's name is its label.
+    """Raise if an image is not in a class folder.
 
     Args:
         file: the image.
-        folders: the folders that the user named.
+        folders: folders given by the user.
 
     Raises:
-        XcompatError: naming it.
+        XcompatError: the image lies directly in the only given folder.
     """
     if folders == [file.parent]:
-        raise XcompatError(f"{file} has no label; move it into a folder called after its class")
+        raise XcompatError(f"{file} has no label; move it into a folder named after its class")
 
 
 def read_market1501(listed: Iterable[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:
-    """Make one row for each image that is named as in Market-1501: ``0002_c1s1_000451_03.jpg``, person 0002 by camera 1.
+    """Read one row per image named as in Market-1501: ``0002_c1s1_000451_03.jpg`` is person 0002 from camera 1.
 
-    Images of person -1 are junk and left out. Person 0000 stands for all that are nobody: each such image is a class of its own,
-    so that no query finds it. DukeMTMC-reID and VeRi-776 name their images in the same way.
+    Images of person -1 (junk) are skipped. Each image of person 0000 (distractors) gets its own class, so that no query finds it.
+    DukeMTMC-reID and VeRi-776 use the same names.
 
     Args:
         listed: files and their ids.
-        source: the columns to read; the names of files give them.
+        source: columns to read.
 
     Yields:
-        Rows in the order of the files, each with the path of its image.
+        Rows in file order, with absolute image paths.
 
     Raises:
-        XcompatError: a column is named, or the name of a file gives no person or no camera.
+        XcompatError: a column is set, or a file name contains no person or camera.
     """
     for column in ("label_column", "camera_column"):
         if (given := getattr(source, column)) is not None:
-            raise XcompatError(f"format market1501 reads names of files and no column {given!r}; leave {column} out")
+            raise XcompatError(f"format market1501 reads file names, not the column {given!r}; remove {column}")
     for file, name in listed:
         person, camera = _person_and_camera(file)
         if person == "-1":
@@ -193,13 +191,13 @@ def read_market1501(listed: Iterable[tuple[Path, str]], source: PairSource) -> I
 
 
 def require_market1501_names(paths: list[Path]) -> None:
-    """Refuse images that are not named as in Market-1501, before anything is read of them.
+    """Raise if an image is not named as in Market-1501, before any is read.
 
     Args:
-        paths: the folders of the user.
+        paths: folders given by the user.
 
     Raises:
-        XcompatError: naming the first such file.
+        XcompatError: names the first such file.
     """
     for file, _ in image_files(paths):
         _person_and_camera(file)
@@ -216,19 +214,18 @@ def _person_and_camera(file: Path) -> tuple[str, str]:
 
 
 def _own_ids(file: Path, column: str, names: list[str], values: pd.Series[Any]) -> list[str]:
-    """Return the first id in the rows of each image, or raise if there are images without."""
     found = [next((str(value) for value in values[name] if not is_blank(value)), None) for name in names]
     if lacking := [name for name, own in zip(names, found, strict=True) if own is None]:
         raise XcompatError(
-            f"{file}: {lacking[0]} has no {column}, as {len(lacking):,} of {len(names):,} images have none; fill the column, or "
-            "name another under id_column"
+            f"{file}: {lacking[0]} has no {column} ({len(lacking):,} of {len(names):,} images have none); fill the column, or "
+            "set id_column to another"
         )
     return [own for own in found if own is not None]
 
 
 def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
-    """Return the label or camera of an image as it is written, or raise if its rows have none or several."""
-    found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN is not itself
+    """Return the single label or camera of an image."""
+    found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN differs from itself
     if not found:
         raise XcompatError(f"{where} has no {what}; add one or delete the row")
     if len(found) > 1:
@@ -237,13 +234,13 @@ def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
 
 
 def _read_table(file: Path) -> pd.DataFrame:
-    """Read a table of strings, so that ids keep their leading zeros; numbers of JSON stay as they are written."""
+    """Read a table as strings, which keeps leading zeros of ids. JSON numbers stay as written."""
     import pandas as pd
 
     if has_suffix(file, (coco.SUFFIX,)):
         table = coco.read_coco_captions(file)
         if table.empty:
-            raise XcompatError(f"{file} holds no captions; fetch it again")
+            raise XcompatError(f"{file} contains no captions; fetch it again")
         return table
     require_table(file)
     try:
@@ -254,16 +251,16 @@ def _read_table(file: Path) -> pd.DataFrame:
     except XcompatError:
         raise
     except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
-        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); mend that row") from error
-    if not isinstance(table.index, pd.RangeIndex):  # pandas makes an index of surplus fields
-        raise XcompatError(f"{file} has rows with more fields than its header; quote captions that hold the separator")
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); fix that row") from error
+    if not isinstance(table.index, pd.RangeIndex):  # pandas turns surplus fields into an index
+        raise XcompatError(f"{file} has rows with more fields than its header; quote captions that contain the separator")
     if table.empty:
-        raise XcompatError(f"{file} holds no rows; it needs a header and one row per caption")
+        raise XcompatError(f"{file} contains no rows; it needs a header and one row per caption")
     return table
 
 
 def _folder_of(file: Path, names: list[str]) -> Path:
-    """Return the folder that the paths of images are relative to: the file's or, if it has none of them, one beside the file."""
+    """Return the base folder of image paths: the file's own, or one next to it with the first image."""
     folder = file.parent
     if not _exists(folder / names[0]):
         # Flickr8k: captions.txt and Images/; COCO: annotations/captions_val2014.json and val2014/

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in their binary version: records of one or two label bytes and 3,072 bytes of pixels."""
+"""Binary version of CIFAR-10 and CIFAR-100: records of one or two label bytes and 3,072 pixel bytes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ SUFFIX = ".bin"
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
 _AT_ONCE = 1024
-"""Records that are read together."""
+"""Records per read."""
 _PICKLES = (("meta", "train"), ("batches.meta", "data_batch_1"))
 """Files of the Python version."""
 
 
 @dataclass(frozen=True)
 class CifarVersion:
-    """What a record holds before its pixels.
+    """Record layout of a CIFAR version.
 
     Args:
-        name: of the data set.
-        labels: the label of each byte, and its number of classes; the last one is what the data set is named after.
-        name_files: the file beside the data that names the classes of each label.
+        name: name of the data set.
+        labels: label bytes in order, with their numbers of classes. The last is the default.
+        name_files: file with the class names of each label.
     """
 
     name: str
@@ -39,18 +39,18 @@ class CifarVersion:
 
     @property
     def record(self) -> int:
-        """Return the number of bytes of a record."""
+        """Return the number of bytes per record."""
         return len(self.labels) + PIXELS
 
     def label(self, given: str | None) -> str:
-        """Return the label that is read: the one that is named, or the usual one."""
+        """Return the given label, or the usual one."""
         return pick_column(given, tuple(reversed(self.labels)), list(self.labels), "label_column", self.name)
 
     def class_names(self, file: Path, label: str) -> list[str] | None:
-        """Return the names of the classes in the order of their labels, from the file beside the data; None if there is none.
+        """Return class names in label order from the file next to the data, or None without one.
 
         Raises:
-            XcompatError: it names another number of classes than the labels have.
+            XcompatError: the file has the wrong number of names.
         """
         named = file.parent / self.name_files[label]
         if not named.is_file():
@@ -58,7 +58,7 @@ class CifarVersion:
         names = load_classes(named)
         if len(names) != self.labels[label]:
             raise XcompatError(
-                f"{named} names {len(names)} classes, and {label} labels of {self.name} have {self.labels[label]}; fetch it again"
+                f"{named} names {len(names)} classes, but {label} labels of {self.name} have {self.labels[label]}; fetch it again"
             )
         return names
 
@@ -70,13 +70,13 @@ VERSIONS = (
 
 
 def cifar_version(files: Sequence[Path]) -> CifarVersion:
-    """Tell CIFAR-10 and CIFAR-100 apart, by the size of their records.
+    """Return the CIFAR version with the record size of the files.
 
     Args:
-        files: such as ``train.bin`` of CIFAR-100, or all ``data_batch_*.bin`` of CIFAR-10.
+        files: e.g. ``train.bin`` (CIFAR-100), or all ``data_batch_*.bin`` (CIFAR-10).
 
     Raises:
-        XcompatError: the files hold no whole number of records of the same version.
+        XcompatError: no version fits all files.
     """
     sizes = {file: file.stat().st_size for file in files}
     unlike = [[file for file, size in sizes.items() if not size or size % version.record] for version in VERSIONS]
@@ -84,19 +84,19 @@ def cifar_version(files: Sequence[Path]) -> CifarVersion:
     if not fewest:
         return VERSIONS[unlike.index(fewest)]
     known = " or ".join(f"{version.record:,} bytes ({version.name})" for version in VERSIONS)
-    raise XcompatError(f"{fewest[0]} is no whole number of records of {known}; fetch it again, or set format")
+    raise XcompatError(f"the size of {fewest[0]} is not a multiple of {known}; fetch it again, or set format")
 
 
 def read_cifar(files: Sequence[Path], version: CifarVersion, label: str) -> Iterator[dict[str, Any]]:
-    """Read records in the order of the files.
+    """Read records in file order.
 
     Args:
-        files: all of one version.
-        version: of :func:`cifar_version`.
-        label: the label to read.
+        files: files of one version.
+        version: from :func:`cifar_version`.
+        label: label to read.
 
     Yields:
-        Rows with a PNG of the image, the id ``FILE/NUMBER`` and the label, an index.
+        Rows with a PNG image, the id ``FILE/NUMBER`` and the label index.
 
     Raises:
         XcompatError: a label is out of range.
@@ -117,24 +117,24 @@ def read_cifar(files: Sequence[Path], version: CifarVersion, label: str) -> Iter
 
 
 def refuse_other_layouts(paths: Sequence[Path]) -> None:
-    """Refuse what CIFAR comes in besides one part of the binary version: its Python version, and a folder of all parts.
+    """Raise for CIFAR's Python version, and for folders with several parts.
 
     Args:
-        paths: files and folders that the user named.
+        paths: paths given by the user.
 
     Raises:
-        XcompatError: naming what to give.
+        XcompatError: names the path to give instead.
     """
     for path in paths:
         folder = path if path.is_dir() else path.parent
         if path.suffix == "" and any(all((folder / name).is_file() for name in names) for names in _PICKLES):
             raise XcompatError(
-                f"{path} is of the Python version of CIFAR, pickles, which can run code and are not opened; fetch the binary "
+                f"{path} is from the Python version of CIFAR: pickles can run code and are not opened; fetch the binary "
                 "version (cifar-100-binary.tar.gz, cifar-10-binary.tar.gz)"
             )
         parts = sorted(file.name for file in path.glob(f"*{SUFFIX}")) if path.is_dir() else []
         if len(parts) > 1 and any(part.startswith("test") for part in parts):
-            raise XcompatError(f"{path} holds {', '.join(parts)}; give the path of those to read, such as {path / parts[0]}")
+            raise XcompatError(f"{path} contains {', '.join(parts)}; give the paths of those to read, such as {path / parts[0]}")
 
 
 def _png(pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:

@@ -1,4 +1,4 @@
-"""Read lists of class names, in the order of their labels."""
+"""Lists of class names in label order."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from xcompat.data.text_files import require_table
 if TYPE_CHECKING:
     import pandas as pd
 
-LISTED = 20  # most classes in a message
+LISTED = 20  # maximum number of classes in a message
 NAME_COLUMNS = ("words", "name", "names", "class", "class_name", "label")
 
 
 def load_classes(path: str | Path, column: str | None = None) -> list[str]:
-    """Read class names in the order of their label indices.
+    """Read class names in label order.
 
     Args:
-        path: a text file with one name a line (line 1 is label 0), or with each name before its label, as ``/a/airfield 0`` of
-            Places-365; or a ``.tsv`` or ``.csv`` table with a header, of which the column ``index``, if there is one, gives the
-            labels.
-        column: the table's column with the names. Unless given, it is found by its name; if none has a usual name, the first
-            columns after ``index`` that are unique together are joined (``alphabet, character`` gives "Balinese character01").
+        path: text file with one name per line (line 1 is label 0), or name and label (``/a/airfield 0``, Places-365). Or a
+            ``.tsv`` or ``.csv`` table with a header and an optional label column ``index``.
+        column: table column with the names, detected by default. If a table with ``index`` has no usual name, leading columns
+            that are unique together are joined (``alphabet, character`` gives "Balinese character01").
 
     Returns:
-        The names; ``names[label]`` is the name of a label.
+        The names by label.
 
     Raises:
         XcompatError: the file is missing or empty, a name is blank, or the indices are not 0 to n - 1.
@@ -38,12 +37,12 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
 
     path = Path(path)
     if not path.is_file():
-        raise MissingPathError(f"{path} does not exist; name a file with one class name a line, or a .tsv with a header")
+        raise MissingPathError(f"{path} does not exist; give a file with one class name per line, or a .tsv with a header")
     require_table(path)
     if path.suffix.lower() not in (".tsv", ".csv"):
         names = [line.strip() for line in read_lines(path)]
         while names and not names[-1]:
-            names.pop()  # an empty last line is no class
+            names.pop()  # ignore trailing blank lines
         names = _without_labels(names)
     else:
         separator = "\t" if path.suffix.lower() == ".tsv" else ","
@@ -54,18 +53,18 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
         if "index" in table:
             order = pd.to_numeric(table["index"], errors="coerce")
             if sorted(order) != list(range(len(table))):
-                raise XcompatError(f"{path}: the column index must hold 0 to {len(table) - 1}, each once")
+                raise XcompatError(f"{path}: the column index must contain each of 0 to {len(table) - 1} once")
             table = table.iloc[order.argsort()]
         names = [text.strip() for text in _name_column(table, column, str(path))] if len(table) else []
     if not names:
-        raise XcompatError(f"{path} holds no class names; write one a line")
+        raise XcompatError(f"{path} contains no class names; write one per line")
     if not all(names):
         raise XcompatError(f"{path}: class {names.index('')} has a blank name; name it or delete the line")
     return names
 
 
 def _without_labels(lines: list[str]) -> list[str]:
-    """Return names in the order of the labels behind them, if every line has a label and the labels are 0 to n - 1."""
+    """Return names sorted by trailing labels if these are exactly 0 to n - 1, else the lines."""
     parts = [line.rsplit(maxsplit=1) for line in lines]
     if not all(len(part) == 2 and part[1].isdecimal() for part in parts):
         return lines
@@ -85,14 +84,14 @@ def _name_column(table: pd.DataFrame, column: str | None, where: str) -> pd.Seri
 
 
 def nearest_class(name: str, classes: Collection[str]) -> str:
-    """Return a hint for the error of an unknown class: the nearest name, or the known ones (of many, the first).
+    """Return a hint for an unknown class.
 
     Args:
         name: the unknown name.
         classes: the known names.
 
     Returns:
-        Such as ``"did you mean 'cat'?"``.
+        The nearest name (``"did you mean 'cat'?"``), or known names.
     """
     meant = nearest(name, classes)
     return meant if meant.startswith("did you") or len(classes) <= LISTED else f"known are {len(classes)}, first {min(classes)!r}"

@@ -1,4 +1,4 @@
-"""Captions as COCO and nocaps come with them: one JSON file of images and annotations."""
+"""Captions in the format of COCO and nocaps: one JSON file with images and annotations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 SUFFIX = ".json"
 FOLDER = "annotations"
-"""The folder that such files come in, beside those of the images."""
+"""Folder of such files, next to the image folders."""
 
 
 def read_coco_captions(file: Path) -> pd.DataFrame:
-    """Read a file such as ``captions_val2014.json``.
+    """Read a COCO captions file, e.g. ``captions_val2014.json``.
 
     Args:
         file: an object with ``images`` (``id``, ``file_name``) and ``annotations`` (``image_id``, ``caption``).
 
     Returns:
-        A row for each caption, in the order of the images, with the columns ``image`` and ``caption``.
+        One row per caption, in image order, with columns ``image`` and ``caption``.
 
     Raises:
-        XcompatError: it is no such file, or a caption is of an image that is not listed.
+        XcompatError: the file has another format, or a caption names an unlisted image.
     """
     import pandas as pd
 
     try:
         if file.stat().st_size > LARGEST_TABLE:
-            raise XcompatError(f"{file} holds more bytes than a table may; divide it into several")
+            raise XcompatError(f"{file} is too large for a table; split it into several files")
         held = parse_json(file.read_bytes())
     except UNREADABLE as error:
         raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
@@ -46,7 +46,7 @@ def read_coco_captions(file: Path) -> pd.DataFrame:
         raise XcompatError(f"{file}: {error} is missing among its images or their keys; fetch it again") from None
     except (TypeError, IndexError):
         raise XcompatError(
-            f"{file} is no captions file of COCO, which holds images and annotations; write captions as CSV, TSV or JSON lines"
+            f"{file} is not a COCO captions file with images and annotations; write captions as CSV, TSV or JSON lines"
         ) from None
     rows = [(names[number], text) for number, texts in captions.items() for text in texts]
     return pd.DataFrame(rows, columns=[IMAGE, CAPTION])

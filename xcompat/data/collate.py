@@ -1,4 +1,4 @@
-"""Turn lists of samples into batches of tensors, with the column names of a model's ``forward``."""
+"""Collators from samples to batches of tensors, named for a model's ``forward``."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 class PairCollator:
-    """Augment, tokenise and stack samples of a `xcompat.data.PairDataset`.
+    """Collator that augments, tokenises and stacks samples of a `xcompat.data.PairDataset`.
 
-    The Trainer needs ``remove_unused_columns=False``, or it drops the images before they get here.
+    Set ``remove_unused_columns=False`` in the Trainer, or it drops the images first.
 
     Args:
-        processor: the model's own preprocessing.
-        augmentation: random changes; without any (None, or all strengths 0) images are prepared as for evaluation.
-        views: what the method compares of each image beside one view.
+        processor: the model's preprocessing.
+        augmentation: random changes. With None or zero strengths, images are prepared as for evaluation.
+        views: further views of each image that the method compares.
 
     Raises:
-        XcompatError: several views are wanted without an augmentation, so that they would be equal.
+        XcompatError: several views are requested without augmentation.
     """
 
     def __init__(self, processor: Processor, augmentation: Augmentation | None = None, views: Views | None = None) -> None:
@@ -62,7 +62,7 @@ class PairCollator:
                 size = (self.views.crop_size, self.views.crop_size)
                 self.crop = build_transform(augmentation, size, processor.interpolation, self.views.crop_scale)
         elif self.views != Views():
-            raise XcompatError("two views of an image differ by augmentation, and there is none; set data.augmentation")
+            raise XcompatError("several views of an image need augmentation; set data.augmentation")
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Make a batch.
@@ -71,9 +71,9 @@ class PairCollator:
             items: B samples.
 
         Returns:
-            ``pixel_values`` (B, C, H, W) float32, and the views beside it: ``second_pixel_values``, and ``crop_pixel_values`` (B,
-            crops, C, S, S); with captions ``input_ids`` and perhaps ``attention_mask`` (B, L) int64;
-            with labels ``labels`` (B,) int64; every extra column stacked, floats as float32.
+            ``pixel_values`` (B, C, H, W) float32; optional views ``second_pixel_values`` and ``crop_pixel_values`` (B, crops, C,
+            S, S); with captions ``input_ids`` and optional ``attention_mask`` (B, L) int64; with labels ``labels`` (B,) int64;
+            extra columns stacked, floats as float32.
         """
         images = [item[IMAGE] for item in items]
         if self.transform is None:
@@ -94,26 +94,26 @@ class PairCollator:
         return batch
 
     def _augmented(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
-        """Augment each image with its own seed, (B, C, H, W) float32; the generator of dropout and noise does not change."""
+        """Augment each image with its own seed, (B, C, H, W) float32. The generator of dropout and noise does not change."""
         return self.processor.to_pixels(self._drawn(items, transform, view))
 
     @staticmethod
     def _drawn(items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
-        """Return the augmented pictures themselves, (B, 3, H, W) uint8."""
+        """Return the augmented images, (B, 3, H, W) uint8."""
         return torch.stack([drawn(transform, item[IMAGE], item[SEED] + view) for item in items])
 
 
 class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
-    """Cached embeddings of the same texts or images by two models, read a batch at a time.
+    """Cached embeddings of the same items by two models, read in batches.
 
     Args:
-        new_ND: embeddings of the new model, one row for each sample; float16 memory maps are the usual case.
-        old_Nd: embeddings of the old model, in the same order.
-        rows_N: the rows to use; all if None.
-        extra: more columns, one row for each sample.
+        new_ND: new embeddings, one row per sample, usually a float16 memory map.
+        old_Nd: old embeddings in the same order.
+        rows_N: rows to use; None for all.
+        extra: further columns, one row per sample.
 
     Raises:
-        XcompatError: the numbers of embeddings differ, or there are none.
+        XcompatError: the numbers of embeddings differ or are zero.
 
     Example:
         >>> pairs = EmbeddingPairDataset(np.zeros((4, 3), np.float16), np.ones((4, 2), np.float16))
@@ -136,27 +136,26 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
         self.arrays = {NEW_EMBEDS: new_ND, OLD_EMBEDS: old_Nd, **(extra or {})}
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.arrays[NEW_EMBEDS] if self.rows_N is None else self.rows_N)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample, without a batch dimension."""
+        """Return one sample without batch dimension."""
         return {name: embeds[0] for name, embeds in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return ``new_embeds`` (B, D) and ``old_embeds`` (B, d), float32, with one indexing operation each."""
+        """Return ``new_embeds`` (B, D) and ``old_embeds`` (B, d) as float32, with one read each."""
         index = np.asarray(indices, dtype=np.int64)
         index = index if self.rows_N is None else self.rows_N[index]
         return {name: _floats(array[index]) for name, array in self.arrays.items()}
 
 
 def collate_embeddings(batch: dict[str, Tensor] | list[Any]) -> dict[str, Tensor]:
-    """Return the batch unchanged: `EmbeddingPairDataset` reads whole batches."""
+    """Return the batch unchanged, as `EmbeddingPairDataset` reads whole batches."""
     assert isinstance(batch, dict), "EmbeddingPairDataset must be read by __getitems__, as torch's data loader does"
     return batch
 
 
 def _floats(values: np.ndarray[Any, Any]) -> Tensor:
-    """Make a tensor of rows: floats become float32, integers stay integers."""
+    """Convert rows to a tensor. Floats become float32."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.float() if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""What a source of items holds: pictures or texts."""
+"""Content type of a source of items: images or texts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from xcompat.data.sources import (
 from xcompat.data.table_rows import ROW_SUFFIXES, read_rows
 
 FILE_COLUMNS = ("file_name", "filename", "path")
-"""Columns that name a picture's file in tables of pictures, and any other file in tables of texts."""
+"""Columns with image files in image tables, but with any file in text tables."""
 
 
 def holds_pictures(path: str) -> bool:
-    """Return whether a source holds pictures; if not, it holds texts.
+    """Return whether a source contains images, not texts.
 
-    Folders with pictures or shards hold pictures, and so do tables and data sets with a picture, or its path, in their first row.
+    Folders of images or shards do, and tables and data sets with an image or its path in the first row.
 
     Args:
         path: as in :class:`~xcompat.data.sources.DataSource`.
 
     Raises:
-        XcompatError: it holds neither, or cannot be read.
+        XcompatError: it contains neither, or cannot be read.
 
     Example:
         >>> import tempfile
@@ -69,7 +69,6 @@ def _data_set_holds_pictures(source: PairSource, paths: list[Path]) -> bool:
 
 
 def _holds_picture(row: dict[str, Any]) -> bool:
-    """Return whether a row has a picture: bytes, or the path of one."""
     for name in EXTRA_IMAGE_COLUMNS:
         value = row.get(name)
         if value and isinstance(value, str) and name in FILE_COLUMNS:

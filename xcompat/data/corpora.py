@@ -1,4 +1,4 @@
-"""Text corpora from many files and data sets, without blanks, duplicates and held-out captions."""
+"""Text corpora from files and data sets, without blanks, duplicates and held-out captions."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ CorpusFormat = Literal["auto", "text", "jsonl", "parquet", "webdataset", "datase
 
 
 class CorpusSource(DataSource):
-    """A source of texts, with the fields of :class:`~xcompat.data.sources.DataSource` and these.
+    """Source of texts: :class:`~xcompat.data.sources.DataSource` plus these fields.
 
-    ``path`` may also be addresses (``https:``, ``s3:``, ``gs:``, ``hf:``) or commands (``pipe:``). They are read once and kept:
-    what changes there later is read again only under another address.
+    ``path`` can also be addresses (``https:``, ``s3:``, ``gs:``, ``hf:``) or commands (``pipe:``), read once and cached. Changed
+    content needs another address.
 
     Args:
-        format: the format of the files; ``auto`` goes by each file's suffix, which a command lacks.
-        text_column: the column with a text or a list of texts (webdataset: the member, ``txt`` or ``json.title``).
+        format: file format. ``auto`` uses each file's suffix and does not work for commands.
+        text_column: column with a text or list of texts (webdataset member: ``txt`` or ``json.title``).
     """
 
     format: CorpusFormat = "auto"
@@ -66,7 +66,7 @@ AnySource = str | CorpusSource | PairSource
 
 
 def normalise(text: str) -> str:
-    """Reduce a text to its case-folded letters and digits, by which captions are compared.
+    """Reduce a text to case-folded letters and digits, to compare captions.
 
     Example:
         >>> normalise("A  Dog, running!") == normalise("a dog running")
@@ -78,21 +78,21 @@ def normalise(text: str) -> str:
 def load_texts(
     sources: AnySource | Sequence[AnySource], *, exclude: Iterable[str] = (), limit: int | None = None
 ) -> datasets.Dataset:
-    """Load texts for text-only training; each exact text once, in order of first appearance.
+    """Load distinct texts for text-only training, in order of first appearance.
 
-    The result is a memory-mapped file, and loading takes 8 bytes of memory per distinct text: texts with the same 64-bit hash
-    count as equal. Among 67 million texts, any two different ones share a hash with probability 1e-4.
+    The result is memory-mapped. Loading takes 8 bytes per distinct text (a 64-bit hash). Two of 67 million texts collide with
+    probability 1e-4.
 
     Args:
-        sources: one or more; a string is a path, a `PairSource` gives its captions.
-        exclude: captions to leave out, such as those of the test set; compared after `normalise`.
-        limit: number of texts to keep.
+        sources: one or more paths or sources; a `PairSource` contributes captions.
+        exclude: captions to drop, e.g. of the test set; compared after `normalise`.
+        limit: maximum number of texts.
 
     Returns:
-        A data set with the one column ``text``.
+        A data set with the column ``text``.
 
     Raises:
-        XcompatError: a file is missing, damaged or lacks the column, or no text is left.
+        XcompatError: a file is missing, damaged or lacks the column, or no text remains.
     """
     import datasets
     import pyarrow as pa
@@ -125,16 +125,16 @@ def load_texts(
 
 
 class Seen:
-    """A set of hashes at 8 bytes each: sorted runs that are merged when they are about equally long."""
+    """Set of 64-bit hashes at 8 bytes each, stored as sorted runs that merge at similar length."""
 
     def __init__(self) -> None:
         self.runs: list[NDArray[np.uint64]] = []
 
     def add(self, hashes_N: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Add hashes, and return which are new.
+        """Add hashes and return which are new.
 
         Args:
-            hashes_N: uint64, possibly with repetitions.
+            hashes_N: uint64, may repeat.
 
         Returns:
             (N,) bool, True at the first appearance of each new hash.
@@ -155,7 +155,7 @@ class Seen:
 
 
 def _distinct(texts: Iterator[str], held_out: set[str], limit: int | None, record: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield batches of new texts that are not held out, and count into ``record``."""
+    """Yield batches of new texts that are not held out; count them in ``record``."""
     from pandas.util import hash_array
 
     seen = Seen()
@@ -179,8 +179,8 @@ def first_texts(source: CorpusSource, count: int) -> list[str]:
     """Read the first texts of a corpus.
 
     Args:
-        source: its files.
-        count: how many to read.
+        source: the corpus.
+        count: number of texts.
 
     Raises:
         XcompatError: a file cannot be read or lacks the column.
@@ -189,13 +189,7 @@ def first_texts(source: CorpusSource, count: int) -> list[str]:
 
 
 class _Texts(NamedTuple):
-    """The texts of one source.
-
-    Args:
-        where: the source's path, for messages.
-        key: everything that the texts depend on.
-        read: yields the texts, stripped and without blanks.
-    """
+    """Texts of one source, with its name for messages and its cache key."""
 
     where: str
     key: Any
@@ -229,37 +223,37 @@ def _texts_elsewhere(source: CorpusSource | PairSource, found: list[str]) -> _Te
 
 
 def require_readable(source: CorpusSource, found: Sequence[str]) -> None:
-    """Refuse what a source says of its addresses and cannot be.
+    """Raise if a remote source has settings that do not apply.
 
     Args:
-        source: of texts elsewhere.
+        source: remote source.
         found: its addresses.
 
     Raises:
-        XcompatError: a command does not say its format, or what is said is of data sets.
+        XcompatError: a command has no format, or a setting applies only to data sets.
     """
     where = shown(found[0])
     refuse_hub_fields(where, split=source.split, name=source.name, revision=source.revision)
     if source.format == "datasets":
-        raise XcompatError(f"{where} is no data set of the Hub or of datasets.save_to_disk; name another format")
+        raise XcompatError(f"format: datasets does not work with the address {where}; choose another format")
     command = next((each for each in found if each.startswith(PIPE)), None)
     if source.format == "auto" and command is not None:
-        raise XcompatError(f"{shown(command)} is a command; say what it prints: format: text, jsonl, parquet or webdataset")
+        raise XcompatError(f"{shown(command)} is a command; set format to its output: text, jsonl, parquet or webdataset")
 
 
 class _NoneMissing(Problems):
-    """A corpus from elsewhere is kept for good: what cannot be read today is no reason to do without it."""
+    """Problems that raise at the first bad shard, because remote corpora are cached permanently."""
 
     @override
     def bad_shard(self, reason: str) -> None:
-        raise XcompatError(f"{reason}; nothing is kept of this corpus: try again later, or leave that shard out")
+        raise XcompatError(f"{reason}; the corpus is not cached: try again later, or remove that shard")
 
 
 def _known_files(folder: Path) -> list[Path]:
     known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *SHARD_SUFFIXES, ".parquet")
     files = [file for file in expand_folders([folder]) if has_suffix(file, known)]
     if not files:
-        raise XcompatError(f"{folder} holds no text files ({', '.join(known)}); check the path")
+        raise XcompatError(f"{folder} contains no text files ({', '.join(known)}); check the path")
     return files
 
 
@@ -302,7 +296,7 @@ def _format(file: str | Path, source: CorpusSource) -> str:
 
 def _line_texts(file: Path, column: str | None) -> Iterator[str]:
     if column is not None:
-        raise XcompatError(f"{file} is plain text and has no column {column!r}; leave text_column out")
+        raise XcompatError(f"{file} is plain text and has no column {column!r}; remove text_column")
     return (text for _, text in text_lines(file))
 
 

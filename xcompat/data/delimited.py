@@ -1,4 +1,4 @@
-"""Tables of text as people have them: their separator and encoding, and captions as Flickr8k and Flickr30k come."""
+"""Delimited text tables: separators, encodings, and the caption formats of Flickr8k and Flickr30k."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from xcompat.data.text_files import DECODING, first_line, table_lines, text_enco
 
 _SEPARATORS = ",;\t|"
 _TOKEN_LINE = re.compile(r"([^\t]+\.\w+)#\d+\t")
-"""A line of a token file: ``1000268201_693b08cb0e.jpg#0``, a tab, and the first caption of that image."""
+"""Line of a token file: ``1000268201_693b08cb0e.jpg#0``, a tab, and a caption."""
 _NUMBER = re.compile(r"#\d+$")
 
 
 def csv_options(file: Path) -> dict[str, Any]:
-    """Return the options by which pandas reads a table as strings, so that ids keep their leading zeros.
+    """Return pandas options to read a table as strings, which keeps leading zeros of ids.
 
     Args:
-        file: CSV, TSV, or captions that :func:`is_captions_text` knows; gzip if it is called ``.gz``.
+        file: CSV, TSV, or captions accepted by :func:`is_captions_text`; gzip if it ends in ``.gz``.
 
     Raises:
-        XcompatError: the file is damaged, or its encoding is unknown.
+        XcompatError: the file is damaged or its encoding is unknown.
     """
     encoding = text_encoding(file)
     line = first_line(file, encoding)
@@ -44,10 +44,9 @@ def csv_options(file: Path) -> dict[str, Any]:
 
 
 def _quotes_are_text(file: Path, encoding: str) -> bool:
-    """Return whether quotes in a table of tabs enclose nothing: one stands open at a line's end, and each line is a whole row.
+    """Return whether quotes in a tab-separated table are plain text: one is unclosed at a line end, and every line is a full row.
 
-    A reader that takes such a quote for the start of a field reads the rows up to the next one as a part of it. Where lines
-    differ in their number of tabs, as those of a quoted text of several lines do, a quote encloses what is behind it.
+    pandas would read rows up to the next quote as one field. Lines with different numbers of tabs indicate multi-line fields.
     """
     lines = (line for line in table_lines(file, encoding) if line)
     tabs = next(lines, "").count("\t")
@@ -62,13 +61,13 @@ def _quotes_are_text(file: Path, encoding: str) -> bool:
     unclosed = swallowed or (opened if inside else "")
     if not unclosed or not tabs:
         return False
-    told = "quotes are read as a part of their text" if whole else "what is between quotes is read as one field, of several lines"
+    told = "quotes are kept as text" if whole else "text between quotes is read as one multi-line field"
     notice_once(f"{file}: a quote is not closed on its line ({unclosed[:100]!r}); {told}")
     return whole
 
 
 def _is_open(line: str, inside: bool) -> bool:
-    """Return whether a quoted field goes on behind a line, as it may have before it; two quotes in it stand for one."""
+    """Return whether a quoted field continues after this line. Doubled quotes are escapes."""
     if not inside and '"' not in line:
         return False
     for field in line.split("\t"):
@@ -79,10 +78,10 @@ def _is_open(line: str, inside: bool) -> bool:
 
 
 def is_captions_text(file: Path) -> bool:
-    r"""Return whether a text file holds images with captions: ``image,caption``, or a token file of Flickr8k or Flickr30k.
+    r"""Return whether a text file contains captions: ``image,caption``, or a token file of Flickr8k or Flickr30k.
 
     Args:
-        file: such as ``captions.txt``; one that cannot be read is none.
+        file: e.g. ``captions.txt``. Unreadable files give False.
 
     Example:
         >>> import tempfile
@@ -104,7 +103,7 @@ def _without_number(name: str) -> str:
 
 
 def _separator(header: str, usual: str) -> str:
-    """Return what separates the names in a header: what its file's name says, unless the header has none of that."""
+    """Return the separator of a header, by default ``usual``."""
     if usual in header:
         return usual
     try:

@@ -1,4 +1,4 @@
-"""Data of every installation: each named character of matplotlib's fonts, as an image and a caption."""
+"""Built-in data: an image and a caption of each named character in matplotlib's fonts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from PIL import ImageFont
 
 REGULAR_FACES = ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
-"""The upright regular faces, one per design: the quickstart's old model is trained on them, and its galleries hold them."""
+"""Upright regular faces, one per design. The quickstart's old model trains on them, and its galleries contain them."""
 OLD_CHARACTERS = 2000
-"""How many characters that old model knows."""
+"""Number of characters in the old model's training data."""
 
 CLASS_FACES = {
     "train": (
@@ -42,16 +42,16 @@ CLASS_FACES = {
     "gallery": ("DejaVuSerif", "DejaVuSans-Oblique", "STIXGeneralBol", "DejaVuSansMono-BoldOblique"),
     "validation": ("DejaVuSansMono", "DejaVuSerif-Italic"),
 }
-"""Faces of the glyph classes. Every font family is in ``train``, ``query`` and ``gallery``, each time in other styles. No face is
-in two of these three; those of ``validation`` are in ``train``."""
+"""Faces of the glyph classes. Every font family is in ``train``, ``query`` and ``gallery``, in different styles.
+These three share no face; the faces of ``validation`` are in ``train``."""
 
 CLASS_FORMAT = 2
-"""Version of the columns and faces of cached glyph classes; data sets of another version are made anew."""
+"""Version of cached glyph classes (columns and faces). Other versions are rebuilt."""
 
 _PATTERNS = ("DejaVu*.ttf", "STIXGeneral*.ttf")
 _EM = 26 / 32  # font size over image size: DejaVu's tallest accents and deepest descenders just fit
 _BASELINE = 25 / 32
-# Families whose names are only numbers; names such as "braille pattern dots-125" describe the picture.
+# Characters named by numbers. Names such as "braille pattern dots-125" describe the image.
 _NUMBERED = re.compile(
     r"^(CJK \w+ IDEOGRAPH|TANGUT \w+|NUSHU CHARACTER|KHITAN SMALL SCRIPT CHARACTER|CYPRO-MINOAN SIGN|VARIATION SELECTOR)-"
     r"|^HANGUL SYLLABLE |^(EGYPTIAN|ANATOLIAN) HIEROGLYPH [A-Z]+\d|^LINEAR [AB] \w+ [A-Z]+\d|^GREEK \w+ NOTATION SYMBOL-"
@@ -60,14 +60,14 @@ _NUMBERED = re.compile(
 
 @dataclass(frozen=True)
 class Glyphs:
-    """Renderings of characters, in order of face and code point.
+    """Rendered characters, ordered by face and code point.
 
     Args:
         images_NHW: grey images, uint8, ink 255 on 0.
-        character_N: the code point of each image, int32.
-        face_N: index into ``faces`` of each image, int32.
+        character_N: code points, int32.
+        face_N: indices into ``faces``, int32.
         faces: names of the font faces.
-        names: caption (the lower-cased Unicode name) of each code point.
+        names: caption (lower-case Unicode name) of each code point.
     """
 
     images_NHW: NDArray[np.uint8]
@@ -80,11 +80,11 @@ class Glyphs:
         """Keep the renderings of some characters in some faces.
 
         Args:
-            characters: code points to keep.
-            faces: names of faces to keep; all if None.
+            characters: code points.
+            faces: names of faces; None for all.
 
         Returns:
-            The selection, in the same order; ``faces`` keeps all names, so that indices stay valid.
+            The selection in the same order, with all names in ``faces``, so that indices stay valid.
 
         Raises:
             XcompatError: a face was not rendered.
@@ -102,15 +102,14 @@ class Glyphs:
 def render_glyphs(size: int = 32) -> Glyphs:
     """Render every named character of matplotlib's DejaVu and STIXGeneral text faces.
 
-    Glyphs keep their size and place, which tell a comma from an apostrophe and one braille dot from another; those larger than
-    the image are shrunk. Blank glyphs (spaces, controls), the ``.notdef`` box and the two Display faces with their few dozen
-    characters are left out.
+    Glyphs keep their size and position, to distinguish e.g. comma and apostrophe; oversized ones shrink. Skips blank glyphs, the
+    ``.notdef`` box and the two Display faces.
 
     Args:
-        size: height and width of the images in pixels.
+        size: height and width in pixels.
 
     Returns:
-        About 54,000 renderings of about 7,300 characters in 16 faces.
+        About 54,000 renderings of 7,300 characters in 16 faces.
 
     Example:
         >>> glyphs = render_glyphs(16)
@@ -137,7 +136,6 @@ def render_glyphs(size: int = 32) -> Glyphs:
 
 
 def _font_files() -> list[Path]:
-    """Find the 16 faces in matplotlib's data folder, sorted by name."""
     import matplotlib
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -148,7 +146,7 @@ def _font_files() -> list[Path]:
 
 
 def _mapped_characters(path: Path) -> list[int]:
-    """List the code points that a font maps to a real glyph, ascending."""
+    """List the code points with a real glyph, ascending."""
     from fontTools.ttLib import TTFont
 
     with TTFont(path, lazy=True) as font:
@@ -156,7 +154,7 @@ def _mapped_characters(path: Path) -> list[int]:
 
 
 def _render(font: ImageFont.FreeTypeFont, character: str, size: int) -> NDArray[np.uint8] | None:
-    """Draw one character on its baseline, with its advance width centred; None if it has no ink."""
+    """Draw a character on its baseline, centred by advance width; None without ink."""
     mask, (left, top) = font.getmask2(character, mode="L", anchor="ms")
     width, height = mask.size
     if not width or not height:
@@ -179,38 +177,38 @@ def _render(font: ImageFont.FreeTypeFont, character: str, size: int) -> NDArray[
 
 
 def split_characters(glyphs: Glyphs, n_test: int = 1000, seed: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Split by character, so that no face of a test character is trained on.
+    """Split by character, so that no test character is trained on in any face.
 
-    Test characters are drawn from those of the regular faces, so each can be found in a gallery of these faces.
+    Test characters come from the regular faces, so that galleries of these contain each.
 
     Args:
         glyphs: the renderings.
-        n_test: number of characters to hold out.
-        seed: of the draw.
+        n_test: number of test characters.
+        seed: random seed.
 
     Returns:
-        Training and test code points, each ascending.
+        Training and test code points, ascending.
 
     Raises:
-        XcompatError: fewer candidates than ``n_test``.
+        XcompatError: not enough candidates.
     """
     regular = [glyphs.faces.index(face) for face in REGULAR_FACES]
     candidates = np.unique(glyphs.character_N[np.isin(glyphs.face_N, regular)])
     if not 0 < n_test < len(candidates):
-        raise XcompatError(f"n_test={n_test} characters cannot be held out of {len(candidates)}; choose fewer, at least 1")
+        raise XcompatError(f"n_test={n_test} must be at least 1 and less than the {len(candidates)} available characters")
     test = np.sort(np.random.default_rng(seed).permutation(candidates)[:n_test])
     return np.setdiff1d(glyphs.character_N, test), test
 
 
 def glyph_parts(glyphs: Glyphs, seed: int) -> dict[str, Glyphs]:
-    """Divide renderings into what an old model sees, what a new one sees, and what neither does.
+    """Split renderings into data of the old model, of the new model, and test data.
 
-    The old model sees :data:`OLD_CHARACTERS` of the training characters, in the regular faces. The new one sees all of them in
-    all faces. Test characters are in the regular faces.
+    The old model gets :data:`OLD_CHARACTERS` training characters in the regular faces, the new model all of them in all faces.
+    Test characters are in the regular faces.
 
     Args:
         glyphs: the renderings.
-        seed: of the split and of the old model's characters.
+        seed: random seed.
 
     Returns:
         ``old_train``, ``new_train`` and ``test``.
@@ -225,12 +223,10 @@ def glyph_parts(glyphs: Glyphs, seed: int) -> dict[str, Glyphs]:
 
 
 def unicode_corpus(exclude: Iterable[str] = ()) -> list[str]:
-    """List the lower-cased Unicode names of characters, in order of code point.
-
-    Ideographs, Hangul syllables, hieroglyphs and the like are left out, as their names are only numbers.
+    """List lower-case Unicode character names by code point, except those with numbers (ideographs, Hangul etc.).
 
     Args:
-        exclude: captions to leave out, such as those of the test characters.
+        exclude: captions to drop, e.g. of test characters.
 
     Example:
         >>> corpus = unicode_corpus(exclude=["latin small letter a"])
@@ -244,10 +240,10 @@ def unicode_corpus(exclude: Iterable[str] = ()) -> list[str]:
 
 
 def to_dataset(glyphs: Glyphs) -> Dataset:
-    """Turn renderings into a data set of images and captions; the faces of one character share an id.
+    """Convert renderings to a data set. The faces of a character share an id.
 
     Returns:
-        Columns ``image`` (grey PNG), ``caption``, ``id`` (such as ``"U+03B1"``) and ``face``.
+        Columns ``image`` (grey PNG), ``caption``, ``id`` (e.g. ``"U+03B1"``) and ``face``.
     """
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
@@ -264,23 +260,22 @@ def to_dataset(glyphs: Glyphs) -> Dataset:
 
 
 def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 32) -> None:
-    """Write a classification data set: a class is a character, an instance is a face, and no test face is trained on.
+    """Write a classification data set with characters as classes and faces as instances. No test face is in ``train``.
 
-    ``train`` holds eight faces, ``query`` and ``gallery`` four others each. Choose hyper-parameters on ``validation``, two faces
-    of ``train``, with models trained on ``fit``, the other six: ``validation`` as queries and gallery has one positive for each
-    query. Classes are in the order of their code points, so an old model that is trained on the first half of them has
-    ``Subset(scenario="extended-class", fraction=0.5, side="old")``. Images are in the order of `CLASS_FACES`, and by class within
-    a face.
+    ``train`` has eight faces, ``query`` and ``gallery`` four others each. To choose hyper-parameters, train on ``fit`` (six faces
+    of ``train``) and evaluate on ``validation`` (the other two) as queries and gallery, with one positive per query.
+
+    Classes are ordered by code point, so ``Subset(scenario="extended-class", fraction=0.5, side="old")`` selects the first half.
+    Images are ordered by the faces of `CLASS_FACES`, then by class.
 
     Args:
-        folder: gets five folders as ``datasets.save_to_disk`` writes them, with the columns ``image`` (grey PNG), ``id`` (such as
-            ``"U+03B1 DejaVuSans"``), ``label`` (a ClassLabel of the lower-cased Unicode names) and ``caption`` (the same name,
-            for models that read texts).
+        folder: gets five ``datasets.save_to_disk`` folders with ``image`` (grey PNG), ``id`` (e.g. ``"U+03B1 DejaVuSans"``),
+            ``label`` (ClassLabel of lower-case Unicode names) and ``caption`` (the same name).
         n_classes: number of characters, see :func:`choose_characters`.
-        size: height and width of the images in pixels.
+        size: height and width in pixels.
 
     Raises:
-        XcompatError: there are fewer characters.
+        XcompatError: not enough characters.
     """
     glyphs = render_glyphs(size)
     chosen = glyphs.select(choose_characters(glyphs, n_classes))
@@ -291,20 +286,20 @@ def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 3
 
 
 def glyph_classes(part: str) -> Path:
-    """Return the folder that ``glyphs:PART`` means in a recipe, rendered on first use and kept with the other cached data sets.
+    """Return the folder of ``glyphs:PART`` in a recipe, rendered on first use and cached.
 
     Args:
         part: ``train``, ``fit``, ``validation``, ``query`` or ``gallery``.
 
     Raises:
-        XcompatError: there is no such part.
+        XcompatError: the part is unknown.
     """
     import datasets
     import matplotlib
 
     parts = [*CLASS_FACES, "fit"]
     if part not in parts:
-        raise XcompatError(f"there are no glyphs {part!r}; {nearest(part, parts)}")
+        raise XcompatError(f"unknown glyphs part {part!r}; {nearest(part, parts)}")
     made_by = f"{CLASS_FORMAT}-matplotlib-{matplotlib.__version__}"
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat" / f"glyph-classes-{made_by}"
     if not folder.exists():
@@ -313,21 +308,21 @@ def glyph_classes(part: str) -> Path:
 
 
 def choose_characters(glyphs: Glyphs, n_classes: int) -> list[int]:
-    """Choose characters that can be told apart and that have as many faces as possible.
+    """Choose distinguishable characters with as many faces as possible.
 
-    All twelve DejaVu faces have them; those in more STIX faces come first. Characters that two faces draw alike to the pixel,
-    such as most arrows, are left out, as a test image would be a training image. Of characters that share a picture, such as
-    Latin A, Greek Alpha and Cyrillic A, only one is kept.
+    Candidates are in all twelve DejaVu faces; those in more STIX faces come first. Skips characters that two faces draw
+    identically (e.g. most arrows), as a test image would be a training image. Of characters with an identical image (Latin A,
+    Greek Alpha), only the first is kept.
 
     Args:
-        glyphs: the renderings, of all faces.
+        glyphs: renderings in all faces.
         n_classes: number of characters.
 
     Returns:
         Code points, ascending.
 
     Raises:
-        XcompatError: there are fewer.
+        XcompatError: not enough characters.
     """
     images: dict[int, list[bytes]] = {code: [] for code in glyphs.names}
     dejavu = dict.fromkeys(glyphs.names, 0)
@@ -343,12 +338,12 @@ def choose_characters(glyphs: Glyphs, n_classes: int) -> list[int]:
             chosen.append(code)
             seen |= pictures
     if not 1 < n_classes <= len(chosen):
-        raise XcompatError(f"n_classes={n_classes} is not possible; 2 to {len(chosen)} characters can be told apart")
+        raise XcompatError(f"n_classes={n_classes} must be 2 to {len(chosen)}, the number of distinguishable characters")
     return sorted(chosen[:n_classes])
 
 
 def _class_dataset(glyphs: Glyphs, faces: tuple[str, ...]) -> Dataset:
-    """Turn renderings into labelled images, in the order of the given faces, then of the code points."""
+    """Convert renderings to labelled images, ordered by face as given, then by code point."""
     from datasets import ClassLabel, Dataset, Features, Value
     from datasets import Image as ImageFeature
 
@@ -370,7 +365,7 @@ def _class_dataset(glyphs: Glyphs, faces: tuple[str, ...]) -> Dataset:
 
 
 def _png(image_HW: NDArray[np.uint8]) -> bytes:
-    """Encode a grey image; level 1 takes half the time of the default, and the file is hardly larger."""
+    """Encode a grey image. Level 1 takes half the default time at nearly the same size."""
     from PIL import Image
 
     buffer = BytesIO()

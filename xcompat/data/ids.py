@@ -1,4 +1,4 @@
-"""Ids of pictures: none is missing, and none stands for two pictures by chance."""
+"""Checks of image ids: none missing, and no accidental duplicates."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ BATCH = 65536
 
 
 def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> None:
-    """Refuse rows without an id, which would all be one item; say where a column that nobody named makes one of two pictures.
+    """Raise if a row has no id. Print a notice if a detected column gives two images one id.
 
-    An id may stand in several rows: of captions of one picture, or, if the user names the column, of pictures of one thing.
+    Rows may share an id: captions of one image or, in a column named by the user, images of one object.
 
     Args:
-        dataset: columns ``id``, of any type, and ``image`` (undecoded); ``caption`` if there are captions.
-        column: what the column of ids was called.
-        source: where the rows come from.
+        dataset: columns ``id`` (any type), ``image`` (undecoded) and optionally ``caption``.
+        column: original name of the id column.
+        source: source of the rows.
 
     Raises:
-        XcompatError: naming the first row without an id.
+        XcompatError: names the first row without id.
     """
     from pandas.util import hash_array
 
-    by_chance = source.id_column is None and not source.labels  # labelled pictures need ids of their own, which is seen to there
+    by_chance = source.id_column is None and not source.labels  # load_labelled checks unique ids itself
     lacking, hashes, before = list[int](), [np.empty(0, np.uint64)], 0
     for batch in dataset.select_columns([ID]).with_format("arrow").iter(BATCH):
         ids = batch[ID].combine_chunks() if isinstance(batch[ID], pa.ChunkedArray) else batch[ID]
@@ -47,15 +47,15 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
         before += len(ids)
     if lacking:
         raise XcompatError(
-            f"{source.path}: row {lacking[0]:,} has no {column}, as {len(lacking):,} of {before:,} have none; fill the column, "
-            "name another under id_column, or rename it, as rows are numbered where no column is called id"
+            f"{source.path}: row {lacking[0]:,} has no {column} ({len(lacking):,} of {before:,} rows have none); "
+            "fill the column, set id_column to another, or rename it: without a column called id, rows are numbered"
         )
     if by_chance:
         _notice_one_id_of_two(dataset, np.concatenate(hashes), column, source)
 
 
 def _notice_one_id_of_two(dataset: datasets.Dataset, hashes_N: np.ndarray, column: str, source: PairSource) -> None:
-    """Say which rows have one id first, if these have two pictures, and two captions: pictures of one thing have one."""
+    """Report the first repeated id if image and caption differ. Equal captions mean one object."""
     _, first, codes_N = np.unique(hashes_N, return_index=True, return_inverse=True)
     again_n = np.flatnonzero(first[codes_N] != np.arange(len(codes_N)))
     if not len(again_n):
@@ -64,22 +64,22 @@ def _notice_one_id_of_two(dataset: datasets.Dataset, hashes_N: np.ndarray, colum
     same_caption = CAPTION in dataset.column_names and dataset[one][CAPTION] == dataset[other][CAPTION]
     if not same_caption and not next(same_pictures(dataset, [one], dataset, [other])):
         notice(
-            f"{source.path}: rows {one:,} and {other:,} have the {column} {str(dataset[one][ID])!r} and different pictures, "
-            "which count as one item; if they are not, name the column that tells them apart under id_column"
+            f"{source.path}: rows {one:,} and {other:,} have the {column} {str(dataset[one][ID])!r} but different images, "
+            "and count as one item; if that is wrong, set id_column to a column with unique ids"
         )
 
 
 def ids_beside(gallery: datasets.Dataset, queries: datasets.Dataset) -> list[str]:
-    """Return the ids of a gallery, in which an id of a query is that of the same picture: no query finds itself.
+    """Return the gallery's ids, with the suffix `` (gallery)`` where a different image has a query's id.
 
-    Pictures of two folders may have one name by chance, which is that of their path below the folder.
+    A query then excludes only its own image. Images in two folders can share an id (their relative path).
 
     Args:
-        gallery: columns ``id``, each once, and ``image`` (undecoded).
-        queries: likewise.
+        gallery: columns ``id`` (unique) and ``image`` (undecoded).
+        queries: the same columns.
 
     Returns:
-        The ids, of which that of another picture than the query's is told apart.
+        The ids.
     """
     ids, asked = list(gallery[ID]), {name: row for row, name in enumerate(queries[ID])}
     rows = [row for row, name in enumerate(ids) if name in asked] if gallery is not queries else []
@@ -88,8 +88,8 @@ def ids_beside(gallery: datasets.Dataset, queries: datasets.Dataset) -> list[str
     taken = {*ids, *asked}
     if others:
         notice_once(
-            f"{len(others):,} of {len(ids):,} images of the gallery have the id of a query and are different pictures, such as "
-            f"{ids[others[0]]!r}: they count as other items"
+            f"{len(others):,} of {len(ids):,} images of the gallery have the id of a different query image, such as "
+            f"{ids[others[0]]!r}: they count as separate items"
         )
     for row in others:
         while ids[row] in taken:

@@ -1,4 +1,4 @@
-"""Decoding of pictures in any form to upright RGB pictures."""
+"""Decoding of images in any format to upright RGB."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from xcompat.core.progress import notice_once
 from xcompat.data.picture_files import INSTALL_HEIC, can_read_heic, has_brand, read_head
 
 MAX_PIXELS = 2**27
-"""Larger pictures are refused before they are decoded (134 million; cameras make 108): some kB can hold gigabytes of pixels."""
+"""Largest number of pixels to decode. A few kB can encode gigabytes; cameras reach 108 million."""
 MAX_ASPECT = 256
-"""Pictures with a larger ratio of the longer side to the shorter are refused: models resize the shorter side to a fixed size."""
+"""Largest ratio of the longer to the shorter side, as models resize the shorter side to a fixed size."""
 DARK = 4096
-"""A picture of 16 bits without a value this high is almost black, or uses fewer bits than it declares."""
+"""16-bit images without a value this high are almost black, or use fewer bits than declared."""
 
 
 class UnusableSampleError(XcompatError):
-    """A sample whose image cannot be decoded, or that has no caption where one is needed."""
+    """A sample with an undecodable image, or without a required caption."""
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert any PIL image to RGB, compositing transparency on white.
+    """Convert any PIL image to RGB, with transparency on white.
 
-    A plain ``convert("RGB")`` shows the hidden colour of transparent pixels, mostly black, and every value above 255 as white.
-    A grey picture of more than 8 bits is scaled from the whole range of its type to 0 to 255:
+    Plain ``convert("RGB")`` shows hidden colours of transparent pixels, and values above 255 as white. Grey images of more than 8
+    bits are scaled:
 
-    - integers of 16 bits: 65535 is white (32767 if a TIFF says that they are signed). A picture whose highest value is below
-      4096 is refused: it may hold 8, 10 or 12 bits, and no file says so. A picture of 14 bits comes out dark.
-    - integers of 32 bits: the same, but if no value is above 255, values stay as they are.
+    - 16-bit integers: 65535 is white (32767 in a signed TIFF). A maximum below 4096 is rejected, as the image may use 8, 10 or 12
+      bits. 14-bit images come out dark.
+    - 32-bit integers: the same, but values do not change if none is above 255.
     - floats: 1 is white if no value is above 1; 255 is white if a value is above 16.
 
-    Anything else (negative, not finite, above its range) is refused. Colour pictures of 16 bits are cut to 8 by Pillow itself.
+    Other ranges (negative, not finite, too high) are rejected. Pillow itself cuts 16-bit colour images to 8 bits.
 
     Args:
-        image: a picture of any mode.
+        image: image in any mode.
 
     Returns:
-        The picture in mode RGB (the same object when it is RGB already).
+        RGB image; the same object if it is RGB.
 
     Raises:
-        UnusableSampleError: its range does not tell which value is white.
+        UnusableSampleError: the value of white is ambiguous.
 
     Example:
         >>> to_rgb(Image.new("RGBA", (1, 1), (0, 0, 0, 0))).getpixel((0, 0))
@@ -64,12 +64,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale a grey picture to 8 bits, as :func:`to_rgb` says; transparent pixels become white."""
+    """Scale a grey image to 8 bits. Transparent pixels become white."""
     values_HW = np.asarray(image)
     tags = getattr(image, "tag_v2", {})  # of a TIFF
     signed_16 = (tags.get(SAMPLEFORMAT), tags.get(BITSPERSAMPLE)) == ((2,), (16,))
     white = _white("signed" if signed_16 else image.mode, float(values_HW.min()), float(values_HW.max()))
-    notice_once(f"grey pictures of more than 8 bits are brought to 8: {white:g} becomes 255")
+    notice_once(f"grey images of more than 8 bits are scaled to 8: {white:g} becomes 255")
     grey_HW = np.rint(np.multiply(values_HW, 255 / white, dtype=np.float32))
     if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:  # white is zero
         grey_HW = 255 - grey_HW
@@ -79,7 +79,6 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def _white(mode: str, low: float, high: float) -> float:
-    """Return the value of white in a grey picture with values from ``low`` to ``high``."""
     if mode == "F":
         white, known = (1.0, True) if high <= 1 else (255.0, 16 < high <= 255)
     elif mode == "I" and high <= 255:
@@ -87,25 +86,25 @@ def _white(mode: str, low: float, high: float) -> float:
     else:
         white = 32767.0 if mode == "signed" else 65535.0
         known = high == 0 or DARK <= high <= white
-    if not (known and low >= 0):  # NaN is not
+    if not (known and low >= 0):  # false for NaN
         kind = "floats" if mode == "F" else "integers"
-        raise UnusableSampleError(f"its {kind} go from {low:g} to {high:g}, which does not tell what is white; save it in 8 bits")
+        raise UnusableSampleError(f"its {kind} go from {low:g} to {high:g}, so white is ambiguous; save it with 8 bits")
     return white
 
 
 def open_image(value: Any, max_pixels: int = MAX_PIXELS) -> Image.Image:  # noqa: ANN401 - data sets store images in many forms
-    """Decode an image as a data set stores it, and turn it upright; an animation gives its first picture.
+    """Decode an image, or the first frame of an animation, to upright RGB.
 
     Args:
         value: ``{"bytes": ..., "path": ...}`` (``datasets.Image(decode=False)``), bytes, a path or a PIL image.
-        max_pixels: larger pictures are refused before they are decoded.
+        max_pixels: larger images are rejected before decoding.
 
     Returns:
-        The decoded picture in mode RGB, turned as its EXIF orientation says.
+        RGB image, rotated by its EXIF orientation.
 
     Raises:
-        UnusableSampleError: the file is missing, damaged, cut short or no image; it has more than ``max_pixels``, or one side is
-            more than `MAX_ASPECT` times the other; or its range does not tell which value is white, see :func:`to_rgb`.
+        UnusableSampleError: the file is missing, damaged or not an image, exceeds ``max_pixels`` or `MAX_ASPECT`, or has an
+            ambiguous white value (see :func:`to_rgb`).
     """
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
@@ -124,16 +123,16 @@ def open_image(value: Any, max_pixels: int = MAX_PIXELS) -> Image.Image:  # noqa
     except UnidentifiedImageError as error:
         raise UnusableSampleError(_explain_unknown(value)) from error
     except Image.DecompressionBombError as error:  # Pillow's limit, far above ours
-        raise UnusableSampleError(f"more than the {max_pixels:,} pixels that are decoded; make it smaller") from error
-    except Exception as error:  # decoders raise whatever their format module happens to raise on damaged bytes
+        raise UnusableSampleError(f"more than the limit of {max_pixels:,} pixels; make it smaller") from error
+    except Exception as error:  # decoders raise many types on damaged bytes
         raise UnusableSampleError(f"unreadable image ({type(error).__name__}: {error})") from error
 
 
 def stores_orientation(value: Any) -> bool:  # noqa: ANN401 - data sets store images in many forms
-    """Return whether a picture, in any form that :func:`open_image` takes, has an EXIF orientation other than upright."""
+    """Return whether an image, as for :func:`open_image`, has an EXIF orientation other than upright."""
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    with suppress(Exception):  # pictures that cannot be read have none
+    with suppress(Exception):  # unreadable images have none
         _register_heic()
         with Image.open(io.BytesIO(value) if isinstance(value, bytes) else value) as image:
             return has_orientation(image)
@@ -141,12 +140,12 @@ def stores_orientation(value: Any) -> bool:  # noqa: ANN401 - data sets store im
 
 
 def _decoded(image: Image.Image, max_pixels: int) -> Image.Image:
-    """Decode an opened picture, or refuse its size or format."""
+    """Decode an open image, or raise if its size or format is rejected."""
     width, height = image.size
     if image.format == "EPS":
-        raise UnusableSampleError("PostScript is a program, which is not run; convert the picture to PNG")
+        raise UnusableSampleError("PostScript files are programs and are not run; convert the picture to PNG")
     if width * height > max_pixels:
-        raise UnusableSampleError(f"{width} x {height} is more than the {max_pixels:,} pixels that are decoded; make it smaller")
+        raise UnusableSampleError(f"{width} x {height} is more than the limit of {max_pixels:,} pixels; make it smaller")
     if not 0 < max(width, height) <= MAX_ASPECT * min(width, height):
         raise UnusableSampleError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; cut it into pieces")
     image.load()  # raises if the file is cut short
@@ -155,7 +154,7 @@ def _decoded(image: Image.Image, max_pixels: int) -> Image.Image:
 
 @cache
 def _register_heic() -> bool:
-    """Teach Pillow to read HEIC; return whether pillow-heif is installed."""
+    """Register the HEIC opener; return whether pillow-heif is installed."""
     if not can_read_heic():
         return False
     import pillow_heif
@@ -165,10 +164,9 @@ def _register_heic() -> bool:
 
 
 def _explain_unknown(value: io.BytesIO | str | Path) -> str:
-    """Say why Pillow does not know a picture's format."""
     head = value.getvalue() if isinstance(value, io.BytesIO) else read_head(Path(value))
     if has_brand(head, avif=False):
         return "damaged HEIC picture" if _register_heic() else INSTALL_HEIC
     if has_brand(head, avif=True):
-        return "damaged AVIF picture, or Pillow reads no AVIF; fetch the picture again, or install Pillow 11.3 or later"
-    return "its bytes are no image in a known format"
+        return "damaged AVIF picture, or Pillow lacks AVIF support; fetch the picture again, or install Pillow 11.3 or later"
+    return "its bytes are not an image in a known format"

@@ -1,4 +1,4 @@
-"""Images with one class each, labelled by their place in a stated class order."""
+"""Labelled images and their class order."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     import datasets
 
 CLASS_FILES = ("classes.tsv", "classes.csv", "classes.txt")
-MAX_INDEX = 1_000_000  # an index as large as this is a number of something else
+MAX_INDEX = 1_000_000  # larger labels are not class indices
 
 
 class LabelledSource(ImageSource):
-    """Where labelled images come from: the fields of :class:`ImageSource`, ``label_column`` found when not given, and these.
+    """Source of labelled images: :class:`ImageSource` plus these fields. ``label_column`` is detected by default.
 
     Args:
-        caption_column: the column with the images' captions, for an old model that embeds texts; found when not given.
-        caption_file: JSON lines of ``id`` and ``caption``, as ``xcompat caption`` writes them, in the place of that column; an
-            image that could not be read has the caption null and is left out.
-        classes: the class order: names, or a file as `xcompat.data.load_classes` reads it.
-        class_column: the column of that file, or of the ``classes.tsv`` beside the data, that holds the names.
+        caption_column: column with captions, for an old model that embeds texts; detected by default.
+        caption_file: JSON lines with ``id`` and ``caption`` (from ``xcompat caption``) instead. Images with caption null are
+            skipped.
+        classes: class order: names, or a file for `xcompat.data.load_classes`.
+        class_column: column with the names in that file, or in the ``classes.tsv`` next to the data.
 
     Example:
         >>> LabelledSource(path="photos/train", classes=["cat", "dog"]).classes
@@ -52,13 +52,13 @@ class LabelledSource(ImageSource):
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images with classes.
+    """Images with class labels.
 
     Args:
-        dataset: columns ``image`` (undecoded), ``id`` (a string, unique), ``label`` (int64, index into ``classes``) and perhaps
-            ``camera`` (a string).
-        classes: names of all classes in order; store them with what is trained on the labels.
-        max_bad_share: the share of images that may turn out unreadable.
+        dataset: columns ``image`` (undecoded), ``id`` (unique string), ``label`` (int64 index into ``classes``), optionally
+            ``camera`` (string).
+        classes: all class names in label order. Store them with trained models.
+        max_bad_share: largest tolerated share of unreadable images.
     """
 
     dataset: datasets.Dataset
@@ -66,7 +66,6 @@ class LabelledImages:
     max_bad_share: float = 0.01
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.dataset)
 
     def labels(self) -> NDArray[np.int64]:
@@ -74,19 +73,19 @@ class LabelledImages:
         return np.array(self.dataset[LABEL][:], dtype=np.int64)
 
     def class_names(self) -> list[str]:
-        """Return the class name of each image, which means the same in data sets of another class order."""
+        """Return the class name of each image, comparable across class orders."""
         return [self.classes[label] for label in self.labels().tolist()]
 
     def cameras(self) -> list[str] | None:
-        """Return what took each image; None if that is not known."""
+        """Return the camera of each image, or None if unknown."""
         return list(self.dataset[CAMERA]) if CAMERA in self.dataset.column_names else None
 
     def kept(self) -> list[str]:
-        """Return the names of the classes that have images, in class order."""
+        """Return the names of classes that have images, in class order."""
         return [self.classes[index] for index in np.unique(self.labels()).tolist()]
 
     def reindexed(self) -> LabelledImages:
-        """Return the same images with labels 0 to c - 1 among the c kept classes, as a classifier of these alone needs them."""
+        """Return the same images with labels renumbered over the classes that have images."""
         _, labels_N = np.unique(self.labels(), return_inverse=True)
         return replace(self, dataset=_with_labels(self.dataset, labels_N), classes=self.kept())
 
@@ -97,26 +96,29 @@ def load_labelled(
     captions: bool = False,
     dataset: datasets.Dataset | None = None,
 ) -> LabelledImages:
-    """Load images with classes, from every format of `xcompat.data.load_pairs`.
+    """Load labelled images from any format of `xcompat.data.load_pairs`.
 
-    A label is the class's name, or its index: an integer, the ``.cls`` of a webdataset, or digits that are no class's name.
-    The class order is the first of these that there is: ``classes``; the source's ``classes``; that of a ``ClassLabel``; the
-    file ``classes.tsv``, ``.csv`` or ``.txt`` beside the data, if it knows any of the labels; 0 to the largest index; the
-    names, sorted (by their value if all are numbers). So the first 50 classes of CIFAR-100 are those of label index below 50,
-    even in folders called ``0`` to ``99``: sorted by letters 10 would stand before 2, and the first 50 would be other classes.
+    A label is a class name or an index: an integer, a webdataset ``.cls`` value, or digits that match no class name. The first
+    available source sets the class order:
+
+    1. ``classes``
+    2. the source's ``classes``
+    3. a ``ClassLabel`` feature
+    4. ``classes.tsv``, ``.csv`` or ``.txt`` next to the data, if it contains any label
+    5. 0 to the largest index
+    6. sorted names, by value if all are numbers (as in CIFAR-100 folders ``0`` to ``99``)
 
     Args:
-        source: what to load; a string is its ``path``.
-        classes: names of the classes in order, over whatever the source says.
-        captions: whether to keep the images' captions, and to require them.
-        dataset: a data set at hand, as `xcompat.data.load_pairs` takes it; no file of classes lies beside it.
+        source: the source, or its ``path``.
+        classes: class names in order; overrides the source.
+        captions: require and keep captions.
+        dataset: an open data set for `xcompat.data.load_pairs`, without class file.
 
     Returns:
-        The images. A class may be without images unless the order was given by ``classes`` and the source has no ``limit``.
+        The images. With a given class order (argument or field) and no ``limit``, no class is empty.
 
     Raises:
-        XcompatError: an image has no label or an unknown one, an index is out of range, a given class has no image, or two
-            images have one id.
+        XcompatError: a label is missing, unknown or out of range, a given class has no image, or two images share an id.
     """
     import datasets
 
@@ -137,7 +139,7 @@ def load_labelled(
     missing = np.setdiff1d(np.arange(len(order)), labels_N)
     if given is not None and missing.size and not source.limit:
         more = f" and {missing.size - 1} more of {len(order)}" if missing.size > 1 else ""
-        raise XcompatError(f"{source.path}: class {order[missing[0]]!r}{more} has no image; take it out of the class list")
+        raise XcompatError(f"{source.path}: class {order[missing[0]]!r}{more} has no image; remove it from the class list")
     return LabelledImages(_with_labels(loaded, labels_N), order, source.max_bad_share)
 
 
@@ -145,18 +147,15 @@ def _require_distinct_ids(dataset: datasets.Dataset, source: LabelledSource) -> 
     ids = dataset[ID][:]
     if len(set(ids)) < len(ids):
         twice = next(name for name, count in Counter(ids).items() if count > 1)
-        raise XcompatError(
-            f"{source.path}: two images have the id {twice!r}, so a query could not be told from the gallery; "
-            "name a column that tells them apart under id_column"
-        )
+        raise XcompatError(f"{source.path}: two images have the id {twice!r}; set id_column to a column with unique ids")
 
 
 def _captioned(dataset: datasets.Dataset, file: Path, max_bad_share: float) -> datasets.Dataset:
-    """Add the captions of a file, and leave out images that could not be read when they were written."""
+    """Add captions from a file; drop images that were unreadable when it was written."""
     known: dict[str, str | None] = {}
     for number, row in json_lines(file):
         if not (isinstance(row.get(ID), str) and isinstance(row.get(CAPTION, 0), str | None)):
-            raise XcompatError(f'{file} line {number}: write it as {{"id": ..., "caption": ...}}, both texts')
+            raise XcompatError(f'{file} line {number}: write it as {{"id": ..., "caption": ...}} with string values')
         known[row[ID]] = row[CAPTION]
     ids = dataset[ID][:]
     lacking = [name for name in ids if name not in known]
@@ -168,22 +167,22 @@ def _captioned(dataset: datasets.Dataset, file: Path, max_bad_share: float) -> d
         if known[name] is None:
             bad.add(name, f"it could not be read when {file} was written")
     if not kept:
-        raise XcompatError(f"{file} has no caption at all: none of {len(ids)} images could be read; mend them")
+        raise XcompatError(f"{file} has no captions: none of {len(ids)} images could be read; fix the images")
     captioned = dataset.add_column(CAPTION, [known[name] for name in ids])
     return captioned if len(kept) == len(ids) else captioned.select(kept)
 
 
 def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[int] | list[str]:
-    """Return the labels as the data set has them, none of them missing; -1 is how test sets without labels say so."""
+    """Return the labels, or raise if one is missing. -1 marks unlabelled test sets."""
     values = dataset[LABEL][:]
     bad = [row for row, value in enumerate(values) if value is None or value == "" or value == -1]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise XcompatError(f"{source.path}: image {dataset[bad[0]][ID]!r}{more} has no label; add it or leave the image out")
+        raise XcompatError(f"{source.path}: image {dataset[bad[0]][ID]!r}{more} has no label; add one or remove the image")
     if not isinstance(values[0], int | str):
         raise XcompatError(
-            f"{source.path}: labels are {type(values[0]).__name__}s such as {values[0]!r}; name a column with one index or "
-            "name for each image under label_column"
+            f"{source.path}: labels are {type(values[0]).__name__}s such as {values[0]!r}; set label_column to a column "
+            "with one class index or name per image"
         )
     return values
 
@@ -192,7 +191,7 @@ def _require_cameras(dataset: datasets.Dataset, source: LabelledSource) -> None:
     values = dataset[CAMERA][:] if source.with_cameras else []
     bad = next((row for row, value in enumerate(values) if not value), None)
     if bad is not None:
-        raise XcompatError(f"{source.path}: image {dataset[bad][ID]!r} has no camera; add it or leave camera_column out")
+        raise XcompatError(f"{source.path}: image {dataset[bad][ID]!r} has no camera; add it or remove camera_column")
 
 
 def _given_classes(source: LabelledSource) -> list[str] | None:
@@ -202,7 +201,7 @@ def _given_classes(source: LabelledSource) -> list[str] | None:
 def _own_order(
     dataset: datasets.Dataset, values: list[int] | list[str], source: LabelledSource, beside: list[str] | None
 ) -> list[str]:
-    """Return the class order that the data themselves state, or else the sorted names."""
+    """Return the class order stated by the data, or the sorted names."""
     import datasets
 
     feature = dataset.features[LABEL]
@@ -215,14 +214,13 @@ def _own_order(
         largest = max(map(int, values))
         if largest >= MAX_INDEX:
             raise XcompatError(
-                f"{source.path}: label {largest} is no class index; if labels are ids of things, store them as text"
+                f"{source.path}: label {largest} is too large for a class index; if labels are ids, store them as text"
             )
         return [str(index) for index in range(largest + 1)]
     return sorted(names, key=(lambda name: (int(name), name)) if _are_numbers(names) else None)
 
 
 def _classes_beside(source: LabelledSource) -> list[str] | None:
-    """Read the class file that lies in the data's folder."""
     folders = dict.fromkeys(path if path.is_dir() else path.parent for path in local_files(source.path) or [])
     found: Iterator[Path] = (folder / name for folder in folders for name in CLASS_FILES if (folder / name).is_file())
     file = next(found, None)
@@ -236,16 +234,13 @@ def _are_numbers(names: Iterable[str]) -> bool:
 def _distinct(classes: list[str], source: LabelledSource) -> list[str]:
     twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice:
-        raise XcompatError(
-            f"{source.path}: class {twice[0]!r} is listed twice; name a column that tells classes apart under class_column"
-        )
+        raise XcompatError(f"{source.path}: class {twice[0]!r} is listed twice; set class_column to a column with unique names")
     return classes
 
 
 def _indices(
     dataset: datasets.Dataset, values: list[int] | list[str], order: list[str], source: LabelledSource
 ) -> NDArray[np.int64]:
-    """Return the place of each image's class in the order."""
     import datasets
 
     feature, place = dataset.features[LABEL], {name: index for index, name in enumerate(order)}
@@ -261,14 +256,14 @@ def _indices(
         if not 0 <= index < len(order):
             image = f"{source.path}: image {dataset[values.index(value)][ID]!r}"
             if isinstance(label, str):
-                raise XcompatError(f"{image} is of class {label!r}, not in the class list; {nearest_class(label, order)}")
+                raise XcompatError(f"{image} has class {label!r}, which is not in the class list; {nearest_class(label, order)}")
             raise XcompatError(f"{image} has label index {label}, but the {len(order)} classes go from 0 to {len(order) - 1}")
         distinct[value] = index
     return np.fromiter((distinct[value] for value in values), np.int64, len(values))
 
 
 def _with_labels(dataset: datasets.Dataset, labels_N: NDArray[np.int64]) -> datasets.Dataset:
-    """Replace the labels without copying the images, as adding a column to a selection of rows would."""
+    """Replace labels without copying images, as ``add_column`` does on selected rows."""
     import datasets
 
     rows = None if dataset._indices is None else dataset._indices.column(0).to_numpy()

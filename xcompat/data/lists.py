@@ -1,4 +1,4 @@
-"""Lists of images as data sets come with them: a path a line, and perhaps its class."""
+"""Image lists: one path per line, optionally with its class."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from xcompat.core.errors import XcompatError
 from xcompat.data.text_files import first_line, text_lines
 
 _LINE = re.compile(r"(\S+\.(?:jpe?g|png|webp|gif|bmp|tiff?))(?:\s+(\S+))?", re.IGNORECASE)
-"""``/a/airfield/00000001.jpg 0`` of Places-365, ``n000002/0001_01.jpg`` of VGGFace2, ``ILSVRC2012_val_00000001.JPEG 65``."""
+"""``/a/airfield/00000001.jpg 0`` (Places-365), ``n000002/0001_01.jpg`` (VGGFace2), ``ILSVRC2012_val_00000001.JPEG 65``."""
 
 
 def is_image_list(file: Path) -> bool:
-    r"""Return whether a text file lists images, by its first line.
+    r"""Return whether the first line of a text file is an image path.
 
     Args:
-        file: such as ``places365_val.txt``; one that cannot be read is none.
+        file: e.g. ``places365_val.txt``. Unreadable files give False.
 
     Example:
         >>> import tempfile
@@ -33,21 +33,22 @@ def is_image_list(file: Path) -> bool:
 
 
 def read_image_list(file: Path) -> Iterator[tuple[str, str | None]]:
-    """Read a list of images.
+    """Read an image list.
 
     Args:
-        file: an image's path a line, then its class or nothing.
+        file: one image path per line, optionally followed by its class.
 
     Yields:
-        The path, without a slash before it, and the class: as it is written or, where none is, the folder that the image is in;
-        None for an image without either.
+        The path without leading slash, and the class as written, else the image's folder, else None.
 
     Raises:
-        XcompatError: a line names no image.
+        XcompatError: a line contains no image path.
     """
     for number, line in text_lines(file):
         found = _LINE.fullmatch(line)
         if found is None:
-            raise XcompatError(f"{file} line {number} is no image with its class ({line[:80]!r}); write such as 'cat/001.jpg 0'")
+            raise XcompatError(
+                f"{file} line {number} is not an image path with a class ({line[:80]!r}); write e.g. 'cat/001.jpg 0'"
+            )
         path = found[1].lstrip("/")
         yield path, found[2] or Path(path).parent.name or None

@@ -1,4 +1,4 @@
-"""Images with their captions from any files: what they are, their rows, one data set with one set of columns."""
+"""Images with captions from any file format, as one data set with fixed columns."""
 
 from __future__ import annotations
 
@@ -57,18 +57,21 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, meta
     """Load images and captions.
 
     Args:
-        source: what to load; a string is its ``path``.
-        dataset: a data set at hand, of which the source says the columns; its ``path`` is what messages call it.
-        metadata: which further columns of a captions file are kept, as JSON in the column ``metadata``; True for all.
+        source: the source, or its ``path``.
+        dataset: an open data set to use instead; the source gives its columns and name.
+        metadata: further columns of a captions file to store as JSON in ``metadata``; True for all.
 
     Returns:
-        A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with columns ``image`` (undecoded:
-        ``{"bytes", "path"}``), ``caption`` (a string or a list of strings; not with ``captions=False``), ``id`` (a string;
-        a stream of Parquet, a saved or a Hub data set has it only if it holds one) and, with ``labels`` or ``label_column``,
-        ``label``; with cameras, ``camera``, a string.
+        A memory-mapped ``datasets.Dataset`` (``IterableDataset`` when streaming) with these columns:
+
+        - ``image``: undecoded, ``{"bytes", "path"}``
+        - ``caption``: a string or a list; not with ``captions=False``
+        - ``id``: a string; streams of data sets or Parquet have it only if stored
+        - ``label``: with ``labels`` or ``label_column``
+        - ``camera``: a string, with cameras
 
     Raises:
-        XcompatError: something is missing, empty, damaged beyond ``max_bad_share``, or a column is not there.
+        XcompatError: data or a column is missing, or data is empty or damaged beyond ``max_bad_share``.
     """
     source = PairSource(path=source) if isinstance(source, str) else source
     if dataset is not None:
@@ -77,7 +80,7 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, meta
         return _limited(_load_shards(source, elsewhere), source)
     form, paths = locate(source)
     if isinstance(metadata, list) and form != "captions":
-        raise XcompatError(f"{source.path} has no table of captions, and --metadata names columns of one; remove --metadata")
+        raise XcompatError(f"{source.path} has no captions table, so --metadata does not apply; remove it")
     load: dict[str, Callable[[PairSource, list[Path]], AnyDataset]] = {
         "webdataset": _load_shard_files,
         "captions": partial(_load_captions, metadata=metadata),
@@ -96,7 +99,7 @@ def _load_shard_files(source: PairSource, paths: list[Path]) -> AnyDataset:
 
 
 def _named_files(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files that end in one of the suffixes, and name all others of their folders in a notice."""
+    """List the files with a suffix, and print a notice about others in their folders."""
     files = files_with(paths, suffixes)
     for folder in filter(Path.is_dir, paths):
         notice_unread(folder, files)
@@ -127,7 +130,7 @@ def _load_shards(source: PairSource, shards: Sequence[str | Path]) -> AnyDataset
 
 
 def _labels_are_indices(shards: Sequence[str | Path], columns: ShardColumns) -> bool:
-    """Say whether ``.cls`` holds indices, as it should, or names: the first label decides for all."""
+    """Return whether ``.cls`` contains indices, judged by the first label."""
     if columns.label != CLASS_MEMBER:
         return False
     only_label = replace(columns, with_image=False, with_caption=False)
@@ -190,7 +193,7 @@ def _load_files(
     metadata: bool | list[str] = False,
     problems: Problems | None = None,
 ) -> AnyDataset:
-    # a change of the images themselves needs no rebuild: only their paths are kept
+    # changed images need no rebuild, as only their paths are stored
     key = {"files": file_stamps(files), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
     if isinstance(metadata, list):
         key["metadata"] = metadata
@@ -221,7 +224,7 @@ def _cached(
     features: datasets.Features,
     problems: Problems,
 ) -> datasets.Dataset:
-    """Read rows into the cache, unless they are there, and say what could not be used of them."""
+    """Read rows into the cache if needed, and print notices about skipped ones."""
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         yield from rows_to_batches(_distinct_ids(rows, source), features.arrow_schema)
@@ -234,14 +237,14 @@ def _cached(
 
 
 def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterator[dict[str, Any]]:
-    """Refuse samples that share an id by chance, as 0001.jpg of two folders does: each would count as a hit for the other."""
-    seen: set[int] = set()  # hashes: 8 bytes an id, not its name
+    """Raise if samples share an id by chance, e.g. 0001.jpg in two folders: each would count as a hit."""
+    seen: set[int] = set()  # hashes take less memory than names
     for row in rows:
         if source.id_column is None:
             if hash(row[ID]) in seen:
                 raise XcompatError(
-                    f"{source.path}: two samples are called {row[ID]!r}; name a column that tells them apart under id_column, "
-                    "or load folders and shards with names of their own"
+                    f"{source.path}: two samples have the id {row[ID]!r}; set id_column to a column with unique ids, "
+                    "or load folders and shards with distinct names"
                 )
             seen.add(hash(row[ID]))
         yield row
@@ -268,7 +271,7 @@ def _load_parquet(source: PairSource, paths: list[Path]) -> AnyDataset:
 
 
 def _tables(files: list[Path], streaming: bool, features: datasets.Features | None = None) -> AnyDataset:
-    """Read Parquet files one after the other, with the types of the first unless others are given."""
+    """Read Parquet files in order, with the types of the first by default."""
     import datasets
 
     try:
@@ -288,18 +291,18 @@ def _load_datasets(source: PairSource, paths: list[Path]) -> AnyDataset:
 
 
 def load_raw(source: DataSource, paths: list[Path], streaming: bool = False) -> AnyDataset:
-    """Load a saved or Hub data set with the columns it has.
+    """Load a saved or Hub data set with its own columns.
 
     Args:
-        source: its path, configuration, split and revision.
-        paths: the local folder; none for the Hub.
-        streaming: whether to read on the fly.
+        source: path, configuration, split and revision.
+        paths: the local folder; empty for the Hub.
+        streaming: read without random access.
 
     Returns:
         One split.
 
     Raises:
-        XcompatError: it is not there, or has several splits and none is named.
+        XcompatError: it does not exist, or has several splits and none is chosen.
     """
     if not paths:
         return _from_hub(source, streaming)
@@ -312,12 +315,12 @@ def _saved(source: DataSource, folder: Path) -> datasets.Dataset:
 
     refuse_hub_fields(source.path, name=source.name, revision=source.revision)
     if not is_saved_dataset(folder):
-        raise XcompatError(f"{folder} is no folder written by datasets.save_to_disk; check the path or the format")
+        raise XcompatError(f"{folder} was not written by datasets.save_to_disk; check the path or the format")
     try:
         saved = datasets.load_from_disk(str(folder))
         for part in saved.values() if isinstance(saved, datasets.DatasetDict) else (saved,):
-            part.data.table.validate(full=True)  # offsets that lead elsewhere end a process, texts that are none an epoch
-    except Exception as error:  # its JSON, its types and its Arrow files each fail in their own ways
+            part.data.table.validate(full=True)  # invalid offsets would crash the process, invalid texts an epoch
+    except Exception as error:  # JSON, types and Arrow files raise different errors
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise XcompatError(f"{folder} cannot be read ({what_failed(error)}); write it again") from error
@@ -350,17 +353,18 @@ def _one_split(splits: dict[str, AnyDataset], source: DataSource) -> AnyDataset:
 
 
 def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
-    """Select, rename and cast the columns of a data set that has its own."""
     import datasets
 
     from xcompat.data.ids import require_ids
 
     if isinstance(dataset, datasets.IterableDataset) and dataset.features is None:
-        dataset = dataset._resolve_features()  # reads one batch; columns cannot be cast without their types
+        dataset = dataset._resolve_features()  # reads one batch, as casting needs the types
     wanted = (source.image_column, source.caption_column, source.id_column, source.label_column, source.camera_column)
     if nested := [name for name in wanted if name and "." in name and name not in dataset.column_names]:
         if isinstance(dataset, datasets.IterableDataset):
-            raise XcompatError(f"{source.path}: a stream has no nested columns, such as {nested[0]}; set streaming to false")
+            raise XcompatError(
+                f"{source.path}: nested columns such as {nested[0]} do not work with streaming; set streaming to false"
+            )
         dataset = dataset.flatten()  # nested columns become ``outer.inner``
     picked = _picked_columns(dataset, source)
     dataset = dataset.select_columns(list(picked.values()))
@@ -373,14 +377,14 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
             require_ids(dataset, picked[ID], source)
         return dataset.cast_column(ID, datasets.Value("string"))
     if isinstance(dataset, datasets.Dataset):
-        # labelled queries leave out the gallery's image of their own id, which row 7 of another split is not
+        # labelled queries skip the gallery image with their id, so row numbers must differ between splits
         whose = "/".join([str(source.path), *filter(None, (source.name, source.split)), ""]) if source.labels else ""
         return dataset.add_column(ID, [f"{whose}{row}" for row in range(len(dataset))])
     return dataset
 
 
 def _picked_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
-    """Return our name of each wanted column -> the data set's."""
+    """Return wanted column -> its name in the data set."""
     import datasets
 
     columns, where = list(dataset.column_names), str(source.path)
@@ -390,7 +394,7 @@ def _picked_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
         picked[CAPTION] = pick_column(source.caption_column, EXTRA_CAPTION_COLUMNS, columns, "caption_column", where)
     if source.with_labels:
         classes = [name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.ClassLabel)]
-        known = (*LABEL_COLUMNS, *(classes if len(classes) == 1 else ()))  # of several, such as coarse and fine, none is meant
+        known = (*LABEL_COLUMNS, *(classes if len(classes) == 1 else ()))  # several, e.g. coarse and fine, are ambiguous
         picked[LABEL] = pick_column(source.label_column, known, columns, "label_column", where)
     if source.camera_column:
         picked[CAMERA] = pick_column(source.camera_column, (), columns, "camera_column", where)
@@ -405,5 +409,5 @@ def _limited(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.take(source.limit) if source.limit else dataset
     if not len(dataset):
-        raise XcompatError(f"{source.path} holds no samples; check the path and the split")
+        raise XcompatError(f"{source.path} contains no samples; check the path and the split")
     return dataset.select(range(min(source.limit, len(dataset)))) if source.limit else dataset

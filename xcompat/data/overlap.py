@@ -1,4 +1,4 @@
-"""Find pictures that are in two data sets, by their content: a name may stand for two, and a picture have two names."""
+"""Images shared by two data sets, compared by content."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
-    """Count the rows of a test set whose picture is in a training set too, byte by byte.
+    """Count test rows with an image that is also in the training set, byte by byte.
 
-    Sizes are compared first, so that few pictures are read if the sets share none.
+    Sizes are compared first, so that few images are read.
 
     Args:
-        test: column ``image`` (undecoded), as `xcompat.data.load_pairs` returns it.
-        train: likewise.
+        test: column ``image`` (undecoded), from `xcompat.data.load_pairs`.
+        train: the same.
     """
     sizes = {size for _, size in _sizes(train)}
     asked = [(row, size) for row, size in _sizes(test) if size in sizes]
@@ -35,18 +35,18 @@ def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
 def same_pictures(
     one: datasets.Dataset, rows: Sequence[int], other: datasets.Dataset, other_rows: Sequence[int]
 ) -> Iterator[bool]:
-    """Compare rows of one data set with as many of another, byte by byte; a picture that is missing is like any.
+    """Compare images of two data sets row by row, byte by byte. A missing image equals any other.
 
-    Only pictures of one size are read, and none that is the same file.
+    Reads only images of equal size that are not the same file.
 
     Args:
         one: column ``image`` (undecoded).
         rows: N rows.
-        other: likewise.
+        other: column ``image`` (undecoded).
         other_rows: N rows.
 
     Yields:
-        Whether the pictures are the same.
+        Whether the images are equal.
 
     Example:
         >>> import datasets
@@ -67,7 +67,7 @@ def same_pictures(
 
 
 def _sizes(dataset: datasets.Dataset) -> Iterator[tuple[int, int]]:
-    """Yield row and size in bytes of every picture that is there."""
+    """Yield row and size in bytes of every existing image."""
     row = 0
     for batch in dataset.select_columns([IMAGE]).with_format("arrow").iter(4096):
         images = batch[IMAGE].combine_chunks() if isinstance(batch[IMAGE], pa.ChunkedArray) else batch[IMAGE]

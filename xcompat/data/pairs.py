@@ -1,4 +1,4 @@
-"""Read images and captions for training and embedding; unusable samples are replaced or left out, and reported."""
+"""Images with captions for training and embedding. Unusable samples are replaced or skipped, and reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RowArray(Protocol):
-    """Rows that can be fetched by an array of row numbers: a NumPy array, a memory map, or several shards of one."""
+    """Rows indexed by an array of row numbers: a NumPy array, a memory map or a sharded array."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -37,14 +37,14 @@ class RowArray(Protocol):
 
 
 class DrawnDataset(Dataset[dict[str, Any]]):
-    """Samples of which something is drawn anew in every epoch, the same in a resumed run, in any worker and process.
+    """Data set with new draws in every epoch, reproducible in resumed runs, workers and processes.
 
-    A draw depends on seed, epoch and index alone. ``accelerate`` and the Trainer call :meth:`set_epoch`.
+    Draws depend only on seed, epoch and index. ``accelerate`` and the Trainer call :meth:`set_epoch`.
 
     Args:
         dataset: the rows.
-        one_per_id: whether an index stands for an id, of whose rows one is drawn.
-        seed: of the draws.
+        one_per_id: whether an index is an id, of which one row is drawn.
+        seed: random seed.
     """
 
     def __init__(self, dataset: datasets.Dataset, one_per_id: bool, seed: int) -> None:
@@ -53,7 +53,7 @@ class DrawnDataset(Dataset[dict[str, Any]]):
         self._rows_of_id = rows_of_ids(dataset) if one_per_id else None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next draws."""
+        """Set the epoch of the next draws."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class DrawnDataset(Dataset[dict[str, Any]]):
         return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
 
     def drawn(self, indices: Sequence[int]) -> tuple[list[int], list[np.random.Generator]]:
-        """Return the row that each index stands for in this epoch, and the generator of its further draws."""
+        """Return the row of each index in this epoch, and the generator of its further draws."""
         draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
         if self._rows_of_id is None:
             return list(indices), draws
@@ -71,21 +71,20 @@ class DrawnDataset(Dataset[dict[str, Any]]):
 class PairDataset(DrawnDataset):
     """Images with one caption each.
 
-    Caption, augmentation (and, with ``one_per_id``, row) of a sample are drawn as :class:`DrawnDataset` says.
+    Captions and augmentation seeds are drawn as in :class:`DrawnDataset`.
 
     Args:
-        dataset: as `xcompat.data.load_pairs` returns it.
-        image_extra: more columns, one row for each row of ``dataset``, such as memory-mapped embeddings of the old model.
-        caption_extra: more columns, one row for each caption in the order of `flatten_captions`; an item gets its own.
-        embedded: (N,) bool, the rows that have an embedding in ``image_extra``; all if None. Others count as unusable.
-        one_per_id: whether an index stands for an id, of whose rows one is drawn. Rows of one id are positives of each other
-            (faces of a character, captions of an image), and two of them in one contrastive batch would be false negatives. With
-            this option a pass over the data has each id once, on any number of processes.
-        seed: of the draws.
-        bad: counts unusable samples; each is replaced by the next usable one.
+        dataset: from `xcompat.data.load_pairs`.
+        image_extra: further columns, one row per row of ``dataset``, e.g. memory-mapped old embeddings.
+        caption_extra: further columns, one row per caption in the order of `flatten_captions`.
+        embedded: (N,) bool, rows with an embedding in ``image_extra``; None for all. Other rows are unusable.
+        one_per_id: draw one row per id in each pass. Two rows of one id (e.g. faces of a character) in a contrastive batch would
+            be false negatives.
+        seed: random seed.
+        bad: counts unusable samples, which are replaced by the next usable one.
 
     Raises:
-        XcompatError: a column is missing, or an extra column has another number of rows.
+        XcompatError: a column is missing, or a further column has the wrong number of rows.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class PairDataset(DrawnDataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the items of a batch with one read; a data loader calls this."""
+        """Return the items of a batch with one read, for data loaders."""
         rows, draws = self.drawn(indices)
         columns = self.dataset[rows]
         items = [
@@ -148,7 +147,7 @@ class PairDataset(DrawnDataset):
 
 
 def rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
-    """List the rows of each id, ids in sorted order."""
+    """Return the rows of each id, sorted by id."""
     if ID not in dataset.column_names:
         raise XcompatError(f"one_per_id needs the column {ID!r}; set id_column")
     _, codes_N = numbered(dataset[ID][:])
@@ -156,7 +155,7 @@ def rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
 
 
 def _caption_offsets(dataset: datasets.Dataset) -> NDArray[np.int64]:
-    """Return (N + 1,) the number of captions before each row."""
+    """Return the number of captions before each row, (N + 1,)."""
     if CAPTION not in dataset.column_names:
         raise XcompatError(f"columns by caption need the column {CAPTION!r}; load with captions: true")
     batches = dataset.select_columns([CAPTION]).iter(4096)
@@ -164,7 +163,7 @@ def _caption_offsets(dataset: datasets.Dataset) -> NDArray[np.int64]:
 
 
 def _only_pairs(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Keep the columns of a pair, the image undecoded, so that one damaged image cannot fail a whole batch."""
+    """Keep the columns of a pair. Undecoded images cannot fail a batch."""
     import datasets as hf
 
     if IMAGE not in dataset.column_names:
@@ -175,7 +174,6 @@ def _only_pairs(dataset: datasets.Dataset) -> datasets.Dataset:
 
 
 def _item(record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
-    """Decode a record, draw one of its captions and the seed of its augmentation."""
     item: dict[str, Any] = {IMAGE: open_image(record[IMAGE]), INDEX: row, SEED: int(draw.integers(2**62))}
     if CAPTION in record:
         captions = captions_of(record[CAPTION])
@@ -199,25 +197,25 @@ def iterate_images(
     threads: int = 1,
     ahead: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], T]]:
-    """Read images in order, leaving out those that cannot be read.
+    """Read images in order, skipping unreadable ones.
 
-    Reading, decoding and resizing release Python's lock, so threads are enough to keep up with a model.
+    Reading, decoding and resizing release the GIL, so threads can keep up with a model.
 
     Args:
-        dataset: as `xcompat.data.load_pairs` returns it.
-        batch_size: rows read at a time; batches without their unreadable images are shorter.
-        rows: only these, in this order; all if None.
-        bad: counts the images that are left out.
-        draw: applied by the threads to each RGB picture with its id, such as what draws a view of it; None for none.
-        prepare: applied by the threads to a batch of RGB pictures, or of what is drawn, such as a processor's ``images``.
-        threads: number of batches decoded at a time.
-        ahead: whether to decode the next batches while the caller works on one; a model on a CPU needs the cores itself.
+        dataset: from `xcompat.data.load_pairs`.
+        batch_size: rows per read. Unreadable images shorten a batch.
+        rows: row numbers, in this order; None for all.
+        bad: counts skipped images.
+        draw: applied in threads to each RGB image and its id, e.g. to draw a view.
+        prepare: applied in threads to a batch of RGB or drawn images, e.g. a processor's ``images``.
+        threads: number of batches decoded in parallel.
+        ahead: decode the next batches while the caller works; not useful for a model on CPU.
 
     Yields:
-        ``(rows, images)``: the row numbers that were kept, and their prepared pictures. Never empty.
+        ``(rows, images)``: row numbers and prepared images, never empty.
 
     Raises:
-        XcompatError: more images than allowed cannot be read.
+        XcompatError: too many images are unreadable.
     """
     bad = bad or BadSamples(total=len(dataset))
     dataset = _only_pairs(dataset)
@@ -249,13 +247,13 @@ def iterate_images(
 
 
 def flatten_captions(dataset: datasets.Dataset) -> tuple[list[str], list[str]]:
-    """List every caption of every image, for evaluation.
+    """Return all captions of all images, for evaluation.
 
     Args:
-        dataset: as `xcompat.data.load_pairs` returns it.
+        dataset: from `xcompat.data.load_pairs`.
 
     Returns:
-        ``(texts, ids)``: the captions in order, and for each the id of its image.
+        ``(texts, ids)``: captions in order, and the image id of each.
     """
     texts: list[str] = []
     ids: list[str] = []
@@ -275,25 +273,24 @@ def stream_pairs(
     seed: int = 0,
     bad: BadSamples | None = None,
 ) -> datasets.IterableDataset:
-    """Turn a stream of undecoded pairs into one of training items, leaving out images that cannot be read.
+    """Convert a stream of undecoded pairs to training items, skipping unreadable images.
 
-    What is drawn for an item (its caption, its augmentation) depends on seed, process, worker and its place in the stream, so a
-    resumed run, which goes through the stream up to where it was, draws the same.
+    Draws depend on seed, process, worker and stream position. A resumed run replays the stream, so its draws are the same.
 
     Args:
-        dataset: as `xcompat.data.load_pairs` returns it when streaming.
-        shuffle_buffer: samples to shuffle among; 0 keeps the order.
-        passes: how often the stream is read, each time in the same order and with other draws; None for without end.
-        seed: of the draws, and of the shuffling, which also depends on the epoch (``set_epoch``).
-        bad: counts the images that are left out.
+        dataset: streaming data set from `xcompat.data.load_pairs`.
+        shuffle_buffer: size of the shuffle buffer; 0 keeps the order.
+        passes: number of passes, in one order with new draws; None for no limit.
+        seed: random seed. Shuffling also depends on the epoch (``set_epoch``).
+        bad: counts skipped images.
 
     Returns:
-        A stream of ``{image: PIL RGB, caption: str, ...}``, split over workers and processes by ``datasets`` itself.
+        A stream of ``{image: PIL RGB, caption: str, ...}``, split over workers and processes by ``datasets``.
     """
     if shuffle_buffer:
         dataset = dataset.shuffle(seed=seed, buffer_size=shuffle_buffer)
-    # Repeated after shuffling: a buffer across passes would put one image twice into a batch, a false negative. Decoded after
-    # repeating: the places go on over the passes.
+    # Repeat after shuffling: a buffer across passes could put an image into a batch twice, a false negative.
+    # Decode after repeating: stream positions continue over the passes.
     decode = partial(_decode_batch, bad or BadSamples(), (seed, rank()))
     return dataset.repeat(passes).map(decode, with_indices=True, batched=True, batch_size=16)
 
@@ -301,7 +298,6 @@ def stream_pairs(
 def _decode_batch(
     bad: BadSamples, seeds: tuple[int, int], columns: dict[str, list[Any]], places: Sequence[int]
 ) -> dict[str, list[Any]]:
-    """Decode a batch of a stream, leaving out images that cannot be read."""
     out: dict[str, list[Any]] = {name: [] for name in (*columns, SEED)}
     loader = get_worker_info()
     worker = 0 if loader is None else loader.id

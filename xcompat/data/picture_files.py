@@ -1,4 +1,4 @@
-"""Pictures among the files of a folder, by name or content, and the names of all other files."""
+"""Image files in folders, recognised by name or content, with notices about all other files."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ OTHER_SUFFIXES = (
     *(".gz", ".zip", ".tar", ".tgz", ".parquet", ".npy", ".npz", ".pt", ".safetensors", ".aae", ".xmp", ".svg"),
     *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".mp3", ".wav", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
 )
-"""Files that are not pictures that Pillow reads; all others, such as those without a suffix, are looked into."""
+"""Suffixes of files that Pillow cannot read. Files with unlisted suffixes, or none, are checked by content."""
 HIDDEN = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
-"""Names that systems leave in folders, beside those that begin with a dot."""
-INSTALL_HEIC = "HEIC pictures need pillow-heif: pip install 'xcompat[heic]'"
-SHOWN = 5  # files named in a message; the rest is counted
+"""System files in folders, in addition to names that begin with a dot."""
+INSTALL_HEIC = 'HEIC pictures need pillow-heif: run `pip install -e ".[heic]"` in a clone of xcompat'
+SHOWN = 5  # maximum number of files named in a message
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
 _STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ")
 
 
 class FolderFiles(NamedTuple):
-    """Files of a folder.
+    """Files of a folder by kind.
 
     Args:
-        pictures: files to read.
-        heic: HEIC pictures, which this installation cannot read.
-        misnamed: pictures whose names are not UTF-8.
-        others: hidden files, and files that are not pictures.
+        pictures: images to read.
+        heic: HEIC images that this installation cannot read.
+        misnamed: images with names that are not UTF-8.
+        others: hidden files, and files that are not images.
     """
 
     pictures: list[Path]
@@ -49,14 +49,14 @@ class FolderFiles(NamedTuple):
 
 
 def images_below(path: Path) -> Iterator[Path]:
-    """Yield a picture, or the pictures below a folder without hidden files, such as the ``._x.jpg`` of macOS."""
+    """Yield an image file, or the images below a folder, except hidden files (e.g. ``._x.jpg`` on macOS)."""
     if not path.is_dir():
         return iter([path] if _is_picture(path) else [])
     return (file for file in files_below(path) if not _is_hidden(file.relative_to(path)) and _is_picture(file))
 
 
 def list_pictures(path: Path) -> FolderFiles:
-    """Sort the files below a folder, or a single file, by what can be done with them."""
+    """Classify a file, or the files below a folder."""
     found = FolderFiles([], [], [], [])
     is_folder, reads_heic = path.is_dir(), can_read_heic()
     for file in sorted(files_below(path)) if is_folder else [path]:
@@ -72,12 +72,12 @@ def list_pictures(path: Path) -> FolderFiles:
 
 
 def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
-    """List image files below folders, each with its id: the path relative to its folder, with forward slashes.
+    """List image files below folders with their ids: relative paths with forward slashes.
 
-    A notice names and counts the files that are left out.
+    Prints a notice about skipped files.
 
     Raises:
-        XcompatError: there is none.
+        XcompatError: there are no images.
     """
     found = []
     for path in paths:
@@ -93,11 +93,11 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
 
 
 def notice_unread(folder: Path, read: Iterable[Path]) -> None:
-    """Name and count the entries of a folder that are not read.
+    """Print a notice that counts and names the unread entries of a folder.
 
     Args:
         folder: the folder.
-        read: the files in it that are read.
+        read: files in it that are read.
     """
     known = set(read)
     left_out = sorted(
@@ -108,7 +108,7 @@ def notice_unread(folder: Path, read: Iterable[Path]) -> None:
 
 
 def count_names(what: str, files: list[Path], folder: Path) -> str:
-    """Count files and name the first: ``2 files (a.txt, b.json) are``.
+    """Count files and name the first ones: ``2 files (a.txt, b.json) are``.
 
     Example:
         >>> count_names("file", [Path("a/x.txt"), Path("a/y.md")], Path("a"))
@@ -125,10 +125,10 @@ def can_read_heic() -> bool:
 
 
 def has_picture_header(head: bytes) -> bool:
-    """Return whether a file that begins with these bytes is a picture.
+    """Return whether bytes begin an image file.
 
     Args:
-        head: the first 16 bytes or more.
+        head: at least the first 16 bytes.
     """
     if head[:2] == b"BM":
         return head[6:10] == bytes(4)  # text may begin with the same two letters
@@ -136,12 +136,12 @@ def has_picture_header(head: bytes) -> bool:
 
 
 def has_brand(head: bytes, *, avif: bool) -> bool:
-    """Return whether a file that begins with these bytes is HEIC (or, with ``avif``, HEIC or AVIF)."""
+    """Return whether bytes begin a HEIC file (with ``avif``, HEIC or AVIF)."""
     return head[4:8] == b"ftyp" and head[8:12] in (*_HEIC_BRANDS, *(_AVIF_BRANDS if avif else ()))
 
 
 def read_head(file: Path) -> bytes:
-    """Return the first bytes of a file; none of what is no readable file, such as a pipe."""
+    """Return the first 32 bytes of a file, or none if it is unreadable."""
     try:
         if not file.is_file():
             return b""
@@ -180,7 +180,6 @@ def _is_utf8(name: str) -> bool:
 
 
 def _notice_left_out(path: Path, listed: FolderFiles) -> None:
-    """Name and count the files of a folder that are not read."""
     if listed.heic:
         notice_once(f"{path}: {count_names('picture', listed.heic, path)} left out; {INSTALL_HEIC}")
     if listed.misnamed:

@@ -1,4 +1,4 @@
-"""Count unusable shards and samples, and stop when there are too many."""
+"""Counts of unusable shards and samples, with limits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.progress import notice
 
 SHOWN = 3  # problems named in full; the rest is counted
-MIN_SAMPLES = 100  # a share of fewer samples says little before all are read
+MIN_SAMPLES = 100  # before the end, shares of fewer samples are unreliable
 
 
 @dataclass
 class Problems:
-    """Unusable shards and samples of one pass over the data.
+    """Unusable shards and samples in one pass over the data.
 
     Args:
-        max_bad_share: the share of shards, or of samples, that may be unusable.
+        max_bad_share: largest tolerated share of unusable shards or samples.
         total_shards: number of shards.
-        shards: ``name: reason`` of each shard that could not be read to its end.
+        shards: ``name: reason`` of damaged shards.
         samples: ``id: reason`` of the first unusable samples.
         n_bad: number of unusable samples.
         n_good: number of usable samples.
-        members: members seen in unusable samples.
+        members: members of unusable samples.
         notes: further lines to print.
     """
 
@@ -39,16 +39,16 @@ class Problems:
     notes: list[str] = field(default_factory=list)
 
     def bad_shard(self, reason: str) -> None:
-        """Record a shard that could not be read to its end.
+        """Record a damaged shard.
 
         Raises:
-            XcompatError: there are too many such shards.
+            XcompatError: too many shards are damaged.
         """
         self.shards.append(reason)
         if len(self.shards) > self.max_bad_share * self.total_shards:
             raise XcompatError(
                 f"{len(self.shards)} of {self.total_shards} shards cannot be read, more than "
-                f"max_bad_share={self.max_bad_share:g}: {_some(self.shards)}; fetch them again, leave them out, "
+                f"max_bad_share={self.max_bad_share:g}: {_some(self.shards)}; fetch them again, remove them, "
                 "or raise max_bad_share"
             )
 
@@ -60,13 +60,13 @@ class Problems:
             self.samples.append(f"{sample['__key__']}: {reason}")
 
     def check_samples(self, *, final: bool) -> None:
-        """Stop if too many samples are unusable.
+        """Raise if too many samples are unusable.
 
         Args:
-            final: whether all samples are read; before that, the share of a few samples does not count.
+            final: whether all samples were read; small counts are ignored before.
 
         Raises:
-            XcompatError: there are too many unusable samples; the message names the first ones.
+            XcompatError: names the first unusable samples.
         """
         total = self.n_good + self.n_bad
         if self.n_bad > self.max_bad_share * total and (final or total >= MIN_SAMPLES):
@@ -78,7 +78,7 @@ class Problems:
             )
 
     def lines(self) -> list[str]:
-        """Return what was skipped, a line for shards and a line for samples, and the notes."""
+        """Return lines about skipped shards and samples, and the notes."""
         lines = []
         if self.shards:
             lines.append(f"skipped {len(self.shards)} of {self.total_shards} shards: {_some(self.shards)}")
@@ -94,18 +94,16 @@ def _some(reasons: Sequence[str], total: int | None = None) -> str:
 
 @dataclass
 class BadSamples:
-    """Samples without a readable image or without a caption, each counted once.
-
-    Every worker of a data loader counts its own samples.
+    """Samples without readable image or caption, each counted once. Data loader workers count their own.
 
     Args:
-        max_share: a larger share stops the run.
-        total: number of samples; None for a stream, whose share is of the samples seen so far.
+        max_share: largest tolerated share.
+        total: number of samples; None for a stream, whose share is of the samples seen.
         reasons: id -> reason.
-        seen: number of samples of a stream so far.
-        quiet: whether somebody else says which they are.
-        what: what messages call them.
-        raised_by: the setting or option of the share, as the user writes it; empty if there is none.
+        seen: samples of a stream so far.
+        quiet: print no notices.
+        what: noun in messages.
+        raised_by: setting or option of the limit, for messages; can be empty.
     """
 
     max_share: float = 0.01
@@ -117,10 +115,10 @@ class BadSamples:
     raised_by: str = "max_bad_share"
 
     def add(self, sample_id: str, reason: str) -> None:
-        """Record a sample, and print a notice with its id.
+        """Record a sample and print a notice.
 
         Raises:
-            XcompatError: there are too many.
+            XcompatError: too many samples are unusable.
         """
         if sample_id in self.reasons:
             return
@@ -130,16 +128,16 @@ class BadSamples:
             named = "; ".join(f"{name}: {why}" for name, why in list(self.reasons.items())[:SHOWN])
             raise XcompatError(
                 f"{len(self.reasons)} of {total} {self.what} cannot be used, more than the share {self.max_share:g}: {named}; "
-                f"mend or remove them{f', or raise {self.raised_by}' if self.raised_by else ''}"
+                f"fix or remove them{f', or raise {self.raised_by}' if self.raised_by else ''}"
             )
         if not self.quiet:
             notice(f"skipped {sample_id}: {reason}")
 
     def share(self) -> None:
-        """Add the samples of all processes; every process calls it.
+        """Merge the samples of all processes; every process must call it.
 
         Raises:
-            XcompatError: together there are too many.
+            XcompatError: together too many samples are unusable.
         """
         for reasons in gather_objects(self.reasons, shared=True):
             for sample_id, reason in reasons.items():

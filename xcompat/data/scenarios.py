@@ -1,4 +1,4 @@
-"""Divide classes and samples between the training sets of the old and the new model (MixBCT §4.2)."""
+"""Split of classes and samples into old and new training sets (MixBCT §4.2)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Scenario = Literal["extended-data", "extended-class", "open-data", "open-class"]
 
 
 class Subset(BaseModel):
-    """The part of labelled images that a model is trained on.
+    """Part of the labelled images for one model.
 
     Args:
         scenario: how old and new data differ, see :func:`old_and_new_rows`.
         fraction: the old model's share of the classes, or of each class's samples.
-        side: whether this is the old model's part or the new one's.
-        classes: the classes, instead of a scenario: names, or a file as `xcompat.data.load_classes` reads it.
-        limit_per_class: number of samples of each class to keep, the first ones of this side. With ``extended-data`` give the
-            old model a smaller one, or both may keep the same samples.
+        side: part of the old or of the new model.
+        classes: class names, or a file for `xcompat.data.load_classes`; alternative to a scenario.
+        limit_per_class: first samples of each class to keep. With ``extended-data``, use a smaller limit for the old model, or
+            both may keep the same samples.
 
     Example:
         >>> Subset(scenario="open-class", fraction=0.3, side="old", limit_per_class=50).side
@@ -56,23 +56,24 @@ class Subset(BaseModel):
 def old_and_new_rows(
     labels_N: NDArray[np.int64], n_classes: int, scenario: Scenario, fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide samples between the old and the new model (MixBCT §4.2, Table 1).
+    """Split samples between the old and the new model (MixBCT §4.2, Table 1).
 
-    ``*-class``: the old model sees the first ``fraction`` of the classes in class order, rounded down as in the paper's table, at
-    least one. ``*-data``: it sees the first ``fraction`` of each class's samples in the order of the data, rounded up.
-    ``extended-*``: the new model sees everything. ``open-*``: it sees only the rest, which is never empty.
+    - ``*-class``: the old model gets the first ``fraction`` of the classes, rounded down as in the paper, at least one.
+    - ``*-data``: it gets the first ``fraction`` of each class's samples, rounded up.
+    - ``extended-*``: the new model gets everything.
+    - ``open-*``: it gets only the rest, which is never empty.
 
     Args:
         labels_N: class index of each sample.
-        n_classes: C; classes without samples count too.
-        scenario: one of the four.
+        n_classes: number of classes, including empty ones.
+        scenario: the split rule.
         fraction: between 0 and 1, exclusive.
 
     Returns:
-        Row numbers of the old and of the new model's samples, ascending.
+        Ascending row numbers of the old and of the new samples.
 
     Raises:
-        XcompatError: a side would be empty, or ``open-data`` meets a class with a single sample.
+        XcompatError: a side is empty, or a class has a single sample in ``open-data``.
 
     Example:
         >>> labels = np.array([0, 1, 2, 0, 1, 2])
@@ -82,7 +83,7 @@ def old_and_new_rows(
         (array([0, 1, 2]), array([3, 4, 5]))
     """
     if not 0 < fraction < 1:
-        raise XcompatError(f"fraction={fraction:g} is no share between 0 and 1; the paper's is 0.3")
+        raise XcompatError(f"fraction={fraction:g} must be between 0 and 1, exclusive; the paper uses 0.3")
     labels_N, share = np.asarray(labels_N), Fraction(str(fraction))  # exact: 0.7 * 10 is more than 7 in floating point
     if scenario.endswith("-class"):
         first_N = labels_N < max(1, int(share * n_classes))
@@ -104,7 +105,7 @@ def old_and_new_rows(
 
 
 def _ranks_within_class(labels_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of earlier samples of the same class, for each sample."""
+    """Return, for each sample, the number of earlier samples of its class."""
     order_N = np.argsort(labels_N, kind="stable")
     _, starts, counts = np.unique(labels_N[order_N], return_index=True, return_counts=True)
     ranks_N = np.empty(len(labels_N), dtype=np.int64)
@@ -113,19 +114,18 @@ def _ranks_within_class(labels_N: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
-    """Keep the images of a subset, in the same order.
+    """Keep the images of a subset, in order and with the same labels.
 
-    Labels stay those of the whole data set; :meth:`LabelledImages.kept` lists the classes that are left, and
-    :meth:`LabelledImages.reindexed` numbers them anew, for the training of a classifier.
+    :meth:`LabelledImages.kept` lists the remaining classes, :meth:`LabelledImages.reindexed` renumbers them.
 
     Raises:
-        XcompatError: a class in the list is unknown or has no image, or nothing is left.
+        XcompatError: a listed class is unknown or has no image, or no image remains.
     """
     return replace(labelled, dataset=labelled.dataset.select(_rows(labelled, subset)))
 
 
 def known_share(labelled: LabelledImages, new: Subset, old: Subset) -> float:
-    """Return the share of the new model's images that the old model was trained on too.
+    """Return the share of the new model's images that the old model also trained on.
 
     Args:
         labelled: all images.
@@ -157,9 +157,9 @@ def _class_indices(names: Sequence[str], labelled: LabelledImages, labels_N: NDA
         raise XcompatError("the list of classes is empty; name at least one")
     for name in names:
         if name not in place:
-            raise XcompatError(f"class {name!r} is none of the {len(place)} classes of the data; {nearest_class(name, place)}")
+            raise XcompatError(f"class {name!r} is not among the {len(place)} classes of the data; {nearest_class(name, place)}")
     indices = [place[name] for name in names]
     without = np.setdiff1d(indices, labels_N)
     if without.size:
-        raise XcompatError(f"class {labelled.classes[without[0]]!r} has no image; take it out of the list of classes")
+        raise XcompatError(f"class {labelled.classes[without[0]]!r} has no image; remove it from the list of classes")
     return indices

@@ -1,4 +1,4 @@
-"""Names of the columns of data sets, and of the arguments of a model's ``forward``."""
+"""Column names of data sets, and argument names of a model's ``forward``."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ LABEL_COLUMNS = ("label", "class", "cls", "category", "class_name")
 
 
 def captions_of(value: str | Iterable[Any] | None) -> list[str]:
-    """List the captions of one image, from a column of one caption or of several.
+    """Return the captions in a cell.
 
     Args:
-        value: a string, a list of strings (Nones and blanks among them are dropped), or None.
+        value: a string, a list of strings (None and blanks are dropped), or None.
 
     Returns:
-        The captions without surrounding white space, never blank; empty when there is none.
+        Stripped captions, never blank; can be empty.
 
     Example:
         >>> captions_of(" a dog "), captions_of(["a dog", "", "an animal"]), captions_of(None)
@@ -54,14 +54,14 @@ def captions_of(value: str | Iterable[Any] | None) -> list[str]:
 
 
 def pick_column(given: str | None, known: tuple[str, ...], columns: list[str], what: str, where: str) -> str:
-    """Choose a column: the one that the user named, or the first with a usual name.
+    """Return the column given by the user, or the first with a usual name.
 
     Args:
         given: the user's choice, or None.
-        known: usual names, most usual first.
-        columns: the columns of the data set.
-        what: the field to set, for the message.
-        where: the data set, for the message.
+        known: usual names, most common first.
+        columns: columns of the data set.
+        what: field to set, for the message.
+        where: data set, for the message.
 
     Raises:
         XcompatError: there is no such column.
@@ -77,10 +77,10 @@ def pick_column(given: str | None, known: tuple[str, ...], columns: list[str], w
 
 
 def is_blank(value: object) -> bool:
-    """Return whether a cell is empty: None, NaN, or white space alone. As ids, such cells would all be one.
+    """Return whether a cell is empty: None, NaN or white space.
 
     Example:
         >>> [is_blank(value) for value in (None, float("nan"), " ", 0, "7")]
         [True, True, True, False, False]
     """
-    return value is None or value != value or not str(value).strip()  # NaN is not itself
+    return value is None or value != value or not str(value).strip()  # NaN differs from itself

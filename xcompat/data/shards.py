@@ -1,4 +1,4 @@
-"""Read WebDataset shards: tar files whose members with equal stems are one sample; damage is found and reported."""
+"""WebDataset shards: tar files with one sample per member stem. Damage is detected and reported."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp", "jfif", "avif", "heic", "heif", "
 CAPTION_MEMBERS = ("txt", "caption", "json.caption", "json.text")
 CLASS_MEMBER = "cls"
 LARGEST_SAMPLE = 2**29
-"""Most bytes of one sample, which is held in memory."""
+"""Maximum bytes of a sample, which is loaded into memory."""
 LARGEST_HEADER = 2**16
-MOST_PADDING = 64  # most blocks of 1 MiB of zeros after a shard's end; tar writes 10 kB
+MOST_PADDING = 64  # maximum MiB of zeros after a shard's end; tar writes 10 kB
 
 
 class ShardError(XcompatError):
-    """A shard that ends early, is damaged, or is no tar file."""
+    """A shard that is truncated, damaged or not a tar file."""
 
 
 class _SampleError(ValueError):
-    """A sample without a member that is needed."""
+    """A sample without a required member."""
 
 
 @dataclass(frozen=True)
 class ShardColumns:
-    """The member of a sample for each column.
+    """Sample member of each column.
 
     Args:
-        image: member with the image; the first of `IMAGE_MEMBERS` if None.
-        caption: member (``txt``) or key of a JSON member (``json.title``); the first of `CAPTION_MEMBERS` if None.
-        id: the same for the id; ``__key__`` if None.
-        label: the same for the class; no label column if None.
-        camera: the same for what took the image; no camera column if None.
-        index_label: whether the label is an index, not a name.
-        with_image: whether an image is needed.
-        with_caption: whether a caption is needed.
+        image: member; None for the first of `IMAGE_MEMBERS`.
+        caption: member (``txt``) or key of a JSON member (``json.title``); None for the first of `CAPTION_MEMBERS`.
+        id: the same; None for ``__key__``.
+        label: the same; None for no label.
+        camera: the same; None for no camera.
+        index_label: whether labels are indices, not names.
+        with_image: whether an image is required.
+        with_caption: whether a caption is required.
     """
 
     image: str | None = None
@@ -62,7 +62,7 @@ class ShardColumns:
     with_caption: bool = True
 
     def row(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Turn the members of one sample into a row; raise `_SampleError` if one is missing or unusable."""
+        """Convert a sample to a row, or raise `_SampleError` for a missing or unusable member."""
         row: dict[str, Any] = {}
         if self.with_image:
             name = self.image or next((m for m in IMAGE_MEMBERS if m in sample), "image (jpg, jpeg, png, webp, heic, avif)")
@@ -91,7 +91,7 @@ class ShardColumns:
         try:
             return int(value) if self.index_label else str(value)
         except ValueError:
-            raise _SampleError(f"{name} is {value!r}, no index") from None
+            raise _SampleError(f"{name} is {value!r}, not an index") from None
 
     def _camera(self, sample: dict[str, Any], name: str) -> str:
         value = _member(sample, name)
@@ -108,15 +108,15 @@ class ShardColumns:
 
 
 def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Problems) -> Iterator[dict[str, Any]]:
-    """Read shards one after the other as streams, skipping damaged shards and unusable samples.
+    """Stream the rows of shards, skipping damaged shards and unusable samples.
 
     Args:
-        shards: tar files, plain or gzip; where they are streamed also addresses.
-        columns: the member for each column.
-        problems: filled with the shards and samples that were skipped.
+        shards: tar files, plain or gzip, or addresses.
+        columns: member of each column.
+        problems: collects skipped shards and samples.
 
     Yields:
-        Rows with these columns, also of samples before the damage of a shard.
+        Rows, also from before a shard's damage.
 
     Raises:
         XcompatError: too many shards or samples are unusable.
@@ -140,13 +140,13 @@ def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Pro
 def stream_rows(
     shards: Sequence[str | Path], columns: ShardColumns, total: int, max_bad_share: float = 0.01
 ) -> Iterator[dict[str, Any]]:
-    """Read shards as :func:`read_rows` does, and print at the end what was skipped.
+    """Stream rows as :func:`read_rows` does, and print skipped ones at the end.
 
     Args:
-        shards: one worker's shards; ``datasets`` splits the list.
-        columns: the member for each column.
+        shards: shards of one worker, split by ``datasets``.
+        columns: member of each column.
         total: number of shards of all workers.
-        max_bad_share: the share of shards, or of samples, that may be unusable.
+        max_bad_share: largest tolerated share of unusable shards or samples.
     """
     problems = Problems(max_bad_share, total)
     yield from read_rows(shards, columns, problems)
@@ -155,16 +155,16 @@ def stream_rows(
 
 
 def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Read one shard as a stream.
+    """Stream the samples of a shard.
 
     Args:
-        path: a tar file, plain or gzip, or the address of one.
+        path: a tar file, plain or gzip, or its address.
 
     Yields:
-        ``{"__key__": stem, "jpg": bytes, "txt": bytes, ...}``; a sample cut in two is not yielded.
+        ``{"__key__": stem, "jpg": bytes, "txt": bytes, ...}``, without truncated samples.
 
     Raises:
-        ShardError: the file ends early, is damaged or is no tar file.
+        ShardError: the file is truncated, damaged or not a tar file.
     """
     from webdataset.tariterators import group_by_keys
 
@@ -173,7 +173,7 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
     try:
         with _open(Path(path)) if address is None else _fetched(address) as stream:
             yield from group_by_keys(_members(stream, str(path)))
-            # tarfile takes a damaged header for the end of the archive; a true end is followed by a few zeros only
+            # tarfile treats a damaged header as the archive's end; only a few zeros follow a true end
             for blocks in count():
                 if not (block := stream.read(1 << 20)):
                     break
@@ -181,7 +181,7 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
                     raise ShardError(f"{path}: damaged, members follow a broken header")
     except XcompatError:
         raise
-    except Exception as error:  # tarfile, gzip, zlib and webdataset each raise their own kinds
+    except Exception as error:  # tarfile, gzip, zlib and webdataset raise different types
         if address is not None:
             raise ShardError(f"{path}: {why(error)}") from None
         reason = str(error.args[0] if error.args else error)
@@ -189,18 +189,20 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, Any]]:
-    """Yield the files of a shard as `group_by_keys` takes them; too large a size is refused before the file is read."""
+    """Yield members for `group_by_keys`. Oversized members raise before they are read."""
     from webdataset.tariterators import base_plus_ext
 
     archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header)  # noqa: SIM115 - the caller closes the stream
     held, key = 0, None
     for member in archive:
-        archive.members = []  # type: ignore[attr-defined]  # webdataset does so too: the list would only grow
+        archive.members = []  # type: ignore[attr-defined]  # as in webdataset: the list would grow without limit
         stem, _ = base_plus_ext(member.name)
         held = member.size + (held if stem == key else 0)
         key = stem
         if member.size < 0 or held > LARGEST_SAMPLE:
-            raise ShardError(f"{path}: {member.name[:200]} claims {member.size:,} bytes, of a sample {LARGEST_SAMPLE:,} are read")
+            raise ShardError(
+                f"{path}: {member.name[:200]} declares {member.size:,} bytes, above the limit of {LARGEST_SAMPLE:,} per sample"
+            )
         if member.isreg() and not re.match(r"__[^/]*__($|/)", member.name):  # names reserved by webdataset
             file = archive.extractfile(member)
             assert file is not None
@@ -209,16 +211,16 @@ def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, Any]]:
 
 
 class _Header(tarfile.TarInfo):
-    """A header that limits the size of extended headers (such as of long names), which tarfile reads whatever they claim."""
+    """Header that limits extended headers (e.g. long names), which tarfile reads at any size."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if not self.isreg() and not 0 <= self.size <= LARGEST_HEADER:
-            raise tarfile.ReadError(f"a header claims {self.size:,} bytes, and {LARGEST_HEADER:,} are read")
+            raise tarfile.ReadError(f"a header declares {self.size:,} bytes, above the limit of {LARGEST_HEADER:,}")
         return super()._proc_member(archive)  # type: ignore[misc]  # tarfile's hook for subclasses
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open a shard, and refuse one that is cut short, which tarfile would take for complete."""
+    """Open a shard, or raise if it is truncated, which tarfile does not detect."""
     with path.open("rb") as stream:
         compressed = stream.read(2) == b"\x1f\x8b"
         if not compressed:
@@ -233,18 +235,18 @@ def _open(path: Path) -> IO[bytes]:
 
 @contextmanager
 def _fetched(address: str) -> Iterator[IO[bytes]]:
-    """Open a shard elsewhere; of one that is cut short the end of the archive is missed when all is read."""
+    """Open a remote shard. Truncation is detected after reading."""
     with opened(address) as source:
         watched = _Watched(source)
         stream = io.BufferedReader(watched, 1 << 20)
         compressed = stream.peek(2)[:2] == b"\x1f\x8b"
-        yield gzip.GzipFile(fileobj=stream) if compressed else stream  # type: ignore[misc]  # an IO[bytes] that has no such type
+        yield gzip.GzipFile(fileobj=stream) if compressed else stream  # type: ignore[misc]  # behaves as IO[bytes]
         if not compressed and (len(watched.last) < 512 or watched.last.strip(b"\0")):
             raise ShardError(f"{shown(address)}: cut short, the end-of-archive mark is missing")
 
 
 class _Watched(io.RawIOBase):
-    """A stream of which the last 512 bytes are remembered."""
+    """Stream that remembers its last 512 bytes."""
 
     def __init__(self, source: Any) -> None:  # noqa: ANN401 - a file of any library
         self.source, self.last = source, b""
@@ -267,7 +269,7 @@ def _has(sample: dict[str, Any], column: str) -> bool:
 
 
 def _member(sample: dict[str, Any], column: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a text member, or the value under a dotted path into a JSON member."""
+    """Return a text member, or the value at a dotted path in a JSON member."""
     try:
         if column in sample:
             return sample[column].decode("utf-8").strip()

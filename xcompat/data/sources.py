@@ -1,4 +1,4 @@
-"""Sources of data as the user describes them: their local files, and the format of these."""
+"""Data sources as the user describes them: local files and their formats."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")
 CAPTION_STEMS = ("captions", "metadata", "labels")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 CAPTION_TEXT_SUFFIXES = (*TEXT_SUFFIXES, ".token")
-"""Text files that hold captions if their first line says so."""
+"""Suffixes of text files that contain captions if their first line does."""
 
 EMBEDDED = "glyphs:"
-"""Prefix of the data that every installation has: ``glyphs:train`` and so on."""
+"""Prefix of built-in data, e.g. ``glyphs:train``."""
 
 PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images", "list", "cifar", "market1501"]
 
 
 class DataSource(BaseModel):
-    """A source of data.
+    """Source of data.
 
     Args:
-        path: a folder, a file, a glob (``shards/*.tar``), a brace range (``train-{0000..0003}.tar.gz``), a list of these, or the
-            name of a data set on the Hub, with its owner (without, one that is spelt almost as a file of here is taken for it).
-        split: the split of a Hub data set or of a saved ``DatasetDict``.
-        name: the configuration of a Hub data set.
-        revision: the revision of a Hub data set.
+        path: folder, file, glob (``shards/*.tar``), brace range (``train-{0000..0003}.tar.gz``), a list of these, or Hub data set
+            with owner. A bare name close to a local file name counts as misspelt.
+        split: split of a Hub data set or a saved ``DatasetDict``.
+        name: configuration of a Hub data set.
+        revision: revision of a Hub data set.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,19 +56,17 @@ class DataSource(BaseModel):
 
 
 class ImageSource(DataSource):
-    """A source of images, with the fields of :class:`DataSource` and these; ``path`` may also be ``glyphs:train`` and the like.
+    """Source of images: :class:`DataSource` plus these fields. ``path`` can also be built-in data (``glyphs:train``).
 
     Args:
-        format: the format of the files; ``auto`` finds out, except for ``market1501``: images that are named as in Market-1501
-            (``0002_c1s1_000451_03.jpg`` is person 0002 by camera 1).
-        image_column: the column (webdataset: the member) with the image; unless given, found by name or type.
-        id_column: the column with the sample's id, which no row may lack; the file name, ``__key__``, a column ``id`` or the row
-            number unless given.
-        label_column: the column with the class, kept as ``label`` (webdataset: usually ``cls``; an image folder: ``folder``).
-        camera_column: the column with what took the image. A query then does not find items of its own class and camera, as in
-            re-identification.
-        limit: number of samples to use, the first ones.
-        max_bad_share: the share of shards, or of samples, that may be unusable.
+        format: file format. ``auto`` detects all but ``market1501``: images named as in Market-1501 (``0002_c1s1_000451_03.jpg``
+            is person 0002 from camera 1).
+        image_column: column (webdataset member) with the image; by default detected by name or type.
+        id_column: column with the id, required in every row. Default: file name, ``__key__``, column ``id`` or row number.
+        label_column: column with the class, stored as ``label`` (webdataset: usually ``cls``; image folder: ``folder``).
+        camera_column: column with the camera. Queries ignore items with their class and camera, as in re-identification.
+        limit: number of samples to use, from the start.
+        max_bad_share: largest tolerated share of unusable shards or samples.
     """
 
     format: PairFormat = "auto"
@@ -86,15 +84,15 @@ class ImageSource(DataSource):
 
 
 class PairSource(ImageSource):
-    """A source of images with captions, with the fields of :class:`ImageSource` and these.
+    """Source of images with captions: :class:`ImageSource` plus these fields.
 
     Args:
-        caption_column: the column with one caption or a list of them; ``json.name`` reads a key of a webdataset's JSON member
-            or of a nested column.
-        captions: whether captions are needed.
-        labels: whether labels are needed; unless ``label_column`` is given, their column is found by name or type.
-        streaming: read on the fly, without random access and without a cache; ``path`` may then be addresses of shards
-            (``https:``, ``s3:``, ``gs:``, ``hf:``) or commands that print them (``pipe:``).
+        caption_column: column with one caption or a list. ``json.name`` reads a key of a webdataset JSON member or a nested
+            column.
+        captions: require captions.
+        labels: require labels; ``label_column`` is by default detected by name or type.
+        streaming: read without random access or cache. ``path`` can then be shard addresses (``https:``, ``s3:``, ``gs:``,
+            ``hf:``) or commands that print shards (``pipe:``).
 
     Example:
         >>> PairSource(path="shards/*.tar", caption_column="json.title").format
@@ -113,16 +111,16 @@ class PairSource(ImageSource):
 
 
 class TextPairSource(DataSource):
-    """A source of queries with their passages, with the fields of :class:`DataSource` and these.
+    """Source of queries with passages: :class:`DataSource` plus these fields.
 
-    Files are JSON lines, CSV, TSV or Parquet. Columns that are not named are found by their usual names.
+    Files are JSON lines, CSV, TSV or Parquet. Columns are detected by their usual names.
 
     Args:
-        query_column: the column with the query.
-        passage_column: the column with the passage that answers it.
-        negative_column: the column with mined negatives, one text or a list; each query gets one of its own in every epoch.
-        id_column: the column with the id of what a pair is about, for ``one_per_id``.
-        limit: number of pairs to use, the first ones.
+        query_column: column with the query.
+        passage_column: column with the passage that answers it.
+        negative_column: column with mined negatives, one text or a list; each epoch draws one per query.
+        id_column: column with the id of a pair's subject, for ``one_per_id``.
+        limit: number of pairs to use, from the start.
     """
 
     query_column: str | None = None
@@ -133,24 +131,22 @@ class TextPairSource(DataSource):
 
 
 def refuse_hub_fields(path: str | list[str], **fields: str | None) -> None:
-    """Refuse fields that only a data set on the Hub has, for local data.
+    """Raise if local data has fields of Hub data sets.
 
     Args:
-        path: of the data.
-        fields: field -> value, None if not given.
+        path: path of the data.
+        fields: field values, None if not set.
 
     Raises:
-        XcompatError: one of the fields is given.
+        XcompatError: a field is set.
     """
     for name, value in fields.items():
         if value is not None:
-            raise XcompatError(
-                f"{path} is read as it is and has no {name}; leave {name} out, or set it to null where a recipe has it"
-            )
+            raise XcompatError(f"{path} is read directly and has no {name}; remove {name}, or set it to null if a recipe sets it")
 
 
 def has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file name ends in one of the suffixes, in any case."""
+    """Return whether a file name ends in one of the suffixes, ignoring case."""
     return Path(path).name.lower().endswith(suffixes)
 
 
@@ -161,7 +157,7 @@ def local_files(path: str | list[str]) -> list[Path] | None:
         path: as in `PairSource`.
 
     Returns:
-        Existing paths (globs sorted), or None when ``path`` can only be the name of a data set on the Hub.
+        Existing paths (globs sorted), or None if ``path`` can only be a Hub data set.
 
     Raises:
         XcompatError: a local path does not exist.
@@ -172,7 +168,7 @@ def local_files(path: str | list[str]) -> list[Path] | None:
     for pattern in [path] if isinstance(path, str) else path:
         if is_address(pattern):
             raise XcompatError(
-                f"{shown(pattern)} is elsewhere: only data.texts and pairs with streaming: true are read from there; copy it here"
+                f"{shown(pattern)} is remote: only data.texts and pairs with streaming: true read addresses; download it first"
             )
         for text in _expand(pattern):
             if text.startswith(EMBEDDED):
@@ -189,15 +185,15 @@ def local_files(path: str | list[str]) -> list[Path] | None:
 
 
 def files_digest(path: str | list[str]) -> str | None:
-    """Identify local files by their names and sizes, and text files by their content too, so that a copy has the same digest.
+    """Return a digest of names, sizes and text content of local files. A copy has the same digest.
 
-    Pictures outside of ``path`` that a captions file names are not part of the digest.
+    Does not include images outside ``path`` that a captions file names.
 
     Args:
         path: as in `PairSource`.
 
     Returns:
-        64 hexadecimal digits; None for a data set on the Hub.
+        64 hexadecimal digits; None for a Hub data set.
 
     Raises:
         XcompatError: a local path does not exist.
@@ -208,7 +204,7 @@ def files_digest(path: str | list[str]) -> str | None:
     digest = hashlib.sha256()
     for place in places:
         for file in [each for each in files_below(place) if each.is_file()] if place.is_dir() else [place]:
-            if not file.name.startswith("."):  # hidden files, such as those of file managers
+            if not file.name.startswith("."):  # skip hidden files, e.g. of file managers
                 name = file.relative_to(place if place.is_dir() else place.parent).as_posix()
                 held = file_record(file).xxh3 if has_suffix(file, (*CAPTION_SUFFIXES, *CAPTION_TEXT_SUFFIXES, ".json")) else ""
                 digest.update(json.dumps([name, file.stat().st_size, held]).encode())
@@ -219,13 +215,13 @@ def _expand(pattern: str) -> list[str]:
     expanded = str(Path(pattern).expanduser())
     if "{" not in expanded or Path(expanded).exists():
         return [expanded]
-    import braceexpand  # a dependency of webdataset, whose users write shards this way
+    import braceexpand  # a dependency of webdataset, which uses this syntax for shards
 
     return list(braceexpand.braceexpand(expanded))
 
 
 def _looks_like_hub(path: str) -> bool:
-    """Return whether no part of a path exists here, also not misspelt, and it has the form of a Hub data set's name."""
+    """Return whether a path has the form of a Hub name and resembles no local path."""
     known = (
         *SHARD_SUFFIXES,
         *CAPTION_SUFFIXES,
@@ -245,13 +241,13 @@ def _looks_like_hub(path: str) -> bool:
 
 
 def locate(source: ImageSource) -> tuple[PairFormat, list[Path]]:
-    """Find the files of a source, and their format.
+    """Find the files of a source and their format.
 
     Returns:
-        The format, never ``auto``, and existing files and folders; none of these for a data set on the Hub.
+        The format, never ``auto``, and existing paths (none for a Hub data set).
 
     Raises:
-        XcompatError: there are no files of a known format, or local files have fields of a data set on the Hub.
+        XcompatError: no format is known, or local files have Hub fields.
     """
     paths = local_files(source.path)
     form = source.format if source.format != "auto" else "datasets" if paths is None else _detect_format(paths)
@@ -292,7 +288,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def expand_folders(paths: list[Path]) -> list[Path]:
-    """Replace each folder by the files directly in it, sorted; hidden files are left out."""
+    """Replace each folder by its direct files, sorted, without hidden ones."""
     files: list[Path] = []
     for path in paths:
         inside = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")) if path.is_dir() else [path]
@@ -301,10 +297,10 @@ def expand_folders(paths: list[Path]) -> list[Path]:
 
 
 def files_with(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    """List the files of paths and folders that end in one of the suffixes.
+    """List files in paths and folders that end in one of the suffixes.
 
     Raises:
-        XcompatError: there is none.
+        XcompatError: there are none.
     """
     files = [file for file in expand_folders(paths) if has_suffix(file, suffixes)]
     if not files:
@@ -313,9 +309,9 @@ def files_with(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def captions_files(paths: list[Path]) -> list[Path]:
-    """List the captions files: given ones by suffix and first line, in folders ``captions.*``, ``metadata.*`` or ``labels.*``.
+    """List captions files: given files by suffix and first line; in folders ``captions.*``, ``metadata.*`` or ``labels.*``.
 
-    Of a folder's files with one stem, the first stands for all; :func:`require_one_captions_file` refuses others.
+    Lists only the first of several with one stem; :func:`require_one_captions_file` rejects such folders.
     """
     files: list[Path] = []
     for path in paths:
@@ -327,22 +323,19 @@ def captions_files(paths: list[Path]) -> list[Path]:
 
 
 def require_one_captions_file(paths: list[Path]) -> None:
-    """Refuse a folder whose captions could be read from several files: nothing says which of them is right.
+    """Raise if the choice of a folder's captions file is ambiguous.
 
     Raises:
-        XcompatError: naming them.
+        XcompatError: names the files.
     """
     for folder in paths:
         found = next((each for stem in CAPTION_STEMS if folder.is_dir() and (each := _called(folder, stem))), [])
         if len(found) > 1:
             names = " and ".join(file.name for file in found)
-            raise XcompatError(
-                f"{folder} holds {names}; give the path of the one to read, such as {found[0]}, or move the other away"
-            )
+            raise XcompatError(f"{folder} contains {names}; give the path of one, such as {found[0]}, or move the others away")
 
 
 def _called(folder: Path, stem: str) -> list[Path]:
-    """Return the captions files with a stem in a folder."""
     names = [f"{stem}{suffix}" for suffix in (*CAPTION_SUFFIXES, *CAPTION_TEXT_SUFFIXES)]
     return [file for name in names if (file := folder / name).is_file() and _holds_captions(file)]
 

@@ -1,4 +1,4 @@
-"""Rows of tables of any size, file by file and block by block: JSON lines, CSV, Parquet, and lines of plain text."""
+"""Row readers for tables of any size: JSON lines, CSV, Parquet and plain text."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 LINE = "line"
-"""The one column of plain text."""
+"""Column name of plain text."""
 BLOCK = 4096
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 PARQUET_SUFFIXES = (".parquet",)
 ROW_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES)
-"""Files that :func:`read_rows` reads."""
+"""Suffixes supported by :func:`read_rows`."""
 
 Row = dict[str, Any]
 
 
 def read_rows(file: Path, columns: tuple[str, ...] | None = None) -> Iterator[tuple[str, Row]]:
-    """Read the rows of one file, whose format its suffix says.
+    """Read the rows of a file.
 
     Args:
-        file: JSON lines, CSV or TSV with a header, Parquet, or plain text; all but Parquet may be packed by gzip.
-        columns: the columns to read; None for all. A row of JSON may lack some of them.
+        file: JSON lines, CSV or TSV with a header, Parquet, or plain text; all but Parquet can be gzip.
+        columns: columns to read; None for all. JSON rows may lack some.
 
     Yields:
-        The place of each row for messages, and its values by column; those of CSV are strings.
+        The location of each row for messages, and its values by column (strings for CSV).
 
     Raises:
-        XcompatError: the file is damaged, or its name ends in none of :data:`ROW_SUFFIXES`.
+        XcompatError: the file is damaged, or its suffix is not in :data:`ROW_SUFFIXES`.
     """
     rows: Iterator[tuple[str, Row]]
     if has_suffix(file, JSON_SUFFIXES):
@@ -50,27 +50,29 @@ def read_rows(file: Path, columns: tuple[str, ...] | None = None) -> Iterator[tu
     elif has_suffix(file, TEXT_SUFFIXES):
         rows = ((f"{file} line {number}", {LINE: text}) for number, text in text_lines(file))
     else:
-        raise XcompatError(f"{file} is no table that can be read; give {', '.join(ROW_SUFFIXES)}")
+        raise XcompatError(f"{file} cannot be read as a table; supported suffixes: {', '.join(ROW_SUFFIXES)}")
     return rows if columns is None else ((where, {name: row[name] for name in columns if name in row}) for where, row in rows)
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:
-    """Read a table of strings, so that ids keep their leading zeros."""
+    """Read a table as strings, which keeps leading zeros of ids."""
     import pandas as pd
 
     try:
         number = 0
         with pd.read_csv(file, chunksize=BLOCK, **csv_options(file)) as blocks:
             for block in blocks:
-                if not isinstance(block.index, pd.RangeIndex):  # pandas makes an index of surplus fields
-                    raise XcompatError(f"{file} has rows with more fields than its header; quote texts that hold the separator")
+                if not isinstance(block.index, pd.RangeIndex):  # pandas turns surplus fields into an index
+                    raise XcompatError(
+                        f"{file} has rows with more fields than its header; quote texts that contain the separator"
+                    )
                 for row in block.to_dict("records"):
                     number += 1
                     yield f"{file} row {number}", {str(name): value for name, value in row.items()}
     except XcompatError:
         raise
     except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
-        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); mend that row") from error
+        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); fix that row") from error
 
 
 def _parquet_rows(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[str, Row]]:
@@ -93,7 +95,7 @@ def _parquet_rows(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[tuple[Row, bool]]:
-    """Yield the rows of a batch, and whether their texts are UTF-8; other bytes become U+FFFD."""
+    """Yield each row, and whether its texts are valid UTF-8. Invalid bytes become U+FFFD."""
     import pyarrow as pa
 
     try:

@@ -1,4 +1,4 @@
-"""Read lines of text files, plain or gzip, within limits: a file of some kB can unpack to gigabytes."""
+"""Readers of text files, plain or gzip, with limits: a file of a few kB can unpack to gigabytes."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from xcompat.core.progress import notice_once
 from xcompat.core.surrogates import Surrogates
 
 LONGEST_LINE = 2**24
-"""Most characters of a line; the number of lines is not limited, as they are read one by one."""
+"""Maximum characters per line. The number of lines is unlimited, as they are streamed."""
 LARGEST_TABLE = 2**31
-"""Most bytes, unpacked, of a file that is held in memory as a whole."""
+"""Maximum unpacked bytes of a file that is loaded into memory."""
 MOST_TIMES = 256
-"""Highest ratio of compression of a table; text never compresses that well."""
+"""Maximum compression ratio of a table; text never compresses that well."""
 BLOCK = 2**20
 SMALL = 64 * BLOCK
-"""Files up to this size, unpacked, may have any ratio of compression."""
+"""Files up to this unpacked size can have any compression ratio."""
 _TRIED = (("utf-8", "surrogatepass"), ("cp1252", "strict"), ("utf-8", "ignore"))
 DECODING = "replace"
-"""How bytes of tables that are not in the encoding are decoded: :func:`text_encoding` leaves lone surrogates alone."""
+"""Error handler for invalid bytes in tables, as :func:`text_encoding` accepts lone surrogates."""
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""Errors of a file that is damaged or cut short."""
+"""Errors of damaged or truncated files."""
 
 
 def text_lines(file: Path) -> Iterator[tuple[int, str]]:
     """Read the lines of a text file.
 
     Args:
-        file: UTF-8 text, gzip if it is called ``.gz``.
+        file: UTF-8 text; gzip if it ends in ``.gz``.
 
     Yields:
-        The number of each line that is not blank, counted from 1, and its text.
+        The number, from 1, and text of each non-blank line.
 
     Raises:
-        XcompatError: the file is damaged or no UTF-8, or a line is longer than `LONGEST_LINE`.
+        XcompatError: the file is damaged or not UTF-8, or a line exceeds `LONGEST_LINE`.
     """
     replaced = Surrogates()
     try:
@@ -64,44 +64,44 @@ def _raw_lines(file: Path) -> Iterator[tuple[int, str]]:
                 if text := line.strip():
                     yield number, text
     except UnicodeDecodeError:
-        raise XcompatError(f"{file} is not UTF-8 text near line {number + 1}; convert it, or leave it out") from None
+        raise XcompatError(f"{file} is not UTF-8 text near line {number + 1}; convert or remove it") from None
     except UNREADABLE as error:
         raise XcompatError(f"{file} cannot be read after line {number} ({error}); fetch it again") from error
 
 
 def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the objects of a file of JSON lines; lone surrogates become U+FFFD, with a notice.
+    """Read the objects of a JSON lines file. Lone surrogates become U+FFFD, with a notice.
 
     Args:
-        file: one object a line, gzip if it is called ``.gz``.
+        file: one object per line; gzip if it ends in ``.gz``.
 
     Yields:
-        The number of each line that is not blank, counted from 1, and its object.
+        The number, from 1, and object of each non-blank line.
 
     Raises:
-        XcompatError: a line is no JSON object, or :func:`text_lines` cannot read it.
+        XcompatError: a line is not a JSON object, or :func:`text_lines` cannot read it.
     """
     replaced = Surrogates()
     try:
         for number, line in _raw_lines(file):
             row = _load_json(line)
             if row is None:
-                raise XcompatError(f"{file} line {number} is not valid JSON; mend or delete that line")
+                raise XcompatError(f"{file} line {number} is not valid JSON; fix or delete that line")
             if not isinstance(row, dict):
-                raise XcompatError(f'{file} line {number} is no JSON object; write it as {{"text": ...}}')
+                raise XcompatError(f'{file} line {number} is not a JSON object; write it as {{"text": ...}}')
             yield number, replaced.replace_in(row, f"{file} line {number}")
     finally:
         replaced.report()
 
 
 def parse_json(text: str | bytes, where: str = "a JSON value") -> Any:  # noqa: ANN401 - any JSON value
-    """Read JSON; None if it is invalid, nested too deeply, or has numbers of thousands of digits.
+    """Parse JSON; return None if it is invalid, nested too deeply, or has numbers of thousands of digits.
 
     Lone surrogates become U+FFFD, with a notice.
 
     Args:
         text: the JSON.
-        where: its place, for the notice.
+        where: location, for the notice.
 
     Example:
         >>> parse_json('{"a": 1}'), parse_json("["), parse_json("[" * 100_000), parse_json("1" * 5000)
@@ -121,13 +121,13 @@ def _load_json(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def require_table(file: Path) -> None:
-    """Refuse a table that does not fit into memory, before it is read.
+    """Raise if a table does not fit into memory, before it is read.
 
     Args:
-        file: text, gzip if it is called ``.gz``.
+        file: text; gzip if it ends in ``.gz``.
 
     Raises:
-        XcompatError: it has more than `LARGEST_TABLE` bytes, unpacks to more than `MOST_TIMES` its size, or has too long a line.
+        XcompatError: it exceeds `LARGEST_TABLE`, `MOST_TIMES` or `LONGEST_LINE`.
     """
     size, line = 0, 0
     try:
@@ -137,7 +137,7 @@ def require_table(file: Path) -> None:
                 size += len(block)
                 most = LARGEST_TABLE if size <= SMALL else min(LARGEST_TABLE, MOST_TIMES * packed.tell())
                 if size > most:
-                    raise XcompatError(f"{file} holds {size:,} bytes or more, too many for a table; divide it into several")
+                    raise XcompatError(f"{file} has {size:,} bytes or more, too many for a table; split it into several files")
                 end = block.find(b"\n")
                 line += len(block) if end < 0 else end
                 if line > LONGEST_LINE:
@@ -148,12 +148,12 @@ def require_table(file: Path) -> None:
 
 
 def first_line(file: Path, encoding: str, errors: str = DECODING) -> str:
-    """Return the first line of a text file, without its end.
+    """Return the first line of a text file, without its line end.
 
     Args:
-        file: text, gzip if it is called ``.gz``.
-        encoding: of the text.
-        errors: what to do with bytes that are none, as in :func:`open`.
+        file: text; gzip if it ends in ``.gz``.
+        encoding: encoding of the text.
+        errors: error handler, as in :func:`open`.
 
     Raises:
         XcompatError: the file is damaged.
@@ -166,11 +166,11 @@ def first_line(file: Path, encoding: str, errors: str = DECODING) -> str:
 
 
 def table_lines(file: Path, encoding: str) -> Iterator[str]:
-    """Yield every line of a table, without its end; of a line of more than :data:`LONGEST_LINE` characters, its parts.
+    """Yield every line of a table, without its line end. Lines above :data:`LONGEST_LINE` come in parts.
 
     Args:
-        file: text, gzip if it is called ``.gz``.
-        encoding: of the text, which is found to be that (:func:`text_encoding`).
+        file: text; gzip if it ends in ``.gz``.
+        encoding: encoding from :func:`text_encoding`.
     """
     with (gzip.open if _is_packed(file) else open)(file, "rt", encoding=encoding, errors=DECODING) as handle:
         while line := handle.readline(LONGEST_LINE):
@@ -178,13 +178,15 @@ def table_lines(file: Path, encoding: str) -> Iterator[str]:
 
 
 def text_encoding(file: Path) -> str:
-    """Return a file's encoding: UTF-8 or, where it is none and holds no character of it, Windows-1252, which holds latin-1.
+    """Detect the encoding of a file: UTF-8, UTF-16 or Windows-1252, which includes latin-1.
+
+    Windows-1252 needs a file that is not UTF-8 and has no UTF-8 character beyond ASCII.
 
     Args:
-        file: text, with a byte-order mark or without; gzip if it is called ``.gz``.
+        file: text, with or without byte-order mark; gzip if it ends in ``.gz``.
 
     Raises:
-        XcompatError: it is neither, or damaged.
+        XcompatError: no encoding fits, or the file is damaged.
     """
     decoders = [codecs.getincrementaldecoder(name)(errors) for name, errors in _TRIED]
     utf8 = windows = True
@@ -204,13 +206,12 @@ def text_encoding(file: Path) -> str:
         _notice_surrogates(file)
         return "utf-8-sig"
     if holds_utf8 or not windows:
-        raise XcompatError(f"{file} is not UTF-8 text throughout, nor Windows-1252 (latin-1); mend it, or save it as UTF-8")
+        raise XcompatError(f"{file} is neither UTF-8 nor Windows-1252 (latin-1) throughout; fix it, or save it as UTF-8")
     notice_once(f"{file} is not UTF-8 and is read as Windows-1252 (latin-1); if letters come out wrong, save it as UTF-8")
     return "cp1252"
 
 
 def _notice_surrogates(file: Path) -> None:
-    """Count the lines with lone surrogates in a table, which is UTF-8 apart from these."""
     found = Surrogates()
     with (gzip.open if _is_packed(file) else open)(file, "rb") as handle:
         for number, line in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), 1):
@@ -231,4 +232,4 @@ def _is_packed(file: Path) -> bool:
 
 
 def _too_long(where: str) -> str:
-    return f"{where} has a line of more than {LONGEST_LINE:,} characters, which is no text; divide or delete it"
+    return f"{where} has a line of more than {LONGEST_LINE:,} characters; split or delete it"

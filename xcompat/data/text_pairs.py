@@ -1,4 +1,4 @@
-"""Pairs of texts: queries with the passages that answer them, and perhaps mined negatives, for training."""
+"""Text pairs for training: queries, matching passages, and optional mined negatives."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ PASSAGE_COLUMNS = (PASSAGE, "positive", "answer", "document", "context", "text",
 def load_text_pairs(source: TextPairSource) -> datasets.Dataset:
     """Load queries with their passages.
 
-    Rows that lack a text are left out, and a message counts them.
+    Rows with missing text are skipped, with a notice.
 
     Args:
-        source: what to load.
+        source: the source.
 
     Returns:
-        A memory-mapped data set with the columns ``query``, ``passage``, ``negatives`` (a list, empty unless a column is named)
-        and, if a column is named, ``id``.
+        A memory-mapped data set with columns ``query``, ``passage``, ``negatives`` (a list, empty without ``negative_column``)
+        and, with ``id_column``, ``id``.
 
     Raises:
-        XcompatError: something is missing, empty or damaged, or a column is not there.
+        XcompatError: data or a column is missing, or data is empty or damaged.
     """
     import datasets
 
@@ -54,12 +54,12 @@ def load_text_pairs(source: TextPairSource) -> datasets.Dataset:
         record |= {"read": 0, "kept": 0, "lacking": []}
         yield from rows_to_batches(_pairs(rows_of(raw, files), source, record), features.arrow_schema)
         if not record["kept"]:
-            raise XcompatError(f"{source.path} holds no pair of texts; it needs a query and a passage in each row")
+            raise XcompatError(f"{source.path} contains no text pairs; it needs a query and a passage in each row")
 
     key = {"source": source.model_dump(), "data": raw._fingerprint if raw is not None else file_stamps(files)}
     dataset, record = cached_dataset("text_pairs", key, features, build)
     if lacking := record["lacking"]:
-        notice(f"{len(lacking):,} of {record['read']:,} rows lack a text and are left out, such as {lacking[0]}")
+        notice(f"{len(lacking):,} of {record['read']:,} rows lack a text and are skipped, such as {lacking[0]}")
     return dataset
 
 
@@ -86,7 +86,7 @@ def _pairs(
             continue
         if source.id_column is not None:
             if is_blank(value := row[pick_column(source.id_column, (), columns, "id_column", where)]):
-                raise XcompatError(f"{where} has no {source.id_column}; fill it, or leave the row out")
+                raise XcompatError(f"{where} has no {source.id_column}; fill it, or remove the row")
             pair[ID] = str(value)
         record["kept"] += 1
         yield pair
@@ -94,20 +94,18 @@ def _pairs(
 
 def _text(value: Any, column: str, where: str) -> str:  # noqa: ANN401 - any cell
     if value is not None and not isinstance(value, str):
-        raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, which is no text; name another column")
+        raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, not text; choose another column")
     return (value or "").strip()
 
 
 class TextPairDataset(DrawnDataset):
-    """Queries with a passage and perhaps a mined negative each.
-
-    The negative of a sample (and, with ``one_per_id``, its row) is drawn as :class:`DrawnDataset` says.
+    """Queries with a passage and an optional mined negative, drawn as in :class:`DrawnDataset`.
 
     Args:
-        dataset: as :func:`load_text_pairs` returns it.
-        extra: more columns, one row for each row of ``dataset``, such as embeddings of the old model.
-        one_per_id: whether an index stands for an id, of whose rows one is drawn.
-        seed: of the draws.
+        dataset: from :func:`load_text_pairs`.
+        extra: further columns, one row per row of ``dataset``, e.g. old embeddings.
+        one_per_id: whether an index is an id, of which one row is drawn.
+        seed: random seed.
     """
 
     def __init__(
@@ -117,11 +115,11 @@ class TextPairDataset(DrawnDataset):
         self.extra = dict(extra or {})
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``{query: str, passage: str, negatives: list of none or one, ...}``."""
+        """Return ``{query: str, passage: str, negatives: list of zero or one, ...}``."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the items of a batch with one read; a data loader calls this."""
+        """Return the items of a batch with one read, for data loaders."""
         rows, draws = self.drawn(indices)
         columns = self.dataset[rows]
         items = []
@@ -136,10 +134,10 @@ class TextPairDataset(DrawnDataset):
 
 
 class TextPairCollator:
-    """Tokenise and stack samples of a :class:`TextPairDataset`.
+    """Collator that tokenises and stacks samples of a :class:`TextPairDataset`.
 
     Args:
-        processor: the model's own preprocessing; its prompt of queries is put before queries alone.
+        processor: the model's preprocessing. Its query prompt applies only to queries.
     """
 
     def __init__(self, processor: Processor) -> None:
@@ -152,9 +150,9 @@ class TextPairCollator:
             items: B samples.
 
         Returns:
-            Of queries ``input_ids`` (B, L), of passages ``passage_input_ids``, perhaps of negatives ``negative_input_ids``, each
-            with a mask where the model takes one; ``passage_ids`` and ``negative_ids`` (B,) int64, equal for equal texts; every
-            extra column stacked, as float32.
+            ``input_ids`` (B, L) of queries, ``passage_input_ids`` and optional ``negative_input_ids``, each with a mask if the
+            model takes one; ``passage_ids`` and ``negative_ids`` (B,) int64, equal for equal texts; extra columns stacked as
+            float32.
         """
         batch = dict(self.asking.texts([item[QUERY] for item in items]))
         sides = {"passage": [item[PASSAGE] for item in items], "negative": [text for item in items for text in item[NEGATIVES]]}
@@ -168,7 +166,7 @@ class TextPairCollator:
 
 
 def identities(texts: Sequence[str]) -> NDArray[np.int64]:
-    """Return a number for each text, equal for equal texts, the same in every process."""
+    """Return an int64 per text, equal for equal texts and in every process."""
     from pandas.util import hash_array
 
     return hash_array(np.array(texts, dtype=object), categorize=False).view(np.int64)

@@ -1,4 +1,4 @@
-"""Items that are texts: documents with ids, whole or in passages, from tables, plain text and data sets."""
+"""Text items: documents with ids, whole or split into passages, from tables, plain text and data sets."""
 
 from __future__ import annotations
 
@@ -30,26 +30,25 @@ if TYPE_CHECKING:
 TEXT_COLUMNS = (TEXT, "passage", "content", "contents", "body", "document", "sentence", "question", "query", "caption", LINE)
 ID_COLUMNS = (ID, "_id", "doc_id", "docid", "document_id", "passage_id", "pid", "query_id", "qid", "uid", "key")
 DOCUMENT = "document"
-"""Key of a passage's metadata: the id of the document that it is a part of."""
+"""Metadata key of a passage with the id of its document."""
 BATCH = 8192
 
 
 class TextSource(DataSource):
-    """A source of texts with ids, with the fields of :class:`DataSource` and these.
+    """Source of texts with ids: :class:`DataSource` plus these fields.
 
-    Files are JSON lines, CSV, TSV or Parquet, or plain text of one item a line. Columns that are not named are found by their
-    usual names (``text``, ``passage``, ``content`` ...; ``id``, ``_id``, ``doc_id`` ...). Items without an id are called by the
-    number of their row. Passages are cut by words, not by a model's tokens, so that they and their ids stay the same when the
-    model changes.
+    Files are JSON lines, CSV, TSV, Parquet, or plain text with one item per line. Columns are detected by their usual names
+    (``text``, ``passage``, ``content`` ...; ``id``, ``_id``, ``doc_id`` ...). Without an id column, the row number is the id.
+    Passages are split by words, so that their ids do not depend on a tokeniser.
 
     Args:
-        text_column: the column with the text, or several, joined by a blank (``[title, text]``).
-        id_column: the column with the id.
-        metadata: which further columns are kept beside each item; True for all, False for none.
-        keep_text: whether the text itself is kept in the metadata, under ``text``.
-        words: cuts documents into passages of at most so many words; None for whole documents.
-        overlap: the number of words that a passage shares with the one before it.
-        limit: number of documents to use, the first ones.
+        text_column: column with the text, or several, joined by a space (``[title, text]``).
+        id_column: column with the id.
+        metadata: further columns to keep; True for all, False for none.
+        keep_text: also store the text in the metadata, as ``text``.
+        words: maximum words per passage; None keeps documents whole.
+        overlap: number of words shared by consecutive passages.
+        limit: number of documents to use, from the start.
     """
 
     text_column: str | list[str] | None = None
@@ -63,26 +62,24 @@ class TextSource(DataSource):
     @model_validator(mode="after")
     def _overlap_is_shorter(self) -> Self:
         if self.overlap and (self.words is None or self.overlap >= self.words):
-            raise ValueError(
-                f"overlap is {self.overlap} words and words is {self.words}: passages must be longer than they overlap"
-            )
+            raise ValueError(f"overlap is {self.overlap} and words is {self.words}; overlap must be smaller than words")
         return self
 
 
 def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
-    """Load texts as items of a gallery, or as what a map learns from.
+    """Load texts as gallery items, or as training texts of a map.
 
-    Documents without text are left out, and a message counts them.
+    Documents without text are skipped, with a notice.
 
     Args:
-        source: what to load; a string is its ``path``.
+        source: the source, or its ``path``.
 
     Returns:
-        A memory-mapped data set with the columns ``id`` (a string, each once), ``text``, and ``metadata`` (a JSON object as a
-        string, or None). Passages are called ``DOCUMENT#0`` and so on, and their metadata hold ``document``.
+        A memory-mapped data set with ``id`` (unique string), ``text`` and ``metadata`` (JSON object as string, or None). Passages
+        have ids ``DOCUMENT#0`` etc. and ``document`` in their metadata.
 
     Raises:
-        XcompatError: something is missing, empty or damaged, an id stands twice, or a column is not there.
+        XcompatError: data or a column is missing, data is empty or damaged, or an id repeats.
     """
     import datasets
     import pyarrow as pa
@@ -100,28 +97,28 @@ def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
             record["items"] += len(items)
             yield pa.RecordBatch.from_pylist(items, schema=features.arrow_schema)
         if not record["items"]:
-            raise XcompatError(f"{source.path} holds no text; it needs a row with a text for each item")
+            raise XcompatError(f"{source.path} contains no text; it needs one row with text per item")
         record["changed"] = columns.lines()
 
     key = {"source": source.model_dump(), "data": raw._fingerprint if raw is not None else file_stamps(files)}
     dataset, record = cached_dataset("items", key, features, build)
     for line in record.get("changed", []):
-        notice(f"{line}; --metadata COLUMN chooses columns, and --no-metadata keeps none")
+        notice(f"{line}; choose columns with --metadata COLUMN, or none with --no-metadata")
     if empty := record["empty"]:
-        notice(f"{len(empty):,} of {record['documents']:,} documents hold no text and are left out, such as {empty[0]!r}")
+        notice(f"{len(empty):,} of {record['documents']:,} documents have no text and are skipped, such as {empty[0]!r}")
     return dataset
 
 
 def passages(text: str, words: int, overlap: int = 0) -> list[str]:
-    """Cut a text into passages of so many words.
+    """Split a text into passages.
 
     Args:
-        text: any text; words are what white space separates.
-        words: most words of a passage.
-        overlap: words that a passage shares with the one before it, fewer than ``words``.
+        text: any text; white space separates words.
+        words: maximum words per passage.
+        overlap: words shared with the previous passage, fewer than ``words``.
 
     Returns:
-        The passages as they stand in the text; the last one may be shorter. Every word is in one, and none is within another.
+        The passages, unchanged; the last can be shorter. They cover every word, and none lies within another.
 
     Example:
         >>> passages("a b c d e", words=3, overlap=1)
@@ -134,16 +131,16 @@ def passages(text: str, words: int, overlap: int = 0) -> list[str]:
 
 
 def open_rows(source: DataSource) -> tuple[datasets.Dataset | None, list[Path]]:
-    """Find the rows of a source.
+    """Open the rows of a source.
 
     Args:
         source: the source.
 
     Returns:
-        A data set of the library, or files, for :func:`rows_of`.
+        A data set, or files, for :func:`rows_of`.
 
     Raises:
-        XcompatError: there is none.
+        XcompatError: no texts are found.
     """
     paths = local_files(source.path)
     if paths is None or (len(paths) == 1 and is_saved_dataset(paths[0])):
@@ -152,14 +149,14 @@ def open_rows(source: DataSource) -> tuple[datasets.Dataset | None, list[Path]]:
     refuse_hub_fields(source.path, split=source.split, name=source.name, revision=source.revision)
     files = [file for file in expand_folders(paths) if has_suffix(file, ROW_SUFFIXES) or file in paths]
     if not files:
-        raise XcompatError(f"{paths[0]} holds no texts ({', '.join(ROW_SUFFIXES)}); check the path")
+        raise XcompatError(f"{paths[0]} contains no texts ({', '.join(ROW_SUFFIXES)}); check the path")
     for folder in filter(Path.is_dir, paths):
         notice_unread(folder, files)
     return None, files
 
 
 def rows_of(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of what :func:`open_rows` found, each with its place for messages."""
+    """Yield the rows from :func:`open_rows`, each with its location for messages."""
     if raw is not None:
         yield from ((f"row {number}", dict(row)) for number, row in enumerate(raw))
     for file in files:
@@ -169,7 +166,6 @@ def rows_of(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[s
 def _items(
     rows: Iterator[tuple[str, Row]], source: TextSource, record: dict[str, Any], columns: JsonColumns
 ) -> Iterator[dict[str, Any]]:
-    """Yield the items of rows: documents, or their passages."""
     for number, (where, row) in enumerate(rows):
         if number == source.limit:
             return
@@ -189,7 +185,7 @@ def _items(
 
 
 def _columns(row: Row, source: TextSource, where: str) -> tuple[list[str], str | None]:
-    """Choose the columns of the text, and that of the id, if there is one."""
+    """Choose the text columns, and the id column if any."""
     given = [source.text_column] if isinstance(source.text_column, str) else source.text_column
     for name in [*(given or []), *([source.id_column] if source.id_column is not None else [])]:
         if name not in row:
@@ -202,18 +198,17 @@ def _columns(row: Row, source: TextSource, where: str) -> tuple[list[str], str |
 
 def _text(value: Any, column: str, where: str) -> str:  # noqa: ANN401 - any cell
     if value is not None and not isinstance(value, str):
-        raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, which is no text; set text_column")
+        raise XcompatError(f"{where}: {column} is {str(value)[:80]!r}, not text; set text_column")
     return (value or "").strip()
 
 
 def _id(value: Any, where: str) -> str:  # noqa: ANN401 - any cell
     if not isinstance(value, str | int) or not str(value).strip():
-        raise XcompatError(f"{where} has the id {str(value)[:80]!r}; an id is a string or a whole number")
+        raise XcompatError(f"{where} has the id {str(value)[:80]!r}; ids must be strings or whole numbers")
     return str(value)
 
 
 def _metadata(row: Row, used: set[str | None], source: TextSource, where: str) -> dict[str, Any]:
-    """Return the further columns that are kept."""
     if isinstance(source.metadata, list):
         for name in source.metadata:
             if name not in row:
@@ -229,10 +224,10 @@ def _in_batches(items: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]
 
 
 def _require_new(ids: list[str], seen: Seen, source: TextSource) -> None:
-    """Refuse ids that stand twice, by their hashes: a gallery of ten million would have two equal ones by chance once in 10^6."""
+    """Raise if an id repeats. Ids are compared by hash: two of ten million collide with probability 1e-6."""
     from pandas.util import hash_array
 
     new_N = seen.add(hash_array(np.array(ids, dtype=object), categorize=False))
     if not new_N.all():
         twice = ids[int(np.flatnonzero(~new_N)[0])]
-        raise XcompatError(f"{source.path}: the id {twice!r} stands twice; every item needs its own, so set id_column or mend it")
+        raise XcompatError(f"{source.path}: the id {twice!r} appears twice; ids must be unique: set id_column or fix the id")

@@ -1,4 +1,4 @@
-"""Training augmentation: the kinds of XBT section 4.1 and of SimCLR, each with a strength in the recipe."""
+"""Training augmentation: the changes of XBT §4.1 and SimCLR, with configurable strengths."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from xcompat.encoders.processor import Processor
 
 _DRAWING = Lock()
-"""Held while torch's generator, of which a process has one for all threads, has the state of one picture."""
+"""Lock of torch's generator, which all threads share, while it is seeded for one image."""
 
 
 class Augmentation(BaseModel):
-    """Strengths of the random changes made to a training image; those on by default are of XBT §4.1, which names kinds alone.
+    """Strengths of random image changes. Defaults enable the kinds of XBT §4.1, which gives no strengths.
 
     Args:
-        min_scale: smallest share of the image's area that a random resized crop keeps (largest 1).
-        min_ratio: narrowest width/height of the crop; the widest is its inverse.
-        horizontal_flip: probability of a mirror image; off by default, as mirrored text and characters mean something else.
+        min_scale: smallest area share of the random crop (largest 1).
+        min_ratio: smallest width/height ratio of the crop; the largest is its inverse.
+        horizontal_flip: probability of mirroring; off by default, as it changes text and characters.
         brightness: largest relative change.
         contrast: largest relative change.
         saturation: largest relative change.
-        hue: largest change, as a share of the circle of colours.
-        colour_probability: probability that brightness, contrast, saturation and hue change at all.
+        hue: largest change, as a share of the colour circle.
+        colour_probability: probability of any change of brightness, contrast, saturation and hue.
         grayscale: probability of a grey image.
-        blur: probability of a Gaussian blur, whose sigma is 0.1 to 2 pixels of the model's image, as SimCLR has it.
-        solarize: probability that tones above the middle are inverted.
-        sharpness: largest relative change, up (sharpened) or down (blurred).
+        blur: probability of a Gaussian blur with sigma 0.1 to 2 pixels, as in SimCLR.
+        solarize: probability of inverted tones above the middle.
+        sharpness: largest relative change, up or down.
         translation: largest shift, as a share of the side.
-        rotation: largest angle, in degrees.
-        fill: grey value (0 black to 255 white) of corners that rotation and shift uncover.
+        rotation: largest angle in degrees.
+        fill: grey value (0 to 255) of uncovered corners.
 
     Example:
         >>> Augmentation.none().is_none, Augmentation().is_none
@@ -71,19 +71,19 @@ class Augmentation(BaseModel):
 
     @property
     def is_none(self) -> bool:
-        """Return whether nothing is changed."""
+        """Whether nothing changes."""
         return self.model_copy(update={"fill": 255}) == Augmentation.none()
 
     @property
     def colours(self) -> dict[str, float]:
-        """Return the strengths of colour jitter that are not 0."""
+        """Nonzero strengths of colour jitter."""
         kinds = ("brightness", "contrast", "saturation", "hue")
         return {name: strength for name in kinds if (strength := getattr(self, name))}
 
     @model_validator(mode="after")
     def _colours_to_change(self) -> Augmentation:
         if self.colour_probability < 1 and not self.colours:
-            raise ValueError("colour_probability: brightness, contrast, saturation and hue are 0; leave it out")
+            raise ValueError("colour_probability: brightness, contrast, saturation and hue are 0; remove it")
         return self
 
 
@@ -93,19 +93,18 @@ def build_transform(
     interpolation: str = "bicubic",
     scale: tuple[float, float] | None = None,
 ) -> Callable[[Image.Image], Tensor]:
-    """Make the function that turns an RGB picture into an augmented one of the model's size.
+    """Return a function that turns an RGB image into an augmented one of the model's size.
 
-    All randomness comes from torch's generator, so it depends on ``torch.manual_seed`` and the seeds of a data loader's workers.
-    The crop comes first, so that the other steps work on few pixels.
+    All randomness comes from torch's generator.
 
     Args:
         augmentation: the strengths.
-        image_size: height and width, in pixels.
-        interpolation: resampling filter of the crop, such as ``bicubic``.
-        scale: smallest and largest share of the image's area that the crop shows; None for the augmentation's.
+        image_size: height and width in pixels.
+        interpolation: resampling filter of the crop, e.g. ``bicubic``.
+        scale: smallest and largest area share of the crop; None for the augmentation's.
 
     Returns:
-        A function from a PIL image in mode RGB to a uint8 tensor (3, H, W); rescaling and normalising are the processor's part.
+        A function from an RGB PIL image to a uint8 tensor (3, H, W). The processor rescales and normalises it.
 
     Example:
         >>> from PIL import Image
@@ -133,24 +132,24 @@ def build_transform(
     if a.grayscale:
         steps.append(v2.RandomGrayscale(a.grayscale))
     if a.blur:
-        kernel = [side // 20 * 2 + 1 for side in reversed(size)]  # a tenth of the side, odd, as SimCLR has it
+        kernel = [side // 20 * 2 + 1 for side in reversed(size)]  # odd, a tenth of the side, as in SimCLR
         steps.append(v2.RandomApply([v2.GaussianBlur(kernel, sigma=(0.1, 2.0))], a.blur))
     if a.solarize:
         steps.append(v2.RandomSolarize(threshold=128, p=a.solarize))
     if a.sharpness:
         changes = [v2.RandomAdjustSharpness(1 + a.sharpness, p=0.5), v2.RandomAdjustSharpness(1 - a.sharpness, p=0.5)]
         steps.append(v2.RandomChoice(changes))
-    steps.append(v2.PILToTensor())  # last, as PIL is 1.4 times as fast as tensors for one image on one thread
+    steps.append(v2.PILToTensor())  # last: PIL is 1.4 times faster than tensors for one image on one thread
     return v2.Compose(steps)
 
 
 def drawn(transform: Callable[[Image.Image], Tensor], picture: Image.Image, seed: int) -> Tensor:
-    """Return the picture as one seed changes it, the same in any thread and process; torch's generator stays as it was.
+    """Augment an image with a seed, identically in any thread and process. Torch's generator is restored.
 
     Args:
-        transform: of :func:`build_transform`.
-        picture: in mode RGB.
-        seed: decides every draw.
+        transform: from :func:`build_transform`.
+        picture: RGB image.
+        seed: random seed.
 
     Returns:
         (3, H, W) uint8.
@@ -163,12 +162,12 @@ def drawn(transform: Callable[[Image.Image], Tensor], picture: Image.Image, seed
 
 
 class View(NamedTuple):
-    """One augmented view of every image of a data set: the same crop, flip and colours for all models and in every process.
+    """One augmented view of a data set: the same crop, flip and colours for every model and process.
 
     Args:
         augmentation: the strengths.
-        seed: of the draws.
-        number: which view it is, from 0.
+        seed: random seed.
+        number: index of the view, from 0.
     """
 
     augmentation: Augmentation
@@ -176,18 +175,18 @@ class View(NamedTuple):
     number: int
 
     def digest(self, images: str) -> str:
-        """Identify this view of images that have that digest; views of other images, seeds or strengths have other ones."""
+        """Identify this view of the images with the given digest."""
         strengths = self.augmentation.model_dump(exclude_defaults=True)
         return hashlib.sha256(json.dumps([images, strengths, self.seed, self.number]).encode()).hexdigest()
 
     def drawing(self, processor: Processor) -> Callable[[Image.Image, str], Tensor]:
-        """Return what draws a picture, of an id, in the size and with the resampling of a model.
+        """Return a function that draws this view of an image at a model's size.
 
         Args:
-            processor: of the model. Only the sampling of pixels depends on it, and no draw does.
+            processor: the model's processor. It affects the resampling, not the draws.
 
         Returns:
-            A function from a picture in mode RGB and its id to (3, H, W) uint8.
+            A function from an RGB image and its id to (3, H, W) uint8.
         """
         transform = build_transform(self.augmentation, processor.image_size, processor.interpolation)
 

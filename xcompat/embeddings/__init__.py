@@ -1,1 +1,1 @@
-"""Embeddings made by models and services, kept on disk."""
+"""Embeddings of models and services, cached on disk."""

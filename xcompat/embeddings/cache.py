@@ -1,4 +1,4 @@
-"""Embeddings on disk: sharded, memory-mapped, and compared with their checksums before they are used."""
+"""Embeddings on disk: sharded, memory-mapped and checked against their checksums."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class MissingShardError(DamagedShardError):
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """``cache.json``, written last: a cache without it is not complete.
+    """Content of ``cache.json``, which marks a complete cache.
 
     Args:
-        fingerprint: digest of the model that made the embeddings.
-        name: the name that people know that model by.
+        fingerprint: digest of the embedding model.
+        name: display name of that model.
         data: digest of the embedded items, in order.
         kind: ``texts`` or ``images``.
         rows: number of embeddings.
         dim: their dimension.
-        shard_rows: rows in every shard but the last.
+        shard_rows: rows of every shard but the last.
         dtype: NumPy name of the stored type.
         schema: version of this format.
     """
@@ -62,10 +62,9 @@ class CacheInfo:
 
 
 class EmbeddingCache:
-    """Embeddings on disk, read by row number through memory-mapped shards.
+    """Embeddings on disk, read by row number from memory-mapped shards.
 
-    A process compares a shard with its checksum when it first reads it; a shard without one, of an older version of xcompat, only
-    needs the right shape.
+    Each process checks a shard's checksum at first access. Shards of older versions have none, and only their shape is checked.
 
     Args:
         path: the cache's folder.
@@ -80,7 +79,7 @@ class EmbeddingCache:
         self._shards: dict[int, NDArray[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the opened shards: another process opens them itself, and pickled they would be all their rows."""
+        """Drop the open shards."""
         return self.__dict__ | {"_shards": {}}
 
     def _shard(self, shard: int) -> NDArray[Any]:
@@ -88,12 +87,12 @@ class EmbeddingCache:
             try:
                 self._shards[shard] = open_shard(self.path, shard, self.info)
             except DamagedShardError as error:
-                raise XcompatError(f"{error}; run again what made the cache: it embeds this part anew, and no other") from None
+                raise XcompatError(f"{error}; repeat the command that wrote the cache: it re-embeds only this shard") from None
         return self._shards[shard]
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The model that made the embeddings."""
+        """Fingerprint of the embedding model."""
         return Fingerprint(self.info.fingerprint, self.info.name)
 
     @property
@@ -102,14 +101,13 @@ class EmbeddingCache:
         return self.info.rows, self.info.dim
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return self.info.rows
 
     def __getitem__(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
-        """Fetch rows by numbers or a slice, in that order: (len(rows), dim) float32, NaN for images that could not be read.
+        """Fetch rows by numbers or a slice: (len(rows), dim) float32, NaN for unreadable images.
 
         Raises:
-            XcompatError: a number is no row's, or they are no numbers, such as a mask.
+            XcompatError: a number is out of range, or the index has another type, e.g. a mask.
         """
         rows_N = np.arange(*rows.indices(self.info.rows)) if isinstance(rows, slice) else np.asarray(rows)
         self._require_rows(rows_N)
@@ -121,11 +119,11 @@ class EmbeddingCache:
         return fetched
 
     def _require_rows(self, rows_N: NDArray[Any]) -> None:
-        """Refuse a mask, whose 0 and 1 would be rows, and numbers from the end, which no shard has."""
+        """Reject masks, which would read rows 0 and 1, and negative numbers."""
         if not rows_N.size:
             return
         if rows_N.dtype.kind not in "iu":
-            found, mend = f"values of {rows_N.dtype}", "; of a mask np.flatnonzero makes them"
+            found, mend = f"values of {rows_N.dtype}", "; convert a mask with np.flatnonzero"
         elif len(wrong := rows_N[(rows_N < 0) | (rows_N >= self.info.rows)]):
             found, mend = f"{wrong[0]}", ""
         else:
@@ -134,22 +132,21 @@ class EmbeddingCache:
 
     @property
     def _part_rows(self) -> int:
-        """Rows of each part that is read by itself; the last may have fewer."""
         return self.info.shard_rows
 
     def _part(self, number: int) -> EmbeddingCache | NDArray[Any]:
         return self._shard(number)
 
     def readable(self) -> NDArray[np.bool_]:
-        """Return which rows are embeddings, and not the NaN of an image that could not be read: (rows,) bool."""
+        """Return which rows are embeddings and not the NaN of an unreadable image: (rows,) bool."""
         return np.concatenate([np.isfinite(self._shard(shard)[:, 0]) for shard in range(self.info.shards)])
 
 
 class StackedCaches(EmbeddingCache):
-    """Caches of as many rows, one after the other, such as those of several views of each image.
+    """Concatenation of caches with equally many rows, e.g. several views of each image.
 
     Args:
-        parts: one or more, of N rows each; row v · N + i is row i of part v.
+        parts: one or more caches of N rows each. Row v · N + i is row i of part v.
     """
 
     def __init__(self, parts: Sequence[EmbeddingCache]) -> None:
@@ -167,7 +164,6 @@ class StackedCaches(EmbeddingCache):
 
     @override
     def readable(self) -> NDArray[np.bool_]:
-        """Return which rows are embeddings, and not the NaN of an image that could not be read: (rows,) bool."""
         return np.concatenate([part.readable() for part in self.parts])
 
 
@@ -179,25 +175,23 @@ def read_info(folder: Path) -> CacheInfo:
     """
     file, plan = folder / "cache.json", folder / "plan.json"
     if not file.exists():
-        raise XcompatError(f"{folder} is no finished embedding cache; run `xcompat embed` again, it continues where it was")
+        raise XcompatError(f"{folder} is not a finished embedding cache; run `xcompat embed` again to continue it")
     fields = read_json(file)
     schema = fields.get("schema") if isinstance(fields, dict) else None
     if schema != SCHEMA:
-        raise XcompatError(f"{folder} has cache format {schema}, this version reads {SCHEMA}; delete it and embed again")
+        raise XcompatError(f"{folder} has cache format {schema}, this version reads {SCHEMA}; delete it and re-embed")
     try:
         info: CacheInfo = TypeAdapter(CacheInfo).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        raise XcompatError(
-            f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete {folder} and embed again"
-        ) from None
+        raise XcompatError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete {folder} and re-embed") from None
     if plan.exists() and _nameless(read_json(plan)) != _nameless(asdict(info)):
-        raise XcompatError(f"{file} and plan.json, which it was copied from, differ; run again what made the cache")
+        raise XcompatError(f"{file} and plan.json differ; repeat the command that wrote the cache")
     return info
 
 
 def _nameless(fields: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Leave out the model's name: a cache may be continued under another name of the same model."""
+    """Drop the model's name, as a cache may be continued under another name of the same model."""
     return {key: value for key, value in fields.items() if key != "name"} if isinstance(fields, dict) else None
 
 
@@ -206,7 +200,7 @@ def _shard_path(folder: Path, shard: int) -> Path:
 
 
 def write_shard(folder: Path, shard: int, info: CacheInfo, embeds_ND: NDArray[np.float32]) -> None:
-    """Write a shard's checksum, then the shard; rows of NaN stand for images that could not be read."""
+    """Write a shard's checksum, then the shard. Rows of NaN mark unreadable images."""
     path = _shard_path(folder, shard)
     with atomic_path(path) as temporary:
         write_array(temporary, embeds_ND.astype(info.dtype))
@@ -214,7 +208,7 @@ def write_shard(folder: Path, shard: int, info: CacheInfo, embeds_ND: NDArray[np
 
 
 def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
-    """Compare a shard with its checksum, and map it into memory, read-only.
+    """Check a shard's checksum, and map the shard into memory, read-only.
 
     Raises:
         DamagedShardError: the shard is missing or damaged.
@@ -230,13 +224,12 @@ def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
         embeds_ND: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         if (embeds_ND.shape, str(embeds_ND.dtype)) == ((rows, info.dim), info.dtype):
             return embeds_ND
-    except Exception as error:  # NumPy raises many kinds on the header of a file that has no checksum
-        raise DamagedShardError(f"{path} is cut short or no array") from error
-    raise DamagedShardError(f"{path} holds {embeds_ND.shape} {embeds_ND.dtype}, not {(rows, info.dim)} {info.dtype}")
+    except Exception as error:  # without a checksum, NumPy raises many kinds of errors on a damaged header
+        raise DamagedShardError(f"{path} is truncated or not an array") from error
+    raise DamagedShardError(f"{path} contains {embeds_ND.shape} {embeds_ND.dtype}, not {(rows, info.dim)} {info.dtype}")
 
 
 def _recorded(file: Path) -> FileRecord | None:
-    """Read a shard's size and checksum; None for a shard of an older version, which has none."""
     if not file.exists():
         return None
     try:
@@ -247,5 +240,5 @@ def _recorded(file: Path) -> FileRecord | None:
 
 @functools.cache
 def _differences(path: Path, size: int, changed: int, record: FileRecord | None) -> list[str]:
-    """Compare a file with its checksum, once in a process unless ``size`` or ``changed``, the time of the last write, differ."""
+    """Compare a file with its checksum. The cache key includes size and time of change."""
     return [] if record is None else difference(path, record)

@@ -1,4 +1,4 @@
-"""Fill an embedding cache shard by shard: all ranks write, and a killed run continues at the shard where it was."""
+"""Writer of embedding caches: all ranks write shards, and a killed run continues at its next shard."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from xcompat.embeddings.cache import (
 )
 
 Batches: TypeAlias = Iterator[tuple[NDArray[np.int64], Tensor]]
-"""Row numbers, and the embeddings of these rows."""
+"""Row numbers with their embeddings."""
 
 
 def fill_cache(
     info: CacheInfo, path: Path, embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]], bad: BadSamples
 ) -> EmbeddingCache:
-    """Write the shards of a cache that are missing or damaged, each as soon as its embeddings are there.
+    """Write the missing or damaged shards of a cache, each as soon as it is embedded.
 
     Args:
         info: the cache.
         path: its folder.
-        embed_shards: yields for each of some shards the batches of its rows, which are numbered from 0.
-        bad: counts what could not be read.
+        embed_shards: yields, for each given shard, the batches of its rows, numbered from 0.
+        bad: counts unreadable items.
 
     Returns:
         The cache.
@@ -50,7 +50,7 @@ def fill_cache(
         raise XcompatError(f"there are no {info.kind} to embed; check the data section")
     _check_plan(path, info)
     if is_main_process():
-        clear_leftovers(path)  # of killed processes; files of live ones stay
+        clear_leftovers(path)
     mine = _to_embed(path, info)
     if mine:
         _embed_shards(path, info, mine, embed_shards)
@@ -62,8 +62,8 @@ def fill_cache(
 
 
 def _to_embed(path: Path, info: CacheInfo) -> list[int]:
-    """List this process's missing or damaged shards; a notice names those that are damaged on any process."""
-    begun = not (path / "cache.json").exists()  # in an unfinished cache missing shards are no damage
+    """List this process's missing or damaged shards, and report damaged shards of all processes."""
+    begun = not (path / "cache.json").exists()  # an unfinished cache may miss shards
     missing, damaged = [], []
     for shard in range(rank(), info.shards, world_size()):
         try:
@@ -74,7 +74,7 @@ def _to_embed(path: Path, info: CacheInfo) -> list[int]:
                 damaged.append(str(error))
     for reasons in gather_objects(damaged, shared=True):
         for reason in reasons:
-            notice(f"{reason}; this part is embedded again")
+            notice(f"{reason}; re-embedding this shard")
     return missing
 
 
@@ -104,7 +104,6 @@ def _embed_shards(
 
 
 def _is_finished(path: Path, info: CacheInfo) -> bool:
-    """Return whether ``cache.json`` exists and describes this cache."""
     try:
         return replace(read_info(path), name=info.name) == info
     except XcompatError:
@@ -114,35 +113,33 @@ def _is_finished(path: Path, info: CacheInfo) -> bool:
 def _write_shard(
     path: Path, shard: int, info: CacheInfo, rows: int, places: list[NDArray[np.int64]], parts: list[Tensor]
 ) -> None:
-    """Write one shard; rows without an embedding are NaN."""
     embeds_ND = np.full((rows, info.dim), np.nan, dtype=np.float32)
     if parts:
         embeds_ND[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
     if (np.abs(embeds_ND) > np.finfo(info.dtype).max).any():
         raise XcompatError(
-            f"{info.name} makes values that {info.dtype}, the type of caches, does not hold; take embeddings of length 1 "
+            f"{info.name} returns values beyond the range of {info.dtype}, the type of caches; use embeddings of length 1 "
             "(options.input: embedding)"
         )
     write_shard(path, shard, info, embeds_ND)
 
 
 def _check_plan(path: Path, info: CacheInfo) -> None:
-    """Refuse to continue a cache of another model or other data."""
     written = [file for file in (path / "plan.json", path / "cache.json") if file.exists()]
     if written:
         begun: Any = read_json(written[0])
         wanted = asdict(info)
         if not isinstance(begun, dict):
-            raise XcompatError(f"{written[0]} does not say what {path} holds; delete {path} and embed again")
+            raise XcompatError(f"{written[0]} does not describe a cache; delete {path} and re-embed")
         different = [key for key in wanted if key != "name" and begun.get(key) != wanted[key]]
         if different:
             key = different[0]
             raise XcompatError(
-                f"{path} holds embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); "
+                f"{path} contains embeddings of another {key} ({begun.get(key)!r}, now {wanted[key]!r}); "
                 "choose another folder or delete it"
             )
     elif listed(path, "shard-*.npy"):
-        raise XcompatError(f"{path} holds embeddings, and nothing that says of what; choose another folder or delete it")
+        raise XcompatError(f"{path} contains shards but no plan.json; delete it or choose another folder")
     elif is_main_process():
         write_json(path / "plan.json", asdict(info))
     barrier()

@@ -1,4 +1,4 @@
-"""Embed a data set once, into memory-mapped shards that all ranks write, and that a killed run resumes one by one."""
+"""Embedding of data sets into caches, arrays and batches."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from xcompat.models.frozen import FrozenModel
 if TYPE_CHECKING:
     import datasets
 
-TOKENS_PER_BATCH = 512  # on a CPU, whose caches hold the activations of so many
+TOKENS_PER_BATCH = 512  # on a CPU, so that activations fit into its caches
 MANY_TOKENS = 65536  # on a GPU
-PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, whose caches hold few activations
+PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, so that activations fit into its caches
 IMAGES_PER_BATCH = 64
-PICTURES_AT_ONCE = 512  # of those that come as values: as many are in memory beside what they were read from
+PICTURES_AT_ONCE = 512  # pictures given as values, which are held in memory twice
 __all__ = [
     "Contents",
     "Embedded",
@@ -63,15 +63,15 @@ def embed_texts(
     shard_rows: int = 65536,
     tokens_per_batch: int | None = None,
 ) -> EmbeddingCache:
-    """Embed texts once, sorted inside each shard so that batches share prefixes, or have little padding.
+    """Embed texts into a cache, sorted inside each shard so that batches share prefixes or need little padding.
 
     Args:
         embedder: the frozen model.
-        texts: any sequence that yields lists of strings for slices (a list, or a column of a ``datasets.Dataset``).
-        path: folder of the cache; a finished cache is opened, an unfinished one continued, and damaged shards are embedded again.
+        texts: any sequence that returns lists of strings for slices (a list, or a column of a ``datasets.Dataset``).
+        path: folder of the cache. A finished cache is opened, an unfinished one continued, and damaged shards are re-embedded.
         data_digest: identifies the texts and their order.
         shard_rows: texts per shard, the unit of resuming.
-        tokens_per_batch: size of a batch in tokens, including padding; shared prefixes count once.
+        tokens_per_batch: batch size in tokens, including padding. Shared prefixes count once.
 
     Returns:
         The cache.
@@ -89,23 +89,23 @@ def embed_texts(
 def embed_blocks(
     embedder: Embedder, blocks: Iterable[Sequence[str]], waiting: Waiting, tokens_per_batch: int | None = None
 ) -> Iterator[Batches]:
-    """Embed texts block by block, sorted inside each so that batches share prefixes, or have little padding.
+    """Embed texts block by block, sorted inside each block so that batches share prefixes or need little padding.
 
     Args:
         embedder: the frozen model.
         blocks: the texts of each block.
-        waiting: counts the seconds in which the model waits for texts.
+        waiting: counts the seconds the model waits for texts.
         tokens_per_batch: as in :func:`embed_texts`.
 
     Yields:
-        The batches of each block, with the places of their texts in it; they are to be taken before the next block's.
+        The batches of each block with the positions of their texts. Consume them before the next block.
     """
     sharing = _sharing(embedder)
 
     def prepare(texts: Sequence[str]) -> list[tuple[NDArray[np.int64], dict[str, Tensor]]]:
         return list(_text_batches(embedder, texts, tokens_per_batch, sharing is not None))
 
-    # a GPU embeds one block while the next is tokenised; on a CPU, tokenising would take the model's cores
+    # a GPU embeds a block while the next is tokenised; on a CPU, tokenising would take the model's cores
     prepared = map(prepare, blocks) if embedder.device.type == "cpu" else map_in_threads(prepare, blocks, threads=1)
     with nullcontext() if sharing is None else shared_prefixes(sharing), _as_fast_as_it_goes(embedder):
         for batches in waiting.of(prepared):
@@ -113,7 +113,7 @@ def embed_blocks(
 
 
 def embed_in_memory(embedder: Embedder, texts: Sequence[str]) -> NDArray[np.float32]:
-    """Embed texts at once, in batches of like lengths, and keep them in memory alone.
+    """Embed texts in batches of similar lengths, without a cache.
 
     Args:
         embedder: the frozen model.
@@ -132,10 +132,9 @@ def embed_in_memory(embedder: Embedder, texts: Sequence[str]) -> NDArray[np.floa
 def _text_batches(
     embedder: Embedder, texts: Sequence[str], tokens_per_batch: int | None = None, by_prefix: bool = False
 ) -> Iterator[tuple[NDArray[np.int64], dict[str, Tensor]]]:
-    """Yield row numbers and padded tokens of texts that have about one length, or share prefixes."""
     processor = embedder.processor
     budget = tokens_per_batch or (TOKENS_PER_BATCH if embedder.device.type == "cpu" else MANY_TOKENS)
-    token_ids = processor.tokenize(texts) if len(texts) else []  # tokenizers want one text or more
+    token_ids = processor.tokenize(texts) if len(texts) else []  # tokenizers reject an empty list
     padded = processor.max_length if processor.pad_to_max_length else 0
     by_length = length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget)
     for rows_B in prefix_batches(token_ids, budget) if by_prefix else by_length:
@@ -143,10 +142,10 @@ def _text_batches(
 
 
 def notice_cut_short(embedder: Embedder, truncated: int, total: int, mend: str = "") -> None:
-    """Say how many texts were too long for a model, if any were, and what mends it."""
+    """Print the number of truncated texts and the fix, if any text was truncated."""
     if truncated:
-        limit = f"the {embedder.processor.max_length} tokens that {embedder.name} takes"
-        notice(f"{truncated} of {total} texts are longer than {limit} and lost their end{mend}")
+        limit = f"the {embedder.processor.max_length} tokens of {embedder.name}"
+        notice(f"{truncated} of {total} texts were truncated to {limit}{mend}")
 
 
 def embed_images(
@@ -159,16 +158,16 @@ def embed_images(
     max_bad_share: float = 0.01,
     view: View | None = None,
 ) -> EmbeddingCache:
-    """Embed images once; an unreadable image becomes a row of NaN, and a message names it.
+    """Embed images into a cache. An unreadable image becomes a row of NaN, with a message that names it.
 
     Args:
         embedder: the frozen model.
         dataset: as :func:`xcompat.data.load_pairs` returns it.
-        path: folder of the cache; a finished cache is opened, an unfinished one continued, and damaged shards are embedded again.
+        path: folder of the cache. A finished cache is opened, an unfinished one continued, and damaged shards are re-embedded.
         data_digest: identifies the images and their order.
-        shard_rows: images per shard, the unit of resuming; best a multiple of 64, because no batch spans two shards.
-        max_bad_share: stop when more than this share of the images cannot be read.
-        view: which augmented view of each image is embedded, as ``data_digest`` says too; None for plain images.
+        shard_rows: images per shard, the unit of resuming. Use a multiple of 64, as no batch spans two shards.
+        max_bad_share: maximum share of unreadable images.
+        view: augmented view to embed, which ``data_digest`` must cover. None for plain images.
 
     Returns:
         The cache.
@@ -181,11 +180,11 @@ def embed_images(
 
         return _embed(embedder, "images", len(rows_Nd), Path(path), data_digest, shard_rows, copy_shards, BadSamples())
     bad = BadSamples(max_bad_share, len(dataset))
-    model = embedder.require_model("holds embeddings and no model")
+    model = embedder.require_model("contains embeddings but no model")
 
     def embed_shards(shards: Sequence[slice], waiting: Waiting) -> Iterator[Batches]:
         rows = [row for shard in shards for row in range(shard.start, shard.stop)]
-        # batches divide a shard evenly, so that one stream of decoding serves all shards
+        # batches divide a shard evenly, so that a single decoding stream serves all shards
         most = images_per_batch(model.processor, model.device)
         size = max(size for size in range(1, most + 1) if shard_rows % size == 0)
         batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting, view=view)
@@ -206,20 +205,20 @@ def embed_rows(
     prepare: Callable[[list[Image]], Tensor] | None = None,
     view: View | None = None,
 ) -> Batches:
-    """Embed images; a GPU computes while the next ones are decoded, a CPU decodes between batches.
+    """Embed images. A GPU computes while the next images are decoded, a CPU decodes between batches.
 
     Args:
         embedder: the frozen model.
         dataset: as :func:`xcompat.data.load_pairs` returns it.
         rows: the rows to embed, in this order.
-        batch_size: images embedded at a time.
-        bad: counts unreadable images, which are left out.
-        waiting: counts the seconds in which the model waits for images.
-        prepare: other preprocessing than the model's, from pictures to pixels.
-        view: which augmented view of each image is embedded; None for plain images.
+        batch_size: images per batch.
+        bad: counts unreadable images, which are skipped.
+        waiting: counts the seconds the model waits for images.
+        prepare: preprocessing from pictures to pixels. None for the model's own.
+        view: augmented view to embed. None for plain images.
 
     Yields:
-        Row numbers, and their embeddings (B, d) on the model's device; a GPU may not have finished them.
+        Row numbers, and their embeddings (B, d) on the model's device. A GPU may still be computing them.
     """
     processor = embedder.processor
     usual = prepare or processor.images
@@ -237,11 +236,11 @@ def embed_rows(
 
 
 class Contents(NamedTuple):
-    """What rows hold, to be embedded together, here or by a worker.
+    """Texts or pictures to embed together, locally or on a worker.
 
     Args:
-        values: texts, or pictures as a data set stores them: bytes, paths, or both.
-        names: what messages call each picture; None of texts.
+        values: texts, or pictures as a data set stores them: bytes, paths or both.
+        names: names of pictures in messages. None for texts.
     """
 
     values: list[Any]
@@ -252,9 +251,9 @@ class Embedded(NamedTuple):
     """Embeddings of contents.
 
     Args:
-        embeds_ND: (N, d) float32, L2-normalised; NaN for a picture that cannot be read.
-        unread: the names of such pictures, and why.
-        truncated: number of texts that lost their end.
+        embeds_ND: (N, d) float32, L2-normalised, NaN for unreadable pictures.
+        unread: names of unreadable pictures, with the reasons.
+        truncated: number of truncated texts.
     """
 
     embeds_ND: NDArray[np.float32]
@@ -263,7 +262,7 @@ class Embedded(NamedTuple):
 
 
 def embed_contents(embedder: Embedder, contents: Contents) -> Embedded:
-    """Embed what rows hold; the same contents give the same bits wherever they are embedded."""
+    """Embed contents. The same contents give the same bits everywhere."""
     embeds_ND = np.full((len(contents.values), embedder.dim), np.nan, np.float32)
     if contents.names is not None:
         bad = BadSamples(max_share=1, total=len(contents.values), quiet=True)
@@ -278,7 +277,7 @@ def embed_contents(embedder: Embedder, contents: Contents) -> Embedded:
 
 
 def _embedded_pictures(embedder: Embedder, pictures: Contents, bad: BadSamples) -> Batches:
-    """Embed pictures, in the same batches as if they were one data set: in Arrow, bytes of many would be too long."""
+    """Embed pictures in the batches of a single data set, in steps that fit into Arrow arrays."""
     import datasets
     import pyarrow as pa
 
@@ -292,11 +291,11 @@ def _embedded_pictures(embedder: Embedder, pictures: Contents, bad: BadSamples) 
 
 
 def images_per_batch(processor: Processor, device: torch.device) -> int:
-    """Return the fastest batch size for a model's images; on a CPU, larger images come in smaller batches.
+    """Return the fastest batch size for a model's images. On a CPU, larger images need smaller batches.
 
     Args:
-        processor: knows the image size of the model.
-        device: of the model.
+        processor: has the model's image size.
+        device: device of the model.
     """
     processor.require_images()
     height, width = processor.image_size
@@ -304,19 +303,19 @@ def images_per_batch(processor: Processor, device: torch.device) -> int:
 
 
 def decoding(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of :func:`~xcompat.data.iterate_images` for a device: threads, and whether they decode ahead."""
+    """Return the arguments of :func:`~xcompat.data.iterate_images` for a device: threads, and whether to decode ahead."""
     if device.type == "cpu":
         return {"threads": cores(device), "ahead": False}
     return {"threads": max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
 
 
 def _pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move a batch for a GPU to pinned memory, from which copies run asynchronously."""
+    """Pin a batch for a GPU, so that copies run asynchronously."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
 
 
 def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches]:
-    """Distribute batches of ascending rows to shards, whose rows are numbered from 0; no batch spans two shards."""
+    """Distribute batches of ascending rows to shards, with rows numbered from 0. No batch spans two shards."""
     ahead = next(batches, None)
 
     def of(shard: slice) -> Batches:
@@ -343,11 +342,11 @@ def _embed(
 
 
 def _as_fast_as_it_goes(embedder: Embedder) -> AbstractContextManager[None]:
-    """Pack the weights of a float32 model on a CPU (:func:`packed_linears`); autocast computes in another precision."""
+    """Pack the weights of a float32 model on a CPU (:func:`packed_linears`). Autocast computes in another precision."""
     return nullcontext() if embedder.autocast is not None else packed_linears(embedder.model)
 
 
 def _sharing(embedder: Embedder) -> Encoder | None:
-    """Return the encoder that shares prefixes of texts; None if it cannot, and on a GPU, which would wait for the trees."""
+    """Return the encoder if it shares prefixes, which pays off only on a CPU."""
     encoder = embedder.model.text_encoder
     return encoder if encoder is not None and encoder.shares_prefixes and embedder.device.type == "cpu" else None

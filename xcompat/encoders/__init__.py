@@ -1,4 +1,4 @@
-"""The only code that knows transformers, timm, open_clip and sentence-transformers: load an encoder, build one, preprocess."""
+"""Loading and building of encoders (transformers, timm, open_clip, sentence-transformers)."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "load_encoder", "load_processor", "reading_model"]
 
 MODEL_FILES = ("config.json", "open_clip_config.json", "modules.json", "model/config.json")
-"""Every folder of a model, or of a run that ended with one, has one of these files."""
-NOT_OWN = "holds no model of xcompat; name a run's folder or a checkpoint"
+"""Files that identify a model folder or a finished run; one is enough."""
+NOT_OWN = "is not an xcompat model; choose a run folder or a checkpoint"
 
 
 class EncoderSource(BaseModel):
-    """Where an encoder comes from.
+    """Location and settings of an encoder.
 
     Args:
-        name: folder, Hub name (``timm/...`` among them), ``hf-hub:`` and a Hub name for open_clip's format, or
-            ``sentence-transformers:`` and a folder or Hub name for a model of texts; a folder with ``modules.json`` is one.
-            ``NAME@REVISION`` on the Hub sets the revision too.
+        name: folder or Hub name. Prefixes: ``hf-hub:`` for open_clip, ``sentence-transformers:`` for text models (optional for
+            folders with ``modules.json``). ``NAME@REVISION`` also sets the revision.
         revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether code from the repository may run; off by default.
-        model_type: the expected architecture (transformers' name, which is ``timm_wrapper`` for timm, or ``open_clip``, or
-            ``sentence-transformers``); loading checks it, and a dry run builds a stand-in of it.
-        image_size: side of its square input images, in pixels; None for the model's own. Convolutional image encoders of
-            transformers take any.
-        query_prompt: what a model of texts puts before queries; None for its own, empty for nothing.
-        passage_prompt: what a model of texts puts before passages; None for its own, empty for nothing.
-        truncate_dim: number of first dimensions that are kept of a model of texts; None for the model's own.
+        trust_remote_code: whether to run code from the repository.
+        model_type: expected architecture in transformers (``timm_wrapper`` for timm), ``open_clip`` or
+            ``sentence-transformers``; loading checks it, dry runs build its stand-in.
+        image_size: side of square input images in pixels; None for the default. Only convolutional image encoders of
+            transformers accept other sizes.
+        query_prompt: prompt of a text model before queries; None for the default, empty for none.
+        passage_prompt: prompt of a text model before passages, with the same defaults.
+        truncate_dim: dimensions to keep of a text model; None for the default.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,7 +62,7 @@ class EncoderSource(BaseModel):
         name, revision = split_revision(self.name)
         if revision is not None:
             if self.revision not in (None, revision):
-                raise ValueError(f"{self.name} names a revision, and revision is {self.revision!r}; remove one of them")
+                raise ValueError(f"{self.name} contains a revision, but revision is {self.revision!r}; remove one of them")
             self.name, self.revision = name, revision
         return self
 
@@ -75,14 +74,7 @@ class EncoderSource(BaseModel):
 
     @classmethod
     def described(cls, description: dict[str, Any]) -> EncoderSource:
-        """Return the source of a described encoder, with its image size, prompts and dimension.
-
-        Args:
-            description: ``Encoder.description``, as stored in a checkpoint's configuration.
-
-        Returns:
-            The source.
-        """
+        """Return the source of an encoder by its stored description."""
         height, width = description.get("image_size") or (None, None)
         size = height if height == width else None
         name, of_texts = description["name"], {}
@@ -94,7 +86,7 @@ class EncoderSource(BaseModel):
 
     @property
     def library(self) -> str:
-        """Return the library that reads the model, by its own prefix or folder layout: transformers if it has none."""
+        """Return the library for the name's prefix or folder layout; transformers by default."""
         if is_of_texts(self.name):
             return TEXTS
         folder = Path(self.name)
@@ -103,37 +95,31 @@ class EncoderSource(BaseModel):
 
     @property
     def place(self) -> str:
-        """Return the folder or the Hub name, without the prefix of sentence-transformers."""
+        """Return the folder or Hub name without the sentence-transformers prefix."""
         return self.name.removeprefix(PREFIX)
 
     def check_folder(self) -> None:
-        """Refuse a folder that does not exist or holds no model; a name in the form of a Hub name passes.
-
-        Raises:
-            XcompatError: the folder is missing, with the nearest name, or holds no model.
-        """
+        """Raise if a path does not exist or contains no model. Hub names pass."""
         if is_local(self.place) and not Path(self.place).exists():
             raise MissingPathError(f"the model folder {self.place} does not exist; {nearest_path(self.place)}")
         if Path(self.place).exists() and not any((Path(self.place) / file).is_file() for file in MODEL_FILES):
-            raise XcompatError(
-                f"{self.place} holds no model: there is no config.json in it; name the folder of a model, or of a run"
-            )
+            raise XcompatError(f"{self.place} contains no model (config.json is missing); choose a model folder or a run folder")
 
     def require_reads_texts(self) -> None:
-        """Refuse prompts and ``truncate_dim`` of a model that has none of either."""
+        """Raise if prompts or ``truncate_dim`` are set for a model of another library than sentence-transformers."""
         given = [key for key in ("query_prompt", "passage_prompt", "truncate_dim") if getattr(self, key) is not None]
         if given and self.library != TEXTS:
-            raise XcompatError(f"{self.name} is no model of sentence-transformers, and {given[0]} is for these; leave it out")
+            raise XcompatError(f"{given[0]} needs a sentence-transformers model, but {self.name} is not one; remove {given[0]}")
 
 
 def require_model(source: EncoderSource | str) -> EncoderSource:
-    """Return where a model lies that is named or that a run ended with, before any library that reads it is imported.
+    """Return the source of a model or of a run's final model, without importing its library.
 
     Args:
-        source: name, folder (of a model, or of a run that ended with one), or source with revision.
+        source: name, folder of a model or run, or source with revision.
 
     Raises:
-        XcompatError: it is a folder without a model; a name on the Hub passes.
+        XcompatError: the folder contains no model. Hub names pass.
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
     source = source.model_copy(update={"name": model_folder(source.name)})
@@ -142,9 +128,7 @@ def require_model(source: EncoderSource | str) -> EncoderSource:
 
 
 def is_loadable(name: str) -> bool:
-    """Return whether a name means a model that can be loaded, and not only what a gallery calls one.
-
-    A path and ``owner/name`` do, and the name of a model without an owner that is in the local cache of the Hub.
+    """Return whether the name is a path, ``owner/name`` or a model in the Hub cache.
 
     Example:
         >>> is_loadable("openai/clip-vit-base-patch32"), is_loadable("clip-b32")
@@ -162,10 +146,10 @@ def is_loadable(name: str) -> bool:
 
 
 def require_own(source: EncoderSource | str) -> EncoderSource:
-    """Return the same of a model of this library; a name on the Hub passes.
+    """Return the source of an xcompat model. Hub names pass.
 
     Raises:
-        XcompatError: it is a folder without one.
+        XcompatError: the folder contains no xcompat model.
     """
     source = require_model(source)
     if Path(source.name).is_dir() and not is_own(Path(source.name)):
@@ -174,13 +158,10 @@ def require_own(source: EncoderSource | str) -> EncoderSource:
 
 
 def build_encoder(description: dict[str, Any]) -> Encoder:
-    """Build an encoder's architecture without loading weights.
+    """Build an encoder with random weights.
 
     Args:
         description: ``Encoder.description``, as stored in a checkpoint's configuration.
-
-    Returns:
-        The encoder, its weights freshly initialised.
 
     Raises:
         XcompatError: the library is unknown.
@@ -208,16 +189,13 @@ def build_encoder(description: dict[str, Any]) -> Encoder:
 
 
 def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
-    """Load an encoder of images and texts, or of either alone, and its preprocessing.
+    """Load an encoder of images, texts or both (float32, evaluation mode), and its processor.
 
     Args:
-        source: a name or folder, or an :class:`EncoderSource` with revision.
-
-    Returns:
-        The encoder (float32, evaluation mode) and its processor.
+        source: name, folder or :class:`EncoderSource`.
 
     Raises:
-        XcompatError: the model does not exist, is not safetensors, or embeds nothing.
+        XcompatError: the model does not exist, lacks safetensors weights, or does not match the source's settings.
 
     Example:
         >>> import tempfile
@@ -243,25 +221,25 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         own_memory(encoder)
         processor = load_processor(encoder.description, source)
         if source.image_size is not None and not encoder.has_images:
-            raise XcompatError(f"{source.name} reads no images; leave out its image_size")
+            raise XcompatError(f"{source.name} does not read images; remove image_size")
         if source.image_size is not None and set(processor.image_size) != {source.image_size}:
             raise XcompatError(
-                f"{source.name} reads images of {'x'.join(map(str, processor.image_size))} pixels, and only image encoders of "
-                f"transformers can be given another image_size ({source.image_size})"
+                f"{source.name} reads images of {'x'.join(map(str, processor.image_size))} pixels, not {source.image_size}; "
+                "remove image_size or use an image encoder of transformers"
             )
         return encoder, processor
 
 
 @contextmanager
 def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
-    """Turn every error of a library that reads a model in the block into one line.
+    """Turn library errors in the block into one-line errors.
 
     Args:
-        name: of the model.
+        name: model name.
         revision: branch, tag or commit; None for the default branch.
 
     Raises:
-        XcompatError: a file or revision is missing, weights are damaged, or the configuration is invalid or does not fit them.
+        XcompatError: files, weights or the configuration are missing, damaged or do not match.
     """
     try:
         with _fetching(name), _without_load_report(), limit_model_size(name):
@@ -279,15 +257,15 @@ def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
 
 
 def _hint(revision: str | None) -> str:
-    """Explain a revision that looks like the digits of a fingerprint, as messages print them behind a name."""
+    """Return a hint if the revision looks like the 12 fingerprint digits in messages."""
     if revision is None or re.fullmatch(r"[0-9a-f]{12}", revision) is None:
         return ""
-    return f" ({revision} may be a fingerprint that xcompat printed; name a branch, tag or commit)"
+    return f" ({revision} looks like an xcompat fingerprint; use a branch, tag or commit)"
 
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Silence transformers' tables of missing keys, which are an error here; a more verbose setting of the user's stays."""
+    """Silence transformers' tables of missing keys, unless the user set a more verbose level."""
     from transformers import logging
 
     verbosity = logging.get_verbosity()
@@ -301,7 +279,7 @@ def _without_load_report() -> Iterator[None]:
 
 @contextmanager
 def _fetching(name: str) -> Iterator[None]:
-    """Delete a model's damaged files from the Hub's cache if loading fails, so that the next attempt fetches them anew."""
+    """Delete damaged files from the Hub cache if loading fails."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -311,19 +289,21 @@ def _fetching(name: str) -> Iterator[None]:
 
         if damaged := drop_damaged(name):
             raise XcompatError(
-                f"cannot load {name}: what was fetched of it is damaged ({', '.join(damaged)}) and has been deleted; "
-                "do it again, which fetches it anew"
+                f"cannot load {name}: damaged downloads ({', '.join(damaged)}) have been deleted; "
+                "run the command again to download them"
             ) from error
         raise
 
 
 @contextmanager
 def _text_library() -> Iterator[None]:
-    """Say how to install sentence-transformers where an import in the block does not find it."""
+    """Add the install command to a failed import of sentence-transformers."""
     try:
         yield
     except ImportError:
-        raise XcompatError("models of texts need sentence-transformers; install it with `pip install xcompat[text]`") from None
+        raise XcompatError(
+            'text models need sentence-transformers; install it with `pip install -e ".[text]"` in a clone of xcompat'
+        ) from None
 
 
 def _load(source: EncoderSource) -> Encoder:
@@ -341,10 +321,10 @@ def _load(source: EncoderSource) -> Encoder:
 
     where: dict[str, Any] = {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
     try:
-        if not Path(source.name).is_dir():  # a folder has been checked
+        if not Path(source.name).is_dir():  # load_encoder checks folders
             check_config(PreTrainedConfig.get_config_dict(source.name, revision=where["revision"])[0], source.name)
         config = AutoConfig.from_pretrained(source.name, **where)
-    except ValueError as error:  # no model_type, or one that transformers does not know
+    except ValueError as error:  # missing or unknown model_type
         raise XcompatError(f"cannot load {source.name}: {' '.join(str(error).split())}") from error
     if hasattr(config, "text_config"):
         from xcompat.encoders.transformers_encoder import load_transformers_encoder
@@ -360,13 +340,10 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
 
     Args:
         description: the encoder's description.
-        source: where the processor's files lie: beside the encoder, or a checkpoint's folder.
-
-    Returns:
-        The processor.
+        source: model or checkpoint with the processor's files.
 
     Raises:
-        XcompatError: its files are missing or damaged.
+        XcompatError: the files are missing or damaged.
     """
     source = EncoderSource(name=source) if isinstance(source, str) else source
     try:
@@ -377,8 +354,8 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
             raise
         reason = what_failed(error)
         raise XcompatError(
-            f"{source.name} holds no preprocessing that can be read ({reason}); bring back its files (preprocessor_config.json, "
-            "tokenizer.json, tokenizer_config.json) from where the model came from"
+            f"cannot read the preprocessing of {source.name} ({reason}); restore its files (preprocessor_config.json, "
+            "tokenizer.json, tokenizer_config.json) from the model's source"
         ) from error
 
 

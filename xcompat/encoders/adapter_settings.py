@@ -1,4 +1,4 @@
-"""Which adapters an encoder gets, as recipes and checkpoints say it."""
+"""Adapter settings in recipes and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LoraSettings(BaseModel):
-    """Low-rank adaptation of the towers (Hu et al. 2021); the defaults are XBT's.
+    """Low-rank adaptation of the towers (Hu et al. 2021) with XBT's defaults.
 
     Args:
-        rank: r of the two factors.
+        rank: rank r of the two factors.
         alpha: the update is scaled by alpha / rank.
-        dropout: on the input of the first factor.
-        targets: names of layers (their last component, such as ``q_proj``); None for every linear layer of the towers' repeated
-            blocks. Of open_clip's towers, ``attn`` is the projection to queries, keys and values in one.
-        towers: the towers to adapt; None for all.
+        dropout: dropout on the input of the first factor.
+        targets: layer names (last component, e.g. ``q_proj``); None for all linear layers in repeated blocks. ``attn`` is
+            open_clip's joint query, key and value projection.
+        towers: towers to adapt; None for all.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -26,10 +26,10 @@ class LoraSettings(BaseModel):
 
 
 class AdapterConfig(BaseModel):
-    """The adapters of a frozen encoder.
+    """Adapters of a frozen encoder.
 
     Args:
-        lora: LoRA settings, or None for no LoRA.
+        lora: LoRA settings; None for no LoRA.
         prompts: number of visual prompts on the image tower (Jia et al. 2022; 10 in XBT); 0 for none.
     """
 

@@ -1,4 +1,4 @@
-"""LoRA through PEFT, and our own visual prompts, which PEFT lacks: adapters can be switched off bit for bit, and merged."""
+"""LoRA (through PEFT) and visual prompts, which can be switched off bit for bit and merged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class VisualPrompts(nn.Module):
         self.enabled = True
 
     def forward(self, tokens_BNW: Tensor) -> Tensor:
-        """Return ``(B, N + n, W)``."""
+        """Append the prompts and return ``(B, N + n, W)``."""
         if tokens_BNW.ndim != 3:
             raise XcompatError("visual prompts need an image tower that works on tokens (a vision transformer)")
         prompts_BnW = self.tokens.to(tokens_BNW.dtype).expand(tokens_BNW.shape[0], -1, -1)
@@ -36,7 +36,7 @@ class VisualPrompts(nn.Module):
 
 
 def _adaptable(tower: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers and attentions inside the tower's repeated blocks, which excludes heads and projections."""
+    """Return linear layers and attentions in repeated blocks."""
     blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     return {
         name: module
@@ -52,7 +52,7 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
     """Replace linear layers and ``nn.MultiheadAttention`` of the towers by LoRA layers, in place.
 
     Args:
-        towers: the ``image`` tower and the ``text`` tower if there is one.
+        towers: towers by name (``image``, ``text``).
         settings: rank, scale, dropout, targets.
 
     Raises:
@@ -68,7 +68,7 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
         layers = _adaptable(towers[tower_name])
         if not layers:
             raise XcompatError(
-                f"the {tower_name} tower has no linear layers in its blocks, only convolutions; leave adapters.lora out"
+                f"the {tower_name} tower has no linear layers in its blocks, only convolutions; remove adapters.lora"
             )
         if settings.targets is None:
             chosen = list(layers)
@@ -81,7 +81,7 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
             )
         config = LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor, which PEFT calls an int
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT declares an int, but accepts a float
             lora_dropout=settings.dropout,
             target_modules=chosen,
             bias="none",
@@ -91,14 +91,14 @@ def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None
 
 
 def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str | None, folder: Path) -> None:
-    """Write the LoRA of a model's towers as PEFT writes adapters, for ``PeftModel.from_pretrained`` with the base.
+    """Write a model's LoRA in PEFT's format, for ``PeftModel.from_pretrained`` with the base.
 
     Args:
-        model: the library's own module, with LoRA in it.
-        settings: rank, scale and dropout of that LoRA.
-        base: name or folder of the model without LoRA.
+        model: module of the library, with LoRA.
+        settings: rank, scale and dropout.
+        base: name or folder of the base model.
         revision: its commit on the Hub.
-        folder: made if missing; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
+        folder: output folder.
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
@@ -114,7 +114,7 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
         base_model_name_or_path=base,
         revision=revision,
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor, which PEFT calls an int
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT declares an int, but accepts a float
         lora_dropout=settings.dropout,
         target_modules=layers,
         bias="none",
@@ -127,7 +127,7 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
 
 @contextmanager
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
-    """Switch every LoRA layer and prompt under ``module`` off inside the block; ``requires_grad`` stays the same."""
+    """Switch off every LoRA layer and prompt of a module inside the block, without changing ``requires_grad``."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
@@ -149,7 +149,7 @@ def adapters_disabled(module: nn.Module) -> Iterator[None]:
 
 
 def merge_lora(module: nn.Module) -> None:
-    """Fold each LoRA update into its layer, and restore the plain layer."""
+    """Merge each LoRA update into its layer and restore the plain layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in [(n, m) for n, m in module.named_modules() if isinstance(m, BaseTunerLayer)]:

@@ -1,6 +1,6 @@
-"""AlexNet, which BT²'s series of updates begins with (Krizhevsky, arXiv 1404.5997): torchvision alone has it."""
+"""AlexNet (Krizhevsky, arXiv 1404.5997), the first model in BT²'s series of updates."""
 
-# annotations are no strings here: `strict` reads the types of the fields
+# no `from __future__ import annotations`: `strict` reads the types of the fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndNoAttention
 
 SMALLEST = 63
-"""Pixels of the smallest side that a convolution of stride 4 and three poolings leave something of."""
+"""Minimum image side in pixels, given a convolution of stride 4 and three poolings."""
 
 
 @strict
@@ -17,7 +17,7 @@ class AlexNetConfig(PreTrainedConfig):
     """Configuration of :class:`AlexNetModel`.
 
     Args:
-        image_size: side of the images in pixels, 63 or more.
+        image_size: side of the images in pixels, at least 63.
     """
 
     model_type = "alexnet"
@@ -26,16 +26,15 @@ class AlexNetConfig(PreTrainedConfig):
 
 
 class AlexNetModel(PreTrainedModel):
-    """torchvision's AlexNet without its classifier, with the random weights that torchvision draws.
+    """AlexNet of torchvision without classifier, with random weights.
 
-    ``pooler_output`` is what the classifier would read, 4,096 values. A linear layer of 128 behind it, as in BT², is
-    ``options: {dim: 128}`` of a recipe.
+    ``pooler_output`` has 4,096 values. For BT²'s linear layer of 128, set ``options: {dim: 128}`` in a recipe.
 
     Args:
         config: the configuration.
 
     Raises:
-        ValueError: the images are too small for its three poolings.
+        ValueError: the images are too small.
 
     Example:
         >>> import torch
@@ -51,16 +50,16 @@ class AlexNetModel(PreTrainedModel):
 
     def __init__(self, config: AlexNetConfig) -> None:
         super().__init__(config)
-        from torchvision.models import alexnet  # late: it imports every architecture
+        from torchvision.models import alexnet  # a slow import
 
         if config.image_size < SMALLEST:
-            raise ValueError(f"image_size is {config.image_size}, which its poolings leave nothing of; give {SMALLEST} or more")
+            raise ValueError(f"image_size is {config.image_size}, too small for AlexNet; use {SMALLEST} or more")
         self.layers = alexnet()
         self.layers.classifier[-1] = nn.Identity()
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Keep the weights that torchvision drew."""
+        """Keep torchvision's weights."""
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPoolingAndNoAttention:  # noqa: ANN401 - transformers'
         """Return ``pooler_output`` (B, 4096)."""

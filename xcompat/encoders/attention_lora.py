@@ -1,4 +1,4 @@
-"""LoRA of ``nn.MultiheadAttention``, whose projections are one weight and no layer, without a write into the frozen weights."""
+"""LoRA for ``nn.MultiheadAttention`` that does not change the frozen weights."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 PROJECTION, SHIFT = "in_proj_weight", "in_proj_bias"
-"""The weight and the bias of queries, keys and values in one."""
+"""Joint weight and bias of queries, keys and values."""
 
 
 class AttentionLora(nn.Module, LoraLayer):
-    """Low-rank update of the projection to queries, keys and values, as PEFT's ``MultiheadAttention`` has it.
+    """Low-rank update of the projection to queries, keys and values, with dropout on its input.
 
-    PEFT's own adds the update to the weights before each call and subtracts it afterwards: the original weights drift by rounding
-    and could not be had back bit for bit. It counts the update of ``out_proj`` twice, which is therefore left out, and it has no
-    dropout. Here the update reads its input through dropout, as in PEFT's linear layers, one draw for all three projections.
+    It replaces PEFT's ``MultiheadAttention``, which changes the frozen weights by rounding, counts the update of ``out_proj``
+    twice and lacks dropout. This class does not adapt ``out_proj``.
 
     Args:
         base_layer: the attention.
         adapter_name: PEFT's name of the adapter.
-        config: rank and the rest, as PEFT passes it on.
+        config: PEFT's configuration.
         r: rank.
         lora_alpha: the update is scaled by ``lora_alpha / r``.
-        kwargs: of PEFT's layers.
+        kwargs: arguments of PEFT's layers.
     """
 
     def __init__(
@@ -46,27 +45,25 @@ class AttentionLora(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def _bias(self) -> Tensor | None:
-        """Return what is added to queries, keys and values, (3W,), if there is such a bias."""
         return dict(self.get_base_layer().named_parameters(recurse=False)).get(SHIFT)
 
     def _adapted(self) -> Tensor:
-        """Return the weight with its update, (3W, W)."""
         up, down, scaling = self._factors()
         weight = self.get_base_layer().get_parameter(PROJECTION)
         return weight + (up @ down * scaling).to(weight.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor, float]:
-        """Return the factors of the update, (3W, r) and (r, W), and what it is scaled by."""
+        """Return the factors (3W, r) and (r, W) of the update, and its scale."""
         (name,) = self.active_adapters
         up, down = (factors.get_parameter(f"{name}.weight") for factors in (self.lora_B, self.lora_A))
         return up, down, self.scaling[name]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Fold the update into the weight, as PEFT's layers do."""
+        """Merge the update into the weight."""
         self.get_base_layer().get_parameter(PROJECTION).data = self._adapted().detach()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401 - the attention's
-        """Attend with the updated weight, or with the original one where adapters are off."""
+        """Attend with the updated weight, or with the original weight if adapters are off."""
         if self.disable_adapters:
             return self.base_layer(query, key, value, *inputs, **named)
         (name,) = self.active_adapters
@@ -74,17 +71,17 @@ class AttentionLora(nn.Module, LoraLayer):
         given, weights = (query, key, value), {PROJECTION: self._adapted()}
         if self.training and isinstance(dropout, nn.Dropout):
             given = self._projected(given, dropout)
-            # the attention projects what is projected already: by the identity, and by no bias
+            # inputs are already projected, so the attention gets an identity projection without bias
             shift = self._bias()
             weights = {PROJECTION: torch.eye(query.shape[-1], dtype=query.dtype, device=query.device).repeat(3, 1)}
             weights |= {SHIFT: torch.zeros_like(shift)} if shift is not None else {}
         return functional_call(self.base_layer, weights, (*given, *inputs), named)
 
     def _projected(self, given: tuple[Tensor, Tensor, Tensor], dropout: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, with an update that reads its input through dropout."""
+        """Return queries, keys and values, with dropout on the input of the update."""
         weight, bias, (up, down, scaling) = self.get_base_layer().get_parameter(PROJECTION), self._bias(), self._factors()
         shifts = bias.chunk(3) if bias is not None else (None, None, None)
-        distinct = {id(each): each for each in given}  # one tensor, which all three read, is drawn from once
+        distinct = {id(each): each for each in given}  # one dropout mask per tensor
         inside = {name: F.linear(dropout(each), down) for name, each in distinct.items()}
         parts = zip(given, weight.chunk(3), shifts, up.chunk(3), strict=True)
         query, key, value = (

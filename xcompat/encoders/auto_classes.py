@@ -1,4 +1,4 @@
-"""Encoders that transformers' auto classes load without this library: the calls that embed there, and the folder to write."""
+"""Encoders for transformers' auto classes: method calls and files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from xcompat.encoders.image_encoder import ImageEncoder, ImageOnlyProcessor
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.transformers_encoder import TransformersEncoder, TransformersProcessor
 
-MODELS: Any = transformers.MODEL_MAPPING  # both map a configuration's class
+MODELS: Any = transformers.MODEL_MAPPING  # keys are configuration classes
 PROCESSORS: Any = transformers.PROCESSOR_MAPPING
 
 
 class Call(NamedTuple):
-    """How a class that ``AutoModel`` loads computes the features of one modality.
+    """Method of an ``AutoModel`` class that computes the features of a modality.
 
     Args:
-        method: the name of its method.
-        output: the attribute of the method's output that holds the features.
-        pooling: how outputs per token or position become features; None if the output is the features.
+        method: method name.
+        output: attribute of the method's output with the features.
+        pooling: pooling over tokens or positions; None if the output is already pooled.
     """
 
     method: str
@@ -33,15 +33,10 @@ class Call(NamedTuple):
 
 
 def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
-    """Return how ``AutoModel`` and ``AutoProcessor`` alone compute an encoder's features.
+    """Return the calls for an encoder's features with only ``AutoModel`` and ``AutoProcessor``, by tower.
 
-    Args:
-        encoder: of any library.
-
-    Returns:
-        The call for ``image`` and, if there is a text tower, for ``text``. None for encoders beyond these classes: with visual
-        prompts, BLIP's retrieval heads, SigLIP 2's grid of patches, an added projection or stem, of timm (whose transform takes
-        no grey pictures), of open_clip or of this library.
+    None if these do not suffice: visual prompts, BLIP's retrieval heads, SigLIP 2's patch grid, an added projection or stem,
+    timm (its transform rejects grey images), open_clip and xcompat models.
     """
     model = encoder.model
     ours = type(model).__module__.partition(".")[0] == __package__.partition(".")[0]
@@ -56,7 +51,7 @@ def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
 
 @torch.no_grad()
 def _image_call(encoder: ImageEncoder) -> Call:
-    """Find the call from the model's output for a blank image."""
+    """Return the call, determined with a blank image."""
     device = next(encoder.parameters()).device
     blank = torch.zeros(1, 3, *encoder.description["image_size"], dtype=encoder.dtype, device=device)
     name, features = encoder.read_output(blank)
@@ -66,20 +61,14 @@ def _image_call(encoder: ImageEncoder) -> Call:
 
 
 def save_for_auto_classes(encoder: Encoder, processor: Processor, folder: str | Path) -> None:
-    """Write an encoder that has :func:`auto_calls` for ``AutoModel`` and ``AutoProcessor``, in float32 and with LoRA merged.
-
-    Args:
-        encoder: not changed.
-        processor: its preprocessing.
-        folder: an existing folder.
-    """
+    """Write an encoder with :func:`auto_calls` in float32, with merged LoRA; the encoder itself does not change."""
     if encoder.adapter_parameters() or encoder.dtype != torch.float32:
         encoder = copy.deepcopy(encoder).float()
         encoder.merge_adapters()
     encoder.save_pretrained(folder)
     assert isinstance(processor, ImageOnlyProcessor | TransformersProcessor)
     image_processor: Any = copy.deepcopy(processor.image_processor)
-    image_processor.do_convert_rgb = True  # this library converts images before it calls the processor
+    image_processor.do_convert_rgb = True  # xcompat converts images before it calls the processor
     if isinstance(processor, ImageOnlyProcessor):
         image_processor.save_pretrained(folder)
     else:

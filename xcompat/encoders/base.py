@@ -1,4 +1,4 @@
-"""The interface that all encoder libraries implement."""
+"""Base class of encoders."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from xcompat.encoders.adapters import VisualPrompts, adapters_disabled, inject_l
 from xcompat.encoders.processor import Processor
 
 DEFAULT_LOGIT_SCALE = 1 / 0.07
-"""CLIP's scale at initialisation, exp(2.6592): the fixed temperature of XBT."""
+"""CLIP's initial scale, exp(2.6592), and XBT's fixed temperature."""
 
 
 Space = Literal["own", "stored"]
-"""``own``: a model's embedding of an item. ``stored``: what its gallery holds, which may be its view of an older space."""
+"""``own``: the model's embeddings. ``stored``: the gallery's embeddings, in an older space if the model shares one."""
 
 
 class EmbedsBatches(ABC):
-    """An encoder, a compatible model, or the penultimate features of either."""
+    """Interface of encoders, compatible models and penultimate features."""
 
     @abstractmethod
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        """Embed preprocessed images: (B, C, H, W) to (B, D) float32."""
+        """Embed preprocessed images (B, C, H, W) as (B, D) float32."""
 
     @abstractmethod
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Embed tokenised texts: (B, L) int64 to (B, D) float32."""
+        """Embed tokenised texts (B, L) int64 as (B, D) float32."""
 
     def stored(self, embeds: Tensor) -> Tensor:
-        """Return what a gallery of this model holds: the embeddings, unless it shares an older space."""
+        """Convert embeddings to the gallery's space; unchanged unless the model shares an older space."""
         return embeds
 
     def embed(self, batch: Mapping[str, Tensor], space: Space = "own") -> Tensor:
-        """Embed one batch of images (``pixel_values``) or of texts (``input_ids``).
+        """Embed a processor's batch of images (``pixel_values``) or texts (``input_ids``).
 
         Args:
-            batch: from the processor.
-            space: of the embeddings.
+            batch: columns of the batch.
+            space: space of the embeddings.
 
         Returns:
             (B, D) float32, or (B, d) in the space ``stored``.
@@ -61,16 +61,16 @@ class EmbedsBatches(ABC):
 
     @property
     def text_encoder(self) -> Encoder | None:
-        """Return the encoder that embeds texts directly; None if another model processes them first."""
+        """Return the encoder of texts; None if another model processes them first."""
         return None
 
 
 class Encoder(nn.Module, EmbedsBatches):
-    """An image tower and a text tower in the same space; ``has_images`` or ``has_text`` is False where there is but one.
+    """Image tower, text tower or both, in one embedding space.
 
     Args:
-        model: the library's own module.
-        embedding_dim: D, the dimension of that space.
+        model: module of the library.
+        embedding_dim: dimension D of the space.
         description: JSON that rebuilds the architecture without weights: ``library``, ``name``, ``revision``, ``config``.
     """
 
@@ -78,11 +78,11 @@ class Encoder(nn.Module, EmbedsBatches):
     has_images: ClassVar[bool] = True
     has_text: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("logit_scale", "logit_bias")
-    """Parts of the names of parameters that do not affect embeddings, and would get no gradients in training."""
+    """Name parts of parameters without effect on embeddings, which would get no gradients in training."""
     image_head_name: ClassVar[str | None] = None
-    """The library's name of the last layer of its image towers; None if they do not end in a layer."""
+    """Attribute name of the last layer of image towers; None if there is no such layer."""
     embeds_any_size: bool = False
-    """Whether a transformer stretches its positions over images of another size, as small crops in training are."""
+    """Whether to interpolate the positions of a transformer for images of another size, e.g. small training crops."""
     model: Any  # only the subclass knows its library's type
     prompts: VisualPrompts | None
 
@@ -95,7 +95,7 @@ class Encoder(nn.Module, EmbedsBatches):
         self._keeps_statistics = False
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode; with LoRA, batch norms keep evaluation mode, because changed statistics cannot be switched off."""
+        """Set training mode; with LoRA, batch norms stay in evaluation mode, so that LoRA can be switched off."""
         super().train(mode)
         if self._keeps_statistics:
             for module in self.model.modules():
@@ -105,11 +105,11 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the precision of the weights, in which the towers compute."""
+        """Return the dtype of the weights."""
         return next(self.model.parameters()).dtype
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return projected image features (B, D), not normalised, in the precision of the weights."""
+        """Return unnormalised image features (B, D) in the dtype of the weights."""
         return self._image_features(pixel_values.to(self.dtype))
 
     @abstractmethod
@@ -117,37 +117,37 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @abstractmethod
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return projected text features (B, D), not normalised."""
+        """Return unnormalised text features (B, D)."""
 
     @property
     @abstractmethod
     def towers(self) -> dict[str, nn.Module]:
-        """Return the towers there are, ``image`` and ``text``, for adapters."""
+        """Return the towers by name (``image``, ``text``)."""
 
     @property
     def peft_base(self) -> nn.Module:
-        """Return the module that PEFT puts LoRA on when it loads the base by its name."""
+        """Return the module that PEFT adapts when it loads the base by name."""
         return self.model
 
     @property
     def layer_classes(self) -> set[str]:
-        """Return the names of the classes that FSDP shards as one piece each."""
+        """Return the class names that FSDP shards as units."""
         return set(getattr(self.model, "_no_split_modules", None) or ())
 
     @property
     def image_head(self) -> nn.Linear | None:
-        """Return the linear layer whose output are the image features; None without such a layer."""
+        """Return the last linear layer of the image tower, or None."""
         head = getattr(self.model, self.image_head_name, None) if self.image_head_name is not None else None
         return head if isinstance(head, nn.Linear) else None
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """Return the layer whose output are the image tower's tokens, to which visual prompts are appended; None without one."""
+        """Return the layer with the image tokens as output, where visual prompts are appended, or None."""
         return None
 
     @property
     def image_width(self) -> int:
-        """Return the width of the image tower's tokens."""
+        """Return the width of image tokens."""
         raise XcompatError(f"{self.name} has no token width: visual prompts need a vision transformer")
 
     @property
@@ -156,29 +156,22 @@ class Encoder(nn.Module, EmbedsBatches):
         return False
 
     def rebuild_masks(self) -> None:
-        """Restore buffers that are missing in checkpoints; most models have none."""
+        """Restore buffers that checkpoints do not contain; by default none."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model in its own library's format, readable without xcompat."""
+        """Write the model in its library's format, readable without xcompat."""
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        """Embed preprocessed images.
-
-        Args:
-            pixel_values: (B, C, H, W) from :meth:`Processor.images`.
-
-        Returns:
-            (B, D) float32, L2-normalised.
-        """
+        """Embed preprocessed images (B, C, H, W) from :meth:`Processor.images` as (B, D) float32, L2-normalised."""
         return F.normalize(self.image_features(pixel_values).float(), dim=-1)
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Embed tokenised texts.
+        """Embed tokenised texts from :meth:`Processor.texts`.
 
         Args:
-            input_ids: (B, L) int64 from :meth:`Processor.texts`.
-            attention_mask: (B, L) int64, or None for models that read their padding.
+            input_ids: (B, L) int64.
+            attention_mask: (B, L) int64; None for models that read their padding.
 
         Returns:
             (B, D) float32, L2-normalised.
@@ -192,24 +185,17 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def name(self) -> str:
-        """Return the name or folder the encoder was loaded from."""
+        """Return the name or folder of the loaded model."""
         return self.description["name"]
 
     @property
     def logit_scale(self) -> float:
-        """Return the factor on cosine similarities in the model's own training (the exponential of the stored logarithm)."""
+        """Return the factor on cosines in the model's training (exponential of the stored logarithm)."""
         parameter = getattr(self.model, "logit_scale", None)
         return math.exp(float(parameter)) if parameter is not None and not parameter.is_meta else DEFAULT_LOGIT_SCALE
 
     def fingerprint(self, processor: Processor) -> Fingerprint:
-        """Return the identity of architecture, weights and preprocessing together.
-
-        Args:
-            processor: the preprocessing of the embeddings.
-
-        Returns:
-            The fingerprint, which does not depend on the name, the folder or the library's version.
-        """
+        """Return the fingerprint of architecture, weights and preprocessing, independent of name and library version."""
         parts = {
             "library": self.library,
             "architecture": architecture_of(self.description["config"]),
@@ -218,13 +204,10 @@ class Encoder(nn.Module, EmbedsBatches):
         return Fingerprint.from_module(self.model, json.loads(json.dumps(parts, default=str)), self.name)
 
     def add_adapters(self, config: AdapterConfig) -> None:
-        """Add LoRA and visual prompts to the towers; LoRA starts as the identity.
-
-        Args:
-            config: ranks, targets and the number of prompts.
+        """Add LoRA (initially the identity) and visual prompts to the towers.
 
         Raises:
-            XcompatError: the towers cannot take them.
+            XcompatError: the towers do not support them.
         """
         if config.lora is not None:
             inject_lora(self.towers, config.lora)
@@ -245,8 +228,8 @@ class Encoder(nn.Module, EmbedsBatches):
         return [parameter for name, parameter in self.named_parameters() if "lora_" in name or name.startswith("prompts.")]
 
     def image_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that image embeddings depend on, including adapters."""
-        # some of the text's parameters lie outside its tower
+        """Return the parameters that affect image embeddings, including adapters."""
+        # some text parameters are outside the text tower
         beside = ("model.text", "model.token_embedding", "model.positional_embedding", "model.ln_final")
         tower = self.towers.get("text")
         texts = {id(parameter) for parameter in tower.parameters()} if tower is not None else set()
@@ -257,19 +240,19 @@ class Encoder(nn.Module, EmbedsBatches):
         ]
 
     def freeze_images(self) -> None:
-        """Freeze what embeds images, adapters included, where texts alone are learned from; the text tower stays as it is."""
+        """Freeze the image parameters, including adapters, for training on texts only."""
         if "image" in self.towers:
             for parameter in self.image_parameters():
                 parameter.requires_grad_(False)
 
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
-        """Compute with the original weights alone, bit for bit, inside the block."""
+        """Use the original weights, bit for bit, inside the block."""
         with adapters_disabled(self):
             yield
 
     def merge_adapters(self) -> None:
-        """Fold LoRA into the weights and remove it; prompts stay, because they are part of the input."""
+        """Merge LoRA into the weights and remove it. Prompts stay, because they are part of the input."""
         merge_lora(self)
         self._keeps_statistics = False
 
@@ -278,7 +261,7 @@ _NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 def architecture_of(config: Any) -> Any:  # noqa: ANN401 - nested JSON
-    """Return a configuration without the keys that do not affect embeddings, at every level."""
+    """Return a nested configuration without keys that do not affect embeddings."""
     if isinstance(config, dict):
         return {key: architecture_of(value) for key, value in config.items() if key not in _NOT_ARCHITECTURE}
     return config

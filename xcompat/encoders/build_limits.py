@@ -1,4 +1,4 @@
-"""Limits on what a model's configuration may ask for: damage is refused before anything large is built."""
+"""Limits for model configurations, which stop damaged ones before anything large is built."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 CONFIGURATIONS = ("config.json", "open_clip_config.json", "*/config.json")
 MOST_LAYERS = 10_000
-"""Layers, blocks or stages of a model: each is built by itself."""
+"""Maximum layers, blocks or stages; each is built separately."""
 MOST_LABELS = 1_000_000
-"""Labels of a classifier: transformers writes a table of them."""
+"""Maximum labels of a classifier; transformers builds a table of them."""
 MOST_PIXELS = 4096
-"""Height and width of a model's input images: one is embedded to measure the model."""
+"""Maximum height and width of input images; an image is embedded to measure the model."""
 MOST_TOKENS = 1_000_000
-"""Tokens that every text is padded to."""
+"""Maximum padded text length in tokens."""
 LARGEST = 2**63 - 1
-"""Largest integer of a tensor."""
+"""Largest integer in a tensor."""
 SPARE_TENSORS, SPARE_NUMBERS = 10_000, 2**26
-"""How many more tensors and numbers than its file a small model may have, e.g. buffers and adapters."""
+"""Additional tensors and numbers allowed beyond the weight files, e.g. for buffers and adapters."""
 _REPEATED = re.compile("layer|depth|block|stage|repeat|group")
 _NOT_REPEATED = re.compile("size|dim|channels|length|_id|norm")
 _LABELS = re.compile("num_labels|num_classes")
@@ -39,21 +39,18 @@ _state = threading.local()
 
 
 class Contents(NamedTuple):
-    """Number of tensors in a file of weights, and of all their values."""
+    """Number of tensors in weight files, and of all their values."""
 
     tensors: int
     numbers: int
 
 
 def check_config(config: Mapping[str, Any], name: str) -> None:
-    """Refuse a configuration with a number that no model has.
+    """Raise if a configuration contains an unreasonably large number.
 
     Args:
-        config: the keys and values of a JSON file, nested or not.
-        name: of the model or the file, for the error.
-
-    Raises:
-        XcompatError: naming the key, its value and the limit.
+        config: keys and values, nested or not.
+        name: model or file name for errors.
 
     Example:
         >>> check_config({"vision_config": {"num_hidden_layers": 20_000_000}}, "models/new")
@@ -85,14 +82,7 @@ def _integers(value: Any, key: str) -> Iterator[tuple[str, int]]:  # noqa: ANN40
 
 
 def check_config_files(folder: Path) -> None:
-    """Refuse a folder of a model, or of the modules of one, if a configuration in it has a number that no model has.
-
-    Args:
-        folder: nothing is checked if it does not exist.
-
-    Raises:
-        XcompatError: as :func:`check_config` raises it, or a configuration is no JSON.
-    """
+    """Raise if a configuration file in a model folder is not JSON or contains an unreasonably large number."""
     for pattern in CONFIGURATIONS:
         for file in sorted(folder.glob(pattern)):
             if isinstance(config := read_json(file), dict):
@@ -100,13 +90,10 @@ def check_config_files(folder: Path) -> None:
 
 
 def check_image_size(sizes: Mapping[str, Any]) -> None:
-    """Refuse sizes of images that no model takes.
+    """Raise if an image side exceeds :data:`MOST_PIXELS`.
 
     Args:
-        sizes: by name; each is a pair, or as image processors of transformers have it.
-
-    Raises:
-        XcompatError: one is above :data:`MOST_PIXELS`.
+        sizes: sizes by name: pairs, or dictionaries of transformers.
     """
     for name, size in sizes.items():
         for side in size if isinstance(size, tuple | list) else dict(size).values():
@@ -118,16 +105,15 @@ def check_image_size(sizes: Mapping[str, Any]) -> None:
 
 @contextmanager
 def limit_model_size(name: str) -> Iterator[None]:
-    """Stop the building of a model in the block, in this thread, once it is far larger than its weights.
+    """Stop building a model in the block (in this thread) if it becomes far larger than its weights, or memory without weights.
 
-    Without weights to compare with, a model must fit into the memory of this machine. Modules register every parameter and
-    buffer when they are built, on the meta device too, and before their values are drawn.
+    Modules register parameters and buffers before they draw values, also on the meta device.
 
     Args:
         name: folder or Hub name of the model.
 
     Raises:
-        XcompatError: the model has more tensors or numbers than it can have.
+        XcompatError: the model has too many tensors or numbers.
     """
     from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 
@@ -148,11 +134,7 @@ def limit_model_size(name: str) -> Iterator[None]:
 
 
 class _Build:
-    """The tensors of a model that is being built.
-
-    Args:
-        name: folder or Hub name of the model.
-    """
+    """Tensor counts of a model under construction."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -160,7 +142,6 @@ class _Build:
         self._most: Contents | None = None
 
     def count(self, key: str, tensor: Tensor) -> None:
-        """Count a tensor, and refuse it if it is one too many."""
         if self._most is None:
             self._most = _largest_model(self.name)
         self.tensors += 1
@@ -173,23 +154,16 @@ class _Build:
 
 
 def _largest_model(name: str) -> Contents:
-    """Return the most tensors and numbers that a model may register while it is built and loaded."""
+    """Return the maximum tensors and numbers that building and loading can register."""
     found = weights_of(name)
     if found is None:
         return Contents(100_000, _memory() // 4)
-    # registered when the model is built, when its weights arrive, and when adapters wrap its layers; some are split or tied
+    # building, loading and adapters each register all tensors; some tensors are split or tied
     return Contents(8 * found.tensors + SPARE_TENSORS, 16 * found.numbers + SPARE_NUMBERS)
 
 
 def weights_of(name: str) -> Contents | None:
-    """Count the weights of a model, and of the base of a checkpoint of adapters, by the headers of its files.
-
-    Args:
-        name: folder, or Hub name of a model that has been fetched.
-
-    Returns:
-        None if some are missing or cannot be read.
-    """
+    """Return the tensor counts of a model, including an adapter checkpoint's base; None if files are missing or unreadable."""
     folders = _folders(name)
     bases = [base for folder in folders if (base := _base_of(folder)) is not None]
     counted = [_count_weights(each) for each in (folders, *(map(_folders, bases[:1])))]
@@ -207,15 +181,15 @@ def _count_weights(folders: list[Path]) -> Contents | None:
     try:
         for file in files:
             with safe_open(file, "pt") as weights:
-                for key in weights.keys():  # noqa: SIM118 - it is no dictionary
+                for key in weights.keys():  # noqa: SIM118 - not a dictionary
                     tensors, numbers = tensors + 1, numbers + math.prod(weights.get_slice(key).get_shape())
-    except (OSError, SafetensorError):  # whoever loads them says what is wrong
+    except (OSError, SafetensorError):  # loading the weights reports the error
         return None
     return Contents(tensors, numbers) if files else None
 
 
 def _folders(name: str) -> list[Path]:
-    """Return the folder of a model, or of each of its revisions in the Hub's cache."""
+    """Return the folder of a model, or its revisions in the Hub cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -229,7 +203,6 @@ def _folders(name: str) -> list[Path]:
 
 
 def _base_of(folder: Path) -> str | None:
-    """Return the name of the base that a checkpoint of adapters leaves out."""
     with suppress(OSError, ValueError, RecursionError):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config.get("weights") == "adapters":
@@ -238,7 +211,7 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _memory() -> int:
-    """Return the bytes of this machine's memory; 256 GB where the system does not say."""
+    """Return the machine's memory in bytes, 256 GB if unknown."""
     with suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 2**38

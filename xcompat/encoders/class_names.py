@@ -1,4 +1,4 @@
-"""Public names of classes and prompts for zero-shot classification, as libraries that are installed hold them."""
+"""Class names and prompts for zero-shot classification, from open_clip and timm."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ SETS = {
     "imagenet-r": "imagenet_r_indices.txt",
     "mini-imagenet": "mini_imagenet_indices.txt",
 }
-"""Name of a data set -> timm's list of which of ImageNet's 1000 classes it has; None for all."""
+"""Data set -> timm's file with its ImageNet class numbers; None for all 1000 classes."""
 TEMPLATES = {"openai": "OPENAI_IMAGENET_TEMPLATES", "simple": "SIMPLE_IMAGENET_TEMPLATES"}
-"""Name of a list of prompts -> open_clip's name of it: CLIP's 80, and the 7 that do as well."""
+"""Prompt list -> its name in open_clip: CLIP's 80 prompts, and 7 equally good ones."""
 
 
 def class_names(name: str) -> list[str]:
-    """Return the names of a data set's classes, in the order of its folders, which WordNet's numbers sort.
+    """Return a data set's class names in the order of its WordNet folders.
 
-    They are open_clip's, as CLIP was judged on: 'great white shark', not 'great white shark, white shark, man-eater'.
+    They are open_clip's: 'great white shark', not 'great white shark, white shark, man-eater'.
 
     Args:
         name: one of :data:`SETS`.
-
-    Raises:
-        XcompatError: it is none of them.
 
     Example:
         >>> len(class_names("imagenet")), class_names("imagenet-r")[:2]
@@ -37,7 +34,7 @@ def class_names(name: str) -> list[str]:
     from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
 
     if name not in SETS:
-        raise XcompatError(f"no class names of {name!r} are known; {nearest(name, SETS)}")
+        raise XcompatError(f"no class names for {name!r}; {nearest(name, SETS)}")
     if (listed := SETS[name]) is None:
         return list(IMAGENET_CLASSNAMES)
     chosen = files("timm.data").joinpath("_info", listed).read_text(encoding="utf-8").split()
@@ -45,7 +42,7 @@ def class_names(name: str) -> list[str]:
 
 
 def prompt_templates(name: str) -> list[str]:
-    """Return prompts of one of :data:`TEMPLATES`, ``{}`` standing for the class.
+    """Return the prompts of a list in :data:`TEMPLATES`; ``{}`` is the class.
 
     Example:
         >>> prompt_templates("simple")[0], len(prompt_templates("openai"))

@@ -1,4 +1,4 @@
-"""Dimension of a model's embeddings from its configuration alone: no weights are read, and nothing is downloaded."""
+"""Embedding dimensions from configurations, without weights or downloads."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ from xcompat.encoders.text_files import ABOUT, MODULES, TEXTS
 _OPENAI = re.compile(r"openai/clip-vit-(base|large)-patch(\d+)(?:-\d+)?")
 _POOLINGS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 EDGE = 224
-"""Side of the images that a model is measured with, unless its configuration has one."""
+"""Default side of images for measuring a model."""
 
 
 def read_embedding_dim(source: EncoderSource) -> int | None:
     """Return D of a model from its configuration, or from the registries of timm and open_clip.
 
     Args:
-        source: a folder, or a Hub name, which is looked for in the Hub's cache and in the registries.
+        source: folder, or Hub name in the Hub cache or registries.
 
     Returns:
-        None if this machine does not have the configuration, or D does not follow from it.
-
-    Raises:
-        XcompatError: the configuration is damaged.
+        None if the local configuration is missing or insufficient.
     """
     if source.library == TEXTS:
         folder = _cached_folder(source, MODULES)
@@ -55,14 +52,7 @@ def read_embedding_dim(source: EncoderSource) -> int | None:
 
 
 def scratch_dim(source: ScratchSource) -> int | None:
-    """Return D of an architecture that is trained from scratch.
-
-    Args:
-        source: the architecture.
-
-    Raises:
-        XcompatError: it cannot be built.
-    """
+    """Return D of an architecture for training from scratch."""
     if not source.image_only:
         return _dim_of_config(source.model, "model")
     from xcompat.encoders.scratch import image_model
@@ -73,7 +63,7 @@ def scratch_dim(source: ScratchSource) -> int | None:
 
 
 def _cached_folder(source: EncoderSource, file: str) -> Path | None:
-    """Return the local folder of a model, or that of the Hub's cache, if it has a file."""
+    """Return the folder, local or in the Hub cache, if it contains the file."""
     from huggingface_hub import try_to_load_from_cache
 
     place = source.place.removeprefix("hf-hub:")
@@ -86,7 +76,6 @@ def _cached_folder(source: EncoderSource, file: str) -> Path | None:
 
 
 def _registered_dim(name: str) -> int | None:
-    """Return D of a model on the Hub that open_clip or timm knows by name."""
     import open_clip
     import timm
 
@@ -107,7 +96,7 @@ def _registered_dim(name: str) -> int | None:
 
 @cache
 def _open_clip_models() -> dict[str, str]:
-    """Return the architecture of every model that open_clip knows on the Hub, by its name there."""
+    """Return Hub name -> architecture of all models in open_clip."""
     from open_clip.pretrained import _PRETRAINED
 
     weights = [(name, about) for name, each in _PRETRAINED.items() for about in each.values()]
@@ -115,7 +104,7 @@ def _open_clip_models() -> dict[str, str]:
 
 
 def _text_dim(folder: Path) -> int | None:
-    """Return D of a model of sentence-transformers: that of its last module which has one."""
+    """Return the dimension of the last module that sets it."""
     about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     if about.get("truncate_dim"):
         return int(about["truncate_dim"])
@@ -133,7 +122,6 @@ def _text_dim(folder: Path) -> int | None:
 
 
 def _dim_of_config(values: dict[str, Any], name: str) -> int | None:
-    """Return D of a model of transformers, an image encoder among them."""
     from transformers import AutoConfig
 
     from xcompat.encoders.image_encoder import build_image_model
@@ -149,14 +137,14 @@ def _dim_of_config(values: dict[str, Any], name: str) -> int | None:
             model = build_image_model(config)
     except XcompatError:
         raise
-    except Exception:  # libraries raise errors of many types; loading the model says what is wrong
+    except Exception:  # libraries raise errors of many types; loading the model reports them
         return None
     size = (getattr(config, "pretrained_cfg", None) or {}).get("input_size") or (3, getattr(config, "image_size", EDGE))
     return _measured_dim(model, size[-1] if isinstance(size[-1], int) else EDGE)
 
 
 def _measured_dim(model: torch.nn.Module, edge: int) -> int | None:
-    """Return the width of an image model's features without computing them."""
+    """Return the feature width of an image model, measured on the meta device."""
     from xcompat.encoders.image_encoder import ImageEncoder
 
     described = {"library": ImageEncoder.library, "name": "", "config": {}, "image_size": [edge, edge]}
@@ -164,5 +152,5 @@ def _measured_dim(model: torch.nn.Module, edge: int) -> int | None:
     try:
         with torch.no_grad():
             return int(encoder._image_features(torch.empty(1, 3, edge, edge, device="meta")).shape[1])
-    except Exception:  # as above; some models compute values that the meta device does not have
+    except Exception:  # as above; some models need values, which the meta device lacks
         return None

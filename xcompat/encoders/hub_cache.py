@@ -1,4 +1,4 @@
-"""The Hub's cache: its files are named after a digest of their contents, which reveals damaged ones."""
+"""Integrity of the Hub cache, where the name of a file is its digest."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 _SMALL, _LARGE = 40, 64
-"""Digits in the name of a small file (SHA-1, computed as git or a mirror does) and of a large file (SHA-256)."""
+"""Name lengths of small files (SHA-1 of git or of a mirror) and large files (SHA-256)."""
 
 
 def drop_damaged(name: str) -> list[str]:
-    """Delete a model's files in the Hub's cache that do not match their digest, so that they are fetched anew.
+    """Delete a Hub model's cached files that do not match their digest, and return their sorted names.
 
-    The Hub's client does not check: a file that was truncated, or that changed on the Hub during the transfer, would stay.
-
-    Args:
-        name: of the model; a local folder has no cache.
-
-    Returns:
-        Names of the deleted files, sorted.
+    The Hub client does not check digests, so truncated files would stay.
     """
     name = name.removeprefix("hf-hub:").removeprefix("sentence-transformers:")
     if Path(name).exists():
@@ -40,15 +34,15 @@ def drop_damaged(name: str) -> list[str]:
 
 
 def require_fetched(name: str, file: str, revision: str) -> None:
-    """Fetch an optional file of a model; transformers would treat a failed download like a missing file.
+    """Download an optional file of a Hub model. Transformers would treat a failed download like a missing file.
 
     Args:
-        name: of the model; nothing is fetched for a local folder.
-        file: in its repository.
+        name: model name; local folders are skipped.
+        file: path in the repository.
         revision: branch, tag or commit.
 
     Raises:
-        OSError: the download failed, and whether the file exists is unknown.
+        OSError: the download failed.
     """
     if Path(name).exists() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(name, file, revision=revision) is not None:
         return
@@ -61,7 +55,7 @@ def _is_whole(blob: Path) -> bool:
         if len(blob.name) == _LARGE:
             return hashlib.file_digest(file, "sha256").hexdigest() == blob.name
         if len(blob.name) != _SMALL:
-            return True  # the server names files in its own way
+            return True  # another naming scheme of the server
         held = file.read()
     as_git_does = b"blob %d\0" % len(held) + held
     return blob.name in (hashlib.sha1(each, usedforsecurity=False).hexdigest() for each in (as_git_does, held))

@@ -1,4 +1,4 @@
-"""Image encoders without a text tower: those of transformers, and timm's through its wrapper there."""
+"""Image encoders without a text tower, of transformers and timm."""
 
 from __future__ import annotations
 
@@ -23,56 +23,54 @@ from xcompat.encoders.text_files import TEXTS
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
 
 _LABELS = {"id2label", "label2id", "label_names", "num_classes", "num_labels", "problem_type"}
-"""What a configuration says about a classifier that is not part of the encoder."""
+"""Configuration keys of a classifier, which the encoder does not contain."""
 NO_TEXT: dict[str, Any] = {"max_length": 0, "pad_to_max_length": False, "masks_padding": False, "pad_token_id": 0}
-"""The fields of a :class:`Processor` when there is nothing to tokenise."""
+"""Fields of a :class:`Processor` without tokenizer."""
 
 
 @dataclass
 class ImageOnlyProcessor(Processor):
-    """An image processor of the transformers library."""
+    """Image processor of transformers."""
 
     image_processor: BaseImageProcessor = field(kw_only=True)
 
     def pixels(self, images: list[Image]) -> Tensor:
-        """See :meth:`Processor.pixels`."""
+        """Return preprocessed images (B, C, H, W) float32."""
         return process_images(self, self.image_processor, _rgb(images))
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Refuse texts."""
+        """Raise, because there is no tokenizer."""
         raise XcompatError("an image encoder has no tokenizer; to embed texts, use an image-text model such as CLIP or SigLIP")
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Processor.save_pretrained`."""
+        """Write the image processor."""
         self.image_processor.save_pretrained(folder)
 
     def describe(self) -> dict[str, Any]:
-        """See :meth:`Processor.describe`."""
+        """Return the settings that change pixels."""
         return {"backend": IMAGE_BACKEND, "pixels": describe_pixels(self.image_processor)}
 
 
 def _rgb(images: Sequence[Image]) -> list[Image]:
-    """Convert what is not RGB; a conversion from RGB would copy it."""
     return [image if image.mode == "RGB" else image.convert("RGB") for image in images]
 
 
 class TimmProcessor(ImageOnlyProcessor):
-    """timm's own image transform, made from the ``pretrained_cfg`` of the encoder's description."""
+    """Image transform of timm, built from the ``pretrained_cfg`` in the encoder's description."""
 
     def pixels(self, images: list[Image]) -> Tensor:
-        """See :meth:`Processor.pixels`."""
+        """Return preprocessed images (B, C, H, W) float32."""
         return self.image_processor(_rgb(images), return_tensors="pt")["pixel_values"]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write nothing: timm keeps the preprocessing in the model's configuration."""
+        """Write nothing, because timm keeps the preprocessing in the model's configuration."""
 
 
 class ImageEncoder(Encoder):
-    """An image tower alone; D is the width of its pooled features.
+    """Image tower without text tower; D is the width of its pooled features.
 
-    Features are what the library itself pools: ``image_embeds`` where there is a projection, else ``pooler_output``. A ViT
-    comes with a linear "pooler" that most checkpoints hold no weights for: there it is left out, and the features are the
-    class token, or the mean over tokens or positions where there is none.
+    Features are ``image_embeds`` with a projection, otherwise ``pooler_output``. If the pooler has no weights, they are the
+    class token, or the mean over tokens or positions.
     """
 
     library: ClassVar[str] = "transformers-image"
@@ -94,7 +92,7 @@ class ImageEncoder(Encoder):
         return features[:, 0] if self.has_class_token else features.mean(dim=1)
 
     def read_output(self, pixel_values: Tensor) -> tuple[str, Tensor]:
-        """Return which output of the model features are read from, and that output: (B, D), (B, N, D) or (B, D, H, W)."""
+        """Return the name of the model output with the features, and its value: (B, D), (B, N, D) or (B, D, H, W)."""
         output = self.model(pixel_values=pixel_values, **self._of_another_size(pixel_values))
         for name in ("image_embeds", "pooler_output"):
             if (features := getattr(output, name, None)) is not None:
@@ -102,24 +100,23 @@ class ImageEncoder(Encoder):
         return "last_hidden_state", output.last_hidden_state
 
     def _of_another_size(self, pixel_values: Tensor) -> dict[str, bool]:
-        """Return what a transformer must be told of images of another size than its own, where it is to embed them."""
         if not self.embeds_any_size or tuple(pixel_values.shape[-2:]) == tuple(self.description["image_size"]):
             return {}
         resizes = "interpolate_pos_encoding" in signature(self.model.forward).parameters
         return {"interpolate_pos_encoding": True} if resizes else {}
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Refuse texts."""
+        """Raise, because there is no text tower."""
         raise XcompatError(f"{self.name} has no text tower; to embed texts, use an image-text model such as CLIP or SigLIP")
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        """See :attr:`Encoder.towers`."""
+        """Return the image tower."""
         return {"image": self.model}
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """See :attr:`Encoder.image_embedding_layer`: asked of the layer itself, as some make a grid of their tokens."""
+        """Return the token embedding layer if its output for a blank image is a token sequence, otherwise None."""
         device = next(self.model.parameters()).device
         blank = torch.zeros(1, 3, *self.description["image_size"], dtype=self.dtype, device=device)
         for name, module in self.model.named_modules():
@@ -131,62 +128,46 @@ class ImageEncoder(Encoder):
 
     @property
     def image_width(self) -> int:
-        """See :attr:`Encoder.image_width`."""
+        """Return the hidden size."""
         return self.model.config.hidden_size
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Encoder.save_pretrained`."""
+        """Write the model in its library's format."""
         self.model.save_pretrained(folder)
         open_weights(folder)
 
 
 def build_image_encoder(description: dict[str, Any]) -> ImageEncoder:
-    """Build the architecture without loading weights.
-
-    Args:
-        description: what :attr:`Encoder.description` holds.
-
-    Returns:
-        The encoder with freshly initialised weights.
-    """
+    """Build an image encoder with random weights from :attr:`Encoder.description`."""
     return _wrap(build_image_model(AutoConfig.for_model(**description["config"])), description)
 
 
 def build_image_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the library's own model, with the small stem or the projection that the configuration says.
-
-    Args:
-        config: of an image model.
-
-    Returns:
-        The model with freshly initialised weights.
+    """Build an image model with random weights, including the configured stem or projection.
 
     Raises:
-        XcompatError: when it is no image model, or has no small stem.
+        XcompatError: it is not an image model, or cannot have a small stem.
     """
     return _model_class(config)._from_config(config)
 
 
 def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool, image_size: int | None = None) -> ImageEncoder:
-    """Load architecture and weights from a folder or the Hub, safetensors only.
+    """Load an image encoder (safetensors only) in float32, in evaluation mode.
 
     Args:
         name: folder or Hub name.
         revision: branch, tag or commit; None for the default branch.
-        trust_remote_code: whether code from the repository may run.
-        image_size: side of the images it is given, in pixels; None for what it was made for.
-
-    Returns:
-        The encoder in float32, in evaluation mode.
+        trust_remote_code: whether to run code from the repository.
+        image_size: side of the input images in pixels; None for the default.
 
     Raises:
-        XcompatError: when it is no image encoder, or lacks weights.
+        XcompatError: it is not an image encoder, or weights are missing.
     """
     where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **where)
     _refuse_other_preprocessing(name, config)
     if getattr(config, "model_args", None):
-        config.model_args.pop("num_classes", None)  # timm's own saving writes it there, and the wrapper gives it too
+        config.model_args.pop("num_classes", None)  # timm writes it there, and the wrapper passes it again
     loader = AutoModel if trust_remote_code and hasattr(config, "auto_map") else _model_class(config)
     loaded: Any = loader.from_pretrained(
         name, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **where
@@ -202,29 +183,26 @@ def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool,
 
 
 def _refuse_other_preprocessing(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a compatible model that was trained around an encoder without an image processor of transformers."""
+    """Raise for a compatible model around open_clip or sentence-transformers."""
     inside: Any = getattr(config, "encoder", None)
     library = inside.get("library") if isinstance(inside, dict) else None
     if library in ("open_clip", TEXTS):
         raise XcompatError(
-            f"{name} is a compatible model around an encoder of {library}, and no encoder for another method to train; "
-            f"name what it was trained from ({inside.get('name')}), or a compatible model around one of transformers"
+            f"{name} is a compatible model around an encoder of {library} and cannot be trained further; "
+            f"use its encoder ({inside.get('name')}), or a compatible model around an encoder of transformers"
         )
 
 
 def measured(model: PreTrainedModel, description: dict[str, Any], processor: Processor) -> ImageEncoder:
-    """Make an encoder of a model, its dimension found by embedding one picture.
+    """Return an encoder in evaluation mode, with the dimension measured on one image.
 
     Args:
-        model: its weights loaded or drawn.
-        description: ``library``, ``name``, ``revision``, ``config``, and ``pooler``: whether the weights of a pooler are there.
-        processor: the model's preprocessing.
-
-    Returns:
-        The encoder in evaluation mode.
+        model: model with weights.
+        description: ``library``, ``name``, ``revision``, ``config``, and ``pooler`` (whether it has weights).
+        processor: its preprocessing.
 
     Raises:
-        XcompatError: when the model and the preprocessing do not fit each other, or training would see other pixels.
+        XcompatError: the preprocessing does not match, or does more than resize and normalise.
     """
     height, width = processor.image_size
     picture = new("RGB", (width, height), (255, 128, 0))
@@ -233,8 +211,8 @@ def measured(model: PreTrainedModel, description: dict[str, Any], processor: Pro
     name = description["name"]
     if pixels.shape != expected.shape or not torch.allclose(pixels, processor.to_pixels(expected), atol=0.01):
         raise XcompatError(
-            f"the image processor of {name} does more than resize and normalise RGB, which training could not repeat; "
-            "mend its preprocessor_config.json"
+            f"the image processor of {name} does more than resize and normalise RGB, which training does not support; "
+            "fix its preprocessor_config.json"
         )
     encoder = _wrap(model, description | {"image_size": [height, width], "embedding_dim": 0}).eval()
     try:
@@ -257,14 +235,13 @@ def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> ImageEncoder:
 
 
 def use_torch_momentum(model: nn.Module, least: float) -> None:
-    """Mend batch norms that were given TensorFlow's momentum, which is 1 - PyTorch's.
+    """Convert TensorFlow batch-norm momentum (1 - PyTorch's) to PyTorch's, in place.
 
-    MobileNet (V1 .9997, V2 .997) and EfficientNet (.99) are: one training step would overwrite their statistics. V1's .0003,
-    made for millions of steps, would leave them behind in a short training.
+    MobileNet (V1 .9997, V2 .997) and EfficientNet (.99) have it: one training step would overwrite their statistics.
 
     Args:
-        model: changed in place.
-        least: what a mended momentum is at least: .003 to fine-tune, .1 (PyTorch's default) from scratch.
+        model: model to change.
+        least: minimum of converted values (V1's .0003 is too slow): .003 for fine-tuning, .1 (PyTorch's default) from scratch.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None and module.momentum > 0.5:
@@ -272,11 +249,10 @@ def use_torch_momentum(model: nn.Module, least: float) -> None:
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that computes features: with the small stem, or with a projection, where the checkpoint has one."""
     if (getattr(config, "model_args", None) or {}).get("checkpoint_path"):
         raise XcompatError(
-            f"the configuration of {config.architecture} names a file of weights of its own (checkpoint_path); delete that line: "
-            "only the model's own safetensors are loaded"
+            f"the configuration of {config.architecture} sets checkpoint_path; delete that line: "
+            "only the model's safetensors are loaded"
         )
     if getattr(config, "stem", None) == "small":
         from xcompat.encoders.image_models import small_stem_class
@@ -291,24 +267,21 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         return getattr(transformers, saved_as)
     found = transformers.MODEL_MAPPING.get(type(config), None)
     if not isinstance(found, type) or found.main_input_name != "pixel_values":
-        raise XcompatError(f"{config.model_type} models embed no images; use an image or image-text model")
+        raise XcompatError(f"{config.model_type} models do not embed images; use an image or image-text model")
     return found
 
 
 def load_image_processor(
     name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any], image_size: int | None = None
 ) -> ImageOnlyProcessor:
-    """Load an image encoder's preprocessing.
+    """Load the preprocessing of an image encoder.
 
     Args:
-        name: folder or Hub name that holds ``preprocessor_config.json``; not looked at for models of timm.
+        name: folder or Hub name; unused for timm.
         revision: branch, tag or commit; None for the default branch.
-        trust_remote_code: whether code from the repository may run.
-        description: the encoder's description, which holds timm's preprocessing.
-        image_size: side of the images, in pixels; None for what the model was made for, as always for timm's.
-
-    Returns:
-        The processor.
+        trust_remote_code: whether to run code from the repository.
+        description: the encoder's description, with timm's preprocessing.
+        image_size: side of the images in pixels; None for the default. Unused for timm.
     """
     config = description["config"]
     if config["model_type"] == "timm_wrapper":
@@ -336,12 +309,5 @@ def load_image_processor(
 
 
 def image_only_processor(image_processor: BaseImageProcessor) -> ImageOnlyProcessor:
-    """Return the preprocessing that an image processor does, its tokenizer absent.
-
-    Args:
-        image_processor: with ``size`` or ``crop_size`` and normalisation.
-
-    Returns:
-        The processor.
-    """
+    """Return a processor without tokenizer around an image processor of transformers."""
     return ImageOnlyProcessor(image_processor=image_processor, **pixel_settings(image_processor), **NO_TEXT)

@@ -1,4 +1,4 @@
-"""Additions to transformers' image models: a stem for small images, and timm's own initial weights."""
+"""Image models of transformers with a small stem or with timm's initial weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xcompat.core.errors import XcompatError
 
 
 class TimmModel(TimmWrapperModel):
-    """A model of timm with timm's initial weights; transformers would initialise every layer from N(0, 0.02²)."""
+    """Timm model with timm's initial weights. The transformers wrapper would draw every layer from N(0, 0.02²)."""
 
     def post_init(self) -> None:
-        """Finish construction; only on the meta device, where transformers restores unsaved buffers, its initialisation runs."""
+        """Finish construction. Transformers' initialisation runs only on the meta device, where it restores unsaved buffers."""
         if not any(parameter.is_meta for parameter in self.timm_model.parameters()):
             for module in self.timm_model.modules():
                 module._is_hf_initialized = True
@@ -20,20 +20,20 @@ class TimmModel(TimmWrapperModel):
 
 
 class SmallStemTimm(TimmModel):
-    """A ResNet of timm (plain, wide, ResNeXt, with squeeze and excitation) with the small stem."""
+    """Timm ResNet with the small stem."""
 
     def __init__(self, config: TimmWrapperConfig) -> None:
         super().__init__(config)
         resnet = self.timm_model
         stem = getattr(resnet, "conv1", None)
         if not isinstance(stem, nn.Conv2d) or not hasattr(resnet, "maxpool"):
-            raise XcompatError(f"stem: small is for ResNets whose stem is one convolution, not for timm's {config.architecture}")
+            raise XcompatError(f"stem: small needs a ResNet with a single stem convolution, not timm's {config.architecture}")
         resnet.conv1 = _small(stem)
         resnet.maxpool = nn.Identity()
 
 
 class SmallStemResNet(ResNetModel):
-    """A ResNet of transformers with the small stem."""
+    """Transformers ResNet with the small stem."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__(config)
@@ -42,24 +42,17 @@ class SmallStemResNet(ResNetModel):
 
 
 def small_stem_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that builds an architecture with ``stem: small``.
+    """Return the model class for ``stem: small``; its models save ``stem`` in ``config.json``.
 
-    The ImageNet stem, a 7x7 convolution and a max-pool of stride 2 each, reduces 32x32 pixels to 8x8. The small stem, a 3x3
-    convolution of stride 1 without pooling, is that of ResNets for CIFAR (He et al. 2016, §4.2). Its weights have another shape,
-    so a model without it refuses them.
-
-    Args:
-        config: of a ResNet, transformers' own or timm's.
-
-    Returns:
-        The class, whose models save ``stem`` in their ``config.json``.
+    The stem is a 3x3 convolution of stride 1 without pooling, as in ResNets for CIFAR (He et al. 2016, §4.2). ImageNet's stem
+    would reduce 32x32 pixels to 8x8. Weights of one do not fit the other.
 
     Raises:
         XcompatError: the architecture has no such stem.
     """
     classes: dict[str, type[PreTrainedModel]] = {"resnet": SmallStemResNet, "timm_wrapper": SmallStemTimm}
     if config.model_type not in classes:
-        raise XcompatError(f"stem: small is for ResNets (model_type resnet, or a ResNet of timm), not for {config.model_type}")
+        raise XcompatError(f"stem: small needs a ResNet (model_type resnet, or a ResNet of timm), not {config.model_type}")
     return classes[config.model_type]
 
 

@@ -1,6 +1,6 @@
-"""iResNet, the backbone of face recognition that InsightFace trains (Duta et al., arXiv 2004.04989); transformers lacks it."""
+"""iResNet, InsightFace's backbone for face recognition (Duta et al., arXiv 2004.04989)."""
 
-# annotations are no strings here: `strict` reads the types of the fields
+# no `from __future__ import annotations`: `strict` reads the types of the fields
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ class IResNetConfig(PreTrainedConfig):
     """Configuration of :class:`IResNetModel`; the defaults are iResNet-50 on aligned faces.
 
     Args:
-        depths: blocks of each stage: [2, 2, 2, 2] of iResNet-18, [3, 4, 6, 3] of 34, [3, 4, 14, 3] of 50, [3, 13, 30, 3] of 100.
+        depths: blocks per stage: [2, 2, 2, 2] for iResNet-18, [3, 4, 6, 3] for 34, [3, 4, 14, 3] for 50, [3, 13, 30, 3] for
+            100.
         hidden_sizes: channels of each stage.
-        image_size: side of the images in pixels, which the width of the features follows from.
+        image_size: side of the images in pixels, which determines the feature width.
     """
 
     model_type = "iresnet"
@@ -28,7 +29,7 @@ class IResNetConfig(PreTrainedConfig):
 
 
 class _Block(nn.Module):
-    """y = BN(conv(PReLU(BN(conv(BN(x)))))) + shortcut(x): nothing follows the sum."""
+    """y = BN(conv(PReLU(BN(conv(BN(x)))))) + shortcut(x), without activation after the sum."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -49,16 +50,16 @@ class _Block(nn.Module):
 
 
 class IResNetModel(PreTrainedModel):
-    """A ResNet whose blocks begin and end with a batch norm, with PReLU, a stem without stride and no pooling at all.
+    """ResNet with batch norms around each block, PReLU, a stem without stride, and no pooling.
 
-    ``pooler_output`` are all values of the last stage, 7·7·512 for images of 112 pixels. The fully connected layer and the batch
-    norm that follow in a model of faces are ``options: {dim: 512, batch_norm: true}`` of a recipe.
+    ``pooler_output`` contains all values of the last stage (7·7·512 for 112 pixels). For a face model's fully connected layer
+    and batch norm, set ``options: {dim: 512, batch_norm: true}`` in a recipe.
 
     Args:
         config: the configuration.
 
     Raises:
-        ValueError: the stages are not as many in both lists, or a number is below 1.
+        ValueError: the lists have different lengths, or a number is below 1.
 
     Example:
         >>> model = IResNetModel(IResNetConfig(depths=[1, 1], hidden_sizes=[4, 8], image_size=16))
@@ -75,9 +76,9 @@ class IResNetModel(PreTrainedModel):
         super().__init__(config)
         if len(config.depths) != len(config.hidden_sizes) or not config.depths:
             counts = f"depths has {len(config.depths)} stages and hidden_sizes {len(config.hidden_sizes)}"
-            raise ValueError(f"{counts}; give as many")
+            raise ValueError(f"{counts}; use the same number")
         if min(*config.depths, *config.hidden_sizes) < 1:
-            raise ValueError("depths and hidden_sizes are numbers from 1")
+            raise ValueError("depths and hidden_sizes must be at least 1")
         inside = config.hidden_sizes[0]
         self.stem = nn.Sequential(nn.Conv2d(3, inside, 3, padding=1, bias=False), nn.BatchNorm2d(inside), nn.PReLU(inside))
         stages = []
@@ -90,7 +91,7 @@ class IResNetModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw convolutions from N(0, 0.1²), as InsightFace does."""
+        """Draw convolutions from N(0, 0.1²), as in InsightFace."""
         super()._init_weights(module)
         if isinstance(module, nn.Conv2d):
             initialization.normal_(module.weight, 0, 0.1)
@@ -98,7 +99,7 @@ class IResNetModel(PreTrainedModel):
             initialization.constant_(module.weight, 0.25)
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPoolingAndNoAttention:  # noqa: ANN401 - transformers'
-        """Return ``last_hidden_state``, the map of the last stage (B, C, H, W), and ``pooler_output``, its values (B, C·H·W)."""
+        """Return ``last_hidden_state``, the feature map (B, C, H, W), and ``pooler_output``, its values (B, C·H·W)."""
         last = self.norm(self.stages(self.stem(pixel_values)))
         return BaseModelOutputWithPoolingAndNoAttention(last_hidden_state=last, pooler_output=last.flatten(1))
 

@@ -1,4 +1,4 @@
-"""The files of a saved model: their permissions, and their checksums, so that a damaged model is refused."""
+"""Permissions and checksums of saved model files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xcompat.core.files import listed, read_json
 from xcompat.core.folder_checksums import CHECKSUMS, changes, write_checksums
 
 LORA = "lora"
-"""Folder in a checkpoint without its base that PEFT reads."""
+"""Folder with the LoRA in PEFT's format, in checkpoints without base weights."""
 PATTERNS = (
     "*config.json",
     "model*.safetensors",
@@ -24,27 +24,27 @@ PATTERNS = (
     "merges.txt",
     "*.model",
 )
-"""Name patterns of the files of a model and its preprocessing."""
+"""Name patterns of model and preprocessing files."""
 
 
 def is_own(folder: Path) -> bool:
-    """Return whether a folder holds a model of this library, by its configuration.
+    """Return whether a folder contains an xcompat model.
 
     Raises:
-        XcompatError: the configuration is none.
+        XcompatError: its ``config.json`` is not a JSON object.
     """
     config = folder / "config.json"
     about = read_json(config) if config.exists() else {}
     if not isinstance(about, dict):
-        raise XcompatError(f"{config} holds no configuration of a model; fetch or train the model again")
+        raise XcompatError(f"{config} is not a model configuration; download or train the model again")
     return str(about.get("model_type", "")).startswith("xcompat")
 
 
 def open_weights(folder: str | Path, config: str = "config.json") -> None:
-    """Give weights the permissions of their configuration; safetensors makes them readable for their owner alone.
+    """Give weights the permissions of their configuration, because safetensors makes them readable by the owner only.
 
     Args:
-        folder: of a model that was just saved.
+        folder: folder of a saved model.
         config: name of its configuration file.
     """
     beside = Path(folder) / config
@@ -54,23 +54,16 @@ def open_weights(folder: str | Path, config: str = "config.json") -> None:
 
 
 def record_model(folder: str | Path) -> None:
-    """Write the checksums of a model that was just saved.
-
-    Args:
-        folder: the model's.
-    """
+    """Write the checksums of a saved model."""
     write_checksums(Path(folder), (file for file in Path(folder).iterdir() if file.is_file() and _is_read(file.name)))
 
 
 def require_whole(folder: str | Path, in_part: bool = False) -> None:
-    """Refuse a model whose files changed since it was saved; a model without checksums passes.
+    """Raise if a model file has changed since saving. Models without checksums pass.
 
     Args:
-        folder: the model's.
-        in_part: whether files may be missing, because only some were fetched.
-
-    Raises:
-        XcompatError: a file has changed; the error names the first.
+        folder: the model folder.
+        in_part: whether files can be missing, e.g. after a partial download.
     """
     folder = Path(folder)
     try:
@@ -79,7 +72,7 @@ def require_whole(folder: str | Path, in_part: bool = False) -> None:
         wrong = str(error)
     if wrong is not None:
         raise XcompatError(
-            f"{wrong}; bring it back from where the model came from, or delete {folder / CHECKSUMS} if you changed it yourself"
+            f"{wrong}; restore it from the model's source, or delete {folder / CHECKSUMS} if you changed it yourself"
         )
 
 

@@ -1,4 +1,4 @@
-"""Faster matrix products on a CPU while weights do not change."""
+"""Faster matrix products on CPUs with fixed weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 512
-"""Number of input rows that oneDNN optimises the weight layout for; other numbers are as exact, and a little slower."""
+"""Number of input rows that the weight layout is optimised for. Other numbers are equally exact, but a little slower."""
 
 
 @contextmanager
 def packed_linears(module: nn.Module) -> Iterator[None]:
     """Compute every float32 ``nn.Linear`` on a CPU with weights packed once for oneDNN.
 
-    PyTorch uses MKL for float32 products, which packs the weights anew in every call and is slow on processors of other makers:
-    170-205 GFLOP/s on two cores of an AMD EPYC where oneDNN reaches 226. Inside the block the weights are held twice. Results
-    differ from ``nn.Linear`` by rounding only. On other devices, and with a PyTorch without these private operators, the block
-    changes nothing.
+    PyTorch's MKL packs weights in every call and is slow on non-Intel CPUs: 170-205 GFLOP/s on two cores of an AMD EPYC, oneDNN
+    226. Results differ by rounding only; weights take twice the memory. The block has no effect on other devices or without
+    PyTorch's private operators.
 
     Args:
-        module: frozen; the block ignores changes of its weights.
+        module: frozen module; weight changes are ignored.
 
     Example:
         >>> linear, inputs = nn.Linear(8, 4), torch.ones(2, 8)

@@ -1,4 +1,4 @@
-"""Encoders of open_clip, from a folder or the Hub, safetensors only."""
+"""Encoders of open_clip (safetensors only)."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ HUB_PREFIX = "hf-hub:"
 
 @dataclass
 class OpenClipProcessor(Processor):
-    """open_clip's own image transform and tokenizer."""
+    """Image transform and tokenizer of open_clip."""
 
     transform: Callable[[Image], Tensor] = field(kw_only=True)
     tokenizer: HFTokenizer | SimpleTokenizer = field(kw_only=True)
     config: dict[str, Any] = field(kw_only=True)
 
     def pixels(self, images: list[Image]) -> Tensor:
-        """See :meth:`Processor.pixels`."""
+        """Return preprocessed images (B, C, H, W) float32."""
         return torch.stack([self.transform(image) for image in images])
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """See :meth:`Processor.tokenize`; open_clip pads and truncates by itself, so both are undone or counted here."""
+        """Return token ids per text, without open_clip's padding, and count truncated texts."""
         tokens_BL = self.tokenizer(list(texts))
         if self.pad_to_max_length:
             return tokens_BL.tolist()
-        lengths = tokens_BL.argmax(dim=1) + 1  # up to the end token, CLIP's highest; padding and "!" both are 0
+        lengths = tokens_BL.argmax(dim=1) + 1  # up to the end token, CLIP's highest id; padding and "!" share id 0
         full = [text for text, length in zip(texts, lengths.tolist(), strict=True) if length == self.max_length]
         self.count_truncated += sum(len(self.tokenizer.encode(text)) + 2 > self.max_length for text in full)
         return [row[:length].tolist() for row, length in zip(tokens_BL, lengths.tolist(), strict=True)]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Processor.save_pretrained`."""
+        """Write the configuration and the tokenizer."""
         write_json(Path(folder) / CONFIG_FILE, self.config)
         if isinstance(self.tokenizer, HFTokenizer):
             self.tokenizer.tokenizer.save_pretrained(folder)
 
     def describe(self) -> dict[str, Any]:
-        """See :meth:`Processor.describe`."""
+        """Return the settings that change pixels or tokens."""
         own = isinstance(self.tokenizer, HFTokenizer)
         vocabulary = self.tokenizer.tokenizer.get_vocab() if own else self.tokenizer.encoder
         tokens = hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
@@ -74,10 +74,7 @@ class OpenClipEncoder(Encoder):
         return self.model.encode_image(pixel_values)
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """See :meth:`Encoder.text_features`.
-
-        ``CLIP.encode_text`` insists on 77 tokens; this is the same computation on as many as there are.
-        """
+        """Return unnormalised text features (B, D), like ``CLIP.encode_text`` but for any number of tokens."""
         model = self.model
         if not isinstance(model, open_clip.CLIP):
             return model.encode_text(input_ids)
@@ -93,39 +90,39 @@ class OpenClipEncoder(Encoder):
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        """See :attr:`Encoder.towers`."""
+        """Return the image and text towers."""
         text = self.model.transformer if isinstance(self.model, open_clip.CLIP) else self.model.text
         return {"image": self.model.visual, "text": text}
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """See :attr:`Encoder.image_embedding_layer`: what drops patches in training, which prompts are not."""
+        """Return the patch dropout, so that training drops no prompts, or None."""
         visual = self.model.visual
         if isinstance(visual, VisionTransformer):
             return visual.patch_dropout
-        trunk: Any = getattr(visual, "trunk", None)  # of timm, whose other towers need the place of each token
+        trunk: Any = getattr(visual, "trunk", None)  # timm; its other towers depend on token positions
         return trunk.patch_drop if type(trunk).__name__ == "VisionTransformer" else None
 
     @property
     def image_width(self) -> int:
-        """See :attr:`Encoder.image_width`."""
+        """Return the token width of the image tower."""
         visual = self.model.visual
         return visual.trunk.embed_dim if hasattr(visual, "trunk") else visual.conv1.out_channels
 
     @property
     def layer_classes(self) -> set[str]:
-        """See :attr:`Encoder.layer_classes`."""
+        """Return the class names that FSDP shards as units."""
         return {"ResidualAttentionBlock"}
 
     def rebuild_masks(self) -> None:
-        """Compute the causal masks anew: they are not saved, and loading leaves them undefined."""
+        """Compute the causal masks again, because checkpoints do not contain them."""
         for module in self.model.modules():
             mask = getattr(module, "attn_mask", None)
             if isinstance(mask, Tensor):
                 module.attn_mask = torch.full_like(mask, float("-inf"), device=mask.device).triu_(1)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Encoder.save_pretrained`."""
+        """Write the model in open_clip's format."""
         write_json(Path(folder) / CONFIG_FILE, self.description["config"])
         with atomic_path(Path(folder) / WEIGHTS_FILE) as temporary:
             save_model(self.model, str(temporary))
@@ -133,13 +130,13 @@ class OpenClipEncoder(Encoder):
 
 
 def _trims_padding(model_cfg: dict[str, Any]) -> bool:
-    """Return whether the text tower pools at the end token under a causal mask, so that padding changes nothing."""
+    """Return whether the text tower is causal and pools at the end token, so that padding has no effect."""
     text = model_cfg["text_cfg"]
     return text.get("pool_type", "argmax") == "argmax" and not text.get("no_causal_mask") and not text.get("hf_model_name")
 
 
 def open_clip_folder(name: str, revision: str | None) -> Path:
-    """Return the folder that holds an open_clip model, downloading it (safetensors only) when ``name`` is on the Hub."""
+    """Return the folder of an open_clip model, after downloading a Hub model (safetensors only)."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -150,31 +147,23 @@ def open_clip_folder(name: str, revision: str | None) -> Path:
 
 
 def build_open_clip_encoder(description: dict[str, Any]) -> OpenClipEncoder:
-    """Build the architecture without loading weights (see :func:`build_transformers_encoder`)."""
+    """Build an encoder with random weights."""
     model_cfg = {key: value for key, value in description["config"]["model_cfg"].items() if key != "custom_text"}
     check_config(model_cfg, f"{description['name']}, {CONFIG_FILE}")
-    # towers of other libraries are built only: what open_clip would fetch for them is replaced by this model's own weights
+    # do not download pretrained towers, because this model's weights replace them
     model_cfg["text_cfg"] = {**model_cfg["text_cfg"], "hf_model_pretrained": False}
     if "timm_model_name" in model_cfg["vision_cfg"]:
         model_cfg["vision_cfg"] = {**model_cfg["vision_cfg"], "timm_model_pretrained": False}
     custom = description["config"]["model_cfg"].get("custom_text") or "hf_model_name" in model_cfg["text_cfg"]
     kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
     with limit_model_size(description["name"]), torch.device("meta"):
-        kind(**model_cfg)  # refuses damage before memory is taken
+        kind(**model_cfg)  # finds damage before allocating memory
     model = kind(**model_cfg)
     return OpenClipEncoder(model, model_cfg["embed_dim"], description)
 
 
 def load_open_clip_encoder(name: str, revision: str | None) -> OpenClipEncoder:
-    """Load architecture and weights from a folder or the Hub.
-
-    Args:
-        name: folder with ``open_clip_config.json``, or ``hf-hub:`` and a Hub name.
-        revision: branch, tag or commit; None for the default branch.
-
-    Returns:
-        The encoder in float32, in evaluation mode.
-    """
+    """Load an encoder in float32, in evaluation mode, from a folder or ``hf-hub:`` and a Hub name."""
     folder = open_clip_folder(name, revision)
     weights = folder / WEIGHTS_FILE
     if not weights.exists():
@@ -188,14 +177,14 @@ def load_open_clip_encoder(name: str, revision: str | None) -> OpenClipEncoder:
 def _tokenizer(folder: Path, text_cfg: dict[str, Any]) -> HFTokenizer | SimpleTokenizer:
     length = text_cfg.get("context_length", 77)
     settings = dict(text_cfg.get("tokenizer_kwargs") or {})
-    settings.pop("trust_remote_code", None)  # which is for the user to say, not for a file
+    settings.pop("trust_remote_code", None)  # only the user can allow this
     if text_cfg.get("hf_tokenizer_name"):
         return HFTokenizer(str(folder), context_length=length, trust_remote_code=False, **settings)
     return SimpleTokenizer(context_length=length, **settings)
 
 
 def load_open_clip_processor(folder: Path, description: dict[str, Any]) -> OpenClipProcessor:
-    """Make the image transform and the tokenizer that a configuration describes."""
+    """Build the image transform and tokenizer of a configuration."""
     config = description["config"]
     model_cfg = config["model_cfg"]
     size = model_cfg["vision_cfg"].get("image_size", 224)
@@ -208,7 +197,7 @@ def load_open_clip_processor(folder: Path, description: dict[str, Any]) -> OpenC
         interpolation=preprocess.interpolation,
         max_length=model_cfg["text_cfg"].get("context_length", 77),
         pad_to_max_length=not _trims_padding(model_cfg),
-        masks_padding=False,  # open_clip's towers take no mask
+        masks_padding=False,  # open_clip's towers accept no mask
         pad_token_id=0,
         transform=open_clip.transform.image_transform_v2(preprocess, is_train=False),
         tokenizer=_tokenizer(folder, model_cfg["text_cfg"]),

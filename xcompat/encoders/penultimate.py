@@ -1,4 +1,4 @@
-"""Penultimate features: the input of the last linear layer of an image tower, whose output is the embedding."""
+"""Penultimate features: inputs of the last linear layer of an image tower."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import EmbedsBatches
 
-IMAGES_ALONE = "penultimate features are of images alone, and there are texts to embed; set options.input to embedding"
+IMAGES_ALONE = "penultimate features do not support texts; set options.input to embedding"
 
 
 class Penultimate(nn.Module, EmbedsBatches):
-    """A frozen model that returns the input of its last linear layer instead of embeddings.
+    """Frozen model that returns the input of its last linear layer instead of embeddings.
 
     Args:
-        model: embeds images, and has that layer as ``image_head``.
-        name: the model's name, for errors.
+        model: image model with an ``image_head``.
+        name: model name for errors.
 
     Raises:
-        XcompatError: its embedding is not the output of a linear layer.
+        XcompatError: the last layer is not linear.
 
     Example:
         >>> import torch
@@ -35,24 +35,23 @@ class Penultimate(nn.Module, EmbedsBatches):
         super().__init__()
         if getattr(model, "image_head", None) is None:
             raise XcompatError(
-                f"{name} has no penultimate features: its image embedding does not come out of a linear layer; "
-                "set options.input to embedding"
+                f"{name} has no penultimate features, because its last layer is not linear; set options.input to embedding"
             )
         self.model: Any = model
 
     @property
     def head(self) -> nn.Linear:
-        """Return the layer that maps the features to embeddings before normalisation."""
+        """Return the linear layer from features to embeddings before normalisation."""
         return self.model.image_head
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """Return the penultimate features of preprocessed images.
 
         Args:
-            pixel_values: (B, C, H, W) as the model takes them.
+            pixel_values: (B, C, H, W) input of the model.
 
         Returns:
-            (B, P) float32, of any length.
+            (B, P) float32, not normalised.
         """
         read: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
@@ -64,5 +63,5 @@ class Penultimate(nn.Module, EmbedsBatches):
         return features_BP.float()
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Refuse texts, which do not pass that layer."""
+        """Raise, because penultimate features do not support texts."""
         raise XcompatError(IMAGES_ALONE)

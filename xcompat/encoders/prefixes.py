@@ -1,4 +1,4 @@
-"""Shared prefixes: a causal text tower computes every distinct beginning of a batch's texts once."""
+"""Shared text prefixes: causal text towers compute each distinct prefix of a batch once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from xcompat.encoders.base import Encoder
 
 TREE = 128
-"""Most tokens in a tree: a larger tree shares more, but the cost of attention grows with its square."""
+"""Maximum tokens in a tree. Larger trees share more, but the cost of attention grows with the square."""
 
-UNSEEN = torch.finfo(torch.float16).min  # every type of weights and of autocast can hold it, and its exponential is 0
+UNSEEN = torch.finfo(torch.float16).min  # valid in every dtype of weights and autocast, with exponential 0
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class PrefixTrees:
     """Texts as paths in T trees; the N nodes of a tree are the distinct prefixes of its texts.
 
     Args:
-        token_ids_TN: last token of each prefix; 0 where a tree has fewer nodes.
+        token_ids_TN: last token of each prefix; 0 for padding of small trees.
         depths_TN: position of that token in its texts.
-        sees_TNN: whether a node attends to another: to its ancestors and itself.
-        ends_B: node at which each text ends, counted over all trees.
+        sees_TNN: attention mask: nodes see themselves and their ancestors.
+        ends_B: last node of each text, counted over all trees.
     """
 
     token_ids_TN: NDArray[np.int64]
@@ -39,15 +39,12 @@ class PrefixTrees:
 
 
 def prefix_trees(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64], limit: int = TREE) -> PrefixTrees:
-    """Build trees of the distinct prefixes of texts.
+    """Build trees of the distinct prefixes of texts, in lexicographic order.
 
     Args:
         token_ids_BL: padded texts.
-        lengths_B: number of tokens of each without padding, at least 1.
-        limit: most nodes in a tree; a longer text has a tree of its own.
-
-    Returns:
-        The trees, which hold texts in lexicographic order.
+        lengths_B: number of tokens per text, at least 1.
+        limit: maximum nodes per tree; longer texts get separate trees.
 
     Example:
         >>> trees = prefix_trees(np.array([[1, 5, 9, 0], [1, 5, 7, 9]]), np.array([3, 4]))
@@ -79,20 +76,17 @@ def prefix_trees(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64], 
 
 
 def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
-    """Cut texts, sorted by length, into batches with a limited number of tokens, including padding.
+    """Yield batches of row numbers, sorted by text length, with a limited number of tokens including padding.
 
     Args:
-        lengths: number of tokens of each text.
-        tokens_per_batch: most tokens in a batch; a longer text has a batch of its own.
-
-    Yields:
-        Row numbers; every row occurs once.
+        lengths: number of tokens per text.
+        tokens_per_batch: maximum tokens per batch; longer texts get separate batches.
 
     Example:
         >>> [rows.tolist() for rows in length_sorted_batches([3, 9, 3, 4], 8)]
         [[1], [3, 0], [2]]
     """
-    order = np.argsort(-np.asarray(lengths), kind="stable")  # longest first: a lack of memory shows at once
+    order = np.argsort(-np.asarray(lengths), kind="stable")  # longest first, so that out-of-memory errors come early
     start = 0
     while start < len(order):
         longest = max(lengths[order[start]], 1)
@@ -102,14 +96,11 @@ def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iter
 
 
 def prefix_batches(token_ids: Sequence[Sequence[int]], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
-    """Cut texts, in lexicographic order, into batches of whole trees.
+    """Yield batches of row numbers, in lexicographic order of texts, that consist of whole trees.
 
     Args:
-        token_ids: tokens of each text.
-        tokens_per_batch: most nodes in a batch, including padding of its trees; a longer text has a batch of its own.
-
-    Yields:
-        Row numbers; every row occurs once.
+        token_ids: tokens per text.
+        tokens_per_batch: maximum nodes per batch including padding; longer texts get separate batches.
 
     Example:
         >>> [rows.tolist() for rows in prefix_batches([[1, 5, 9], [1, 2, 9], [1, 5, 9]], 4)]
@@ -130,12 +121,11 @@ def prefix_batches(token_ids: Sequence[Sequence[int]], tokens_per_batch: int) ->
 def shared_prefixes(encoder: Encoder) -> Iterator[None]:
     """Compute each distinct prefix of a batch of texts once inside the block, without gradients.
 
-    In a causal tower a token's state does not depend on later tokens: captions that begin with "a man" share the states of these
-    words, and padding is never computed. Results differ by rounding only. The block changes nothing for an encoder without
-    :attr:`Encoder.shares_prefixes`, with gradients, or with an attention mask.
+    In a causal tower, a token's state does not depend on later tokens. Results differ by rounding only. The block has no effect
+    without :attr:`Encoder.shares_prefixes`, with gradients, or with an attention mask.
 
     Args:
-        encoder: whose ``text_features`` compute this way.
+        encoder: encoder with ``text_features``.
 
     Example:
         >>> from xcompat.encoders.standins import stand_in
@@ -168,10 +158,7 @@ def _text_features(encoder: Encoder, input_ids: Tensor, attention_mask: Tensor |
 
 
 def _end_states(tower: Any, trees: PrefixTrees) -> Tensor:  # noqa: ANN401 - a CLIPTextModel, whose parts are untyped
-    """Return the tower's last states (B, W) at the ends of texts.
-
-    The tower's layers are called one by one: the whole tower refuses trees longer than a text, and computes all last states.
-    """
+    """Return the last states (B, W) at the ends of texts; the whole tower would reject trees longer than a text."""
     embeddings, device = tower.embeddings, tower.device
     token_ids_TN, depths_TN, ends_B = (
         torch.from_numpy(array).to(device) for array in (trees.token_ids_TN, trees.depths_TN, trees.ends_B)
@@ -188,7 +175,7 @@ def _end_states(tower: Any, trees: PrefixTrees) -> Tensor:  # noqa: ANN401 - a C
 
 
 def _in_order(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lexicographic order of texts, and the number of tokens that each shares with its predecessor in that order."""
+    """Return the lexicographic order of texts, and how many tokens each shares with its predecessor."""
     kept_BL = np.where(np.arange(token_ids_BL.shape[1]) < lengths_B[:, None], token_ids_BL, -1)
     order_B = np.lexsort(kept_BL.T[::-1])
     same_BL = kept_BL[order_B[1:]] == kept_BL[order_B[:-1]]
@@ -197,7 +184,7 @@ def _in_order(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> 
 
 
 def _cut(lengths_B: NDArray[np.int64], shared_B: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Return each sorted text's tree; trees are filled one after the other."""
+    """Return the tree of each sorted text."""
     trees, tree, size = [], -1, limit
     for length, shared in zip(lengths_B.tolist(), shared_B.tolist(), strict=True):
         size += length - shared

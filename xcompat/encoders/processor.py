@@ -1,4 +1,4 @@
-"""Pixels and tokens exactly as a model wants them, and the rule by which its texts are padded."""
+"""Preprocessing of images and texts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from xcompat.encoders.build_limits import MOST_TOKENS, check_image_size
 
 @dataclass
 class Processor(ABC):
-    """Preprocessing of one encoder; each library implements it, the rest of the project sees only this.
+    """Preprocessing of an encoder, with a subclass per library.
 
     Args:
-        image_size: height and width the image tower takes, in pixels; 0 and 0 when there is no image tower.
-        mean: per-channel mean subtracted from pixels in [0, 1].
-        std: per-channel standard deviation the pixels are divided by.
-        interpolation: name of the resampling filter, such as ``"bicubic"``.
-        max_length: most tokens the text tower takes; 0 when there is no text tower.
-        pad_to_max_length: True when the model reads the padding (SigLIP), so that trimming it changes embeddings.
-        masks_padding: True when the model has to be told what is padding. Not so under a causal mask with pooling at the end
-            token (CLIP), where no token sees what follows it; without a mask attention takes a faster path.
-        pad_token_id: the token that fills up a batch.
-        count_truncated: texts so far that were longer than ``max_length`` and lost their end.
+        image_size: height and width of input images in pixels; (0, 0) without image tower.
+        mean: per-channel mean to subtract from pixels in [0, 1].
+        std: per-channel standard deviation to divide by.
+        interpolation: resampling filter, e.g. ``"bicubic"``.
+        max_length: maximum tokens of a text; 0 without text tower.
+        pad_to_max_length: whether the model reads the padding (SigLIP).
+        masks_padding: whether the model needs an attention mask. Causal towers (CLIP) do not, and are faster without.
+        pad_token_id: padding token.
+        count_truncated: number of truncated texts so far.
     """
 
     image_size: tuple[int, int]
@@ -49,7 +48,7 @@ class Processor(ABC):
     count_truncated: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse images and padded texts of a size that no model takes."""
+        """Raise if images or padded texts would be unreasonably large."""
         check_image_size({"image_size": self.image_size})
         if self.pad_to_max_length and self.max_length > MOST_TOKENS:
             raise XcompatError(f"texts would be padded to {self.max_length:,} tokens; download the model again")
@@ -57,23 +56,20 @@ class Processor(ABC):
     def __call__(
         self, images: Image | Sequence[Image] | None = None, text: str | Sequence[str] | None = None, return_tensors: str = "pt"
     ) -> BatchFeature:
-        """Preprocess images, texts or both as a processor of transformers does: ``model(**processor(images=..., text=...))``.
+        """Preprocess images, texts or both as in transformers: ``model(**processor(images=..., text=...))``.
 
         Args:
-            images: one, or B of them.
-            text: one, or B of them.
-            return_tensors: ``pt``; models here are torch's.
+            images: an image, or B images.
+            text: a text, or B texts.
+            return_tensors: must be ``pt``.
 
         Returns:
-            ``pixel_values`` (B, C, H, W) float32 of images, and of texts what :meth:`pad` returns.
-
-        Raises:
-            XcompatError: there is neither, or other tensors are asked for.
+            ``pixel_values`` (B, C, H, W) float32, and the output of :meth:`pad`.
         """
         if images is None and text is None:
-            raise XcompatError("there is nothing to preprocess; give images, text, or both")
+            raise XcompatError("nothing to preprocess; pass images, text, or both")
         if return_tensors != "pt":
-            raise XcompatError(f"return_tensors is {return_tensors!r}; models of this library take pt, torch's")
+            raise XcompatError(f"return_tensors is {return_tensors!r}; use 'pt', the only supported type")
         batch: dict[str, Tensor] = {}
         if images is not None:
             batch["pixel_values"] = self.images(images)
@@ -82,23 +78,12 @@ class Processor(ABC):
         return BatchFeature(batch)
 
     def images(self, images: Image | Sequence[Image]) -> Tensor:
-        """Preprocess for evaluation, as the model's own authors do.
-
-        Args:
-            images: one, or B of them. Each is turned upright as its EXIF orientation says.
-
-        Returns:
-            (B, C, H, W) float32: ``pixel_values``, as ``embed_images`` takes them.
-        """
+        """Return ``pixel_values`` (B, C, H, W) float32 of an image or B images, turned upright by their EXIF orientation."""
         self.require_images()
         return self.pixels([turn_upright(image) for image in ([images] if isinstance(images, Image) else images)])
 
     def require_images(self) -> None:
-        """Refuse images where there is no image tower.
-
-        Raises:
-            XcompatError: there is none.
-        """
+        """Raise if there is no image tower."""
         if self.image_size == (0, 0):
             raise XcompatError(
                 "a text encoder has no image tower; to embed images, use an image-text model such as CLIP or SigLIP"
@@ -106,57 +91,45 @@ class Processor(ABC):
 
     @abstractmethod
     def pixels(self, images: list[Image]) -> Tensor:
-        """Make what :meth:`images` returns of B images."""
+        """Preprocess B upright images for :meth:`images`."""
 
     @abstractmethod
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids per text, truncated to ``max_length`` and not padded."""
+        """Return token ids per text, truncated to ``max_length``, without padding."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files from which :func:`xcompat.encoders.load_processor` makes an equal processor."""
+        """Write the files for :func:`xcompat.encoders.load_processor`."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return what belongs into a fingerprint: everything that changes pixels or tokens."""
+        """Return all settings that change pixels or tokens, for fingerprints."""
 
     def describe_all(self) -> dict[str, Any]:
-        """Return :meth:`describe` and the orientation of pictures.
+        """Return :meth:`describe` and the orientation of images, for keys of caches.
 
-        The orientation is not part of a fingerprint: a model's embedding space does not depend on it, and photos without the tag
-        give the same embeddings. Caches of pictures are keyed by it.
+        The orientation is not part of fingerprints, because the embedding space does not depend on it.
         """
         return self.describe() | ({"orientation": ORIENTATION} if self.image_size != (0, 0) else {})
 
     def for_queries(self) -> Processor:
-        """Return the processor of queries: itself, unless the model puts another prompt before queries than before passages."""
+        """Return the processor of queries: itself, unless queries and passages have different prompts."""
         return self
 
     def to_pixels(self, pixels_BCHW: Tensor) -> Tensor:
-        """Normalise augmented images that already have the right size.
-
-        Args:
-            pixels_BCHW: uint8 RGB of ``image_size``.
-
-        Returns:
-            float32 of the same shape, as the image tower takes it.
-        """
+        """Normalise augmented uint8 RGB images of the right size."""
         mean = torch.tensor(self.mean).view(-1, 1, 1)
         std = torch.tensor(self.std).view(-1, 1, 1)
         return pixels_BCHW.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def pad(self, token_ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Stack token lists into one batch.
-
-        Args:
-            token_ids: B lists from :meth:`tokenize`.
+        """Stack B token lists of :meth:`tokenize` into a batch.
 
         Returns:
-            ``input_ids`` (B, L) int64 and, where the model masks its padding, ``attention_mask`` (B, L) int64; L is the
-            longest list, or ``max_length`` when the model wants a fixed length.
+            ``input_ids`` (B, L) int64, and ``attention_mask`` (B, L) int64 if needed. L is the longest list, or ``max_length``.
         """
         lengths_B = np.array([len(ids) for ids in token_ids])
-        length = self.max_length if self.pad_to_max_length else max(lengths_B.max(), 1)  # a text may be without any token
+        length = self.max_length if self.pad_to_max_length else max(lengths_B.max(), 1)  # a text can have no tokens
         holds_BL = np.arange(length) < lengths_B[:, None]
         ids_BL = np.full(holds_BL.shape, self.pad_token_id, dtype=np.int64)
         ids_BL[holds_BL] = np.fromiter(chain.from_iterable(token_ids), np.int64, lengths_B.sum())
@@ -164,12 +137,5 @@ class Processor(ABC):
         return {"input_ids": input_ids, "attention_mask": attention_mask} if self.masks_padding else {"input_ids": input_ids}
 
     def texts(self, texts: str | Sequence[str]) -> dict[str, Tensor]:
-        """Tokenise and pad a batch of texts.
-
-        Args:
-            texts: one string, or B of them.
-
-        Returns:
-            What :meth:`pad` returns.
-        """
+        """Tokenise and pad a text or B texts."""
         return self.pad(self.tokenize([replace_surrogates(text) for text in ([texts] if isinstance(texts, str) else texts)]))

@@ -1,4 +1,4 @@
-"""Encoders with random weights: small models to train in a recipe, and tiny stand-ins for dry runs and tests."""
+"""Encoders with random weights for recipes, dry runs and tests."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from xcompat.encoders.processor import Processor
 
 QUICK = {"quick": True}
-"""Context of a validation that imports neither torch nor transformers: what asks these is left to the validation that follows."""
+"""Validation context that skips every check with torch or transformers. A full validation follows."""
 
 
 def is_quick(info: ValidationInfo) -> bool:
-    """Return whether a validation is given :data:`QUICK`."""
+    """Return whether the validation context is :data:`QUICK`."""
     return isinstance(info.context, dict) and info.context.get("quick") is True
 
 
 class ScratchSource(BaseModel):
-    """An encoder to train from random weights; an image-text encoder learns its tokenizer from the training texts.
+    """Encoder to train from random weights. An image-text encoder also trains its tokenizer on the training texts.
 
     Args:
-        model: a transformers configuration with its ``model_type``. An image-text model has ``text_config``, ``vision_config``
-            and ``projection_dim``; vocabulary size and special ids are filled in. An image model has the options of its
-            configuration class, such as ``depths`` of a ``resnet``; a model of timm is a ``timm_wrapper`` with its
-            ``architecture`` and ``model_args``; :class:`~xcompat.encoders.iresnet.IResNetModel` (``iresnet``) is for
-            faces, and :class:`~xcompat.encoders.alexnet.AlexNetModel` is ``alexnet``.
-        vocab_size: most tokens of the byte-level BPE tokenizer.
-        image_size: side of an image model's square images, in pixels; None for its configuration's, or 224.
-        stem: ``small`` for a ResNet on images of 32 or 64 pixels: a 3x3 convolution of stride 1 and no pooling.
-        mean: grey value in [0, 1] that is subtracted from the pixels.
-        std: divisor of the pixels after that.
+        model: configuration of transformers with its ``model_type``. Image-text models have ``text_config``, ``vision_config``
+            and ``projection_dim``; vocabulary size and special ids are filled in. Image models have the options of their
+            configuration class, e.g. ``depths`` of a ``resnet``. Use ``timm_wrapper`` with ``architecture`` and ``model_args``
+            for timm, ``iresnet`` (:class:`~xcompat.encoders.iresnet.IResNetModel`) for faces, ``alexnet`` for
+            :class:`~xcompat.encoders.alexnet.AlexNetModel`.
+        vocab_size: maximum tokens of the byte-level BPE tokenizer.
+        image_size: side of an image model's square images in pixels; None for its configuration's, or 224.
+        stem: ``small`` for ResNets on images of 32 or 64 pixels: a 3x3 convolution of stride 1 without pooling.
+        mean: grey value in [0, 1] to subtract from pixels.
+        std: divisor of the centred pixels.
 
     Example:
         >>> source = ScratchSource(model={"model_type": "resnet", "depths": [1, 1], "hidden_sizes": [8, 16]}, image_size=32)
@@ -65,11 +65,11 @@ class ScratchSource(BaseModel):
         check_config(self.model, "model")
         model_type = str(self.model.get("model_type"))
         if model_type not in CONFIG_MAPPING:
-            raise ValueError(f"unknown model_type {model_type!r} of a model from scratch; use transformers' name of it")
+            raise ValueError(f"unknown model_type {model_type!r}; use a model_type of transformers")
         if not self.image_only:
             for option in ("image_size", "stem"):
                 if getattr(self, option) is not None:
-                    raise ValueError(f"{option} is for image models; set up the image tower of {model_type} in its vision_config")
+                    raise ValueError(f"{option} needs an image model; configure the image tower of {model_type} in vision_config")
             return self
         known = {field.name for field in fields(CONFIG_MAPPING[model_type])} | {"model_type"}
         if unknown := sorted(self.model.keys() - known):
@@ -86,22 +86,19 @@ class ScratchSource(BaseModel):
 
 
 FROM_SCRATCH = "from scratch"
-"""The name of an encoder that was not loaded."""
+"""Name of encoders with random weights."""
 
 
 def encoder_from_scratch(source: ScratchSource, texts: Iterable[str] = (), seed: int = 0) -> tuple[Encoder, Processor]:
-    """Build an encoder with random weights; an image-text encoder gets a tokenizer learned from texts.
+    """Build an encoder with random weights, and its processor.
 
     Args:
         source: the architecture.
-        texts: for the tokenizer; an image model ignores them.
-        seed: of the weights.
-
-    Returns:
-        The encoder and its processor.
+        texts: training texts of an image-text model's tokenizer.
+        seed: random seed of the weights.
 
     Raises:
-        XcompatError: the architecture cannot be built, or does not take such images.
+        XcompatError: the architecture cannot be built or does not accept the image size.
     """
     import torch
 
@@ -122,7 +119,7 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
         "name": FROM_SCRATCH,
         "revision": None,
         "config": config.to_dict(),
-        # a pooler with a linear layer would come between the class token and the embedding
+        # a linear pooler would change the class token
         "pooler": pooler is None or not any(isinstance(module, torch.nn.Linear) for module in pooler.modules()),
     }
     if config.model_type == "timm_wrapper":
@@ -133,7 +130,7 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
 
 
 def image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedModel]:
-    """Build an image model of a recipe with random weights, and return it with its configuration."""
+    """Return the configuration and the image model, with random weights."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -162,7 +159,7 @@ def _edge(source: ScratchSource, config: PreTrainedConfig) -> int:
 
 
 def _square_images(edge: int, source: ScratchSource) -> BaseImageProcessor:
-    """Return an image processor that resizes to a square, regardless of the aspect ratio, and normalises."""
+    """Return an image processor that resizes to a square and normalises."""
     from transformers import CLIPImageProcessorPil
 
     size = {"height": edge, "width": edge}
@@ -186,21 +183,18 @@ def _image_text_encoder(source: ScratchSource, texts: Iterable[str]) -> tuple[En
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: int = 32) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that fits a CLIP text tower.
+    """Train a lower-casing byte-level BPE tokenizer for a CLIP text tower.
 
-    CLIP pools at the first end-of-text token, except that a config with ``eos_token_id == 2`` pools at the highest id
-    instead (a legacy of old checkpoints): hence pad 0, eos 1, bos 2. Copy the three ids into the text config.
+    CLIP pools at the first end-of-text token, or with ``eos_token_id == 2`` (old configurations) at the highest id. The ids are
+    therefore pad 0, eos 1, bos 2; copy them into the text config.
 
     Args:
-        texts: to learn the merges from, in any order.
-        vocab_size: most tokens, including 256 bytes and 3 special tokens.
-        max_length: most tokens of a text with bos and eos, the model's ``max_position_embeddings``.
-
-    Returns:
-        A tokenizer that lower-cases and can encode any text.
+        texts: training texts in any order.
+        vocab_size: maximum tokens, including 256 bytes and 3 special tokens.
+        max_length: maximum tokens of a text with bos and eos (``max_position_embeddings``).
 
     Raises:
-        XcompatError: there is no text, or the vocabulary is too small for the bytes.
+        XcompatError: there is no text, or the vocabulary is too small.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -209,11 +203,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: in
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + len(special):
         raise XcompatError(
-            f"vocab_size={vocab_size} cannot hold the {len(alphabet)} bytes; use {len(alphabet) + len(special)} or more"
+            f"vocab_size={vocab_size} is too small for the {len(alphabet)} bytes; use {len(alphabet) + len(special)} or more"
         )
     corpus = sorted(set(texts))
     if not corpus:
-        raise XcompatError("the tokenizer was given no text to learn from; check the text corpus")
+        raise XcompatError("there are no texts to train the tokenizer on; check the text corpus")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

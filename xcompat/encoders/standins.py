@@ -1,4 +1,4 @@
-"""Tiny encoders of every supported architecture with random weights, for dry runs and tests."""
+"""Tiny encoders with random weights for dry runs and tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xcompat.encoders.text_files import TEXTS
 _TEXTS = ("a red running shoe", "two dogs on green grass", "greek small letter alpha with tonos")
 _SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 WIDE = 512
-"""Dimension from which stand-ins of convolutional networks have bottlenecks, so that they stay small."""
+"""Minimum dimension for bottleneck layers in convolutional stand-ins, which keep them small."""
 _TEXT = _SIZE | {"max_position_embeddings": 16}
 _VISION = _SIZE | {"image_size": 32, "patch_size": 8}
 
@@ -34,7 +34,7 @@ def _configurations(dim: int) -> dict[str, dict[str, Any]]:
             "image_text_hidden_size": dim,
             "projection_dim": dim,
             "text_config": _TEXT | {"encoder_hidden_size": 32},
-            "vision_config": _VISION | {"initializer_range": 0.02},  # BLIP's 1e-10 would drown every difference
+            "vision_config": _VISION | {"initializer_range": 0.02},  # with BLIP's 1e-10 all embeddings would be equal
         },
         "vision-text-dual-encoder": {
             "projection_dim": dim,
@@ -45,10 +45,10 @@ def _configurations(dim: int) -> dict[str, dict[str, Any]]:
 
 
 def _image_configurations(dim: int) -> dict[str, dict[str, Any]]:
-    layer = "basic" if dim < WIDE else "bottleneck"  # whose convolutions are of a quarter of the width
-    wide = {"initializer_range": 0.5}  # with .02 every layer would shrink differences, until float32 cannot hold them
+    layer = "basic" if dim < WIDE else "bottleneck"  # convolutions with a quarter of the width
+    wide = {"initializer_range": 0.5}  # with .02 differences would shrink below float32 precision
     return {
-        "iresnet": {"depths": [1] * 5, "hidden_sizes": [4, 4, 4, 8, dim]},  # five halvings of 32 pixels leave one
+        "iresnet": {"depths": [1] * 5, "hidden_sizes": [4, 4, 4, 8, dim]},  # halves 32 pixels five times
         "resnet": {"layer_type": layer, "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, dim]},
         "mobilenet_v1": {"depth_multiplier": dim / 1024, "min_depth": dim, **wide},
         "mobilenet_v2": _mobilenet_v2(dim) | wide,
@@ -62,26 +62,19 @@ def _image_configurations(dim: int) -> dict[str, dict[str, Any]]:
 
 
 def _mobilenet_v2(dim: int) -> dict[str, Any]:
-    """Return an architecture whose last layer alone is wide, if it has the usual width."""
+    """Return a narrow architecture, with a wide last layer if ``dim`` is the usual 1280."""
     if dim == 1280:
         return {"depth_multiplier": 0.1, "finegrained_output": True}
     return {"depth_multiplier": dim / 1280, "depth_divisible_by": dim, "finegrained_output": False}
 
 
 def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[Encoder, Processor]:
-    """Build a tiny encoder of an architecture.
+    """Build a tiny encoder in evaluation mode, and its processor.
 
     Args:
-        model_type: transformers' name of the architecture (``timm_wrapper`` for a model of timm), ``open_clip``, or
-            ``sentence-transformers`` for a model of texts alone.
+        model_type: architecture in transformers (``timm_wrapper`` for timm), ``open_clip`` or ``sentence-transformers``.
         dim: D, a multiple of 2.
-        seed: of the weights.
-
-    Returns:
-        The encoder in evaluation mode and its processor.
-
-    Raises:
-        XcompatError: the architecture has no stand-in.
+        seed: random seed of the weights.
 
     Example:
         >>> encoder, processor = stand_in("clip", dim=8)
@@ -104,13 +97,13 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
 
 
 def small_scratch(source: ScratchSource, dim: int) -> ScratchSource:
-    """Return a tiny architecture of the same kind. Image-text models and those without a stand-in stay as they are.
+    """Return a tiny architecture of the same type, or the source itself for image-text models and types without a stand-in.
 
-    AlexNet has only one size, of 57 million weights: a small ResNet replaces it.
+    AlexNet has only one size, so a small ResNet replaces it.
 
     Args:
-        source: an architecture to train from scratch.
-        dim: D of the tiny one, a multiple of 2.
+        source: architecture to train from scratch.
+        dim: D of the tiny architecture, a multiple of 2.
 
     Example:
         >>> large = ScratchSource(model={"model_type": "resnet", "depths": [3, 4, 6, 3]}, image_size=224)
@@ -181,17 +174,7 @@ def _of_texts(dim: int, seed: int) -> tuple[Encoder, Processor]:
 
 
 def save_stand_in(folder: str | Path, model_type: str = "clip", dim: int = 16, seed: int = 0) -> str:
-    """Write a stand-in in its library's format, so that it loads like any model.
-
-    Args:
-        folder: made if missing.
-        model_type: as in :func:`stand_in`.
-        dim: as in :func:`stand_in`.
-        seed: as in :func:`stand_in`.
-
-    Returns:
-        The folder.
-    """
+    """Write a stand-in in its library's format and return the folder; other arguments as in :func:`stand_in`."""
     encoder, processor = stand_in(model_type, dim, seed)
     Path(folder).mkdir(parents=True, exist_ok=True)
     encoder.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Encoders of texts alone: models of sentence-transformers, from a folder or the Hub, safetensors only."""
+"""Text encoders of sentence-transformers (safetensors only)."""
 
 from __future__ import annotations
 
@@ -39,20 +39,16 @@ from xcompat.encoders.text_files import (
 from xcompat.encoders.text_processor import TextProcessor, load_text_processor
 
 TOLERANCE = 1e-4
-"""Largest difference of embeddings from those of sentence-transformers; above it a model is refused."""
+"""Maximum difference from the embeddings of sentence-transformers."""
 _READ = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-"""How a transformer's states are read; sentence-transformers knows other ways, which are those of other models."""
+"""The supported modality configuration of a Transformer module."""
 _SETTINGS = {"transformer_task": "feature-extraction", "modality_config": _READ, "module_output_name": "token_embeddings"}
 _PROBES = ("a red shoe", "Two DOGS, and more: the longer of the 2 texts!")
 Features = dict[str, Any]
 
 
 class TokenStates(nn.Module):
-    """The states of a transformer's tokens.
-
-    Args:
-        model: of transformers; its pooler, which nothing reads, is left out.
-    """
+    """Token states of a transformer of transformers, without its unused pooler."""
 
     kind = Transformer
 
@@ -68,7 +64,7 @@ class TokenStates(nn.Module):
         return features | {"token_embeddings": states.last_hidden_state}
 
     def describe(self) -> dict[str, Any]:
-        """Return what :meth:`build` takes."""
+        """Return the arguments of :meth:`build`."""
         return {"architecture": type(self.model).__name__, "config": architecture_of(self.model.config.to_dict())}
 
     @classmethod
@@ -76,19 +72,19 @@ class TokenStates(nn.Module):
         """Build the architecture without loading weights."""
         found = getattr(transformers, described["architecture"], None)
         if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-            raise XcompatError(f"transformers has no {described['architecture']}; load the model from where it came from")
+            raise XcompatError(f"transformers has no {described['architecture']}; load the original model")
         return cls(cast(Any, found)._from_config(AutoConfig.for_model(**described["config"])))
 
     def save(self, folder: str) -> None:
-        """Write the model as sentence-transformers does, but for the tokenizer."""
+        """Write the model in the format of sentence-transformers, without tokenizer."""
         self.model.save_pretrained(folder)
 
 
 class TokenMeans(nn.Module):
-    """The mean of the embeddings of a text's tokens.
+    """Mean of a text's token embeddings.
 
     Args:
-        means: of sentence-transformers; it takes the tokens of all texts in one row.
+        means: module of sentence-transformers; its input is the tokens of all texts in a row.
     """
 
     kind = StaticEmbedding
@@ -105,7 +101,7 @@ class TokenMeans(nn.Module):
         return features | {"sentence_embedding": self.means(flat)["sentence_embedding"]}
 
     def describe(self) -> dict[str, Any]:
-        """Return what :meth:`build` takes."""
+        """Return the arguments of :meth:`build`."""
         return {"num_embeddings": self.means.num_embeddings, "embedding_dim": self.means.embedding_dim}
 
     @classmethod
@@ -115,15 +111,14 @@ class TokenMeans(nn.Module):
         return cls(StaticEmbedding(Tokenizer(BPE()), embedding_weights=weights))  # the processor has the tokenizer
 
     def save(self, folder: str) -> None:
-        """Write the weights as sentence-transformers does, without the tokenizer."""
+        """Write the weights in the format of sentence-transformers, without tokenizer."""
         save_file(self.means.state_dict(), Path(folder) / "model.safetensors")
 
 
 class TextEncoder(Encoder):
-    """A text tower alone, made of the modules of sentence-transformers.
+    """Text tower from modules of sentence-transformers.
 
-    D is the dimension of the last module's embedding, or ``truncate_dim``, the number of its first dimensions that are kept
-    (Matryoshka representations, Kusupati et al. 2022).
+    D is the dimension of the last module, or ``truncate_dim`` (Matryoshka representations, Kusupati et al. 2022).
     """
 
     library: ClassVar[str] = TEXTS
@@ -133,7 +128,7 @@ class TextEncoder(Encoder):
         raise XcompatError(f"{self.name} has no image tower; to embed images, use an image-text model such as CLIP or SigLIP")
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """See :meth:`Encoder.text_features`."""
+        """Return unnormalised text features (B, D)."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         features: Features = {"input_ids": input_ids, "attention_mask": mask}
         for module in self.model:
@@ -142,21 +137,21 @@ class TextEncoder(Encoder):
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        """See :attr:`Encoder.towers`."""
+        """Return the text tower."""
         return {"text": self.model}
 
     @property
     def peft_base(self) -> nn.Module:
-        """See :attr:`Encoder.peft_base`: the transformer among the modules."""
+        """Return the transformer among the modules."""
         return self.model[0].model if isinstance(self.model[0], TokenStates) else self.model
 
     @property
     def layer_classes(self) -> set[str]:
-        """See :attr:`Encoder.layer_classes`."""
+        """Return the class names that FSDP shards as units."""
         return set(getattr(self.peft_base, "_no_split_modules", None) or ())
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Encoder.save_pretrained`; ``SentenceTransformer`` reads the folder once the processor is saved there too."""
+        """Write the modules. ``SentenceTransformer`` can load the folder after the processor is saved there."""
         folder, listed = Path(folder), []
         for index, module in enumerate(self.model):
             kind = getattr(module, "kind", type(module))
@@ -181,22 +176,16 @@ class TextEncoder(Encoder):
 
 
 def build_text_encoder(description: dict[str, Any]) -> TextEncoder:
-    """Build the architecture without loading weights.
-
-    Args:
-        description: what :attr:`Encoder.description` holds.
-
-    Returns:
-        The encoder with freshly initialised weights.
+    """Build a text encoder with random weights from :attr:`Encoder.description`.
 
     Raises:
-        XcompatError: it is made of other modules than those of sentence-transformers.
+        XcompatError: a module is unknown to sentence-transformers.
     """
     first, *rest = description["config"]["modules"]
     begins = {kind.kind.__name__: kind for kind in (TokenStates, TokenMeans)}
     if first["module"] not in begins or any(each["module"] not in stock.__all__ for each in rest):
         raise XcompatError(
-            f"{description['name']} is made of modules that sentence-transformers does not have; load it from where it is"
+            f"{description['name']} contains modules that sentence-transformers does not have; load the original model"
         )
     modules = [begins[first["module"]].build(first), *(_build(each["module"], each["settings"]) for each in rest)]
     return TextEncoder(nn.Sequential(*modules), description["embedding_dim"], description)
@@ -207,7 +196,7 @@ def _build(name: str, settings: dict[str, Any]) -> nn.Module:
     if (activation := settings.get("activation_function")) is not None:
         found = getattr(nn, activation.rsplit(".", 1)[-1], None)
         if not (isinstance(found, type) and issubclass(found, nn.Module)):
-            raise XcompatError(f"torch has no activation {activation}; load the model from where it came from")
+            raise XcompatError(f"torch has no activation {activation}; load the original model")
         settings["activation_function"] = found()
     return getattr(stock, name)(**settings)
 
@@ -221,22 +210,19 @@ def load_text_encoder(
     passage_prompt: str | None = None,
     truncate_dim: int | None = None,
 ) -> TextEncoder:
-    """Load a model of sentence-transformers.
+    """Load a model of sentence-transformers in float32, in evaluation mode.
 
     Args:
-        name: as the user named it.
+        name: the user's name of the model.
         place: folder or Hub name.
         revision: branch, tag or commit; None for the default branch.
-        trust_remote_code: whether code from the repository may run.
-        query_prompt: what goes before a query; None for the model's own.
-        passage_prompt: what goes before a passage; None for the model's own.
-        truncate_dim: number of first dimensions that are kept; None for the model's own.
-
-    Returns:
-        The encoder in float32, in evaluation mode.
+        trust_remote_code: whether to run code from the repository.
+        query_prompt: prompt before queries; None for the default.
+        passage_prompt: prompt before passages; None for the default.
+        truncate_dim: dimensions to keep; None for the default.
 
     Raises:
-        XcompatError: the model may not be loaded, lacks weights, or does more with a text than this library does.
+        XcompatError: weights or code are unsafe or missing, or embeddings differ from those of sentence-transformers.
     """
     folder = text_folder(place, revision, code=trust_remote_code)
     check_config_files(folder)
@@ -286,44 +272,44 @@ def _read(folder: Path, name: str, trust_remote_code: bool) -> SentenceTransform
 
 
 def _require_readable(whole: SentenceTransformer, name: str, prompts: list[str]) -> None:
-    """Refuse a model whose first module is given more than token ids, or whose pooling leaves out prompts."""
+    """Raise if a module reads more than token ids, or pooling excludes prompts."""
     first: Any = whole[0]
     kind = type(first).__name__
     if kind in ("Router", "Asym"):
         raise XcompatError(
-            f"{name} has one encoder for queries and another for passages ({kind}); save the modules of each role as a model of "
-            "their own and name these"
+            f"{name} has separate encoders for queries and passages ({kind}); save the modules of each role as a separate model "
+            "and use those"
         )
     others = [modality for modality in whole.modalities if modality != "text"]
     if others:
         raise XcompatError(
-            f"{name} reads {', '.join(map(str, others))} beside texts ({kind}); name the image-text model inside it, "
-            "which needs no sentence-transformers"
+            f"{name} reads {', '.join(map(str, others))} in addition to texts ({kind}); use the image-text model inside it "
+            "without sentence-transformers"
         )
     states = isinstance(first, Transformer) and first.modality_config == _READ and first.module_output_name == "token_embeddings"
     if not (states or isinstance(first, StaticEmbedding)):
         raise XcompatError(
-            f"{name} begins with {kind}, which reads its texts in a way of its own; use a model that begins with a Transformer "
-            "whose last hidden state is pooled, or with a StaticEmbedding"
+            f"{name} starts with {kind}, which xcompat does not support; use a model with a Transformer (last hidden state, "
+            "pooled) or a StaticEmbedding as first module"
         )
     if any(isinstance(module, Pooling) and not module.include_prompt for module in whole) and any(prompts):
         raise XcompatError(
-            f"{name} pools without its prompt (include_prompt: false), of which nothing is known here; set query_prompt and "
-            "passage_prompt to ''"
+            f"{name} excludes its prompt from pooling (include_prompt: false), which xcompat does not support; set query_prompt "
+            "and passage_prompt to ''"
         )
 
 
 def _require_all_weights(begin: TokenMeans | TokenStates, name: str) -> None:
-    """Refuse a transformer that lacks weights, in whose place sentence-transformers would draw random ones."""
+    """Raise if weights are missing, because sentence-transformers would draw random ones."""
     if isinstance(begin, TokenStates):
-        # transformers marks what it has read
+        # transformers marks loaded weights
         absent = [key for key, weight in begin.model.named_parameters() if not getattr(weight, "_is_hf_initialized", False)]
         if absent:
             raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
 
 
 def _limit(first: Any) -> int | None:  # noqa: ANN401 - of either kind
-    """Return the most tokens that a model reads; None for any number."""
+    """Return the maximum number of tokens; None for no limit."""
     if isinstance(first, StaticEmbedding):
         return (first.tokenizer.truncation or {}).get("max_length")
     return first.max_seq_length if first.max_seq_length is not None and first.max_seq_length < LARGE_INTEGER else None
@@ -331,32 +317,20 @@ def _limit(first: Any) -> int | None:  # noqa: ANN401 - of either kind
 
 @torch.no_grad()
 def _measured(encoder: TextEncoder, processor: TextProcessor, whole: SentenceTransformer) -> TextEncoder:
-    """Set an encoder's dimension, and compare its embeddings with those of sentence-transformers.
-
-    Args:
-        encoder: its dimension not known yet.
-        processor: of passages.
-        whole: the model as sentence-transformers has it.
-
-    Returns:
-        The encoder.
-
-    Raises:
-        XcompatError: the dimension is larger than the model's, or embeddings differ.
-    """
+    """Set the dimension of an encoder and check its embeddings against sentence-transformers."""
     name, wanted = encoder.name, encoder.description["config"]["truncate_dim"]
     for role in (processor, processor.for_queries()):
         asked: dict[str, Any] = {"prompt": role.prompt, "normalize_embeddings": True, "truncate_dim": wanted}
         expected_ND = np.stack([whole.encode([text], **asked)[0] for text in _PROBES])
         dim = expected_ND.shape[1]
         if wanted is not None and wanted > dim:
-            raise XcompatError(f"{name} has embeddings of {dim} dimensions, fewer than truncate_dim ({wanted}); leave it out")
+            raise XcompatError(f"{name} has only {dim} dimensions, fewer than truncate_dim ({wanted}); remove truncate_dim")
         encoder.embedding_dim = encoder.description["embedding_dim"] = dim
         apart = float((encoder.embed_texts(**role.texts(_PROBES)) - torch.from_numpy(expected_ND)).abs().max())
         if not apart <= TOLERANCE:
             raise XcompatError(
-                f"{name} does more with a text than its token ids tell: embeddings are {apart:.1e} from those of "
-                f"sentence-transformers, where {TOLERANCE:.0e} is allowed; use a model without settings of its own for texts"
+                f"{name} reads more of a text than its token ids: embeddings differ from those of sentence-transformers by "
+                f"{apart:.1e} (maximum {TOLERANCE:.0e}); use a model without custom text settings"
             )
     processor.count_truncated = 0
     return encoder

@@ -1,4 +1,4 @@
-"""The files of a model of sentence-transformers: its folder, what of it may be loaded, and its prompts."""
+"""Files of sentence-transformers models: folders, checks and prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODULES = "modules.json"
 ABOUT = "config_sentence_transformers.json"
 SETTINGS = "sentence_bert_config.json"
 TEXTS = "sentence-transformers"
-"""The library of models of texts, which is also the Hub's user whose models it finds by their last name alone."""
+"""Library name, and the default owner of its models on the Hub."""
 PREFIX = f"{TEXTS}:"
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -22,7 +22,7 @@ _PASSAGES = ("document", "passage", "corpus")
 
 
 def is_of_texts(name: str) -> bool:
-    """Return whether a name is that of a model of texts: by its prefix, or as a folder of modules that read no images."""
+    """Return whether a name is a text model: by its prefix, or as a folder with modules that do not read images."""
     if name.startswith(PREFIX):
         return True
     settings = Path(name) / SETTINGS
@@ -31,13 +31,13 @@ def is_of_texts(name: str) -> bool:
 
 
 def text_folder(name: str, revision: str | None, weights: bool = True, code: bool = False) -> Path:
-    """Return the folder of a model for texts, downloading it (safetensors only) when ``name`` is on the Hub.
+    """Return the folder of a text model, after downloading a Hub model (safetensors only).
 
     Args:
-        name: folder, or Hub name without a prefix.
+        name: folder, or Hub name without prefix.
         revision: branch, tag or commit; None for the default branch.
-        weights: whether weights are wanted.
-        code: whether its Python files are wanted.
+        weights: whether to download weights.
+        code: whether to download Python files.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -49,19 +49,19 @@ def text_folder(name: str, revision: str | None, weights: bool = True, code: boo
 
 
 def first_module(folder: Path) -> str:
-    """Return where in a model's folder its first module lies, with the tokenizer; checkpoints have it in the folder itself."""
+    """Return the path of the first module, with the tokenizer; empty in checkpoints."""
     return _modules(folder)[0]["path"] if (folder / MODULES).exists() else ""
 
 
 def module_folders(folder: Path) -> list[Path]:
-    """List the folders in a model's folder that hold its modules; none if it is no model of sentence-transformers."""
+    """Return the folders of the modules; empty if it is not a sentence-transformers model."""
     return [folder / each["path"] for each in _modules(folder) if each["path"]] if (folder / MODULES).exists() else []
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
     modules = read_json(folder / MODULES)
     if not isinstance(modules, list) or not modules or not all(map(_is_module, modules)):
-        raise XcompatError(f"{folder / MODULES} lists no modules; fetch or save the model again")
+        raise XcompatError(f"{folder / MODULES} lists no modules; download or save the model again")
     return modules
 
 
@@ -70,15 +70,12 @@ def _is_module(listed: Any) -> bool:  # noqa: ANN401 - any JSON
 
 
 def require_loadable(folder: Path, name: str, trust_remote_code: bool) -> None:
-    """Refuse a model that would run code of its own, unpickle weights, or fetch another model.
+    """Raise if a model would run its own code, unpickle weights or download another model.
 
     Args:
-        folder: the model's.
-        name: the model's name, for errors.
-        trust_remote_code: whether code of the model may run.
-
-    Raises:
-        XcompatError: the model is none that may be loaded; the line says what to do.
+        folder: the model folder.
+        name: model name for errors.
+        trust_remote_code: whether to run code of the model.
     """
     modules = _modules(folder) if (folder / MODULES).exists() else [{"type": _OWN, "path": ""}]
     for module in modules:
@@ -92,34 +89,32 @@ def require_loadable(folder: Path, name: str, trust_remote_code: bool) -> None:
                     raise needs_code(name, activation)
         if (place / "adapter_config.json").exists():
             raise XcompatError(
-                f"{name} is a LoRA beside a base of its own ({place / 'adapter_config.json'}); merge it into that base with PEFT "
-                "(merge_and_unload), save the model again and name that"
+                f"{name} is a LoRA without its base ({place / 'adapter_config.json'}); merge it into the base with PEFT "
+                "(merge_and_unload), save the merged model and use that"
             )
         if any(place.glob("pytorch_model*.bin")) and not any(place.glob("*.safetensors")):
             raise no_safetensors(name)
 
 
 def needs_code(name: str, code: str) -> XcompatError:
-    """Return the error of a model that runs code of its own."""
-    return XcompatError(
-        f"{name} runs code of its own ({code}); read that code, and if you trust it, allow it with trust_remote_code: true"
-    )
+    """Return the error for a model that runs its own code."""
+    return XcompatError(f"{name} runs its own code ({code}); read that code, and if you trust it, set trust_remote_code: true")
 
 
 def no_safetensors(name: str) -> XcompatError:
-    """Return the error of a model whose weights are pickled."""
-    return XcompatError(f"{name} has weights that are no safetensors: only safetensors are loaded; convert the weights first")
+    """Return the error for a model with pickled weights."""
+    return XcompatError(f"{name} has no safetensors: only safetensors are loaded; convert the weights first")
 
 
 class Prompts(NamedTuple):
-    """What goes before texts of each role."""
+    """Prompts before queries and passages."""
 
     query: str
     passage: str
 
 
 def own_prompts(folder: Path) -> Prompts:
-    """Read a model's prompts; a role without one has the model's default prompt, or none."""
+    """Return a model's prompts. A missing prompt is the model's default prompt, or empty."""
     about = read_json(folder / ABOUT) if (folder / ABOUT).exists() else {}
     known = {role: prompt for role, prompt in (about.get("prompts") or {}).items() if prompt is not None}
     default = known.get(about.get("default_prompt_name"), "")

@@ -1,4 +1,4 @@
-"""Token ids exactly as a model of sentence-transformers wants them, with the prompt of passages or that of queries."""
+"""Preprocessing for text models of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from xcompat.encoders.text_files import first_module, text_folder
 from xcompat.encoders.tokens import describe_tokens, token_ids
 
 NO_IMAGES: dict[str, Any] = {"image_size": (0, 0), "mean": (), "std": (), "interpolation": ""}
-"""The fields of a :class:`Processor` when there are no pixels."""
+"""Fields of a :class:`Processor` without images."""
 UNLIMITED = VERY_LARGE_INTEGER
-"""``max_length`` of a model that reads texts of any length."""
+"""``max_length`` of models without a limit."""
 
 
 @dataclass
 class TextProcessor(Processor):
-    """A tokenizer, and the prompts that go before queries and before passages.
+    """Tokenizer with prompts for queries and passages.
 
     Args:
-        tokenizer: without padding of its own.
-        prompt: what goes before every text: one of the two below.
-        query_prompt: what goes before a query.
-        passage_prompt: what goes before a passage, as galleries store it.
-        special_tokens: whether the tokenizer adds its special tokens.
-        lower_case: whether texts are lower-cased first.
+        tokenizer: tokenizer without padding.
+        prompt: prompt before every text; one of the next two.
+        query_prompt: prompt before queries.
+        passage_prompt: prompt before passages, i.e. gallery items.
+        special_tokens: whether the tokenizer adds special tokens.
+        lower_case: whether to lower-case texts first.
     """
 
     tokenizer: PreTrainedTokenizerBase = field(kw_only=True)
@@ -46,15 +46,15 @@ class TextProcessor(Processor):
     lower_case: bool = field(kw_only=True)
 
     def for_queries(self) -> TextProcessor:
-        """See :meth:`Processor.for_queries`."""
+        """Return the processor with the prompt of queries."""
         return self if self.prompt == self.query_prompt else replace(self, prompt=self.query_prompt, count_truncated=0)
 
     def pixels(self, images: list[Image]) -> Tensor:
-        """Make nothing: :meth:`images` refuses what there is no image tower for."""
+        """Raise, because there is no image tower; :meth:`images` raises first."""
         raise NotImplementedError
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """See :meth:`Processor.tokenize`; the prompt comes first and counts."""
+        """Return token ids per text, including the prompt, truncated to ``max_length``."""
         prompted = [self.prompt + text for text in texts]
         if self.lower_case:
             prompted = list(map(Lowercase().normalize_str, prompted))
@@ -62,11 +62,11 @@ class TextProcessor(Processor):
         return token_ids(self, self.tokenizer, prompted, limit, add_special_tokens=self.special_tokens)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Processor.save_pretrained`; prompts and the longest length stay in the encoder's description."""
+        """Write the tokenizer. Prompts and ``max_length`` stay in the encoder's description."""
         self.tokenizer.save_pretrained(folder)
 
     def describe(self) -> dict[str, Any]:
-        """See :meth:`Processor.describe`; both roles of one model are described alike."""
+        """Return all settings that change tokens; the same for queries and passages."""
         return {
             "tokens": describe_tokens(self.tokenizer),
             "truncation_side": self.tokenizer.truncation_side,
@@ -79,19 +79,16 @@ class TextProcessor(Processor):
 
 
 def load_text_processor(name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any]) -> TextProcessor:
-    """Load the tokenizer of a model for texts.
+    """Load the processor of passages.
 
     Args:
-        name: folder or Hub name of a model of sentence-transformers, or of a checkpoint that holds one.
+        name: folder or Hub name of a sentence-transformers model, or of a checkpoint around it.
         revision: branch, tag or commit; None for the default branch.
-        trust_remote_code: whether code from the repository may run.
-        description: the encoder's description, which holds its prompts and how long texts may be.
-
-    Returns:
-        The processor of passages.
+        trust_remote_code: whether to run code from the repository.
+        description: the encoder's description.
 
     Raises:
-        XcompatError: there is no vocabulary.
+        XcompatError: the vocabulary is missing.
     """
     folder = text_folder(name, revision, weights=False)
     tokenizer: Any
@@ -102,28 +99,19 @@ def load_text_processor(name: str, revision: str | None, trust_remote_code: bool
         file = folder / first_module(folder) / "tokenizer.json"
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(file)))
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise XcompatError(f"{name} holds no vocabulary; bring back its tokenizer.json from where the model came from")
+        raise XcompatError(f"{name} has no vocabulary; restore its tokenizer.json from the model's source")
     return make_text_processor(tokenizer, description)
 
 
 def make_text_processor(tokenizer: PreTrainedTokenizerBase, description: dict[str, Any]) -> TextProcessor:
-    """Join a tokenizer with what an encoder's description says of texts.
-
-    Args:
-        tokenizer: of the encoder.
-        description: with ``query_prompt``, ``passage_prompt``, and in ``config`` ``max_length`` (None for any),
-            ``special_tokens`` and ``lower_case``.
-
-    Returns:
-        The processor of passages.
-    """
+    """Return the processor of passages for an encoder's tokenizer and description."""
     config = description["config"]
     return TextProcessor(
         **NO_IMAGES,
         max_length=config["max_length"] or UNLIMITED,
         pad_to_max_length=False,
         masks_padding=True,
-        pad_token_id=tokenizer.pad_token_id or 0,  # of a model without one, whose padding is masked like any other
+        pad_token_id=tokenizer.pad_token_id or 0,  # any token will do, because padding is masked
         tokenizer=tokenizer,
         prompt=description["passage_prompt"],
         query_prompt=description["query_prompt"],

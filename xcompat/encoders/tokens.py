@@ -1,4 +1,4 @@
-"""What tokenizers of transformers have in common: ids without padding, what was cut off, and a digest for fingerprints."""
+"""Token ids and tokenizer digests for transformers tokenizers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ def token_ids(
     *,
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """Tokenise texts without padding, and count those that lose their end.
+    """Return token ids of B texts without padding, and count truncated texts in ``processor``.
 
     Args:
-        processor: gets the count.
-        tokenizer: of transformers.
-        texts: B of them.
-        max_length: most tokens; None for any number.
-        add_special_tokens: whether special tokens are added.
-
-    Returns:
-        B lists of ids.
+        processor: its ``count_truncated`` increases.
+        tokenizer: tokenizer of transformers.
+        texts: B texts.
+        max_length: maximum number of tokens; None for no limit.
+        add_special_tokens: whether to add special tokens.
     """
     batch = tokenizer(
         list(texts),
@@ -44,10 +41,7 @@ def token_ids(
 
 
 def describe_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of all that makes tokens of a text, but for truncation and padding.
-
-    These two are a call's settings, left over in the tokenizer by whoever used it last.
-    """
+    """Return a digest of a tokenizer without its truncation and padding, which are settings of the last call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = json.loads(backend.to_str()) if backend is not None else {"vocab": tokenizer.get_vocab()}
     state = {k: v for k, v in state.items() if k not in {"truncation", "padding"}}

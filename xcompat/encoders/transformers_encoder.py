@@ -1,4 +1,4 @@
-"""Encoders of the transformers library: CLIP, SigLIP, SigLIP 2, BLIP and any VisionTextDualEncoderModel."""
+"""Image-text encoders of transformers: CLIP, SigLIP, SigLIP 2, BLIP and VisionTextDualEncoder."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from xcompat.encoders.processor import Processor
 from xcompat.encoders.tokens import describe_tokens, token_ids
 
 IMAGE_BACKEND = "pil"
-"""PIL and torchvision resize differently (up to .03 after normalisation), and the saved configuration does not say which."""
+"""PIL and torchvision resize differently (up to .03 after normalisation), and saved configurations do not contain the backend."""
 
 
 @dataclass
 class TransformersProcessor(Processor):
-    """An image processor and a tokenizer of the transformers library."""
+    """Image processor and tokenizer of transformers."""
 
     image_processor: BaseImageProcessor = field(kw_only=True)
     tokenizer: PreTrainedTokenizerBase = field(kw_only=True)
 
     def pixels(self, images: list[Image]) -> Tensor:
-        """See :meth:`Processor.pixels`."""
+        """Return preprocessed images (B, C, H, W) float32."""
         return process_images(self, self.image_processor, images)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """See :meth:`Processor.tokenize`."""
+        """Return token ids per text, truncated to ``max_length``."""
         return token_ids(self, self.tokenizer, texts, self.max_length)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Processor.save_pretrained`."""
+        """Write the image processor and the tokenizer."""
         self.image_processor.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def describe(self) -> dict[str, Any]:
-        """See :meth:`Processor.describe`."""
+        """Return the settings that change pixels or tokens."""
         return {
             "backend": IMAGE_BACKEND,
             "pixels": describe_pixels(self.image_processor),
@@ -72,7 +72,7 @@ class TransformersProcessor(Processor):
 
 
 class TransformersEncoder(Encoder):
-    """A model with ``get_image_features`` and ``get_text_features``."""
+    """Model with ``get_image_features`` and ``get_text_features``."""
 
     library: ClassVar[str] = "transformers"
     image_head_name: ClassVar[str | None] = "visual_projection"
@@ -81,18 +81,18 @@ class TransformersEncoder(Encoder):
         return self.model.get_image_features(pixel_values=pixel_values).pooler_output
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """See :meth:`Encoder.text_features`."""
+        """Return unnormalised text features (B, D)."""
         return self.model.get_text_features(input_ids=input_ids, attention_mask=attention_mask).pooler_output
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        """See :attr:`Encoder.towers`."""
+        """Return the image and text towers."""
         text = getattr(self.model, "text_model", None) or self.model.text_encoder  # BLIP calls it text_encoder
         return {"image": self.model.vision_model, "text": text}
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """See :attr:`Encoder.image_embedding_layer`."""
+        """Return the embedding layer of the image tower, or None."""
         for name, module in self.towers["image"].named_modules():
             if name.rsplit(".", 1)[-1] == "embeddings":
                 return module
@@ -100,26 +100,26 @@ class TransformersEncoder(Encoder):
 
     @property
     def image_width(self) -> int:
-        """See :attr:`Encoder.image_width`."""
+        """Return the hidden size of the image tower."""
         return self.model.config.vision_config.hidden_size
 
     @property
     def shares_prefixes(self) -> bool:
-        """See :attr:`Encoder.shares_prefixes`: CLIP's text tower, which is causal, where attention takes a mask as it is."""
+        """Return whether this is CLIP's causal text tower with an attention that accepts a custom mask."""
         model = self.model
         clip = type(model) is CLIPModel and type(model.text_model) is CLIPTextModel
         return clip and not model.text_model.training and model.text_model.config._attn_implementation in {"sdpa", "eager"}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :meth:`Encoder.save_pretrained`."""
+        """Write the model in transformers' format."""
         self.model.save_pretrained(folder)
         open_weights(folder)
 
 
 class BlipEncoder(TransformersEncoder):
-    """BLIP's retrieval heads: class tokens through ``vision_proj`` and ``text_proj``."""
+    """BLIP with its retrieval heads: class tokens through ``vision_proj`` and ``text_proj``."""
 
-    unused: ClassVar[tuple[str, ...]] = (*Encoder.unused, "crossattention", "itm_head")  # its matching head looks at both
+    unused: ClassVar[tuple[str, ...]] = (*Encoder.unused, "crossattention", "itm_head")  # the matching head reads both inputs
     image_head_name: ClassVar[str | None] = "vision_proj"
 
     def _image_features(self, pixel_values: Tensor) -> Tensor:
@@ -127,15 +127,15 @@ class BlipEncoder(TransformersEncoder):
         return self.model.vision_proj(tokens_BNW[:, 0])
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """See :meth:`Encoder.text_features`."""
+        """Return unnormalised text features (B, D)."""
         tokens_BLW = self.model.text_encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return self.model.text_proj(tokens_BLW[:, 0])
 
 
 class Siglip2Encoder(TransformersEncoder):
-    """SigLIP 2 with native resolution, fed square images cut into a fixed grid of patches.
+    """SigLIP 2 on square images with a fixed grid of patches.
 
-    A fixed grid keeps ``pixel_values`` one ordinary tensor; the aspect ratio is not kept, as in fixed-size SigLIP.
+    ``pixel_values`` thus stays an ordinary tensor. The aspect ratio is not kept, as in SigLIP with a fixed size.
     """
 
     def _image_features(self, pixel_values: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Siglip2Encoder(TransformersEncoder):
         patches = pixel_values.reshape(batch, channels, grid[0], patch, grid[1], patch).permute(0, 2, 4, 3, 5, 1)
         patches_BNP = patches.reshape(batch, grid[0] * grid[1], patch * patch * channels)
         mask_BN = torch.ones(patches_BNP.shape[:2], dtype=torch.int64, device=pixel_values.device)
-        shapes = torch.tensor([grid] * batch)  # read one by one: on a GPU each would wait for all that is queued
+        shapes = torch.tensor([grid] * batch)  # on the CPU, because each value is read separately and would synchronise a GPU
         return self.model.get_image_features(
             pixel_values=patches_BNP, pixel_attention_mask=mask_BN, spatial_shapes=shapes
         ).pooler_output
@@ -156,7 +156,7 @@ def _encoder_class(model_type: str) -> type[TransformersEncoder]:
 
 
 def embedding_dim(config: PreTrainedConfig) -> int:
-    """Return D of an image-text model by its configuration."""
+    """Return D of an image-text model from its configuration."""
     for holder, key in ((config, "image_text_hidden_size"), (config, "projection_dim"), (config.text_config, "projection_size")):
         # BlipConfig has both: its retrieval heads end in image_text_hidden_size
         if config.model_type != "blip" and key == "image_text_hidden_size":
@@ -167,29 +167,19 @@ def embedding_dim(config: PreTrainedConfig) -> int:
 
 
 def build_transformers_encoder(description: dict[str, Any]) -> TransformersEncoder:
-    """Build the architecture without loading weights.
-
-    Args:
-        description: what :attr:`Encoder.description` holds.
-
-    Returns:
-        The encoder with freshly initialised weights.
-    """
+    """Build an encoder with random weights from :attr:`Encoder.description`."""
     config: Any = AutoConfig.for_model(**description["config"])
     model = BlipForImageTextRetrieval(config) if config.model_type == "blip" else AutoModel.from_config(config)
     return _wrap(model, description)
 
 
 def load_transformers_encoder(name: str, revision: str | None, trust_remote_code: bool) -> TransformersEncoder:
-    """Load architecture and weights from a folder or the Hub, safetensors only.
+    """Load an encoder (safetensors only) in float32, in evaluation mode.
 
     Args:
         name: folder or Hub name.
         revision: branch, tag or commit; None for the default branch.
-        trust_remote_code: whether code from the repository may run.
-
-    Returns:
-        The encoder in float32, in evaluation mode.
+        trust_remote_code: whether to run code from the repository.
     """
     where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **where)
@@ -199,7 +189,7 @@ def load_transformers_encoder(name: str, revision: str | None, trust_remote_code
     if absent := info["missing_keys"]:
         raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
     if not hasattr(model, "get_image_features") and config.model_type != "blip":
-        raise XcompatError(f"{name} ({config.model_type}) has no image and text towers that end in one space")
+        raise XcompatError(f"{name} ({config.model_type}) has no shared space of images and texts; use a model such as CLIP")
     return _wrap(model, {"library": "transformers", "name": name, "revision": revision, "config": config.to_dict()}).eval()
 
 
@@ -211,32 +201,29 @@ def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> TransformersEn
 def load_transformers_processor(
     name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any]
 ) -> TransformersProcessor:
-    """Load image processor and tokenizer.
+    """Load the image processor and the tokenizer.
 
     Args:
-        name: folder or Hub name that holds ``preprocessor_config.json`` and the tokenizer's files.
+        name: folder or Hub name.
         revision: branch, tag or commit; None for the default branch.
-        trust_remote_code: whether code from the repository may run.
-        description: the encoder's description, which says how long texts may be.
-
-    Returns:
-        The processor.
+        trust_remote_code: whether to run code from the repository.
+        description: the encoder's description.
 
     Raises:
-        XcompatError: there is no vocabulary; transformers would make a tokenizer that knows its special tokens alone.
-        OSError: a file cannot be fetched; transformers would do without it.
+        XcompatError: the vocabulary is missing; transformers would only keep special tokens.
+        OSError: a file cannot be downloaded; transformers would continue without it.
     """
     where: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     for file in (TOKENIZER_CONFIG_FILE, FULL_TOKENIZER_FILE):
         require_fetched(name, file, where["revision"])
     config = AutoConfig.for_model(**description["config"])
-    # A generic tokenizer is loaded as it was saved; AutoTokenizer would rebuild the one its architecture usually has.
+    # AutoTokenizer would replace a generic tokenizer by the architecture's usual one
     generic = get_tokenizer_config(name, **where).get("tokenizer_class") in {"PreTrainedTokenizerFast", "TokenizersBackend"}
     tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(name, **where)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise XcompatError(f"{name} holds no vocabulary; bring back its tokenizer.json from where the model came from")
+        raise XcompatError(f"{name} has no vocabulary; restore its tokenizer.json from the model's source")
     if tokenizer.pad_token_id is None:
-        raise XcompatError(f"{name} says no padding token; bring back its tokenizer_config.json from where the model came from")
+        raise XcompatError(f"{name} has no padding token; restore its tokenizer_config.json from the model's source")
     image_processor = AutoImageProcessor.from_pretrained(name, backend=IMAGE_BACKEND, **where)
     if type(image_processor).__name__.startswith("Siglip2"):
         image_processor = _square_siglip2_processor(config)
@@ -244,26 +231,23 @@ def load_transformers_processor(
 
 
 def make_processor(
-    image_processor: Any,  # noqa: ANN401 - a BaseImageProcessor, which declares none of the attributes read here
+    image_processor: Any,  # noqa: ANN401 - a BaseImageProcessor, which does not declare the attributes
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
 ) -> TransformersProcessor:
-    """Join an image processor and a tokenizer as the given architecture wants them.
+    """Return the processor of an architecture.
 
     Args:
-        image_processor: with ``size`` or ``crop_size`` and normalisation.
-        tokenizer: with a padding token.
+        image_processor: image processor with ``size`` or ``crop_size``.
+        tokenizer: tokenizer with a padding token.
         config: the model's configuration.
-
-    Returns:
-        The processor.
     """
     text_type = config.text_config.model_type
     longest = getattr(config.text_config, "max_position_embeddings", tokenizer.model_max_length)
     return TransformersProcessor(
         **pixel_settings(image_processor),
         max_length=min(longest, tokenizer.model_max_length),
-        pad_to_max_length=text_type.startswith("siglip"),  # pools its last position, whatever stands there
+        pad_to_max_length=text_type.startswith("siglip"),  # pools the last position, even if it is padding
         masks_padding=not text_type.startswith(("siglip", "clip")),
         pad_token_id=tokenizer.pad_token_id,
         image_processor=image_processor,
@@ -272,16 +256,7 @@ def make_processor(
 
 
 def process_images(processor: Processor, image_processor: Any, images: list[Image]) -> Tensor:  # noqa: ANN401 - as in make_processor
-    """Resize and crop as the library does, and normalise the whole batch at once, which it does image by image.
-
-    Args:
-        processor: knows mean and deviation.
-        image_processor: the library's own.
-        images: B pictures.
-
-    Returns:
-        ``(B, C, H, W)`` float32.
-    """
+    """Return ``(B, C, H, W)`` float32 of B images, resized by the library and normalised as one batch, which is faster."""
     if not image_processor.do_rescale or image_processor.rescale_factor != 1 / 255:
         return image_processor(images, return_tensors="pt")["pixel_values"]
     resized_BCHW = image_processor(images, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"]
@@ -289,14 +264,7 @@ def process_images(processor: Processor, image_processor: Any, images: list[Imag
 
 
 def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as in make_processor
-    """Return the fields of a :class:`Processor` that concern pixels.
-
-    Args:
-        image_processor: with ``size`` or ``crop_size`` and normalisation.
-
-    Returns:
-        ``image_size``, ``mean``, ``std`` and ``interpolation``.
-    """
+    """Return the image fields of a :class:`Processor`: ``image_size``, ``mean``, ``std`` and ``interpolation``."""
     check_image_size({name: getattr(image_processor, name, None) or () for name in ("size", "crop_size")})
     size = (
         getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)
@@ -312,20 +280,20 @@ def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as
 
 
 def describe_pixels(image_processor: BaseImageProcessor) -> dict[str, Any]:
-    """Return an image processor's settings but for its name, which changes no pixel."""
+    """Return the settings of an image processor without its class name."""
     return {k: v for k, v in image_processor.to_dict().items() if k not in {"image_processor_type", "processor_class"}}
 
 
 def image_edge(config: PreTrainedConfig) -> int:
-    """Return the side of the square images that an architecture was made for, in pixels."""
+    """Return the default side of an architecture's square images in pixels."""
     vision = config.vision_config
     if (size := getattr(vision, "image_size", None)) is not None:
         return size
-    return int(vision.num_patches**0.5) * vision.patch_size  # SigLIP 2: the grid of its position table
+    return int(vision.num_patches**0.5) * vision.patch_size  # SigLIP 2: the grid of the position table
 
 
 def _square_siglip2_processor(config: PreTrainedConfig) -> BaseImageProcessor:
-    """Return a fixed-size image processor instead of SigLIP 2's own, which cuts patches by itself."""
+    """Return an image processor of fixed size; SigLIP 2's would cut patches."""
     from transformers import SiglipImageProcessorPil
 
     edge = image_edge(config)

@@ -1,4 +1,4 @@
-"""Many processes and machines: a model as a function of Arrow tables, and engines that spread tables over workers."""
+"""Models as functions of Arrow tables, and engines that run them on many workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["TableModel"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, which loads torch when it is first used
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the class loads torch on first use
     if name == "TableModel":
         from xcompat.engines.tables import TableModel
 

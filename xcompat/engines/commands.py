@@ -1,4 +1,4 @@
-"""What ``xcompat embed SOURCE`` does, and how it says so."""
+"""Implementation of ``xcompat embed SOURCE``, with its console output."""
 
 from __future__ import annotations
 
@@ -36,17 +36,11 @@ from xcompat.engines.workers import Workers
 from xcompat.vectors import EMBEDDING_COLUMNS, ID, PARQUET
 
 MOST_UNREAD = 0.01
-"""A larger share of pictures that cannot be read stops the run."""
+"""Maximum share of unreadable images."""
 
 
 class _Found(NamedTuple):
-    """What an earlier run left.
-
-    Args:
-        todo: the parts that are to be made.
-        unread: how many pictures the others leave out.
-        example: the id of one of these.
-    """
+    """Parts to make, the number of images missing from the others, and the id of one."""
 
     todo: list[Part]
     unread: int
@@ -62,29 +56,29 @@ def embed(
     id_column: str | None = None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Map or embed a column of a table into Parquet files; started again, it continues.
+    """Map or embed a table column into Parquet files. Another run continues.
 
     Args:
-        uri: Parquet files or a folder of them, a Lance table, or the metadata of an Iceberg table.
-        model: a run's folder, a checkpoint, or any model by name.
-        out: the folder of the files that are made; what is in there is never replaced.
-        workers: where the work is done.
-        column: what is read; found by its name unless given.
-        id_column: with the ids; ``id`` unless given.
-        dtype: of the vectors that are written.
+        uri: Parquet files or folder, Lance table, or Iceberg metadata.
+        model: run folder, checkpoint or model name.
+        out: output folder. Existing files stay.
+        workers: where to compute.
+        column: input column, found by its name by default.
+        id_column: id column, default ``id``.
+        dtype: dtype of the new vectors.
 
     Raises:
-        XcompatError: something is missing or does not fit, or the folder holds anything else.
+        XcompatError: an input is missing or does not fit, or the folder has other content.
     """
     process_state()
     silence_libraries()
     source = read_source(uri)
-    if isinstance(source.reader, ParquetFiles):  # versions of a Lance table know their files
+    if isinstance(source.reader, ParquetFiles):  # each Lance version lists its files
         require_outside(out, source.uri)
     column, reads = _column(source, column)
     id_column = pick_column(id_column, (ID,), source.schema.names, "--id-column", uri)
     if id_column == column:
-        raise XcompatError(f"--column and --id-column both name {column!r}; an id is not what is embedded")
+        raise XcompatError(f"--column and --id-column both name {column!r}; choose two different columns")
     job = _job(source, TableModel.open(model, reads, column, dtype), out, id_column)
     found = from_main_process(lambda: _found(job, source.parts))
     started = time.perf_counter()
@@ -94,25 +88,25 @@ def embed(
 
 
 def _column(source: Source, given: str | None) -> tuple[str, Reads]:
-    """Choose the column, and say what it holds: lists are vectors, bytes are pictures, strings are texts or paths."""
+    """Return the input column and its kind: lists are vectors, bytes are images, strings are texts or paths."""
     names = source.schema.names
     if given is None:
         usual = [next((name for name in known if name in names), None) for known in (EMBEDDING_COLUMNS, (TEXT,), IMAGE_COLUMNS)]
         found = [name for name in usual if name is not None]
         if len(found) > 1:
-            raise XcompatError(f"{source.uri} has {' and '.join(map(repr, found))}; name the one that is meant with --column")
+            raise XcompatError(f"{source.uri} has {' and '.join(map(repr, found))}; choose one with --column")
         given = found[0] if found else None
     column = pick_column(given, (EMBEDDING_COLUMNS[0], TEXT), names, "--column", source.uri)
     kind = kind_of(source.schema.field(column).type)
     if kind == "other":
         found_type = source.schema.field(column).type
-        raise XcompatError(f"column {column!r} of {source.uri} is {found_type}; it may hold vectors, texts, or pictures")
+        raise XcompatError(f"column {column!r} of {source.uri} is {found_type}; choose a column of vectors, texts or images")
     reads: Reads = "vectors" if kind == "vector" else "images" if kind == "image" or column in IMAGE_COLUMNS else "texts"
     return column, reads
 
 
 def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
-    """Write down what is made in a folder, or refuse one that holds anything else."""
+    """Write the plan, or raise if the folder has other content."""
     system, path = located(out)
     plan: dict[str, Any] = {
         "files": source.digest,
@@ -130,7 +124,7 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
         with opened(out, path_in(out, PLAN)) as file:
             _require_same(out, file.read(), plan, source.uri)
     elif names:
-        raise XcompatError(f"{out} holds {names[0]}, which `xcompat embed` did not write; choose another folder")
+        raise XcompatError(f"{out} contains {names[0]}, not written by `xcompat embed`; choose another folder")
     barrier()
     if is_main_process():
         if is_local(system):
@@ -149,43 +143,41 @@ def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> N
     try:
         begun = json.loads(written)
         different = [key for key in plan if begun.get(key) != plan[key]]
-        of = without_secrets(begun["source"])  # earlier releases wrote it as it was typed
+        of = without_secrets(begun["source"])  # older releases stored it unmasked
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise XcompatError(f"{out} holds a {PLAN} that `xcompat embed` did not write; choose another folder") from None
+        raise XcompatError(f"{out} contains a {PLAN} not written by `xcompat embed`; choose another folder") from None
     if different:
         key = different[0]
         if key == "files" and of != without_secrets(uri):
-            raise XcompatError(
-                f"{out} was begun with {of}, and this is {uri}; name the first to continue, or choose another folder"
-            )
-        if key == "files":  # a digest says nothing to anybody
-            raise XcompatError(f"{uri} has changed since {out} was begun; choose another folder")
+            raise XcompatError(f"{out} was started with {of}, not {uri}; use the first to continue, or choose another folder")
+        if key == "files":  # a digest does not help the reader
+            raise XcompatError(f"{uri} has changed since {out} was started; choose another folder")
         raise XcompatError(
-            f"{out} was begun with another {key.replace('_', ' ')} ({begun[key]!r}, now {plan[key]!r}); choose another folder"
+            f"{out} was started with another {key.replace('_', ' ')} ({begun[key]!r}, now {plan[key]!r}); choose another folder"
         )
 
 
 def _found(job: Job, parts: list[Part]) -> _Found:
-    """Look at what is there; refuse a file that another made, and one that readers of the folder would take for a part.
+    """Check existing files, and raise if readers would take another file for a part.
 
-    Parts to make are those without a file, damaged ones, and those that leave out a picture that can be read now. The others
-    stay, with what they lack: where few pictures are damaged most parts lack one, and a run that goes on would begin anew.
+    Missing and damaged parts are made, and parts with a skipped image that is readable now. Other incomplete parts stay, or
+    a gallery with scattered damaged images would start over on every run.
     """
     there = set(names_in(job.out))
     for name in sorted(there - {part.name for part in parts}):
         if name.endswith(PARQUET) and not name.startswith("_"):
             raise XcompatError(
-                f"{path_in(job.out, name)} is no part of what `xcompat embed` makes there; move it away, and start again"
+                f"{path_in(job.out, name)} is not a part of this `xcompat embed` run; move it, then run the command again"
             )
     made = [part for part in parts if part.name in there]
     todo, unread, example = [part for part in parts if part.name not in there], 0, None
     for part, written in zip(made, map_in_threads(job.written, made, FOOTERS_AT_ONCE), strict=True):
         if written is None:
             raise XcompatError(
-                f"{path_in(job.out, part.name)} is not what `xcompat embed` writes there; move it away, and start again"
+                f"{path_in(job.out, part.name)} was not written by this `xcompat embed` run; move it, then run the command again"
             )
         if written.damage is not None:
-            notice(f"{path_in(job.out, part.name)} {written.damage}; it is made again")
+            notice(f"{path_in(job.out, part.name)} {written.damage}; writing it again")
         if written.can_grow:
             todo.append(part)
         else:
@@ -194,7 +186,7 @@ def _found(job: Job, parts: list[Part]) -> _Found:
 
 
 def _make(job: Job, source: Source, found: _Found, workers: Workers) -> int:
-    """Make the parts, and say how fast; raise what stopped one. Return how many pictures all parts leave out."""
+    """Make the parts, and return the number of skipped images."""
     parts = found.todo[rank() :: world_size()]
     unread, cut, example = 0, 0, found.example
     failed = _too_many(found.unread, source, example)
@@ -211,21 +203,21 @@ def _make(job: Job, source: Source, found: _Found, workers: Workers) -> int:
     failures = list(_shared([failed]))
     unread, cut = (sum(_shared([count])) for count in (unread, cut))
     unread, example = unread + found.unread, next(filter(None, _shared([example])), None)
-    for failure in (*failures, _too_many(unread, source, example)):  # of each process, and of all together
+    for failure in (*failures, _too_many(unread, source, example)):  # per process, then in total
         if failure is not None:
-            raise XcompatError(f"{failure}; what is made is kept: start again to continue")
+            raise XcompatError(f"{failure}; finished parts are kept, run the command again to continue")
     if unread:
-        notice(f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}: they are left out")
+        notice(f"skipped {unread:,} of {source.rows:,} images that cannot be read, e.g. {example!r}")
     if cut:
-        notice(f"{cut:,} of {source.rows:,} texts are longer than {job.model.made.name} takes and lost their end")
+        notice(f"truncated {cut:,} of {source.rows:,} texts to the maximum length of {job.model.made.name}")
     return unread
 
 
 def _too_many(unread: int, source: Source, example: str | None) -> str | None:
-    """Return what is wrong where too many pictures cannot be read."""
+    """Return an error message if too many images are unreadable."""
     if unread <= MOST_UNREAD * source.rows:
         return None
-    return f"{unread:,} of {source.rows:,} pictures cannot be read, such as {example!r}; mend or remove them"
+    return f"{unread:,} of {source.rows:,} images cannot be read, e.g. {example!r}; fix or remove them"
 
 
 def _shared(mine: list[Any]) -> Iterable[Any]:
@@ -233,10 +225,9 @@ def _shared(mine: list[Any]) -> Iterable[Any]:
 
 
 def _tell(job: Job, source: Source, rows: int, made: int, seconds: float) -> None:
-    """Say what the folder holds, and how much of it was made now."""
     size = rows * job.model.dim * (4 if job.model.dtype == "float32" else 2)
     what = f"{without_secrets(job.out)} holds {rows:,} embeddings of {job.model.made.name} in {len(source.parts):,} files"
-    now = f"{made:,} made in {seconds:.1f} s, {made / max(seconds, 1e-9):,.0f} rows/s" if made else "all were there"
+    now = f"{made:,} computed in {seconds:.1f} s, {made / max(seconds, 1e-9):,.0f} rows/s" if made else "nothing to do"
     console.print(
         f"[green]✓[/] {literal(what)} [dim]({job.model.dim} of {job.model.dtype}, {decimal(size)}; {now})[/]", soft_wrap=True
     )

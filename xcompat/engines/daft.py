@@ -1,4 +1,4 @@
-"""Parts made by a pool of Daft's processes, on one machine or, through its runner for Ray, on a cluster."""
+"""Engine for Daft processes, on one machine or with Ray on a cluster."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from xcompat.engines.sources import Part
 
 
 def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[Done]:
-    """Make files of parts.
+    """Make the files of parts.
 
     Args:
-        job: makes a file of a part.
-        parts: the work.
-        workers: number of processes; one for each GPU of this machine, or else for each core, unless given.
-        gpus: of each process; 1 where there are any, unless given.
+        job: makes one file.
+        parts: parts to make.
+        workers: processes, default one per GPU of this machine, else per core.
+        gpus: GPUs per process, default 1 if available.
 
     Yields:
-        What became of each part, in any order.
+        Results in any order.
 
     Raises:
-        XcompatError: Daft is not installed, this machine has not enough GPUs, or a worker died.
+        XcompatError: Daft is not installed, GPUs are missing, or a worker died.
     """
-    os.environ.setdefault("DAFT_ANALYTICS_ENABLED", "0")  # nothing is told to anybody unless the user says so
+    os.environ.setdefault("DAFT_ANALYTICS_ENABLED", "0")  # no telemetry unless the user enables it
     try:
         import daft
         from daft.runners import get_or_infer_runner_type
     except ImportError:
-        raise XcompatError("--engine daft needs Daft: pip install 'xcompat[daft]'") from None
+        raise XcompatError('--engine daft needs Daft; install it with `pip install -e ".[daft]"` in a clone of xcompat') from None
     import torch
 
     there = torch.cuda.device_count()
     gpus = gpus if gpus is not None else min(there, 1)
     most = int(there / gpus) if gpus else usable_cores()
-    if gpus and most < (workers or 1) and (workers is None or get_or_infer_runner_type() != "ray"):  # whose GPUs are elsewhere
+    if gpus and most < (workers or 1) and (workers is None or get_or_infer_runner_type() != "ray"):  # a cluster has its own GPUs
         raise XcompatError(
             f"this machine has {there} GPUs, too few for {workers or 1} workers with {gpus:g} each; lower --workers or "
-            "--gpus-per-worker, or say --workers for a cluster with DAFT_RUNNER=ray"
+            "--gpus-per-worker, or set --workers and DAFT_RUNNER=ray for a cluster"
         )
     count = min(workers or most, len(parts))
     threads = max(1, usable_cores() // count)
 
     @daft.cls(use_process=True, max_concurrency=count, gpus=gpus)
     class Worker:
-        """Makes the file of one part at a time; the model is loaded with the first."""
+        """Loads the model with its first part."""
 
         def __init__(self) -> None:
             torch.set_num_threads(threads)
@@ -60,9 +60,9 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
             return [job.answer(each) for each in told.to_pylist()]
 
     told = daft.from_pydict({"part": [json.dumps(asdict(part)) for part in parts]})
-    worker: Any = Worker()  # whose methods take and give expressions
+    worker: Any = Worker()  # its methods work on expressions
     try:
         for row in told.select(worker.make(daft.col("part")).alias("done")).iter_rows():
             yield Done(**json.loads(row["done"]))
     except RuntimeError as error:
-        raise XcompatError(f"a worker of Daft ended ({what_failed(error)}); start again to continue") from error
+        raise XcompatError(f"a Daft worker died ({what_failed(error)}); run the command again to continue") from error

@@ -1,4 +1,4 @@
-"""An Iceberg table: the Parquet files of the version that a metadata file describes."""
+"""Reader of the Parquet files of an Iceberg table."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FIELD_ID = b"PARQUET:field_id"
-"""Where Arrow keeps the number by which Iceberg knows a column, whatever it is called."""
+"""Arrow's key for the Iceberg column number, which survives renames."""
 
 
 def require(uri: str) -> None:
-    """Refuse an address without a metadata file, or a machine without PyIceberg."""
+    """Raise if the metadata file or PyIceberg is missing."""
     if find_spec("pyiceberg") is None:
-        raise XcompatError(f"{uri} is an Iceberg table, which PyIceberg reads: pip install 'xcompat[iceberg]'")
+        raise XcompatError(
+            f'{uri} is an Iceberg table and needs PyIceberg; install it with `pip install -e ".[iceberg]"` in a clone of xcompat'
+        )
     parquet.require(uri)
 
 
 def read(uri: str) -> Source:
-    """Look at the files of a version.
+    """Return one version of a table.
 
     Raises:
-        XcompatError: it cannot be read, or it has rows that were deleted but are in its files, or files of another kind, or
-            columns that had other names in some files.
+        XcompatError: it is unreadable, or has deleted rows, other file formats or renamed columns.
     """
     from pyarrow import fs
 
@@ -41,25 +42,25 @@ def read(uri: str) -> Source:
     for file, deletes in tasks:
         if deletes:
             raise XcompatError(
-                f"{uri} marks rows of {file.file_path} as deleted; rewrite its data files, and name the new metadata"
+                f"{uri} marks rows of {file.file_path} as deleted; rewrite its data files, then use the new metadata"
             )
         if file.file_format != FileFormat.PARQUET:
-            raise XcompatError(f"{uri} has {file.file_path}, which is no Parquet; rewrite its data files as Parquet")
+            raise XcompatError(f"{uri}: {file.file_path} is not Parquet; rewrite its data files as Parquet")
         other, path = located(file.file_path)
         if other != system:
-            raise XcompatError(f"{uri} has {file.file_path}, which is in another file system; keep a table in one")
+            raise XcompatError(f"{uri}: {file.file_path} is in another file system; move all data files into one")
         paths.append(path)
     found: list[fs.FileInfo] = system.get_file_info(sorted(paths))
     if gone := [info.path for info in found if info.type != fs.FileType.File]:
-        raise XcompatError(f"{uri} has {gone[0]}, which does not exist; name newer metadata")
+        raise XcompatError(f"{uri}: {gone[0]} does not exist; use newer metadata")
     ids = {column.name: column.field_id for column in metadata.schema().fields}
     return parquet.read_files(uri, found, lambda path, own: _require_names(uri, ids, path, own))
 
 
 def _planned(uri: str) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return a table's metadata, and its data files with what deletes rows of them.
+    """Return the metadata, and data files with their delete files.
 
-    Arrow reads all files: metadata may name a class that PyIceberg would import to read them.
+    Arrow reads all files: metadata can name a class for PyIceberg to import.
     """
     from pyiceberg.exceptions import ValidationError
     from pyiceberg.io.pyarrow import PyArrowFileIO
@@ -72,14 +73,12 @@ def _planned(uri: str) -> tuple[Any, list[tuple[Any, Any]]]:
         scan = DataScan(table_metadata=metadata, io=reader)
         return metadata, [(task.file, task.delete_files) for task in scan.plan_files()]
     except (OSError, ValueError, NotImplementedError, ValidationError) as error:
-        raise XcompatError(f"{uri} cannot be read as metadata of an Iceberg table ({what_failed(error)})") from error
+        raise XcompatError(f"{uri} cannot be read as Iceberg metadata ({what_failed(error)})") from error
 
 
 def _require_names(uri: str, ids: dict[str, int], path: str, own: pa.Schema) -> None:
-    """Refuse a file in which a name of the table's columns is that of another column, which was called so once."""
+    """Raise if a name in a file belongs to another column today."""
     for field in own:
         number = (field.metadata or {}).get(FIELD_ID)
         if field.name in ids and number is not None and int(number) != ids[field.name]:
-            raise XcompatError(
-                f"{uri} has {path}, where {field.name!r} is a column that has another name now; rewrite its data files"
-            )
+            raise XcompatError(f"{uri}: {path} has a column {field.name!r} with another name today; rewrite its data files")

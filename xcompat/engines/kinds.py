@@ -1,4 +1,4 @@
-"""Which kind of table an address names."""
+"""Choice of the reader for an address."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from xcompat.engines.places import ICEBERG
 from xcompat.engines.sources import Source
 
 KINDS = {lance.SUFFIX: "lance", ICEBERG: "iceberg"}
-"""How an address ends -> the module that reads what it names; any other is of Parquet files."""
+"""Suffix of an address -> its reader module. Parquet is the default."""
 
 
 def require_source(uri: str) -> None:
-    """Refuse an address at which nothing can be read, before anything is loaded.
+    """Raise if an address has no table, before loading a model.
 
     Raises:
-        XcompatError: there is nothing, or what reads it is not installed.
+        XcompatError: the table or its reader is missing.
     """
     _module(uri).require(uri)
 
 
 def read_source(uri: str) -> Source:
-    """Look at what an address names: Parquet files, a Lance table, or the metadata of an Iceberg table.
+    """Return the Parquet, Lance or Iceberg table at an address.
 
     Raises:
-        XcompatError: it cannot be read, or has no rows.
+        XcompatError: it is unreadable or empty.
     """
     found: Source = _module(uri).read(uri)
     return found

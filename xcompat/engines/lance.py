@@ -1,4 +1,4 @@
-"""A Lance table: one of its versions, on this machine or in an object store."""
+"""Reader of Lance tables."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ VERSION = "?version="
 
 @dataclass(frozen=True)
 class LanceRows:
-    """Reads parts of a table, which are rows by their place in one version.
+    """Reader for parts of one version.
 
     Args:
-        uri: of the table, with the version.
+        uri: address with the version.
     """
 
     uri: str
 
     def blocks(self, part: Part, wanted: Callable[[Sequence[str]], list[str]], rows: int) -> Iterator[pa.RecordBatch]:
-        """Read a part, as :class:`~xcompat.engines.sources.Reader` says.
+        """Read a part, with a query per block.
 
-        Each block is asked for by its place: a scan would begin a block anew with each of the table's fragments.
+        A scan would start a new block at each fragment.
         """
         from xcompat.stores.lancedb_client import explained
 
@@ -46,26 +46,28 @@ class LanceRows:
                 count = min(rows, end - first)
                 found = table.search().select(columns).offset(first).limit(count).to_arrow().combine_chunks()
                 if len(found) != count:
-                    raise XcompatError(f"it has {len(found):,} rows from {first + 1:,} on, and {count:,} when this began")
+                    raise XcompatError(f"found {len(found):,} rows from row {first + 1:,}, expected {count:,}")
                 yield from found.to_batches()
 
 
 def require(uri: str) -> None:
-    """Refuse an address without a table, or a machine without LanceDB."""
+    """Raise if the table or LanceDB is missing."""
     if find_spec("lancedb") is None:
-        raise XcompatError(f"{uri} is a Lance table, which LanceDB reads: pip install 'xcompat[lancedb]'")
+        raise XcompatError(
+            f'{uri} is a Lance table and needs LanceDB; install it with `pip install -e ".[lancedb]"` in a clone of xcompat'
+        )
     place, version = _split(uri)
     if version is not None and not version.isdecimal():
-        raise XcompatError(f"{uri}: {version!r} is no version; write {place}{VERSION}NUMBER, or leave it out")
-    if "://" not in place and not Path(place).is_dir():  # LanceDB would make the folder
+        raise XcompatError(f"{uri}: invalid version {version!r}; use {place}{VERSION}NUMBER or remove it")
+    if "://" not in place and not Path(place).is_dir():  # LanceDB would create the folder
         raise XcompatError(f"{place} does not exist; {nearest_path(place)}")
 
 
 def read(uri: str) -> Source:
-    """Look at a version of a table: the one that is named, or else the newest.
+    """Return a version of a table, by default the newest.
 
     Raises:
-        XcompatError: there is no such table or version, or it holds no rows.
+        XcompatError: the version is missing or empty.
     """
     require(uri)
     from xcompat.stores.lancedb_client import explained
@@ -75,7 +77,7 @@ def read(uri: str) -> Source:
         rows, version, schema = table.count_rows(), table.version, table.schema
         made = next(str(each["timestamp"]) for each in table.list_versions() if each["version"] == version)
     if not rows:
-        raise XcompatError(f"{uri} holds no rows; there is nothing to embed")
+        raise XcompatError(f"{uri} has no rows; there is nothing to embed")
     pinned = f"{_split(uri)[0]}{VERSION}{version}"
     most = sources.PART_ROWS
     parts = [Part(number, pinned, first, min(most, rows - first)) for number, first in enumerate(range(0, rows, most))]
@@ -83,7 +85,7 @@ def read(uri: str) -> Source:
     return Source(pinned, schema, parts, hashlib.sha256(told.encode()).hexdigest(), LanceRows(pinned))
 
 
-def _open(uri: str) -> Any:  # noqa: ANN401 - LanceDB's table
+def _open(uri: str) -> Any:  # noqa: ANN401 - LanceDB table
     import lancedb
 
     require(uri)
@@ -93,14 +95,14 @@ def _open(uri: str) -> Any:  # noqa: ANN401 - LanceDB's table
         table = lancedb.connect(folder).open_table(file.removesuffix(SUFFIX))
     except ValueError as error:
         if "was not found" in str(error):
-            raise XcompatError(f"{place} is no Lance table, or has none of its versions") from None
+            raise XcompatError(f"{place} is not a Lance table or has no versions") from None
         raise
     table.checkout(int(version) if version is not None else table.version)
     return table
 
 
 def _split(uri: str) -> tuple[str, str | None]:
-    """Return where a table is, and the version that its address names."""
+    """Return the location and the version."""
     place, found, version = uri.partition(VERSION)
     place = place.rstrip("/") if "://" in place else str(Path(place).expanduser().resolve())
     return place, version if found else None

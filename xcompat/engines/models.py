@@ -1,4 +1,4 @@
-"""A model that goes to workers as its name, and is loaded there once."""
+"""Models that workers load by name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xcompat.retrieval.versions import upgraded_version
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that pickles as its name and what it makes.
+    """Model that pickles as its name.
 
     Args:
-        source: every machine must find the same files, or the same repository of the Hub, under its name.
-        made: what it makes; a machine that finds another model under the name refuses.
-        maps: whether it maps stored vectors; else it embeds.
-        autocast: half precision to embed in; None for the precision of the weights.
+        source: the model, with the same files or Hub repository on every machine.
+        made: expected fingerprint.
+        maps: whether it maps stored vectors, else it embeds.
+        autocast: half precision for embedding, None for the precision of the weights.
     """
 
     source: EncoderSource
@@ -36,34 +36,34 @@ class NamedModel:
 
     @classmethod
     def of(cls, name: str, loaded: CompatModel | Embedder) -> Self:
-        """Describe to workers a model that was loaded by a name, in the role in which it is given."""
+        """Describe a loaded model for workers."""
         autocast = loaded.autocast if isinstance(loaded, Embedder) else None
         return cls(anywhere(EncoderSource(name=name)), makes(loaded)[0], not isinstance(loaded, Embedder), autocast)
 
     def load(self) -> CompatModel | Embedder:
-        """Load the model on this process's device, the first time.
+        """Load the model on this process's device, or return the loaded one.
 
         Raises:
-            XcompatError: there is none under the name.
-            FingerprintMismatchError: there is another.
+            XcompatError: the model does not exist.
+            FingerprintMismatchError: this machine has another model under the name.
         """
         model = loaded_by_name(self.source, self.maps, str(device()), self.autocast)
         if (found := makes(model)[0]) != self.made:
             raise FingerprintMismatchError(
-                f"{self.source.name} makes {found} here, and {self.made} where this began; give every machine the same files"
+                f"{self.source.name} is {found} on this worker, expected {self.made}; copy the same files to every machine"
             )
         return model
 
 
 def anywhere(source: EncoderSource) -> EncoderSource:
-    """Return a source that means the same in whichever folder a worker runs."""
+    """Return a source that is valid in any working directory."""
     if Path(source.name).exists():
         return source.model_copy(update={"name": str(Path(source.name).resolve())})
     return source
 
 
 def makes(model: CompatModel | Embedder) -> tuple[Fingerprint, int]:
-    """Return what a model makes of what it is given in its role, and the dimension."""
+    """Return the fingerprint and dimension of a model's output."""
     if isinstance(model, Embedder):
         return model.version, model.dim
     version = upgraded_version(model)
@@ -73,11 +73,11 @@ def makes(model: CompatModel | Embedder) -> tuple[Fingerprint, int]:
 def loaded_by_name(
     source: EncoderSource, maps: bool, place: str = "cpu", autocast: torch.dtype | None = None
 ) -> CompatModel | Embedder:
-    """Load a model for one of both roles, once in a process."""
+    """Load a model once per process, to map or to embed."""
     return _loaded(source.model_dump_json(), maps, place, autocast)
 
 
-@functools.lru_cache(maxsize=1)  # a GPU's copy takes the place of that by which the model became known
+@functools.lru_cache(maxsize=1)  # the GPU copy replaces the CPU copy
 def _loaded(source: str, maps: bool, place: str, autocast: torch.dtype | None) -> CompatModel | Embedder:
     found = EncoderSource.model_validate_json(source)
     if maps:

@@ -1,4 +1,4 @@
-"""Parquet files, wherever Arrow's file systems reach."""
+"""Reader of Parquet files in Arrow's file systems."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FOOTERS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """Reads parts of Parquet files, which are row groups.
+    """Reader of row groups.
 
     Args:
-        uri: whose file system they are in.
+        uri: address in the file system to use.
     """
 
     uri: str
 
     def blocks(self, part: Part, wanted: Callable[[Sequence[str]], list[str]], rows: int) -> Iterator[pa.RecordBatch]:
-        """Read a part, as :class:`~xcompat.engines.sources.Reader` says."""
+        """Read a part, and raise if its file has changed."""
         import pyarrow.parquet as pq
 
         self._require_unchanged(part)
@@ -41,38 +41,38 @@ class ParquetFiles:
 
     def _require_unchanged(self, part: Part) -> None:
         if state_of(self.uri, part.file) != part.state:
-            raise XcompatError("the file has changed since this began; name another folder with --out, and begin again")
+            raise XcompatError("the file has changed since the run started; start a new run with another --out")
 
 
 def require(uri: str) -> None:
-    """Refuse a path or URI without Parquet files."""
+    """Raise if there are no Parquet files."""
     files_at(uri)
 
 
 def read(uri: str) -> Source:
-    """Read the footers of all files at a path or URI.
+    """Return the Parquet files at a path or URI as a table.
 
     Raises:
-        XcompatError: a file is damaged, there are no rows, or no files.
+        XcompatError: a file is damaged, or there are no rows.
     """
     return read_files(uri, files_at(uri))
 
 
 def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.Schema], None] | None = None) -> Source:
-    """Read the footers of files.
+    """Return files as one table.
 
     Args:
-        uri: what they are of, in whose file system they are.
-        files: in the order of the parts.
-        check: refuses a file by its path and schema.
+        uri: address of the table.
+        files: files in the order of their parts.
+        check: raises for an unsuitable path and schema.
 
     Returns:
-        Them as a source.
+        The table.
 
     Raises:
-        XcompatError: a file is damaged or refused, or there are no rows.
+        XcompatError: a file is damaged or unsuitable, or there are no rows.
     """
-    from xcompat.core.threads import map_in_threads  # imports torch, which a missing file need not wait for
+    from xcompat.core.threads import map_in_threads  # it imports torch: report a missing file first
 
     footers = map_in_threads(lambda info: _footer(uri, info.path), files, FOOTERS_AT_ONCE)
     parts, schema = list[Part](), None
@@ -84,7 +84,7 @@ def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.
         groups = (footer.row_group(group).num_rows for group in range(footer.num_row_groups))
         parts += cut(len(parts), info.path, state, groups)
     if not parts or schema is None:
-        raise XcompatError(f"{uri} holds no rows; there is nothing to embed")
+        raise XcompatError(f"{uri} has no rows; there is nothing to embed")
     told = "\n".join(f"{info.path} {info.size} {info.mtime_ns}" for info in files)
     return Source(uri, schema, parts, hashlib.sha256(told.encode()).hexdigest(), ParquetFiles(uri))
 
@@ -98,4 +98,4 @@ def _footer(uri: str, path: str) -> tuple[str, pq.FileMetaData]:
         with opened(uri, path) as file:
             return state, pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
-        raise XcompatError(f"{path} cannot be read ({what_failed(error)}); mend it, or write it again") from error
+        raise XcompatError(f"{path} cannot be read ({what_failed(error)}); fix or replace it") from error

@@ -1,4 +1,4 @@
-"""Checksums of the files that ``xcompat embed`` writes, each in a small file beside its part."""
+"""Checksum files of ``xcompat embed``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xcompat.engines.places import opened, path_in, write_to
 
 
 class HashedFile(io.RawIOBase):
-    """A file for writing that computes the size and checksum of what is written.
+    """Writable file that computes its checksum.
 
     Args:
-        file: the file.
+        file: target file.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -34,12 +34,12 @@ class HashedFile(io.RawIOBase):
         return written
 
     def tell(self) -> int:
-        """Return how many bytes were written."""
+        """Return the number of bytes written."""
         return self._size
 
     @property
     def record(self) -> FileRecord:
-        """Size and checksum of all that was written."""
+        """Size and checksum."""
         return FileRecord(size=self._size, xxh3=self._digest.hexdigest())
 
 
@@ -47,23 +47,23 @@ def write_checksum(out: str, name: str, record: FileRecord) -> None:
     """Write the checksum of a part.
 
     Args:
-        out: the folder of the parts.
-        name: of the part.
-        record: its size and checksum.
+        out: folder.
+        name: file name of the part.
+        record: size and checksum.
     """
     with write_to(out, _name_of(name)) as file:
         file.write(record.model_dump_json().encode() + b"\n")
 
 
 def find_damage(out: str, name: str) -> str | None:
-    """Read a part and compare it with its checksum.
+    """Compare a part with its checksum.
 
     Args:
-        out: the folder of the parts.
-        name: of the part.
+        out: folder.
+        name: file name of the part.
 
     Returns:
-        What is wrong with it; None if it is whole.
+        The damage as the end of a sentence, or None.
     """
     import xxhash
 
@@ -83,5 +83,5 @@ def find_damage(out: str, name: str) -> str | None:
 
 
 def _name_of(part: str) -> str:
-    """Return the name of the file with a part's checksum; readers of folders of Parquet leave it out."""
+    """Return a name with an underscore, which readers of Parquet folders skip."""
     return f"_{part}.json"

@@ -1,4 +1,4 @@
-"""The work in parts: rows that lie together become one file, the same whoever makes it."""
+"""Parts of a table. Every worker makes the same file."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ABOUT = b"xcompat"
-"""Key of a part's metadata, which say what it was made of, and by which model."""
+"""Metadata key for plan, part and model."""
 UNREAD = b"xcompat.unread"
-"""Key of the metadata of a part that leaves pictures out: id and path of each, or no path where the table holds its bytes."""
+"""Metadata key for skipped images: pairs of id and path, or null for stored bytes."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a part.
+    """Result of a part.
 
     Args:
-        number: of the part.
-        rows: how many it has.
-        unread: how many of them are pictures that could not be read, and were left out.
-        example: the id of one of these.
-        cut: how many texts lost their end.
-        error: what stopped it, in one line.
+        number: part number.
+        rows: number of rows.
+        unread: number of skipped images.
+        example: id of a skipped image.
+        cut: number of truncated texts.
+        error: reason of a failure, in one line.
     """
 
     number: int
@@ -47,13 +47,13 @@ class Done:
 
 
 class Written(NamedTuple):
-    """What a part's file lacks.
+    """Gaps in the file of a part.
 
     Args:
-        unread: how many rows it leaves out.
-        example: the id of one of these.
-        can_grow: whether one of them can be read now, or may be: files of earlier releases do not say which they left out.
-        damage: what is wrong with the file; None if it is whole.
+        unread: number of missing rows.
+        example: id of a missing row.
+        can_grow: whether a missing row is readable now. True for older files, which do not record these rows.
+        damage: damage of the file, or None.
     """
 
     unread: int
@@ -64,14 +64,14 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What makes a file of each part; it pickles, and any worker that sees the source can run it.
+    """Function that makes the file of a part on any worker.
 
     Args:
         model: maps or embeds a column.
-        reader: of the rows.
-        out: the folder of the files that are made.
-        id_column: becomes their column ``id``.
-        plan: digest of all this; two plans never share a folder.
+        reader: reads the rows.
+        out: output folder.
+        id_column: input column for the output column ``id``.
+        plan: digest of all settings. Each folder has one.
     """
 
     model: TableModel
@@ -81,7 +81,7 @@ class Job:
     plan: str
 
     def __call__(self, part: Part) -> Done:
-        """Read, map or embed, and write one part; what stops it is returned, as engines wrap what is raised."""
+        """Make one part. Errors are returned: engines wrap exceptions."""
         import pyarrow as pa
 
         try:
@@ -91,11 +91,11 @@ class Job:
             return Done(part.number, error=f"{part.file}, {part.rows:,} rows from {part.first + 1:,} on: {said}")
 
     def answer(self, told: str) -> str:
-        """Do the same for an engine, to which a part and what became of it are JSON."""
+        """Make one part, from and to JSON."""
         return json.dumps(asdict(self(Part(**json.loads(told)))))
 
     def written(self, part: Part) -> Written | None:
-        """Return what a part's file, which exists, lacks; None if it is not what this job writes there."""
+        """Return the gaps in an existing file, or None if it has another origin."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -117,7 +117,7 @@ class Job:
         return Written(unread, left_out[0][0] if left_out else None, can_grow)
 
     def about(self, part: Part) -> dict[str, str]:
-        """Return what the metadata of a part's file say."""
+        """Return the metadata of a part's file."""
         made = self.model.made
         return {"plan": self.plan, "part": str(part.number), "fingerprint": made.digest, "model": made.name}
 
@@ -130,7 +130,7 @@ class Job:
             writer, sink = None, HashedFile(file)
             for table in self._tables(part):
                 made = self.model(table).select([self.id_column, EMBEDDING]).rename_columns([ID, EMBEDDING])
-                read = made.column(EMBEDDING).is_valid()  # Arrow cannot read lists of fixed size where some are null
+                read = made.column(EMBEDDING).is_valid()  # Arrow cannot read fixed-size lists with nulls
                 writer = writer or pq.ParquetWriter(sink, made.schema.with_metadata(kept), write_page_checksum=True)
                 writer.write_table(made.filter(read))
                 left_out = table.filter(made.column(EMBEDDING).is_null())
@@ -140,23 +140,21 @@ class Job:
             if unread:
                 writer.add_key_value_metadata({UNREAD: json.dumps(unread)})
             writer.close()
-            write_checksum(self.out, part.name, sink.record)  # first: a part without its checksum is made again
+            write_checksum(self.out, part.name, sink.record)  # before the part: without a checksum it is made again
         example = unread[0][0] if unread else None
         return Done(part.number, part.rows, len(unread), example, cut + self.model.texts_cut)
 
     def _tables(self, part: Part) -> Iterator[pa.Table]:
-        """Yield the columns that are read, block by block."""
         import pyarrow as pa
 
         before = 0
         for batch in self.reader.blocks(part, self._wanted, ROWS[self.model.reads]):
             if batch.column(self.id_column).null_count:
-                raise XcompatError(f"a row after the first {before:,} has no {self.id_column}; every item needs its own")
+                raise XcompatError(f"missing {self.id_column} after row {before:,}; give every row an id")
             yield pa.Table.from_batches([batch]).replace_schema_metadata()
             before += len(batch)
 
     def _wanted(self, names: Sequence[str]) -> list[str]:
-        """Choose the columns that are read of those that are there."""
         wanted = [self.id_column, self.model.column, *([SCALE] if SCALE in names and self.model.reads == "vectors" else [])]
         for name in wanted:
             if name not in names:
@@ -165,7 +163,7 @@ class Job:
 
 
 def _path_of(picture: Any) -> str | None:  # noqa: ANN401 - a path, bytes, or both
-    """Return where a picture lies; None if the table holds its bytes."""
+    """Return an image path, or None if the table stores bytes."""
     if isinstance(picture, dict):
         picture = picture.get("path") if picture.get("bytes") is None else None
     return picture if isinstance(picture, str) else None

@@ -1,4 +1,4 @@
-"""Parts of files, or blocks in order, through a pool of Ray's actors, on one machine or on a cluster."""
+"""Engine for Ray actors, on one machine or a cluster."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from xcompat.engines.sources import Part
 
 
 def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[Done]:
-    """Make files of parts.
+    """Make the files of parts.
 
-    A cluster is found as Ray finds it (``RAY_ADDRESS``, or one that runs on this machine); else a local one is started. A worker
-    that dies is started again, and its part with it.
+    Uses the cluster at ``RAY_ADDRESS`` or on this machine, else starts one. Ray restarts dead workers with their parts.
 
     Args:
-        job: makes a file of a part.
-        parts: the work.
-        workers: number of actors; one for each GPU, or else for each core, unless given.
-        gpus: of each actor; 1 where there are any, unless given.
+        job: makes one file.
+        parts: parts to make.
+        workers: actors, default one per GPU, else per core.
+        gpus: GPUs per actor, default 1 if available.
 
     Yields:
-        What became of each part, in any order.
+        Results in any order.
 
     Raises:
-        XcompatError: Ray is not installed, or has not enough GPUs.
+        XcompatError: Ray is not installed, or GPUs are missing.
     """
     with _cluster("Ray Data", "ray.data") as there:
         count, gpus = _spread(there, workers, gpus)
@@ -43,15 +42,15 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
 
 
 class Pool:
-    """Actors that put blocks through a model, in order; they start with the first block, and end with the ``with``.
+    """Actors that apply a model to blocks in order. Use it in a ``with`` block.
 
     Args:
-        model: each loads it, once.
-        workers: number of actors; one for each GPU, or else for each core, unless given.
-        gpus: of each actor; 1 where there are any, unless given.
+        model: loaded by each actor.
+        workers: actors, default one per GPU, else per core.
+        gpus: GPUs per actor, default 1 if available.
 
     Raises:
-        XcompatError: Ray is not installed, or has not enough GPUs.
+        XcompatError: Ray is not installed, or GPUs are missing.
     """
 
     def __init__(self, model: NamedModel, workers: int | None = None, gpus: float | None = None) -> None:
@@ -77,10 +76,7 @@ class Pool:
     def __call__(
         self, function: Callable[[Any, Block], Result], model: object, blocks: Iterable[tuple[Kept, Block]]
     ) -> Iterator[tuple[Kept, Result]]:
-        """See :class:`~xcompat.core.parallel.Spread`: two blocks for each actor are under way, one in its hands and one beside it.
-
-        An actor that dies is started again, and its blocks with it.
-        """
+        """Run blocks, two per actor at a time. Ray restarts dead actors with their blocks."""
         import ray
 
         under_way: deque[tuple[Kept, Any]] = deque()
@@ -96,7 +92,7 @@ class Pool:
                 kept, made = under_way.popleft()
                 yield kept, taken(ray.get(made))
         except ray.exceptions.RayError as error:
-            raise XcompatError(f"a worker of Ray ended ({what_failed(error)}); start again to continue") from error
+            raise XcompatError(f"a Ray worker died ({what_failed(error)}); run the command again to continue") from error
 
     def _actor(self) -> Any:  # noqa: ANN401
         import ray
@@ -106,27 +102,29 @@ class Pool:
 
 
 class _Worker:
-    """Puts one block at a time through the model, which is loaded with the first."""
+    """Loads the model with its first block."""
 
     def __init__(self, model: NamedModel) -> None:
         self.model = model
 
     def make(self, function: Callable[[Any, Block], Result], block: Block) -> Result | XcompatError:
-        """Return what the function makes, or what it refused."""
+        """Return the result or the error."""
         return answered(lambda named, given: function(named.load(), given), self.model, block)
 
 
 @contextmanager
 def _cluster(name: str, module: str) -> Iterator[dict[str, float]]:
-    """Connect to a cluster, or start one for as long as it is used; yield what it has."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless the user says so
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it calls an error that it would start actors again
+    """Connect to a cluster or start one, and yield its resources."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry unless the user enables it
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it logs actor restarts as errors
     try:
         import ray
 
         import_module(module)
     except ImportError:
-        raise XcompatError(f"--engine ray needs {name}: pip install 'xcompat[ray]'") from None
+        raise XcompatError(
+            f'--engine ray needs {name}; install it with `pip install -e ".[ray]"` in a clone of xcompat'
+        ) from None
     begun = not ray.is_initialized()
     if begun:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
@@ -138,7 +136,7 @@ def _cluster(name: str, module: str) -> Iterator[dict[str, float]]:
 
 
 def _spread(there: dict[str, float], workers: int | None, gpus: float | None) -> tuple[int, float]:
-    """Return how many actors there are, and the GPUs of each."""
+    """Return the number of actors and the GPUs per actor."""
     of_all = there.get("GPU", 0.0)
     gpus = gpus if gpus is not None else min(of_all, 1.0)
     most = int(of_all / gpus) if gpus else int(there.get("CPU", 1.0))
@@ -157,7 +155,7 @@ def _run(job: Job, parts: Sequence[Part], count: int, gpus: float) -> Iterator[D
     context.enable_progress_bars = False
 
     class Worker:
-        """Makes the file of one part at a time; the model is loaded with the first."""
+        """Loads the model with its first part."""
 
         def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
             return {"done": [job.answer(each) for each in rows["part"]]}

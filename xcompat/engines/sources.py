@@ -1,4 +1,4 @@
-"""What is read: a table of any kind, in parts that every worker reads alike."""
+"""Input tables, split into the same parts for every worker."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PART_ROWS = 65_536
-"""Rows of a part, about."""
+"""Approximate rows per part."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that lie together, and become one file.
+    """Consecutive rows for one output file.
 
     Args:
-        number: of the part, from 0.
-        file: what they are in: a file of the source, or a table.
-        first: the number of its first row in there.
-        rows: how many it has.
-        groups: the first row group and the one after the last, where the file has such.
-        state: what tells the file from a later one in its place; empty where the source keeps versions.
+        number: part number, from 0.
+        file: input file or table.
+        first: index of the first row in it.
+        rows: number of rows.
+        groups: first row group and end, if any.
+        state: size and time of the file, empty if the source has versions.
     """
 
     number: int
@@ -37,40 +37,40 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Return the name of the file that it becomes."""
+        """Return the name of the output file."""
         return f"part-{self.number:06}{PARQUET}"
 
 
 class Reader(Protocol):
-    """Reads the rows of parts; it pickles, and any worker that sees the source can use it."""
+    """Reader of parts. It pickles for workers."""
 
     def blocks(self, part: Part, wanted: Callable[[Sequence[str]], list[str]], rows: int) -> Iterator[pa.RecordBatch]:
         """Read a part, always in the same blocks.
 
         Args:
-            part: what is read.
-            wanted: chooses columns by the names of those that are there.
-            rows: of a block, at most.
+            part: the part.
+            wanted: selects from the available column names.
+            rows: maximum rows per block.
 
         Yields:
-            Blocks in order, with the columns that were chosen.
+            Blocks with the selected columns, in order.
 
         Raises:
-            XcompatError: the source has changed, or cannot be read.
+            XcompatError: the source is unreadable or has changed.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """A table, and the work that it is.
+    """Table split into parts.
 
     Args:
-        uri: by which the very same rows are found again, if the source keeps versions.
-        schema: of the rows.
-        parts: the work.
-        digest: of what tells these rows from others, such as names, sizes and dates of files.
-        reader: of the rows.
+        uri: address, with the version if there is one.
+        schema: schema of the rows.
+        parts: parts in order.
+        digest: identifies the rows, e.g. by file names, sizes and times.
+        reader: reads the rows.
     """
 
     uri: str
@@ -86,16 +86,16 @@ class Source:
 
 
 def cut(number: int, file: str, state: str, pieces: Iterable[int]) -> Iterator[Part]:
-    """Cut what is read as a whole into parts of about :data:`PART_ROWS` rows.
+    """Group row groups into parts of about :data:`PART_ROWS` rows.
 
     Args:
-        number: of the first part.
-        file: what the rows are in.
-        state: of the file.
-        pieces: rows of each piece, of which none is cut: row groups.
+        number: number of the first part.
+        file: file with the rows.
+        state: size and time of the file.
+        pieces: rows per row group. They are not split.
 
     Yields:
-        Parts that have rows, in order.
+        Non-empty parts in order.
     """
     begun, first, rows, piece = 0, 0, 0, -1
     for piece, more in enumerate(pieces):

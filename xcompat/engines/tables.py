@@ -1,4 +1,4 @@
-"""A model as a function from Arrow tables to Arrow tables, which engines send to other processes and machines."""
+"""Models as functions of Arrow tables."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Reads = Literal["vectors", "texts", "images"]
-"""What a model is given: an old model's vectors, texts, or pictures (bytes, paths, or both as ``datasets`` stores them)."""
+"""Kind of input: old vectors, texts, or images (bytes, paths, or both as in ``datasets``)."""
 Dtype = Literal["float32", "float16"]
 EMBEDDING = EMBEDDING_COLUMNS[0]
 ROWS: dict[Reads, int] = {"vectors": 8192, "texts": 8192, "images": 512}
-"""Rows that a model is given at a time: the same rows in the same blocks give the same bits."""
+"""Rows per block. Equal blocks give equal bits."""
 
 
 @dataclass(frozen=True)
 class TableModel:
-    """A model as a function of Arrow tables; it pickles as the model's name, and loads the model where it is first called.
+    """Function of Arrow tables that maps or embeds a column. It pickles as the model's name and loads it on first use.
 
     Args:
-        source: the model; every machine must find the same files, or the same repository of the Hub, under its name.
-        reads: what the column holds.
-        column: what is read of a table.
-        made: what it makes; a machine that finds another model under the name refuses.
-        dim: D, of what it makes.
-        dtype: of what it makes. It always computes in float32, also from float16.
+        source: the model, with the same files or Hub repository on every machine.
+        reads: kind of input.
+        column: input column.
+        made: expected fingerprint.
+        dim: D, output dimension.
+        dtype: output dtype. It computes in float32.
 
     Example:
         ``ray.data.read_parquet(uri).map_batches(TableModel.open("runs/fct", "vectors"), batch_format="pyarrow")``
@@ -57,19 +57,19 @@ class TableModel:
 
     @classmethod
     def open(cls, model: str | EncoderSource, reads: Reads, column: str | None = None, dtype: Dtype = "float32") -> Self:
-        """Load a model once, on the CPU, to learn what it makes.
+        """Load a model once on the CPU to read its fingerprint and dimension.
 
         Args:
-            model: a run's folder, a checkpoint, or any model by name. For ``vectors`` it maps galleries.
-            reads: what the column holds.
-            column: its name; ``embedding``, ``text`` or ``image`` unless given.
-            dtype: of what is made.
+            model: run folder, checkpoint or model name. For ``vectors`` it must map galleries.
+            reads: kind of input.
+            column: input column, default ``embedding``, ``text`` or ``image``.
+            dtype: output dtype.
 
         Returns:
             The function.
 
         Raises:
-            XcompatError: there is no such model, or it does not take what the column holds.
+            XcompatError: the model does not exist or does not fit the input.
         """
         source = anywhere(EncoderSource(name=model) if isinstance(model, str) else model)
         known = {"vectors": EMBEDDING, "texts": "text", "images": IMAGE}
@@ -79,14 +79,14 @@ class TableModel:
 
     @property
     def field(self) -> pa.Field:
-        """Return the column that it makes: ``embedding``, lists of D numbers."""
+        """Return the output field: ``embedding``, lists of D numbers."""
         import pyarrow as pa
 
         return pa.field(EMBEDDING, pa.list_(pa.float32() if self.dtype == "float32" else pa.float16(), self.dim))
 
     @property
     def texts_cut(self) -> int:
-        """Return how many texts were too long for the model so far, in this process."""
+        """Return the number of texts truncated so far in this process."""
         model = self._model()
         return model.processor.count_truncated if isinstance(model, Embedder) else 0
 
@@ -94,16 +94,14 @@ class TableModel:
         """Map or embed a column.
 
         Args:
-            table: N rows; its other columns may be anything.
+            table: N rows. Other columns stay.
 
         Returns:
-            The table with the column ``embedding``, which replaces one of this name: (N, D), L2-normalised. A picture that cannot
-            be read has none.
+            The table with a new ``embedding`` column: (N, D), L2-normalised, null for unreadable images.
 
         Raises:
-            XcompatError: the column is missing or of another kind, or a row has nothing in it, or a vector that is not finite,
-                zero, or of another length than the model takes, or the model makes something that is not finite of it.
-            FingerprintMismatchError: another model lies here under the name.
+            XcompatError: the column is missing or unsuitable, a row is empty, or a vector or embedding is not usable.
+            FingerprintMismatchError: this machine has another model under the name.
         """
         import pyarrow as pa
 
@@ -137,12 +135,10 @@ class TableModel:
         where, dim = f"column {self.column!r}", mapping.model.config.old["dim"]
         missing = np.flatnonzero(batch.column(0).is_null().to_numpy(zero_copy_only=False))
         if len(missing):
-            raise XcompatError(f"row {before + missing[0] + 1:,} of {where} has no embedding; leave such rows out")
+            raise XcompatError(f"row {before + missing[0] + 1:,} of {where} has no embedding; remove such rows")
         rows_ND = rows_of_batch(where, before + 1, batch.rename_columns([EMBEDDING, *batch.schema.names[1:]]))
         if rows_ND.shape[1] != dim:
-            raise XcompatError(
-                f"{where} has vectors of {rows_ND.shape[1]} dimensions, and {self.source.name} maps those of {dim}"
-            )
+            raise XcompatError(f"{where} has {rows_ND.shape[1]} dimensions, but {self.source.name} maps vectors with {dim}")
         rows_ND = rows_ND.astype(np.float32, copy=not rows_ND.flags.writeable)
         return mapping(checked_embeddings(rows_ND, "cosine", lambda row: f"{where} row {before + row + 1:,}"))
 
@@ -151,10 +147,10 @@ class TableModel:
 
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if kind_of(kind) not in {"texts": ("text",), "images": ("text", "image")}[self.reads]:
-            raise XcompatError(f"column {self.column!r} is {kind}, which holds no {self.reads}; name another")
+            raise XcompatError(f"column {self.column!r} has type {kind}, not {self.reads}; choose another")
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-            raise XcompatError(f"column {self.column!r} row {before + row + 1:,} has nothing to embed; leave such rows out")
+            raise XcompatError(f"column {self.column!r} row {before + row + 1:,} has nothing to embed; remove such rows")
         return column
 
     def _as_arrow(self, embeds_ND: NDArray[np.float32], unread_N: NDArray[np.bool_], before: int) -> pa.Array:
@@ -163,15 +159,15 @@ class TableModel:
         wrong = np.flatnonzero(~np.isfinite(embeds_ND).all(axis=1) & ~unread_N)
         if len(wrong):
             raise XcompatError(
-                f"column {self.column!r} row {before + int(wrong[0]) + 1:,}: {self.made.name} makes an embedding of it that is "
-                "not finite; leave such rows out, or mend the model"
+                f"column {self.column!r} row {before + int(wrong[0]) + 1:,}: the embedding by {self.made.name} is "
+                "not finite; remove such rows or fix the model"
             )
         values = pa.array(np.ascontiguousarray(embeds_ND, self.dtype).reshape(-1))
         return pa.FixedSizeListArray.from_arrays(values, self.dim, mask=pa.array(unread_N) if unread_N.any() else None)
 
 
 def kind_of(column: pa.DataType) -> Literal["vector", "text", "image", "other"]:
-    """Tell what a column holds by its type; text may be paths of pictures."""
+    """Return the kind of content of a column type. Text can be image paths."""
     import pyarrow as pa
 
     types = pa.types
@@ -184,10 +180,10 @@ def kind_of(column: pa.DataType) -> Literal["vector", "text", "image", "other"]:
 
 
 def _require_towers(model: CompatModel | Embedder, reads: Reads) -> None:
-    """Refuse a model that does not take what a column holds."""
+    """Raise if a model does not support the input."""
     if not isinstance(model, Embedder):
         Mapping(model)
     elif reads == "images":
         model.processor.require_images()
     elif not model.processor.max_length:
-        raise XcompatError(f"{model.name} embeds pictures only, and these are texts; take a model with a text tower")
+        raise XcompatError(f"{model.name} embeds only images, but the input is texts; use a model with a text tower")

@@ -1,4 +1,4 @@
-"""Which engine works, and with how many processes: on parts of files, or on blocks that one process reads and writes."""
+"""Choice of the engine and its workers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
 
 ENGINES = {"ray": "xcompat.engines.ray", "daft": "xcompat.engines.daft"}
-"""Name -> the module whose ``run`` spreads parts over workers."""
+"""Name -> module with ``run``."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Where the work is done.
+    """Engine and its resources.
 
     Args:
-        engine: of :data:`ENGINES`; None for this process, or all those of ``accelerate launch``.
-        count: how many processes; None for one for each GPU of the engine, or else for each core.
-        gpus: of each process, which may be parts of one; None for 1 where there are any.
+        engine: name in :data:`ENGINES`, or None for this process or those of ``accelerate launch``.
+        count: workers, default one per GPU of the engine, else per core.
+        gpus: GPUs per worker, can be fractional. Default 1 if available.
 
     Raises:
-        XcompatError: there is no engine that this is of, or a launcher has started processes too.
+        XcompatError: options need an engine, or a launcher has started processes too.
     """
 
     engine: str | None = None
@@ -40,14 +40,13 @@ class Workers:
     gpus: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
         if self.engine is None and (self.count is not None or self.gpus is not None):
-            raise XcompatError("--workers and --gpus-per-worker are of an engine: name one with --engine")
+            raise XcompatError("--workers and --gpus-per-worker need an engine; choose one with --engine")
         if self.engine is not None and world_size() > 1:
-            raise XcompatError("--engine has workers of its own: leave out accelerate launch, or --engine")
+            raise XcompatError("--engine starts its own workers; use either accelerate launch or --engine")
 
     def run(self, job: Job, parts: Sequence[Part]) -> Iterator[Done]:
-        """Make files of parts, in any order."""
+        """Make the files of parts, in any order."""
         if self.engine is None:
             return map(job, parts)
         run: Callable[..., Iterator[Done]] = import_module(ENGINES[self.engine]).run
@@ -55,24 +54,24 @@ class Workers:
 
     @contextmanager
     def pool(self, name: str, model: CompatModel | Embedder) -> Iterator[Spread | None]:
-        """Start the engine's workers for blocks that go through a model.
+        """Start workers that apply a model to blocks.
 
         Args:
-            name: by which they load it.
-            model: what this process loaded by it.
+            name: name of the model.
+            model: the model in this process.
 
         Yields:
-            What spreads blocks over them; None without an engine.
+            Executor for blocks, or None without an engine.
 
         Raises:
-            XcompatError: the engine takes files alone.
+            XcompatError: the engine only supports files.
         """
         if self.engine is None:
             yield None
         elif self.engine != "ray":
             raise XcompatError(
-                f"--engine {self.engine} makes files of files, and here one process reads and writes, in order: "
-                "take --engine ray, or accelerate launch"
+                f"--engine {self.engine} only works with files, but this command reads and writes in one process; "
+                "use --engine ray or accelerate launch"
             )
         else:
             from xcompat.engines.models import NamedModel

@@ -1,4 +1,4 @@
-"""Exact retrieval metrics, bootstrap intervals, and the criterion of backward compatibility."""
+"""Exact retrieval metrics, bootstrap intervals and the backward compatibility criterion."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name; importing its module, and torch, waits for its first use
     for module, names in _PLACES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""The results of an evaluation: cases, differences and the verdict."""
+"""Results of an evaluation: cases, differences and the verdict."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ IMAGE_TO_TEXT = "image-to-text"
 TEXT_TO_IMAGE = "text-to-image"
 TEXT_TO_TEXT = "text-to-text"
 VERIFICATION = "verification"
-"""Direction of pairs of templates, each verified by itself (1:1)."""
+"""Direction of 1:1 verification of template pairs."""
 IDENTIFICATION = "identification"
-"""Direction of templates that search a gallery of templates (1:N)."""
+"""Direction of 1:N search in a gallery of templates."""
 OLD_WITH_MEMORY = "old+memory"
-"""Query side of a case: old queries with a metric and a memory like those of the new ones."""
+"""Query side: old queries with the same metric and memory as the new ones."""
 WITHOUT_MEMORY = "without memory"
-"""Query side of a case: new queries without metric and memory, or on a gallery that was mapped without memory."""
+"""Query side: new queries without metric and memory, or on a gallery mapped without memory."""
 NEW_WITH_MEMORY = "new+memory"
-"""Both sides of a case: queries and gallery of the new model, with a memory like that of a mapped gallery."""
+"""Both sides: queries and gallery of the new model, with the kind of memory of a mapped gallery."""
 RERANKED = "new+rerank"
-"""Query side of a case: new queries whose first hits the new model scores again, by its own embeddings of both."""
+"""Query side: new queries whose first hits the new model re-ranks with its own embeddings."""
 ALONE = "new alone"
-"""Query side of a case: new queries of a map that was chosen to search half-way with the old model's, without these."""
+"""Query side: new queries alone, of a map that mixes them with old queries."""
 SENT = ("new", "slerp", ALONE, RERANKED)
-"""Kinds of new queries that a service may send to the old gallery."""
+"""Kinds of new queries that a service can send to the old gallery."""
 BACKFILLED = "backfilled"
-"""Gallery side of a case: the old gallery after a backfill, all of it re-embedded in the form in which galleries store it."""
+"""Gallery side: the old gallery after a complete backfill, in the form that galleries store."""
 MAPPED = "mapped"
-"""Both sides of a case: old queries and the old gallery, mapped towards the new model."""
+"""Both sides: old queries and old gallery, mapped towards the new model."""
 OF_MODELS = frozenset({"old", "new", "independent", "new_view", RERANKED, ALONE})
-"""Names that no extra model may have, as they name one of the five cases."""
+"""Reserved names, not available to extra models."""
 ALL, KNOWN, NEW, NEW_IN_WHOLE = "all", "known", "new", "new in the whole gallery"
-"""Populations of queries: all; of learned classes; of new classes; of new classes in a gallery with the learned items."""
+"""Query populations: all, of training classes, of new classes, of new classes in a gallery with training items."""
 POPULATIONS = (ALL, KNOWN, NEW, NEW_IN_WHOLE)
 FLIP_METRIC = "negative_flip_rate@1"
 ZERO_SHOT = "zero_shot"
@@ -48,7 +48,7 @@ ValueKey = tuple[str, str, str, str]
 
 
 def zero_shot_metric(name: str) -> str:
-    """Return what a zero-shot classification measures, of images by a name, or of the only ones without a name.
+    """Return the metric of a zero-shot classification with this name.
 
     Example:
         >>> zero_shot_metric("sketch"), zero_shot_metric("")
@@ -58,7 +58,7 @@ def zero_shot_metric(name: str) -> str:
 
 
 def is_zero_shot(metric: str) -> bool:
-    """Return whether a metric is that of a zero-shot classification.
+    """Return whether a metric belongs to a zero-shot classification.
 
     Example:
         >>> is_zero_shot("zero_shot@1"), is_zero_shot("zero_shot:sketch@1"), is_zero_shot("recall@1")
@@ -69,18 +69,18 @@ def is_zero_shot(metric: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a report: queries of one model against the gallery of another, in one direction.
+    """One row of a report: queries of one model on the gallery of another, in one direction.
 
     Args:
-        query: the model that embeds the queries.
-        gallery: the model that embedded the gallery.
-        direction: ``image-to-text``, ``text-to-image``, ``image-to-image`` or ``text-to-text``; of templates ``verification`` or
+        query: model that embeds the queries.
+        gallery: model that embedded the gallery.
+        direction: ``image-to-text``, ``text-to-image``, ``image-to-image`` or ``text-to-text``; for templates ``verification`` or
             ``identification``.
         n_queries: queries with a match; others are not measured.
-        n_gallery: items in the gallery.
-        metrics: name such as ``recall@1`` -> fraction.
-        ci95: the same names -> 95 % bootstrap interval.
-        population: the queries: :data:`ALL`, :data:`KNOWN`, :data:`NEW` or :data:`NEW_IN_WHOLE`.
+        n_gallery: gallery size.
+        metrics: name, e.g. ``recall@1`` -> fraction.
+        ci95: name -> 95 % bootstrap interval.
+        population: :data:`ALL`, :data:`KNOWN`, :data:`NEW` or :data:`NEW_IN_WHOLE`.
     """
 
     query: str
@@ -94,22 +94,22 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case as ``query/gallery``."""
+        """Name of the case, ``query/gallery``."""
         return f"{self.query}/{self.gallery}"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much better new queries do than old ones on the same gallery: ``new/old`` minus ``old/old``.
+    """Gain of new queries over old ones on the same gallery: ``new/old`` minus ``old/old``.
 
     Args:
         direction: as in :class:`Case`.
-        metric: such as ``recall@10``.
-        mean: the difference.
-        ci95: its 95 % interval by the paired bootstrap.
-        queries_needed: how many queries an interval beside zero takes, as
-            :func:`~xcompat.evaluation.intervals.queries_needed` estimates it; None if there is no estimate.
-        population: the queries, as in :class:`Case`.
+        metric: e.g. ``recall@10``.
+        mean: mean difference.
+        ci95: its 95 % interval from the paired bootstrap.
+        queries_needed: number of queries needed to exclude zero (:func:`~xcompat.evaluation.intervals.queries_needed`); None
+            without an estimate.
+        population: as in :class:`Case`.
     """
 
     direction: str
@@ -121,28 +121,28 @@ class Difference:
 
     @property
     def outcome(self) -> Outcome:
-        """Whether new queries find more than old ones by more than luck of the test set, less, or it cannot be told."""
+        """Whether new queries find significantly more than old ones, less, or neither."""
         return outcome_of(*self.ci95)
 
 
 def overall_outcome(differences: Sequence[Difference]) -> Outcome:
-    """Return what of a verdict is more than luck of the test set.
+    """Return the statistical outcome of all differences together.
 
-    It is better if every interval lies above zero, as a yes takes them all; worse if one lies below, as one failure is enough
-    for a no (of many comparisons, one lies below by luck oftener than each in its 2.5 %); else it cannot be told.
+    "better" needs every interval above zero, "worse" a single one below. With many comparisons, chance causes that more often
+    than the 2.5 % of each.
     """
     outcomes = {each.outcome for each in differences}
     return "worse" if "worse" in outcomes else "better" if outcomes == {"better"} else "cannot tell"
 
 
 def hangs_on(differences: Sequence[Difference]) -> Difference | None:
-    """Return the comparison by whose ``queries_needed`` an outcome would be told.
+    """Return the comparison whose ``queries_needed`` would settle an open outcome.
 
-    Were means and spreads of these queries the true ones, that is the first that shows that new queries are worse, or, if none of
-    the open ones would, the last that shows that they are better.
+    With means and spreads taken as the true values, this is the first comparison to show a loss. Without losses, it is the last
+    to show a gain.
 
     Returns:
-        The comparison; None if the outcome is told already, or a comparison that it hangs on has no estimate.
+        The comparison; None if the outcome is settled, or a comparison that decides has no estimate.
     """
     if overall_outcome(differences) != "cannot tell":
         return None
@@ -159,9 +159,9 @@ class Criterion:
     """The verdict.
 
     Args:
-        backward_compatible: ``new/old > old/old`` for every metric in every direction, for every population of queries.
-        new_model_not_hurt: ``new/new >= independent/independent`` over all queries; None if one of them was not evaluated.
-        failed: one line per comparison that failed, of either verdict.
+        backward_compatible: ``new/old > old/old`` for every metric, direction and query population.
+        new_model_not_hurt: ``new/new >= independent/independent`` over all queries; None if not measured.
+        failed: one line per failed comparison of either verdict.
         differences: ``new/old - old/old`` per direction, population and metric.
     """
 
@@ -175,13 +175,13 @@ Keeps = Literal["matches", "hits"]
 
 
 class Threshold(NamedTuple):
-    """A score at which a service may cut off, in place of an old threshold.
+    """Score threshold for a service, in place of an old threshold.
 
     Args:
-        query: the queries, such as ``new`` or ``new+rerank``.
-        direction: of the search.
-        keeps: what stays as it was: the share of true ``matches`` at or above the threshold, or the number of ``hits``.
-        score: the new threshold; None if these queries cannot keep as many.
+        query: kind of queries, e.g. ``new`` or ``new+rerank``.
+        direction: search direction.
+        keeps: the quantity that stays the same: share of true ``matches`` or number of ``hits`` at or above the threshold.
+        score: new threshold; None if these queries cannot keep the quantity.
         ci95: its 95 % interval over queries; None without a threshold.
         matches: share of the true matches at or above it.
         hits: items per query at or above it.
@@ -197,13 +197,13 @@ class Threshold(NamedTuple):
 
 
 class BackfillLoss(NamedTuple):
-    """A metric on which new queries find less after a complete backfill than on the untouched gallery.
+    """Metric on which new queries find less after a complete backfill than before it.
 
     Args:
         direction: as in :class:`Case`.
-        metric: such as ``recall@10``.
-        before: on the untouched gallery, or on the mapped one.
-        after: on the re-embedded gallery.
+        metric: e.g. ``recall@10``.
+        before: value on the untouched or mapped gallery.
+        after: value on the re-embedded gallery.
     """
 
     direction: str
@@ -213,10 +213,10 @@ class BackfillLoss(NamedTuple):
 
 
 def backfill_losses(cases: Iterable[Case]) -> list[BackfillLoss]:
-    """Return the metrics on which ``new/backfilled`` (``new/new`` where that is not measured) is below ``new/old``.
+    """Return the metrics on which ``new/backfilled`` (or else ``new/new``) is below ``new/old``.
 
     Args:
-        cases: of one evaluation.
+        cases: cases of one evaluation.
     """
     table = {(case.label, case.direction): case.metrics for case in cases if case.population == ALL}
     losses = []
@@ -232,16 +232,16 @@ def backfill_losses(cases: Iterable[Case]) -> list[BackfillLoss]:
 
 
 class Failed(NamedTuple):
-    """A comparison that failed.
+    """Failed comparison.
 
     Args:
         direction: as in :class:`Case`.
-        metric: such as ``recall@10``.
+        metric: e.g. ``recall@10``.
         case: ``new/old`` or ``new/new``.
-        value: what it reaches.
-        than: the case that it is held against.
-        floor: what that reaches.
-        population: the queries, as in :class:`Case`.
+        value: result of this case.
+        than: case to compare with.
+        floor: result of that case.
+        population: as in :class:`Case`.
     """
 
     direction: str
@@ -254,7 +254,7 @@ class Failed(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """How the two compare; new queries must find more than old ones, the new model alone no less than before."""
+        """Relation of value to floor: new queries must beat old ones, and the new model must not fall."""
         return "<=" if self.case == "new/old" else "<"
 
 
@@ -262,10 +262,10 @@ def failed_comparisons(cases: Iterable[Case]) -> list[Failed]:
     """Compare ``new/old`` with ``old/old``, then ``new/new`` with ``independent/independent``, metric by metric.
 
     Args:
-        cases: of one evaluation.
+        cases: cases of one evaluation.
 
     Returns:
-        What failed; negative flips are not judged, as they compare with old/old, which has none.
+        The failures. Negative flips are not judged, as old/old has none to compare with.
     """
     table = {
         (case.label, case.direction, case.population, metric): value for case in cases for metric, value in case.metrics.items()
@@ -286,19 +286,19 @@ def failed_comparisons(cases: Iterable[Case]) -> list[Failed]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The whole result of an evaluation.
+    """Complete result of an evaluation.
 
     Args:
         cases: one per (query, gallery, direction), zero-shot cases last.
         criterion: the verdict.
         ranks: (query, gallery, direction) -> int64 ``(Q,)`` of :func:`xcompat.evaluation.first_hit_ranks`, for recall curves.
-        dropped: direction -> number of queries that are left out because they have no match.
-        notes: remarks for the reader, one sentence each.
-        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out.
-        clusters: direction -> int64 ``(Q,)``, equal for queries about one item, which the bootstrap draws together; a direction
-            without an entry has no clusters.
-        confidence: direction -> float32 ``(Q,)``, the new queries' confidence that they find no less than the old ones; NaN for
-            queries left out, and empty if the model has no confidence.
+        dropped: direction -> number of queries without a match, which are excluded.
+        notes: notes for the reader, one sentence each.
+        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for excluded queries.
+        clusters: direction -> int64 ``(Q,)``, equal for queries about one item, which the bootstrap draws together; no entry
+            without clusters.
+        confidence: direction -> float32 ``(Q,)`` confidence that new queries find no less than old ones; NaN for excluded
+            queries. Empty without a confidence model.
         thresholds: an old threshold carried over to new queries; empty if none was given.
     """
 

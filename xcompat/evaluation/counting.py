@@ -1,4 +1,4 @@
-"""Count the gallery items that score at least as high as each positive: ranks without sorting a ranking."""
+"""Counts of gallery items at or above each positive: ranks without sorting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xcompat.evaluation.labelled import LabelledPairs
 from xcompat.evaluation.scores import SCORE_BITS, blocks, sort_keys, sorted_keys, true_places
 
 _MOST_ROWS = 2 ** (62 - SCORE_BITS)
-_TILE = {"cpu": 2**18, "cuda": 2**22}  # scores counted together: as many as fit a core's cache, or fill a GPU
+_TILE = {"cpu": 2**18, "cuda": 2**22}  # scores per step: fits a core's cache, or fills a GPU
 _BUCKETS_PER_POSITIVE = 32
 _BUCKETS = (64, 16384)
 
@@ -19,17 +19,17 @@ _BUCKETS = (64, 16384)
 def count_at_least(
     pairs: LabelledPairs, rows_B: np.ndarray, scores_N: torch.Tensor, owners_N: torch.Tensor, positives_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return how many gallery items of any class score at least as high as each positive does for its owner.
+    """Count the gallery items that score at least as high as each positive does for its query.
 
     Args:
         pairs: queries and gallery.
-        rows_B: row numbers of queries.
-        scores_N: float64 exact scores of their positives, by owner, then ascending.
-        owners_N: int64, the query of each positive as a position in ``rows_B``, ascending.
-        positives_B: int64, the number of positives of each query, at least 1.
+        rows_B: query rows.
+        scores_N: float64 exact scores of their positives, by query, then ascending.
+        owners_N: int64 query of each positive, as a position in ``rows_B``, ascending.
+        positives_B: int64 positives per query, at least 1.
 
     Returns:
-        int64 ``(N,)``, the positive itself counted.
+        int64 ``(N,)``, including the positive itself.
     """
     ends = [0, *positives_B.cumsum(0).tolist()]
     fewest, most = _BUCKETS
@@ -45,21 +45,21 @@ def count_at_least(
 
 
 def _count_in_tile(scores_RC: torch.Tensor, positives_N: torch.Tensor, owners_N: torch.Tensor, n_buckets: int) -> torch.Tensor:
-    """Count the scores at or above each positive of its row without sorting the row.
+    """Count the scores at or above each positive of its row, without sorting the row.
 
-    Each row is cut into buckets of equal width from its lowest positive to its highest. The bucket of a score decides whether it
-    is above or below the positives of other buckets. Only scores in the bucket of a positive, a few per cent, are sorted.
+    Each row is cut into equal buckets from its lowest to its highest positive. Only scores in the bucket of a positive, a few per
+    cent, are sorted; buckets decide the others.
     """
     n_rows, n_columns = scores_RC.shape
     n_R = torch.bincount(owners_N, minlength=n_rows)
     last_R = n_R.cumsum(0)
     lowest_R, highest_R = positives_N[last_R - n_R], positives_N[last_R - 1]
     width_R = ((highest_R - lowest_R) / (n_buckets - 4)).ceil().clamp(min=1)
-    origin_R = lowest_R - 2 * width_R  # scores below all positives fall into buckets without a positive
+    origin_R = lowest_R - 2 * width_R  # so scores below all positives share no bucket with one
     first_R = torch.arange(0, n_rows * n_buckets, n_buckets, dtype=torch.int32, device=scores_RC.device)
 
     def buckets(scores: torch.Tensor, rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        # Each single step is monotonic in a row and rounds equal scores alike; a fused kernel might not.
+        # Each step is monotonic in a row and rounds equal scores alike; a fused kernel might not.
         steps = (scores - rows(origin_R)).mul_(rows(1 / width_R)).clamp_(0, n_buckets - 1)
         return steps.to(torch.int32).add_(rows(first_R))
 
@@ -73,8 +73,8 @@ def _count_in_tile(scores_RC: torch.Tensor, positives_N: torch.Tensor, owners_N:
     undecided = true_places(shared.index_select(0, bucket_RC))
     rows = undecided // n_columns
     keys = sort_keys(scores_RC.reshape(-1).index_select(0, undecided), rows)
-    # In the merged order, a positive's position minus the positives before it counts the scores below it. That includes all
-    # undecided scores of earlier rows; the cumulative sum below accounts for them.
+    # A positive's merged position minus the positives before it counts the scores below it.
+    # That includes undecided scores of earlier rows; the cumulative sum below corrects for them.
     merged = sorted_keys(torch.cat([keys * 2 + 1, sort_keys(positives_N, owners_N) * 2]))
     below_N = true_places(merged & 1 == 0) - torch.arange(len(owners_N), device=merged.device)
     return above_N + torch.bincount(rows, minlength=n_rows).cumsum_(0).index_select(0, owners_N) - below_N

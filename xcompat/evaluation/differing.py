@@ -1,4 +1,4 @@
-"""Which queries gained and which lost between two models, from the ranks of their first matches."""
+"""Queries that gained or lost between two models, by the rank of their first match."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Order = Literal["lost", "gained"]
 
 
 class Differing(NamedTuple):
-    """Queries, sorted.
+    """Sorted queries.
 
     Args:
-        rows_q: int64 numbers of the queries that were judged: those that lost most or gained most come first.
-        flips: how many of the first are right at the first place with one model and wrong with the other.
+        rows_q: int64 rows of the evaluated queries, largest loss or gain first.
+        flips: number of leading queries that are right at the first place with only one of the models.
     """
 
     rows_q: np.ndarray
@@ -22,14 +22,14 @@ class Differing(NamedTuple):
 
 
 def differing(old_Q: np.ndarray, new_Q: np.ndarray, order: Order) -> Differing:
-    """Sort queries by what a new model lost or gained; what flipped at the first place comes first.
+    """Sort queries by their loss or gain with a new model; flips at the first place come first.
 
-    A first match that falls from place 1 to 4 lost as much as one that falls from 10 to 40: places are looked at from the top.
+    Ranks are compared on a log scale: falling from place 1 to 4 counts as much as from 10 to 40.
 
     Args:
-        old_Q: ``(Q,)`` ranks of :func:`xcompat.evaluation.first_hit_ranks` with the old model, -1 for queries left out.
-        new_Q: the same with the new model.
-        order: what comes first.
+        old_Q: ``(Q,)`` ranks of :func:`xcompat.evaluation.first_hit_ranks` with the old model, -1 for excluded queries.
+        new_Q: ranks with the new model.
+        order: ``lost`` or ``gained`` first.
 
     Example:
         >>> differing(np.array([0, 9, 3, -1]), np.array([3, 99, 0, -1]), "lost")

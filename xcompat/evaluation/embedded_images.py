@@ -1,4 +1,4 @@
-"""One model's embeddings of labelled images: the queries, and the gallery that they search."""
+"""One model's embeddings of labelled images: queries and the gallery that they search."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LearnedItems:
 
     Args:
         classes: their classes.
-        embeds_LD: ``(L, D)`` embeddings of some of them by the model whose gallery is searched; None to search without them.
-        labels_L: the class of each of these.
+        embeds_LD: ``(L, D)`` embeddings of some of them by the gallery's model; None to search without them.
+        labels_L: class of each embedding.
     """
 
     classes: frozenset[Hashable]
@@ -41,22 +41,22 @@ class LearnedItems:
 
 @dataclass(frozen=True)
 class EmbeddedImages:
-    """One model's embeddings of labelled queries and of a labelled gallery.
+    """One model's embeddings of labelled queries and a labelled gallery.
 
     Args:
-        name: the model's name, for people.
-        fingerprint: the model's identity.
-        query_embeds_QD: ``(Q, D)`` embeddings of the queries.
-        gallery_embeds_GD: ``(G, D)`` embeddings of the gallery; it may hold the queries, and no query finds itself.
+        name: display name.
+        fingerprint: model identity.
+        query_embeds_QD: ``(Q, D)`` query embeddings.
+        gallery_embeds_GD: ``(G, D)`` gallery embeddings. The gallery can contain the queries; a query does not find itself.
         query_ids: Q hashables, one per image.
         gallery_ids: G hashables.
         query_labels: Q classes.
         gallery_labels: G classes.
-        query_cameras: Q hashables: what took each image. A query does not find items of its own class and camera, as in
-            re-identification; None if cameras do not matter.
-        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
-        metric: how embeddings are compared: ``cosine``, or ``l2`` for L2 distances.
-        learned: what was learned from; None if that is not known. Then no query is known to be of a new class.
+        query_cameras: Q hashables. A query does not find items of its class and camera, as in re-identification. None to ignore
+            cameras.
+        gallery_cameras: G hashables, or None like ``query_cameras``.
+        metric: ``cosine``, or ``l2`` for L2 distances.
+        learned: training images; None if unknown. Then no query counts as one of a new class.
     """
 
     name: str
@@ -74,36 +74,36 @@ class EmbeddedImages:
 
     @property
     def dim(self) -> int:
-        """Dimensions of the embeddings."""
+        """Embedding dimension."""
         return int(self.gallery_embeds_GD.shape[1])
 
     def require_same_items(self, other: EmbeddedImages, name: str) -> None:
-        """Raise unless the other model, called ``name``, embedded the same items in the same order."""
+        """Raise unless ``other`` embedded the same items in the same order."""
         for what in ("query_ids", "gallery_ids", "query_labels", "gallery_labels", "query_cameras", "gallery_cameras"):
             expected, found = (ids if (ids := getattr(side, what)) is not None else () for side in (self, other))
             if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
                 raise XcompatError(
-                    f"{what} of {name} differ from those of old; embed the same images in the same order with both models"
+                    f"{what} differ between {name} and old; embed the same images in the same order with both models"
                 )
 
     def matrices(self) -> dict[str, Embeddings]:
-        """Return the embeddings of ``queries`` and of the gallery's ``images``."""
+        """Return the embeddings of ``queries`` and gallery ``images``."""
         return {"queries": self.query_embeds_QD, "images": self.gallery_embeds_GD}
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedImages:
-        """Return the same items with other embeddings; learned items have none in their space."""
+        """Return the same items with other embeddings, without learned items."""
         return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"], learned=None)
 
     def queries_alone(self) -> EmbeddedImages:
-        """Return all of them: its gallery is often its queries."""
+        """Return all embeddings, as the gallery often is the queries."""
         return self
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return masks of the queries and of the gallery items that could be read."""
+        """Return masks of the readable queries and gallery items."""
         return tuple(np.isfinite(as_rows(embeds, kind)[:, 0]) for kind, embeds in self.matrices().items())
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedImages:
-        """Return only the queries and gallery items for which the masks are True."""
+        """Keep the queries and gallery items selected by the masks."""
         kept_Q, kept_G = masks
         if kept_Q.all() and kept_G.all():
             return self
@@ -121,7 +121,7 @@ class EmbeddedImages:
         )
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Return the one direction: images search images; a second time in the whole gallery if learned items are known."""
+        """Return image-to-image search, a second time with the learned items if they are known."""
         without_match = "queries have no image of their class in the gallery"
         ks, n_gallery, n_searched = ks or _KS, len(self.gallery_embeds_GD), self._most_searched()
         kept, notes = telling_cut_offs(IMAGE_TO_IMAGE, "cmc", ks, n_gallery, n_searched)
@@ -137,18 +137,16 @@ class EmbeddedImages:
         return directions
 
     def _clusters(self) -> np.ndarray | None:
-        """Return the class of each query, as what a bootstrap draws; None for a single class, of which there is no draw."""
+        """Bootstrap clusters: the class of each query; None for a single class."""
         codes_Q, _ = id_codes(as_ids(self.query_labels, len(self.query_embeds_QD), "query labels"), ())
         return codes_Q if codes_Q.max(initial=0) > 0 else None
 
     def _of_new_classes(self) -> np.ndarray:
-        """Return a mask of the queries whose class was not learned from."""
         assert self.learned is not None
         labels = as_ids(self.query_labels, len(self.query_embeds_QD), "query labels")
         return np.array([label not in self.learned.classes for label in labels], bool)
 
     def _with_learned(self) -> EmbeddedImages:
-        """Return the same queries with a gallery that holds the learned items too."""
         learned, gallery_GD = self.learned, as_rows(self.gallery_embeds_GD, "images")
         assert learned is not None and learned.embeds_LD is not None
         ids = [("learned", row) for row in range(len(learned.embeds_LD))]
@@ -162,14 +160,14 @@ class EmbeddedImages:
         )
 
     def _most_searched(self) -> int:
-        """Return the most gallery items that count for a query with a match: its own do not, nor its class's of its camera."""
+        """Return the most gallery items that count for a query with a match."""
 
         def rows(side: str, n_rows: int, what: Sequence[str]) -> list[tuple[Any, ...]]:
             named = (f"{side}_{each}" for each in what)
             return list(zip(*(as_ids(getattr(self, name), n_rows, name) for name in named), strict=True))
 
         def alike(*what: str) -> np.ndarray:
-            """Return how many gallery items equal each query in all of these."""
+            """Return how many gallery items equal each query in all fields."""
             counts = Counter(rows("gallery", len(self.gallery_embeds_GD), what))
             return np.array([counts[row] for row in rows("query", len(self.query_embeds_QD), what)])
 
@@ -177,37 +175,37 @@ class EmbeddedImages:
         if self.query_cameras is not None:
             of_camera_Q = alike("labels", "cameras") - alike("labels", "cameras", "ids")
             n_Q, matches_Q = n_Q - of_camera_Q, matches_Q - of_camera_Q
-        return int(n_Q[matches_Q > 0].max(initial=0)) or len(self.gallery_embeds_GD)  # no match at all is said when ranked
+        return int(n_Q[matches_Q > 0].max(initial=0)) or len(self.gallery_embeds_GD)  # without any match, ranking raises
 
     def compared(self, gallery: EmbeddedImages) -> tuple[Embeddings, Embeddings]:
-        """Return the queries, and another model's gallery, as rows that are compared by cosine (:func:`lifted`)."""
+        """Return queries and another model's gallery as rows to compare by cosine (:func:`lifted` for L2)."""
         rows = self.query_embeds_QD, gallery.gallery_embeds_GD
         if self.metric != gallery.metric:
             raise XcompatError(
-                f"{self.name} compares by {self.metric} and {gallery.name} by {gallery.metric}; train both with the same metric"
+                f"{self.name} uses {self.metric} but {gallery.name} uses {gallery.metric}; train both with the same metric"
             )
         return lifted(*rows) if self.metric == "l2" and rows[0].shape[1] == rows[1].shape[1] else rows
 
     def compare(
         self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions, own: EmbeddedImages | None = None
     ) -> Compared:
-        """Return the pairs of queries and gallery images; those of one class are matches."""
+        """Return the pairs of queries and gallery images; equal classes match."""
         queries_QD, gallery_GD = self.compared(gallery)
         queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
         searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
         pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2")
         if self.metric == "l2" and options.threshold is not None:
-            raise XcompatError("a threshold is carried over for cosines, and these embeddings are compared by L2 distance")
+            raise XcompatError("threshold needs cosines, but these embeddings are compared by L2 distance; remove it")
         if own is not None:
             if "l2" in (self.metric, own.metric):
-                raise XcompatError("a re-ranking is evaluated by cosine alone, and these embeddings are compared by L2 distance")
+                raise XcompatError("re-ranking needs cosines, but these embeddings are compared by L2 distance; set rerank to 0")
             pairs = rerank(pairs, own.query_embeds_QD, own.gallery_embeds_GD, options.rerank, options.rerank_weight)
         return Compared(pairs, pairs.are_matches)
 
     def find(
         self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions, own: EmbeddedImages | None = None
     ) -> Found | None:
-        """Rank the gallery images of each query's class, and verify and identify at the rates that are asked for."""
+        """Rank the gallery images of each query's class, and verify and identify at the requested rates."""
         if direction.population == NEW_IN_WHOLE:
             sides = [side for side in (gallery, own) if side is not None]
             if any(side.learned is None or side.learned.embeds_LD is None for side in sides):

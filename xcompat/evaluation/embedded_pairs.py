@@ -1,4 +1,4 @@
-"""One model's embeddings of images with captions: retrieval in both directions, and zero-shot classification."""
+"""One model's embeddings of captioned images, for retrieval in both directions and zero-shot classification."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")
 
 @dataclass(frozen=True)
 class ZeroShot:
-    """One model's embeddings for a zero-shot classification.
+    """One model's embeddings for zero-shot classification.
 
     Args:
         image_embeds_ND: ``(N, D)`` embeddings of labelled images.
@@ -41,16 +41,16 @@ class ZeroShot:
 
 @dataclass(frozen=True)
 class EmbeddedPairs:
-    """One model's embeddings of images with captions.
+    """One model's embeddings of captioned images.
 
     Args:
-        name: the model's name, for people.
-        fingerprint: the model's identity.
-        image_embeds_ND: ``(N, D)`` embeddings.
-        text_embeds_MD: ``(M, D)`` embeddings.
-        image_ids: N hashables; several images may share one.
-        text_ids: M hashables; the id of the image or images that each text describes.
-        zero_shot: the same model's embeddings for a zero-shot classification, or for several by name, if the test set has some.
+        name: display name.
+        fingerprint: model identity.
+        image_embeds_ND: ``(N, D)`` image embeddings.
+        text_embeds_MD: ``(M, D)`` caption embeddings.
+        image_ids: N hashables; images can share an id.
+        text_ids: M hashables: the id of the image or images that each caption describes.
+        zero_shot: embeddings for zero-shot classification, or several by name; None if the test set has none.
     """
 
     name: str
@@ -63,18 +63,18 @@ class EmbeddedPairs:
 
     @property
     def dim(self) -> int:
-        """Dimensions of the embeddings."""
+        """Embedding dimension."""
         return int(self.image_embeds_ND.shape[1])
 
     @property
     def classified(self) -> dict[str, ZeroShot]:
-        """The classifications by name; the name of one without any is empty."""
+        """Zero-shot classifications by name; a single one has an empty name."""
         if isinstance(self.zero_shot, ZeroShot):
             return {"": self.zero_shot}
         return dict(self.zero_shot or {})
 
     def require_same_items(self, other: EmbeddedPairs, name: str) -> None:
-        """Raise unless the other model, called ``name``, embedded the same items in the same order."""
+        """Raise unless ``other`` embedded the same items in the same order."""
         sides: list[tuple[str, Ids, Ids]] = [
             ("image", self.image_ids, other.image_ids),
             ("text", self.text_ids, other.text_ids),
@@ -93,7 +93,7 @@ class EmbeddedPairs:
                     )
 
     def matrices(self) -> dict[str, Embeddings]:
-        """Return the embeddings of ``images``, ``texts``, and of ``zero-shot images`` and ``classes`` if there are such."""
+        """Return embeddings by kind: ``images``, ``texts`` and, if present, ``zero-shot images`` and ``classes``."""
         found = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
         for name, shot in self.classified.items():
             found |= {f"zero-shot images{_of(name)}": shot.image_embeds_ND, f"classes{_of(name)}": shot.class_embeds_CD}
@@ -108,16 +108,16 @@ class EmbeddedPairs:
         return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
 
     def queries_alone(self) -> EmbeddedPairs:
-        """Return all of them: both kinds search each other."""
+        """Return all embeddings, as both sides are queries."""
         return self
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return masks of the images and of the texts that have an embedding."""
+        """Return masks of the images and texts that have an embedding."""
         sides = ((self.image_embeds_ND, "images"), (self.text_embeds_MD, "texts"))
         return tuple(np.isfinite(as_rows(embeds, kind)[:, 0]) for embeds, kind in sides)
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedPairs:
-        """Return only the images and texts for which the masks are True, without captions whose id has no image left."""
+        """Keep the images and texts selected by the masks; drop captions without an image."""
         kept_N, kept_M = masks
         if kept_N.all() and kept_M.all():
             return self
@@ -129,14 +129,14 @@ class EmbeddedPairs:
         return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Return the search of texts by images, of images by texts, and of the classes of each classification by its images."""
+        """Return image-to-text, text-to-image and one direction per zero-shot classification."""
         found = [self._direction(name, ks or _KS) for name in _SIDES]
         for name, shot in self.classified.items():
             found.append(Direction(IMAGE_TO_TEXT, zero_shot_metric(name), (1,), len(shot.class_embeds_CD)))
         return found
 
     def _direction(self, name: str, ks: Sequence[int]) -> Direction:
-        """Return a direction with the cut-offs below the size of the gallery; queries of one id are a cluster."""
+        """Return a direction whose clusters are queries with the same id."""
         (_, query_ids), (_, gallery_ids) = (self._side(side) for side in _SIDES[name])
         n_gallery = len(gallery_ids)
         kept, notes = telling_cut_offs(name, "recall", ks, n_gallery)
@@ -149,7 +149,7 @@ class EmbeddedPairs:
     def find(
         self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions, own: EmbeddedPairs | None = None
     ) -> Found | None:
-        """Rank the captions of each image, the images of each caption, or the classes of each image."""
+        """Rank captions for images, images for captions, or classes for images."""
         if is_zero_shot(direction.metric):
             if own is not None:
                 return None
@@ -167,7 +167,7 @@ class EmbeddedPairs:
     def compare(
         self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions, own: EmbeddedPairs | None = None
     ) -> Compared:
-        """Return the pairs of images and captions; those of one id are matches."""
+        """Return the pairs of images and captions; equal ids match."""
         asks, searched = _SIDES[direction.name]
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
         pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), options.chunk_size)
@@ -180,5 +180,4 @@ class EmbeddedPairs:
 
 
 def _of(name: str) -> str:
-    """Return what tells the images and classes of one classification from those of others."""
     return f" of {name}" if name else ""

@@ -1,4 +1,4 @@
-"""One model's embeddings of images that make templates: pairs of these are verified, and subjects identified (IJB-C)."""
+"""One model's embeddings of image templates, for verification and identification of subjects (IJB-C)."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from xcompat.evaluation.verification import at_rate, bars_of_pairs, bars_of_sear
 _KS = (1, 5, 10)
 _FARS, _FPIRS = (1e-4,), (1e-2,)
 _ROWS = 256
-"""Templates whose pairs are scored together."""
-_NAMED = 5  # most templates that a message names
+"""Templates per block of scored pairs."""
+_NAMED = 5  # most templates named in a message
 _IMAGES = 2**16
-"""Most images, but for one template, whose embeddings are held in float64."""
+"""Most images in float64 at once, except for larger templates."""
 
 
 @dataclass(frozen=True)
 class TemplateProtocol:
-    """Templates of images, and what is done with them.
+    """Templates of images, with the pairs to verify and the probes to identify.
 
     Args:
-        templates_N: int64 ``(N,)`` the template of each image, from 0 to T - 1.
-        media_N: int64 ``(N,)`` its medium: frames of one video share theirs.
+        templates_N: int64 ``(N,)`` template of each image, from 0 to T - 1.
+        media_N: int64 ``(N,)`` medium of each image; frames of one video share theirs.
         pairs_P2: int64 ``(P, 2)`` templates to verify, the enrolled one first; None for no verification.
-        same_P: bool ``(P,)`` whether they are of one subject.
-        gallery_G: int64 ``(G,)`` templates that are searched; None for no identification.
-        gallery_subjects_G: int64 ``(G,)`` whose they are.
-        probes_Q: int64 ``(Q,)`` templates that are searched for.
-        probe_subjects_Q: int64 ``(Q,)`` whose they are.
-        is_open: whether subjects are searched for that the gallery lacks, as it is meant to be. Else there are no impostors, and
-            the threshold of identification is that of all wrong items.
-        n_lost: templates that were left out, as none of their images can be read.
-        names_T: int64 ``(T,)`` what messages call the templates; None: by their numbers.
+        same_P: bool ``(P,)``, True for pairs of one subject.
+        gallery_G: int64 ``(G,)`` gallery templates; None for no identification.
+        gallery_subjects_G: int64 ``(G,)`` their subjects.
+        probes_Q: int64 ``(Q,)`` probe templates.
+        probe_subjects_Q: int64 ``(Q,)`` their subjects.
+        is_open: whether some probes are impostors, i.e. their subject is not in the gallery. Without impostors, all wrong items
+            set the threshold of identification.
+        n_lost: number of templates dropped because none of their images is readable.
+        names_T: int64 ``(T,)`` names of the templates in messages; None for their numbers.
     """
 
     templates_N: NDArray[np.int64]
@@ -65,17 +65,17 @@ class TemplateProtocol:
 
     @property
     def n_templates(self) -> int:
-        """T, the number of templates."""
+        """Number of templates, T."""
         return int(self.templates_N.max()) + 1
 
     def keep(self, mask_N: NDArray[np.bool_]) -> TemplateProtocol:
-        """Return the same templates of fewer images; those that have none any more are left out of every list.
+        """Keep some images; drop templates without images from every list.
 
         Args:
-            mask_N: bool ``(N,)`` the images that are kept.
+            mask_N: bool ``(N,)``, True for images to keep.
 
         Raises:
-            XcompatError: naming the templates without which a list has nothing left to measure.
+            XcompatError: a list has nothing left to measure. The error names the lost templates.
         """
         left_N, given_T = self.templates_N[mask_N], np.unique(self.templates_N)
         there_T = np.zeros(self.n_templates, dtype=bool)
@@ -91,13 +91,13 @@ class TemplateProtocol:
             names = ", ".join(map(str, (lost_T if self.names_T is None else self.names_T[lost_T])[:_NAMED].tolist()))
             more = f" and {len(lost_T) - _NAMED} more" if len(lost_T) > _NAMED else ""
             raise XcompatError(
-                f"no image of the templates {names}{more} can be read, and without them no {' and no '.join(gone)} is left; "
-                "mend their images, or add templates that have some"
+                f"the templates {names}{more} have no readable image, and without them no {' and no '.join(gone)} is left; "
+                "fix their images or add templates"
             )
         return kept
 
     def _measurable(self) -> dict[str, bool]:
-        """Return what every list must hold, by what people call it, and whether it is there."""
+        """Return the necessary contents of the lists by display name, and whether they exist."""
         found = dict[str, bool]()
         if self.same_P is not None:
             found |= {"pair of one subject": bool(self.same_P.any()), "pair of two subjects": not self.same_P.all()}
@@ -109,7 +109,7 @@ class TemplateProtocol:
         return found
 
     def subjects_of_pairs(self) -> NDArray[np.int64]:
-        """Return a number for each pair of one subject, equal for pairs that hang together by templates, as one subject's do."""
+        """Return a cluster number per pair of one subject; pairs connected by templates share it."""
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
 
@@ -120,15 +120,15 @@ class TemplateProtocol:
 
 
 def pooled_templates(embeds_ND: Embeddings, templates_N: NDArray[np.int64], media_N: NDArray[np.int64]) -> np.ndarray:
-    """Make one embedding of each template, as IJB-C's evaluations do (Whitelam et al. 2017, §5; InsightFace).
+    """Pool image embeddings into one embedding per template, as IJB-C does (Whitelam et al. 2017, §5; InsightFace).
 
-    Images are normalised. A medium is the mean of its images in the template (frames of a video are one medium), a template the
-    sum of its media, normalised. So a video of a thousand frames weighs as much as a picture.
+    Images are normalised. A medium is the mean of its images in the template, and frames of a video are one medium. A template is
+    the normalised sum of its media, so a long video weighs as much as a picture.
 
     Args:
-        embeds_ND: ``(N, D)`` embeddings of images, which may be memory-mapped.
-        templates_N: ``(N,)`` the template of each, from 0 to T - 1.
-        media_N: ``(N,)`` the medium of each.
+        embeds_ND: ``(N, D)`` image embeddings, memory-mapped or not.
+        templates_N: ``(N,)`` template of each image, from 0 to T - 1.
+        media_N: ``(N,)`` medium of each image.
 
     Returns:
         float64 ``(T, D)``.
@@ -168,11 +168,11 @@ class EmbeddedTemplates:
     """One model's embeddings of the images of templates.
 
     Args:
-        name: the model's name, for people.
-        fingerprint: the model's identity.
-        image_embeds_ND: ``(N, D)`` embeddings of the images, one for each membership in a template.
+        name: display name.
+        fingerprint: model identity.
+        image_embeds_ND: ``(N, D)`` image embeddings, one row per image and template.
         image_ids: N hashables.
-        protocol: the templates, and what is done with them.
+        protocol: the templates, pairs and probes.
     """
 
     name: str
@@ -183,19 +183,19 @@ class EmbeddedTemplates:
 
     @property
     def dim(self) -> int:
-        """Dimensions of the embeddings."""
+        """Embedding dimension."""
         return int(self.image_embeds_ND.shape[1])
 
     @cached_property
     def templates(self) -> np.ndarray:
-        """The embeddings of the templates, float64 ``(T, D)``."""
+        """Template embeddings, float64 ``(T, D)``."""
         return pooled_templates(self.image_embeds_ND, self.protocol.templates_N, self.protocol.media_N)
 
     def require_same_items(self, other: EmbeddedTemplates, name: str) -> None:
-        """Raise unless the other model, called ``name``, embedded the same images in the same order."""
+        """Raise unless ``other`` embedded the same images in the same order."""
         if as_ids(self.image_ids, len(self.image_ids), "old") != as_ids(other.image_ids, len(other.image_ids), name):
             raise XcompatError(
-                f"image_ids of {name} differ from those of old; embed the same images in the same order with both models"
+                f"image_ids differ between {name} and old; embed the same images in the same order with both models"
             )
 
     def matrices(self) -> dict[str, Embeddings]:
@@ -207,15 +207,15 @@ class EmbeddedTemplates:
         return replace(self, image_embeds_ND=matrices["images"])
 
     def queries_alone(self) -> EmbeddedTemplates:
-        """Return all of them: an image may be in a template that is searched and in one that is searched for."""
+        """Return all embeddings, as an image can be in gallery and probe templates."""
         return self
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return a mask of the images that could be read."""
+        """Return a mask of the readable images."""
         return (np.isfinite(as_rows(self.image_embeds_ND, "images")[:, 0]),)
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedTemplates:
-        """Return the templates of the images for which the mask is True."""
+        """Keep the images selected by the mask, and their templates."""
         (kept_N,) = masks
         if kept_N.all():
             return self
@@ -224,14 +224,17 @@ class EmbeddedTemplates:
         return replace(self, image_embeds_ND=embeds_ND, image_ids=ids, protocol=self.protocol.keep(kept_N))
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Return verification of pairs, and identification of subjects, whichever the protocol has."""
+        """Return verification and identification, if the protocol has them."""
         protocol, found = self.protocol, list[Direction]()
         notes: tuple[str, ...] = ()
         if protocol.n_lost:
-            notes = (f"Templates without an image that can be read, left out: {protocol.n_lost}.",)
+            notes = (f"Templates without a readable image, excluded: {protocol.n_lost}.",)
         if protocol.same_P is not None:
             clusters, n_pairs = protocol.subjects_of_pairs(), len(protocol.same_P)
-            notes = (f"Verification: its queries are the {len(clusters):,} pairs of one subject, its items all pairs.", *notes)
+            notes = (
+                f"Verification counts the {len(clusters):,} pairs of one subject as queries, and all pairs as items.",
+                *notes,
+            )
             found.append(Direction(VERIFICATION, "verified", (), n_pairs, clusters, notes=notes, is_ranked=False))
             notes = ()
         if protocol.gallery_G is not None:
@@ -246,13 +249,13 @@ class EmbeddedTemplates:
     def compare(
         self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None
     ) -> Compared:
-        """Refuse: thresholds of templates are those of TAR@FAR."""
-        raise XcompatError("a threshold of templates is told by TAR@FAR; leave evaluation.threshold out")
+        """Raise: TAR@FAR sets the thresholds of templates."""
+        raise XcompatError("evaluation.threshold does not apply to templates, whose thresholds come from TAR@FAR; remove it")
 
     def find(
         self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None
     ) -> Found | None:
-        """Verify pairs, whose enrolled template is the gallery's, or identify probes in the gallery; none is re-ranked."""
+        """Verify pairs or identify probes against the gallery's templates; return None for re-ranking."""
         if own is not None:
             return None
         judge = _verified if direction.name == VERIFICATION else _identified
@@ -260,7 +263,7 @@ class EmbeddedTemplates:
 
 
 def _verified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions) -> Found:
-    """Accept pairs at each rate; the threshold is that of the listed pairs of two subjects."""
+    """Accept pairs at each rate; the listed pairs of two subjects set the thresholds."""
     pairs_P2, same_P = protocol.pairs_P2, protocol.same_P
     assert pairs_P2 is not None and same_P is not None
     asked_TD, stored_TD = (_exact(templates_TD) for templates_TD in (asking_TD, searched_TD))
@@ -283,7 +286,7 @@ def _exact(templates_TD: np.ndarray) -> torch.Tensor:
 
 
 def _identified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions) -> Found:
-    """Identify probes: in an open set if some have no mate, else by the negatives that all probes together may find."""
+    """Identify probes. Impostors set the thresholds in an open set, else all negatives do."""
     gallery_G, probes_Q = protocol.gallery_G, protocol.probes_Q
     assert gallery_G is not None and probes_Q is not None
     assert protocol.gallery_subjects_G is not None and protocol.probe_subjects_Q is not None

@@ -1,4 +1,4 @@
-"""Texts with relevance judgements, as one model embeds them: queries, and passages that they search."""
+"""One model's embeddings of queries and passages with relevance judgements."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _KS = (10,)
 
 @dataclass(frozen=True)
 class EmbeddedTexts:
-    """What one model makes of queries and of the passages that are judged relevant to them.
+    """One model's embeddings of queries and judged passages.
 
     Args:
-        name: what people call the model.
-        fingerprint: which model it is.
-        query_embeds_QD: ``(Q, D)`` embeddings of the queries.
-        text_embeds_GD: ``(G, D)`` embeddings of the passages; None of a model whose gallery nobody searches.
+        name: display name.
+        fingerprint: model identity.
+        query_embeds_QD: ``(Q, D)`` query embeddings.
+        text_embeds_GD: ``(G, D)`` passage embeddings; None if they are not searched.
         query_ids: Q distinct hashables.
         text_ids: G distinct hashables.
         qrels: query id -> passage id -> gain.
@@ -46,20 +46,20 @@ class EmbeddedTexts:
 
     @property
     def dim(self) -> int:
-        """Dimensions of the embeddings."""
+        """Embedding dimension."""
         return int(self.query_embeds_QD.shape[1])
 
     def require_same_items(self, other: EmbeddedTexts, name: str) -> None:
-        """Refuse embeddings of other texts, or in another order."""
+        """Raise unless ``other`` embedded the same texts in the same order."""
         for what in ("query_ids", "text_ids"):
             expected, found = getattr(self, what), getattr(other, what)
             if as_ids(expected, len(expected), "old") != as_ids(found, len(found), name):
                 raise XcompatError(
-                    f"{what} of {name} differ from those of old; embed the same texts in the same order with both models"
+                    f"{what} differ between {name} and old; embed the same texts in the same order with both models"
                 )
 
     def matrices(self) -> dict[str, Embeddings]:
-        """Return every matrix of embeddings by what it holds."""
+        """Return the embeddings of ``queries`` and, if present, ``texts``."""
         return {"queries": self.query_embeds_QD} | ({"texts": self.text_embeds_GD} if self.text_embeds_GD is not None else {})
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedTexts:
@@ -67,18 +67,18 @@ class EmbeddedTexts:
         return replace(self, query_embeds_QD=matrices["queries"], text_embeds_GD=matrices.get("texts"))
 
     def queries_alone(self) -> EmbeddedTexts:
-        """Return the same items without the embeddings of the passages."""
+        """Return the same items without passage embeddings."""
         return replace(self, text_embeds_GD=None)
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return masks of the queries and of the passages that have an embedding."""
+        """Return masks of the queries and passages that have an embedding."""
         known_Q = np.isfinite(as_rows(self.query_embeds_QD, "queries")[:, 0])
         if self.text_embeds_GD is None:
             return known_Q, np.ones(len(self.text_ids), bool)
         return known_Q, np.isfinite(as_rows(self.text_embeds_GD, "texts")[:, 0])
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> EmbeddedTexts:
-        """Return only the queries and passages for which the masks are True."""
+        """Keep the queries and passages selected by the masks."""
         kept_Q, kept_G = masks
         if kept_Q.all() and kept_G.all():
             return self
@@ -92,14 +92,14 @@ class EmbeddedTexts:
         )
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Search passages with queries; what cannot be used of the judgements is said."""
+        """Return the search of passages, with notes on unusable judgements."""
         found = unusable(self.query_ids, self.text_ids, self.qrels)
         counted = [
-            ("Queries with judgements and nothing relevant, which count 0", found.without_relevant),
-            ("Judged queries that are not among the queries, left out", found.unknown_queries),
-            ("Relevant passages that are not in the gallery, which count and no query can find", found.unknown_items),
+            ("Judged queries without relevant passages, counted as 0", found.without_relevant),
+            ("Judged queries missing from the queries, excluded", found.unknown_queries),
+            ("Relevant passages missing from the gallery, counted as not found", found.unknown_items),
         ]
-        notes = tuple(f"{said}: {len(names)}, such as {names[0]!r}." for said, names in counted if names)
+        notes = tuple(f"{said}: {len(names)}, e.g. {names[0]!r}." for said, names in counted if names)
         notes += telling_cut_offs(TEXT_TO_TEXT, "recall", ks or _KS, len(self.text_ids))[1]
         missing = "queries have no judgement"
         return [Direction(TEXT_TO_TEXT, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
@@ -107,7 +107,7 @@ class EmbeddedTexts:
     def compare(
         self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions, own: EmbeddedTexts | None = None
     ) -> Compared:
-        """Return the pairs of queries and passages; relevant passages are matches."""
+        """Return the pairs of queries and passages; relevant passages match."""
         asking, searched = Items(self.query_embeds_QD, self.query_ids), Items(gallery.passages(), gallery.text_ids)
         pairs = LabelledPairs(asking, searched, options.chunk_size, ("queries", "gallery"))
         if own is not None:
@@ -132,21 +132,20 @@ class EmbeddedTexts:
         pairs, _ = self.compare(gallery, direction, options, own)
         found = grade(pairs, self.query_ids, gallery.text_ids, self.qrels, options.ks or _KS, options.shared)
         kept, _ = telling_cut_offs(TEXT_TO_TEXT, "recall", options.ks or _KS, len(gallery.text_ids))
-        told = {f"recall@{k}" for k in kept}  # nDCG and MRR ask where an item is, which tells at any cut-off
+        told = {f"recall@{k}" for k in kept}  # nDCG and MRR use ranks, so they can tell models apart at any cut-off
         values = {metric: of_J for metric, of_J in found.values.items() if metric in told or not metric.startswith("recall@")}
         ranks_Q = np.full(len(self.query_ids), -1, dtype=np.int64)
         ranks_Q[found.rows_J] = found.first_hit_ranks_J
         return Found(ranks_Q, {metric: _spread(of_J, found.rows_J, len(ranks_Q)) for metric, of_J in values.items()})
 
     def passages(self) -> Embeddings:
-        """Return the embeddings of the passages, or refuse where there are none."""
+        """Return the passage embeddings, or raise if there are none."""
         if self.text_embeds_GD is None:
-            raise XcompatError(f"{self.name} has no embeddings of the passages, which are searched here; give them")
+            raise XcompatError(f"{self.name} has no passage embeddings, but its passages are searched; pass text_embeds_GD")
         return self.text_embeds_GD
 
 
 def _spread(values_J: np.ndarray, rows_J: np.ndarray, count: int) -> np.ndarray:
-    """Return values by query, NaN for those without a judgement."""
     values_Q = np.full(count, np.nan)
     values_Q[rows_J] = values_J
     return values_Q

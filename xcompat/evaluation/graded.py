@@ -1,4 +1,4 @@
-"""Retrieval with graded judgements, as BEIR and TREC measure it: nDCG@k, MRR@k, Recall@k and mAP, exact, ties against you."""
+"""Retrieval with graded judgements (BEIR, TREC): exact nDCG@k, MRR@k, Recall@k and mAP; ties count against the query."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from xcompat.evaluation.ranking import Hits, placed
 from xcompat.evaluation.scores import Embeddings, join_ties
 
 Qrels = Mapping[Any, Mapping[Any, float]]
-"""Query id -> item id -> gain. An item without a gain above 0 is not relevant, judged or not."""
+"""Query id -> item id -> gain. Items without a gain above 0 are not relevant."""
 
-_BLOCK_JUDGED = 2**14  # relevant items of a block of queries, whose embeddings are brought together
+_BLOCK_JUDGED = 2**14  # most relevant items per block of queries
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """What of judgements and queries could not be used, by its ids.
+    """Ids of unusable judgements and queries.
 
     Args:
-        unjudged: queries without any judgement, which are left out.
-        without_relevant: queries of whose items none is judged relevant; they count 0, as in trec_eval.
-        unknown_queries: judged queries that are not among the queries, which are left out.
-        unknown_items: relevant items that are not in the gallery, which no query can find and every metric counts.
+        unjudged: queries without judgements, which are excluded.
+        without_relevant: queries without relevant items, which count 0, as in trec_eval.
+        unknown_queries: judged queries missing from the queries, which are excluded.
+        unknown_items: relevant items missing from the gallery, which count as not found.
     """
 
     unjudged: list[Hashable]
@@ -43,13 +43,13 @@ class Unusable:
 
 @dataclass(frozen=True)
 class GradedQueries:
-    """What judged queries find.
+    """Results of the judged queries.
 
     Args:
-        rows_J: int64 ``(J,)`` rows of the queries that are judged.
+        rows_J: int64 ``(J,)`` rows of the judged queries.
         values: metric -> float64 ``(J,)``.
-        first_hit_ranks_J: int64 ``(J,)`` items before the best relevant one, 0 for a first place; G where none can be found.
-        unusable: what could not be used.
+        first_hit_ranks_J: int64 ``(J,)`` items before the best relevant one, 0 for a first place; G if none can be found.
+        unusable: ids of unusable judgements and queries.
     """
 
     rows_J: np.ndarray
@@ -70,13 +70,13 @@ def graded_metrics(
     qrels: Qrels,
     ks: Sequence[int] = (10,),
 ) -> dict[str, float]:
-    """Return nDCG, MRR and Recall at each k and mAP over the judged queries, equal to trec_eval's where no scores tie.
+    """Return nDCG, MRR and Recall at each k and mAP over the judged queries, equal to trec_eval without ties.
 
-    nDCG@k is Σ gain/log2(1 + rank) over that of the best ranking (Järvelin and Kekäläinen 2002); the others ask whether a gain is
-    above 0. An item ranks after every other of its score and less gain.
+    nDCG@k is Σ gain/log2(1 + rank) divided by that of the best ranking (Järvelin and Kekäläinen 2002). The other metrics count
+    each gain above 0 as relevant. An item ranks after all others with its score and a lower gain.
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        queries_QD: ``(Q, D)`` embeddings, compared by cosine.
         gallery_GD: ``(G, D)`` embeddings.
         query_ids: Q distinct hashables.
         gallery_ids: G distinct hashables.
@@ -87,7 +87,7 @@ def graded_metrics(
         ``ndcg@k``, ``mrr@k`` and ``recall@k`` for each k, and ``map``, each in [0, 1].
 
     Raises:
-        XcompatError: if shapes, ids or numbers are unusable, or no query is judged.
+        XcompatError: invalid input, or no query is judged.
 
     Example:
         >>> gallery = np.array([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
@@ -112,20 +112,20 @@ def graded_per_query(
     """Return the metrics of :func:`graded_metrics` for each judged query, for intervals and flips.
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside.
+        queries_QD: ``(Q, D)`` embeddings.
         gallery_GD: ``(G, D)`` embeddings.
         query_ids: Q distinct hashables.
         gallery_ids: G distinct hashables.
         qrels: query id -> item id -> gain.
         ks: cut-offs, at least 1.
-        chunk_size: queries per block; memory grows with it, results do not change.
-        shared: whether every process calls this with the same arguments, to rank a share of the queries each; all get everything.
+        chunk_size: queries per block; affects memory only.
+        shared: whether all processes call this to share the work; all get the result.
 
     Returns:
         One number of each metric per judged query.
 
     Raises:
-        XcompatError: if shapes, ids or numbers are unusable, or no query is judged.
+        XcompatError: invalid input, or no query is judged.
     """
     pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), chunk_size, ("queries", "gallery"))
     return grade(pairs, query_ids, gallery_ids, qrels, ks, shared)
@@ -134,7 +134,7 @@ def graded_per_query(
 def grade(
     pairs: LabelledPairs, query_ids: Ids, gallery_ids: Ids, qrels: Qrels, ks: Sequence[int], shared: bool = False
 ) -> GradedQueries:
-    """Return the metrics of :func:`graded_metrics` for the queries of some pairs.
+    """Return the metrics of :func:`graded_metrics` for the queries of given pairs.
 
     Args:
         pairs: queries and gallery.
@@ -145,7 +145,7 @@ def grade(
         shared: as in :func:`graded_per_query`.
 
     Raises:
-        XcompatError: if ids are unusable, or no query is judged.
+        XcompatError: invalid ids, or no query is judged.
     """
     if not ks or any(k < 1 for k in ks):
         raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
@@ -163,7 +163,7 @@ def grade(
 
 
 def unusable(query_ids: Ids, gallery_ids: Ids, qrels: Qrels) -> Unusable:
-    """Say what of judgements and queries cannot be used.
+    """Return the ids of unusable judgements and queries.
 
     Args:
         query_ids: Q distinct hashables.
@@ -174,23 +174,22 @@ def unusable(query_ids: Ids, gallery_ids: Ids, qrels: Qrels) -> Unusable:
         The ids.
 
     Raises:
-        XcompatError: if an id names two rows, or no query is judged.
+        XcompatError: two rows have the same id, or no query is judged.
     """
     return _Judged(qrels, query_ids, gallery_ids).unusable
 
 
 def _rows(ids: Ids, what: str) -> dict[Hashable, int]:
-    """Return the row of each id."""
     names = as_ids(ids, len(ids), what)
     rows = {name: row for row, name in enumerate(names)}
     if len(rows) != len(names):
         twice = next(name for row, name in enumerate(names) if rows[name] != row)
-        raise XcompatError(f"{what}: two rows have the id {twice!r}; judgements need ids that each name one row")
+        raise XcompatError(f"{what}: two rows have the id {twice!r}; judgements need unique ids")
     return rows
 
 
 class _Judged:
-    """Judgements by row: the relevant items of each query in the gallery, and the gains of the best ranking."""
+    """Judgements by row: relevant gallery items of each query, and gains of the best ranking."""
 
     def __init__(self, qrels: Qrels, query_ids: Ids, gallery_ids: Ids) -> None:
         row_of, column_of = _rows(query_ids, "queries"), _rows(gallery_ids, "gallery")
@@ -222,7 +221,7 @@ class _Judged:
         self.unusable = Unusable(unjudged, without_relevant, unknown_queries, list(unknown_items))
 
     def blocks(self, chunk_size: int, shared: bool) -> Iterator[np.ndarray]:
-        """Yield the rows of queries that can find something, so many that their relevant items fit into memory."""
+        """Yield rows of queries with relevant gallery items, in blocks that fit into memory."""
         block, judged = list[int](), 0
         for row in my_share(np.array(sorted(self.columns), dtype=np.int64), shared).tolist():
             if block and (len(block) == chunk_size or judged + len(self.columns[row]) > _BLOCK_JUDGED):
@@ -241,7 +240,7 @@ def _metrics(ks: Sequence[int]) -> list[str]:
 def _measure(
     pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged, ks: Sequence[int]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Rank the relevant items of a block of queries; return where the first hits are, and what each metric says."""
+    """Return first-hit ranks and metrics of a block of queries."""
     hits, gains_N = _rank(pairs, rows_B, judged)
     all_B = np.array([len(judged.ideal[row]) for row in rows_B.tolist()])
     discounted_N = gains_N / np.log2(1 + hits.ranks_N)
@@ -260,18 +259,17 @@ def _measure(
 
 
 def _discounted(gains_k: np.ndarray) -> float:
-    """Return the discounted cumulative gain of a ranking that begins with these gains."""
     return float((gains_k / np.log2(np.arange(2, len(gains_k) + 2))).sum())
 
 
 def _rank(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged) -> tuple[Hits, np.ndarray]:
-    """Rank the relevant items of a block of queries; return them and their gains in the order of :class:`Hits`."""
+    """Return the ranked relevant items and their gains, in the order of :class:`Hits`."""
     of_each = [judged.columns[row] for row in rows_B.tolist()]
     counts_B = np.array([len(columns) for columns in of_each])
     owners_N, columns_N = np.repeat(np.arange(len(rows_B)), counts_B), np.concatenate(of_each)
     gains_N = np.concatenate([judged.gains[row] for row in rows_B.tolist()])
     scores_N = join_ties(pairs.scores(rows_B, owners_N, columns_N).cpu().numpy(), owners_N, pairs.tie_margin)
-    order_N = np.lexsort((-gains_N, scores_N, owners_N))  # of equal scores the lower gain ranks first: ties against you
+    order_N = np.lexsort((-gains_N, scores_N, owners_N))  # of equal scores the lower gain ranks first
     scores_N, gains_N = scores_N[order_N], gains_N[order_N]
     on_device = (torch.from_numpy(each).to(pairs.device) for each in (scores_N - pairs.tie_margin, owners_N, counts_B))
     at_least_N = count_at_least(pairs, rows_B, *on_device).cpu().numpy()

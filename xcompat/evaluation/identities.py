@@ -1,4 +1,4 @@
-"""Who is who among queries and items: an identity per row, of any kind that can be compared."""
+"""Ids of queries and gallery items, one per row."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     import torch
 
 Ids: TypeAlias = "Sequence[Hashable] | np.ndarray | torch.Tensor"
-"""One identity per row."""
+"""One id per row."""
 
 
 def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
     """Return ids as a list of hashables, one per row.
 
     Args:
-        ids_N: N hashables: strings, integers, tuples, or a one-dimensional array.
-        n_rows: the number of rows.
-        what: their name in messages.
+        ids_N: N hashables (strings, integers, tuples), or a one-dimensional array.
+        n_rows: rows.
+        what: name in messages.
 
     Returns:
         A list of length ``n_rows``.
 
     Raises:
-        XcompatError: if the number is wrong, or one of them is not hashable.
+        XcompatError: the number is wrong, or an id is not hashable.
     """
-    tolist = getattr(ids_N, "tolist", None)  # of NumPy and torch
+    tolist = getattr(ids_N, "tolist", None)  # NumPy and torch
     ids = [_plain(item) for item in ids_N] if tolist is None else tolist()
     if len(ids) != n_rows:
         raise XcompatError(f"{what}: {n_rows} rows but {len(ids)} ids; give one id per row")
@@ -40,13 +40,13 @@ def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
     return ids
 
 
-def _plain(item: Any) -> Any:  # noqa: ANN401 - an id may be anything
-    """Turn a NumPy scalar into a Python one, which is easier to read in messages."""
+def _plain(item: Any) -> Any:  # noqa: ANN401 - an id can have any type
+    """Convert a NumPy scalar to Python, for readable messages."""
     return item.item() if isinstance(item, np.generic) else item
 
 
 def id_codes(query_ids: Sequence[Hashable], gallery_ids: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
-    """Give every id a number, equal ids the same; ``1`` and ``"1"`` are different ids.
+    """Number the ids, equal ids alike; ``1`` and ``"1"`` are different ids.
 
     Args:
         query_ids: Q hashables.

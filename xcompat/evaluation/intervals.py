@@ -1,4 +1,4 @@
-"""Bootstrap intervals over queries, whole clusters where several are about one item; how many queries a difference takes."""
+"""Bootstrap intervals over queries or clusters of queries, and estimates of the number of queries needed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 from xcompat.core.errors import XcompatError
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 
-_BLOCK_NUMBERS = 4_000_000  # resampling weights held at once (32 MB)
+_BLOCK_NUMBERS = 4_000_000  # resampling weights in memory at once (32 MB)
 POWER = 0.8
-"""Probability with which :func:`queries_needed` queries tell a difference from none: Cohen's convention."""
+"""Statistical power of :func:`queries_needed` (Cohen's convention)."""
 ROUNDING = 1e-12
-"""Most that rounding adds to a mean of float64 differences of numbers of about 1; one that is no larger counts as none."""
+"""Largest rounding error of a mean of float64 differences of numbers of about 1. Means up to it count as zero."""
 Outcome = Literal["better", "worse", "cannot tell"]
-"""Where an interval of a difference lies: above zero, below it, or on both sides."""
+"""Position of a difference's interval: above zero, below it, or on both sides."""
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean difference between two models on the same queries, and its bootstrap interval.
+    """Mean difference between two models on the same queries, with its bootstrap interval.
 
     Args:
         mean: mean of ``a - b``.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        queries_needed: the estimate of :func:`queries_needed`; None if there is none.
+        low: lower end.
+        high: upper end.
+        queries_needed: estimate of :func:`queries_needed`; None if there is none.
     """
 
     mean: float
@@ -38,12 +38,12 @@ class PairedDifference:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the whole interval lies on one side of zero."""
+        """Whether the interval excludes zero."""
         return outcome_of(self.low, self.high) != "cannot tell"
 
 
 def outcome_of(low: float, high: float) -> Outcome:
-    """Return what the interval of a difference says.
+    """Return the outcome that the interval of a difference shows.
 
     Example:
         >>> outcome_of(0.01, 0.05), outcome_of(-0.05, -0.01), outcome_of(-0.01, 0.05)
@@ -62,18 +62,17 @@ def bootstrap_interval(
     """Return the percentile bootstrap interval of a mean (Efron 1979).
 
     Args:
-        values_Q: ``(Q,)`` numbers, such as 1 for a hit and 0 for a miss.
-        n_resamples: how often to draw.
-        level: the share of resampled means inside.
-        seed: equal seeds draw equal queries, so that intervals over the same queries are comparable.
-        clusters_Q: the item of each query; queries about one item (16 faces of a character, 5 captions of an image) are drawn
-            together, as they are not independent.
+        values_Q: ``(Q,)`` numbers, e.g. 1 for a hit and 0 for a miss.
+        n_resamples: draws.
+        level: confidence level.
+        seed: random seed. Equal seeds draw equal queries, so intervals over the same queries are comparable.
+        clusters_Q: cluster of each query, e.g. its item. Queries of one cluster depend on each other and are drawn together.
 
     Returns:
-        (low, high); equal when there is a single cluster.
+        (low, high), equal for a single cluster.
 
     Raises:
-        XcompatError: if there is no value, or the clusters do not fit.
+        XcompatError: no values, or clusters that do not fit.
 
     Example:
         >>> bootstrap_interval(np.ones(10))
@@ -97,18 +96,18 @@ def paired_bootstrap(
 
     Args:
         a_Q: ``(Q,)`` numbers of one model.
-        b_Q: ``(Q,)`` numbers of the other, for the same queries in the same order.
-        n_resamples: how often to draw.
-        level: the share of resampled differences inside.
-        seed: of the draws.
+        b_Q: ``(Q,)`` numbers of the other model for the same queries in the same order.
+        n_resamples: draws.
+        level: confidence level.
+        seed: random seed.
         clusters_Q: as in :func:`bootstrap_interval`.
         rounding: as in :func:`queries_needed`.
 
     Returns:
-        The difference; its mean and ends are exactly 0 where only rounding keeps them from it.
+        The difference. Its mean and ends are exactly 0 if only rounding separates them from 0.
 
     Raises:
-        XcompatError: if the two do not have the same queries.
+        XcompatError: the numbers of queries differ.
 
     Example:
         >>> paired_bootstrap(np.ones(50), np.zeros(50)).excludes_zero
@@ -131,24 +130,24 @@ def queries_needed(
     clusters_Q: Ids | None = None,
     rounding: float = ROUNDING,
 ) -> int | None:
-    """Estimate how many queries like these it takes until the interval of their mean difference excludes zero.
+    """Estimate how many queries a mean difference needs until its interval excludes zero.
 
-    By the normal approximation (Cohen 1988, chapter 2), with mean d and spread of these Q queries taken for the true ones:
+    Uses the normal approximation (Cohen 1988, chapter 2), with mean d and spread of these Q queries taken as the true values:
 
         n = Q (z₁ + z₂)² s² / d²,   s² = C / (C - 1) · Σ_c (Σ_{q in c} (d_q - d))² / Q²
 
-    z₁ is the quantile of the standard normal distribution at (1 + level) / 2, z₂ that at ``power``, and s² the variance of d over
-    its C clusters; the other C queries are as many per cluster. From few queries d is known badly, and so is n.
+    z₁ and z₂ are the standard normal quantiles at (1 + level) / 2 and ``power``. s² is the variance of d over its C clusters.
+    More queries are assumed to keep the cluster size. With few queries, d and n are rough.
 
     Args:
-        differences_Q: ``(Q,)`` differences of two models on the same queries.
-        level: of the interval.
+        differences_Q: ``(Q,)`` differences between two models on the same queries.
+        level: confidence level.
         power: probability that the interval excludes zero.
         clusters_Q: as in :func:`bootstrap_interval`.
-        rounding: the error that the numbers carry, for numbers of about 1; a mean that is no larger is zero.
+        rounding: error of numbers of about 1; a mean up to it counts as zero.
 
     Returns:
-        The number of queries; None if the mean is zero, or there is but one cluster.
+        Number of queries; None for a mean of zero or a single cluster.
 
     Raises:
         XcompatError: the clusters do not fit.
@@ -171,21 +170,21 @@ def queries_needed(
 
 
 def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters_Q: Ids | None = None) -> np.ndarray:
-    """Return the means of K columns over resampled clusters: the draws behind every interval here.
+    """Return the means of K columns over resampled clusters.
 
-    A resample draws as many clusters as there are, with replacement; its mean is over all members of the drawn clusters.
+    A resample draws C of the C clusters with replacement. Its mean is over all queries of these clusters.
 
     Args:
         values_QK: ``(Q, K)`` numbers.
-        n_resamples: how often to draw; at least 1.
-        seed: of the draws.
-        clusters_Q: one hashable per query; each query by itself if None.
+        n_resamples: draws, at least 1.
+        seed: random seed.
+        clusters_Q: one hashable per query; None if independent.
 
     Returns:
         float64 ``(n_resamples, K)``.
 
     Raises:
-        XcompatError: if there is no value, no draw, or the clusters do not fit.
+        XcompatError: no values, no draws, or clusters that do not fit.
     """
     values_QK = np.asarray(values_QK, dtype=np.float64)
     n_queries = len(values_QK)
@@ -194,7 +193,7 @@ def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters
     codes_Q = cluster_codes(clusters_Q, n_queries)
     sizes_C = np.bincount(codes_Q)
     n_clusters = len(sizes_C)
-    # The sizes are one more column, so that a weighted sum over clusters gives numerators and denominator together.
+    # With the sizes as a column, one weighted sum over clusters gives numerators and denominator.
     sums_CK = np.stack([np.bincount(codes_Q, column, n_clusters) for column in values_QK.T] + [sizes_C], axis=1)
     generator = np.random.default_rng(seed)
     per_block = max(1, _BLOCK_NUMBERS // n_clusters)
@@ -214,34 +213,34 @@ def interval_bounds(means_RK: np.ndarray, level: float) -> tuple[np.ndarray, np.
 
     Args:
         means_RK: ``(R, K)`` from :func:`resampled_means`.
-        level: the share inside, in (0, 1).
+        level: confidence level, in (0, 1).
 
     Returns:
         float64 ``(K,)`` lower and ``(K,)`` upper ends.
 
     Raises:
-        XcompatError: if the level is not a share.
+        XcompatError: ``level`` is out of range.
     """
     if not 0 < level < 1:
-        raise XcompatError(f"level must lie between 0 and 1, such as 0.95, not {level}")
+        raise XcompatError(f"level must be between 0 and 1, e.g. 0.95, not {level}")
     low_K, high_K = np.quantile(means_RK, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return low_K, high_K
 
 
 def _unless_rounding(mean: float, differences: np.ndarray, rounding: float) -> float:
-    """Return a mean of differences, or 0 if it may be what rounding leaves of differences that cancel."""
+    """Return a mean of differences, or 0 if it is within rounding error."""
     return 0.0 if abs(mean) <= rounding * max(1.0, float(np.abs(differences).max())) else float(mean)
 
 
 def _column(values_Q: np.ndarray) -> np.ndarray:
     values_Q = np.asarray(values_Q, dtype=np.float64)
     if values_Q.ndim != 1:
-        raise XcompatError(f"a bootstrap takes one number per query, not an array of shape {values_Q.shape}")
+        raise XcompatError(f"a bootstrap needs one number per query, not an array of shape {values_Q.shape}")
     return values_Q[:, None]
 
 
 def cluster_codes(clusters_Q: Ids | None, n_queries: int) -> np.ndarray:
-    """Return int64 ``(Q,)``, equal numbers for queries of one cluster; each query is its own cluster if None are given."""
+    """Return int64 ``(Q,)`` cluster numbers; without clusters each query is its own."""
     if clusters_Q is None:
         return np.arange(n_queries)
     return id_codes(as_ids(clusters_Q, n_queries, "clusters"), ())[0]

@@ -1,4 +1,4 @@
-"""Labelled queries and gallery items: which pairs count, which are positives, and their exact scores, tile by tile."""
+"""Labelled queries and gallery items: pairs, positives and exact scores, tile by tile."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from xcompat.evaluation.scores import (
 )
 
 LEFT_OUT = -(2.0**53)
-"""Score of a pair that does not count: below every real score, as these are integers of at most about 2^52."""
+"""Score of excluded pairs, below every real score (integers up to about 2^52)."""
 
 MATED_ROWS = 128
-"""Queries scored together against the items of their classes: few, so that few of these items are of another query's class."""
+"""Queries scored together against the items of their classes: few, so that they share most of these items."""
 
-_Codes = tuple[np.ndarray, np.ndarray]  # numbers of queries and of gallery items, equal where these are equal in some respect
-_BLOCK_POSITIVES = 2**21  # bounds a block of queries with tens of thousands of positives each to some hundred MB
-_WIDER = 16  # gallery items per query of a block: counting costs time per row of a tile, so tiles are wide
-_TILE = 2**21  # scores per tile, 16 MB: the allocator would give a larger tile back to the system and fetch it again
+_Codes = tuple[np.ndarray, np.ndarray]  # numbers of queries and gallery items; equal numbers mean equal values
+_BLOCK_POSITIVES = 2**21  # limits blocks of queries with many positives to a few hundred MB
+_WIDER = 16  # gallery items per query of a block; counting costs time per row, so tiles are wide
+_TILE = 2**21  # scores per tile (16 MB): the allocator returns larger tiles to the system and fetches them again
 
 
 class Items(NamedTuple):
-    """Embedded queries, or an embedded gallery.
+    """Embedded queries or gallery.
 
     Args:
-        embeds_ND: ``(N, D)`` embeddings; normalised inside, so scores are cosines.
-        labels_N: N hashables, the classes.
-        ids_N: N hashables, the samples; None if no query is in the gallery.
-        cameras_N: N hashables, what took each image; None if one class's items of one camera are to be found too.
+        embeds_ND: ``(N, D)`` embeddings, compared by cosine.
+        labels_N: N hashable classes.
+        ids_N: N hashable sample ids; None if no query is in the gallery.
+        cameras_N: N hashable cameras; None to keep pairs of the same class and camera.
     """
 
     embeds_ND: Embeddings
@@ -54,7 +54,7 @@ class Items(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """The gallery items that equal each query in some respect: a range of the gallery in an order of its own."""
+    """For each query, the gallery items with the same value: a range of ``order_G``."""
 
     order_G: np.ndarray
     first_Q: np.ndarray
@@ -65,7 +65,7 @@ class _Ranges(NamedTuple):
         return int((self.last_Q - self.first_Q).sum())
 
     def of(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs of some queries, as positions in ``rows_B`` and numbers of gallery items."""
+        """Return the pairs of these queries as positions in ``rows_B`` and gallery rows."""
         first_B = self.first_Q[rows_B]
         n_B = self.last_Q[rows_B] - first_B
         inside_N = np.arange(n_B.sum()) - np.repeat(np.cumsum(n_B) - n_B, n_B)
@@ -73,19 +73,19 @@ class _Ranges(NamedTuple):
 
 
 class LabelledPairs:
-    """All pairs of a query and a gallery item, except those of one sample, or of one class and one camera.
+    """All pairs of a query and a gallery item, except pairs of one sample, or of one class and camera.
 
-    Equal labels make a positive.
+    Pairs with equal labels are positive.
 
     Args:
         queries: Q items.
-        gallery: G items; they have ids exactly if the queries do, and cameras likewise.
-        chunk_size: queries per block; memory grows with it, scores do not change.
-        called: names of the two sides' labels in messages.
-        are_lifted: whether the rows are those of :func:`~xcompat.evaluation.scores.lifted`, whose copies score otherwise.
+        gallery: G items, with ids and cameras if and only if the queries have them.
+        chunk_size: queries per block; affects memory only.
+        called: names of both sides' labels in messages.
+        are_lifted: whether the rows come from :func:`~xcompat.evaluation.scores.lifted`.
 
     Raises:
-        XcompatError: if shapes, labels, ids or numbers are unusable.
+        XcompatError: invalid input.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class LabelledPairs:
         if self.queries.dim != self.gallery.dim:
             raise XcompatError(
                 f"queries have {self.queries.dim} dimensions but the gallery has {self.gallery.dim}; "
-                "bring the queries into the gallery's space first (the model's view)"
+                "map the queries to the gallery's space first"
             )
         self.n_queries, self.n_gallery, self.dim = len(self.queries), len(self.gallery), self.queries.dim
         self.chunk_size, self.copy_score = chunk_size, copy_score(self.queries.dim, are_lifted)
         usual = usual_distance(as_rows(gallery.embeds_ND, "gallery")) if are_lifted else 1.0
         self.tie_margin = tie_margin(self.dim, usual)
         self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, called)
-        # Sorted by class, the positives of a block of queries are one range of the gallery, and only that range is scored.
+        # In class order, the positives of a block of queries form one gallery range; only that is scored.
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
         self._sorted_codes_G = self.gallery_codes[self._by_class_G]
         self._place_G = np.argsort(self._by_class_G)
@@ -124,13 +124,12 @@ class LabelledPairs:
         return id_codes(as_ids(of_queries, self.n_queries, called[0]), as_ids(of_gallery, self.n_gallery, called[1]))
 
     def _read_left_out(self, queries: Items, gallery: Items) -> None:
-        """Find the pairs that do not count: those of one id, and those of one class and one camera."""
         ids = self._codes_of_both("id", queries.ids_N, gallery.ids_N)
         cameras = self._codes_of_both("camera", queries.cameras_N, gallery.cameras_N)
         of_class = _together((self.query_codes, self.gallery_codes), cameras) if cameras is not None else None
         given = [codes for codes in (ids, of_class) if codes is not None]
         self._left_out_by = [_ranges(*codes) for codes in given]
-        twice = _ranges(*_together(*given)).n_pairs if len(given) > 1 else 0  # left out for both reasons
+        twice = _ranges(*_together(*given)).n_pairs if len(given) > 1 else 0  # excluded for both reasons
         self._n_left_out = sum(each.n_pairs for each in self._left_out_by) - twice
 
     def _codes_of_both(self, what: str, of_queries: Ids | None, of_gallery: Ids | None) -> _Codes | None:
@@ -138,36 +137,29 @@ class LabelledPairs:
             return None
         if of_queries is None or of_gallery is None:
             of = "sample ids" if what == "id" else "cameras"
-            raise XcompatError(f"{of} of one side only; give query_{what}s and gallery_{what}s, or neither")
+            raise XcompatError(f"only one side has {of}; pass query_{what}s and gallery_{what}s, or neither")
         return self._codes(of_queries, of_gallery, (f"query {what}s", f"gallery {what}s"))
 
     @property
     def n_pairs(self) -> int:
-        """Number of pairs that count."""
+        """Number of pairs that are not excluded."""
         return self.n_queries * self.n_gallery - self._n_left_out
 
     def with_first(self, columns_Qk: torch.Tensor, scores_Qk: torch.Tensor) -> LabelledPairs:
-        """Return the same pairs, in which some items come first for each query.
+        """Return the same pairs with some items ranked first for each query.
 
         Args:
-            columns_Qk: int64 (Q, k), gallery items.
-            scores_Qk: float64 (Q, k) cosines by which these are ranked, before all others; -inf for those that do not count.
+            columns_Qk: int64 (Q, k) gallery rows.
+            scores_Qk: float64 (Q, k) cosines that rank these items; -inf for excluded pairs.
         """
         pairs = copy.copy(self)
-        # a quarter of the range of scores each: the others around 0, those that come first around 3/4
+        # a quarter of the score range each: other items around 0, first items around 3/4
         pairs._first = columns_Qk, torch.where(scores_Qk.isinf(), LEFT_OUT, (UNIT / 4 * (3 + scores_Qk)).floor())
         pairs.tie_margin = self.tie_margin / 4
         return pairs
 
     def _rescore(self, scores_RC: torch.Tensor, rows_R: np.ndarray, start: int, places_G: np.ndarray | None = None) -> None:
-        """Overwrite scores as :meth:`with_first` asks for.
-
-        Args:
-            scores_RC: plain scores.
-            rows_R: queries.
-            start: place of the first column in the gallery.
-            places_G: places of the items; None if they are in their own order.
-        """
+        """Apply the order of :meth:`with_first` in place; ``start`` is the position of the first column."""
         if self._first is None:
             return
         scores_RC.copy_(torch.where(scores_RC > LEFT_OUT, (scores_RC / 4).floor(), LEFT_OUT))
@@ -179,13 +171,13 @@ class LabelledPairs:
         scores_RC[rows_N, columns_Rk.flatten()[here_N] - start] = first_Rk.flatten()[here_N]
 
     def cosines(self, scores_RC: torch.Tensor) -> torch.Tensor:
-        """Return the cosines behind scores; -inf for pairs that do not count, and for those after :meth:`with_first`'s items."""
+        """Return cosines of scores: -inf for excluded pairs and for items after those of :meth:`with_first`."""
         if self._first is None:
             return torch.where(scores_RC > LEFT_OUT, scores_RC / UNIT, -torch.inf)
         return torch.where(scores_RC > UNIT / 2 - UNIT / 8, scores_RC / (UNIT / 4) - 3, -torch.inf)
 
     def are_matches(self, rows_R: np.ndarray, columns: slice) -> torch.Tensor:
-        """Return bool (R, C), whether queries and items of a range of the gallery are of one class, and count."""
+        """Return bool (R, C), True for pairs of the same class that are not excluded."""
         of_class_RC = self.query_codes[rows_R][:, None] == self.gallery_codes[columns]
         left_R, left_G = self._left_out(rows_R)
         here_N = (left_G >= columns.start) & (left_G < columns.stop)
@@ -193,12 +185,12 @@ class LabelledPairs:
         return torch.from_numpy(of_class_RC)
 
     def scores(self, rows_B: np.ndarray, owners_N: np.ndarray, columns_N: np.ndarray) -> torch.Tensor:
-        """Return the exact scores of some pairs, float64 (N,).
+        """Return exact scores of single pairs, float64 (N,).
 
         Args:
-            rows_B: row numbers of queries.
-            owners_N: the query of each pair, as a position in ``rows_B``.
-            columns_N: the gallery item of each pair.
+            rows_B: query rows.
+            owners_N: query of each pair, as a position in ``rows_B``.
+            columns_N: gallery row of each pair.
         """
         known, places_N = np.unique(columns_N, return_inverse=True)
         owners, places = (torch.from_numpy(each).to(self.device) for each in (owners_N, places_N))
@@ -210,12 +202,12 @@ class LabelledPairs:
         return torch.where(is_first_Nk.any(dim=1), first_Nk.where(is_first_Nk, 0).sum(dim=1), (scores_N / 4).floor())
 
     def mated_rows(self, shared: bool = False) -> np.ndarray:
-        """Return the rows of the queries whose class occurs in the gallery, sorted by class; a process's share if ``shared``."""
+        """Return the rows of queries with a class in the gallery, sorted by class; only this process's share if ``shared``."""
         order_Q = np.argsort(self.query_codes, kind="stable")
         return my_share(order_Q[np.isin(self.query_codes[order_Q], self.gallery_codes)], shared)
 
     def mated_blocks(self, shared: bool = False) -> Iterator[np.ndarray]:
-        """Yield the rows of :meth:`mated_rows` in blocks of at most ``chunk_size``, and fewer if classes are large."""
+        """Yield :meth:`mated_rows` in blocks of at most ``chunk_size``, smaller for large classes."""
         rows_N = self.mated_rows(shared)
         first_N, last_N = (np.searchsorted(self._sorted_codes_G, self.query_codes[rows_N], side) for side in ("left", "right"))
         before_N, start = np.cumsum(last_N - first_N), 0
@@ -226,19 +218,19 @@ class LabelledPairs:
             start = stop
 
     def blocks_of(self, rows_N: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield row numbers in blocks of at most ``chunk_size``."""
+        """Yield rows in blocks of at most ``chunk_size``."""
         for part in blocks(len(rows_N), self.chunk_size):
             yield rows_N[part]
 
     def tiles(self, rows_B: np.ndarray) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yield the scores of some queries against the whole gallery.
+        """Yield the scores of some queries against the whole gallery, tile by tile.
 
         Args:
-            rows_B: row numbers of queries.
+            rows_B: query rows.
 
         Yields:
-            A range of ``rows_B``, a range of the gallery, and their exact scores, float64 ``(R, C)``, with :data:`LEFT_OUT` for
-            pairs that do not count.
+            A slice of ``rows_B``, a slice of the gallery, and float64 ``(R, C)`` exact scores, :data:`LEFT_OUT` for excluded
+            pairs.
         """
         block_BD = self.queries.block(rows_B)
         left_B, left_G = self._left_out(rows_B)
@@ -255,7 +247,7 @@ class LabelledPairs:
         """Yield the scores of some queries against the gallery items of their classes.
 
         Args:
-            rows_B: row numbers of a few queries (:data:`MATED_ROWS`), sorted by class as in :meth:`mated_blocks`.
+            rows_B: a few query rows (:data:`MATED_ROWS`), sorted by class as in :meth:`mated_blocks`.
 
         Yields:
             float64 ``(B, C)`` exact scores, and bool ``(B, C)``, True for positives.
@@ -274,13 +266,13 @@ class LabelledPairs:
             yield scores_BC, of_class_BC & (scores_BC > LEFT_OUT)
 
     def positives(self, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of some queries' positives.
+        """Return the scores of all positives of some queries.
 
         Args:
-            rows_B: row numbers as in :meth:`class_tiles`.
+            rows_B: query rows as in :meth:`class_tiles`.
 
         Returns:
-            float64 ``(N,)`` exact scores in no order, and int64 ``(N,)`` the query of each, as a position in ``rows_B``.
+            float64 ``(N,)`` exact scores in no order, and the query of each: int64 ``(N,)`` positions in ``rows_B``.
         """
         scores, owners = [], []
         for scores_BC, positive_BC in self.class_tiles(rows_B):
@@ -290,14 +282,14 @@ class LabelledPairs:
         return torch.cat(scores), torch.cat(owners)
 
     def _left_out(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs that do not count, as positions in ``rows_B`` and numbers of gallery items; some of them twice."""
+        """Return excluded pairs as positions in ``rows_B`` and gallery rows, maybe with duplicates."""
         found = [each.of(rows_B) for each in self._left_out_by]
         none = np.zeros(0, dtype=np.int64)
         return np.concatenate([none, *(rows for rows, _ in found)]), np.concatenate([none, *(items for _, items in found)])
 
 
 def _together(one: _Codes, other: _Codes) -> _Codes:
-    """Return numbers that are equal where both are equal."""
+    """Return codes that are equal only where both are equal."""
     width = 1 + max(int(codes.max(initial=0)) for codes in other)
     return one[0] * width + other[0], one[1] * width + other[1]
 
@@ -309,7 +301,7 @@ def _ranges(query_codes: np.ndarray, gallery_codes: np.ndarray) -> _Ranges:
 
 
 def _leave_out(scores_RC: torch.Tensor, rows_N: np.ndarray, columns_N: np.ndarray) -> None:
-    """Overwrite the scores of pairs that do not count; positions outside of this tile are ignored."""
+    """Mark excluded pairs in a tile; ignore positions outside it."""
     n_rows, n_columns = scores_RC.shape
     here_N = (rows_N >= 0) & (rows_N < n_rows) & (columns_N >= 0) & (columns_N < n_columns)
     rows, columns = (torch.from_numpy(positions_N[here_N]).to(scores_RC.device) for positions_N in (rows_N, columns_N))

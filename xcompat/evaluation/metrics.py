@@ -34,22 +34,21 @@ def recall_at_k(
     ks: Sequence[int] = (1, 5, 10),
     chunk_size: int = 1024,
 ) -> dict[int, float]:
-    """Return the share of queries that find at least one item of their own id among the first k.
+    """Return the share of queries with a matching item among the first k.
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        queries_QD: ``(Q, D)`` embeddings, compared by cosine.
         gallery_GD: ``(G, D)`` embeddings.
-        query_ids: Q hashables; a hit is an equal id.
-        gallery_ids: G hashables; several items may share one.
+        query_ids: Q hashables.
+        gallery_ids: G hashables; equal ids match.
         ks: cut-offs, at least 1.
-        chunk_size: rows per block on both sides; memory grows with it, results do not change.
+        chunk_size: rows per block; affects memory only.
 
     Returns:
-        k -> fraction in [0, 1] of the queries that have any match; queries without one are left out
-        (:func:`first_hit_ranks` marks them with -1).
+        k -> fraction in [0, 1] of the queries with a match. Others are excluded; :func:`first_hit_ranks` marks them with -1.
 
     Raises:
-        XcompatError: if shapes, ids or numbers are unusable, or no query has a match.
+        XcompatError: invalid input, or no query has a match.
 
     Example:
         >>> recall_at_k(np.eye(2), np.eye(2)[::-1], ["a", "b"], ["a", "b"], ks=(1, 2))
@@ -60,7 +59,7 @@ def recall_at_k(
     ranks_Q = first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, chunk_size)
     found_Q = ranks_Q[ranks_Q >= 0]
     if not found_Q.size:
-        raise XcompatError("no query id occurs in the gallery, so nothing can be found; check that both sides use the same ids")
+        raise XcompatError("no query id occurs in the gallery; check that both sides use the same ids")
     return {int(k): float((found_Q < k).mean()) for k in ks}
 
 
@@ -72,25 +71,25 @@ def first_hit_ranks(
     chunk_size: int = 1024,
     shared: bool = False,
 ) -> np.ndarray:
-    """Return how many negatives rank before each query's best positive.
+    """Return the number of negatives that rank before each query's best positive.
 
-    Ties are pessimistic: a positive ranks after every negative of the same cosine. Positives do not push each other down.
-    Nothing is sorted: the rank is the number of negatives that score at least as high as the best positive, up to the rounding
-    of scores (:func:`~xcompat.evaluation.scores.tie_margin`). The result does not depend on the chunk size in any bit.
+    Ties count against the query: a positive ranks after every negative with the same cosine. Other positives do not count.
+    Nothing is sorted: the rank counts negatives that score at least as high, up to rounding
+    (:func:`~xcompat.evaluation.scores.tie_margin`). The result is the same to the bit for every chunk size.
 
     Args:
         queries_QD: ``(Q, D)`` embeddings.
         gallery_GD: ``(G, D)`` embeddings.
         query_ids: Q hashables.
         gallery_ids: G hashables.
-        chunk_size: rows per block on both sides.
-        shared: whether all processes call this with the same arguments: each ranks a share of the queries, all get the result.
+        chunk_size: rows per block.
+        shared: whether all processes call this to share the work; all get the result.
 
     Returns:
-        int64 ``(Q,)``, 0 for a first place, -1 for queries whose id is not in the gallery.
+        int64 ``(Q,)``, 0 for a first place, -1 without a match.
 
     Raises:
-        XcompatError: if shapes, ids or numbers are unusable.
+        XcompatError: invalid input.
 
     Example:
         >>> first_hit_ranks(np.ones((2, 3)), np.ones((4, 3)), ["a", "z"], ["a", "a", "b", "c"]).tolist()
@@ -106,11 +105,10 @@ def first_hit_ranks(
 
 
 def _rank(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
-    """Return the ranks of some queries, each with a positive, in order of their classes."""
 
     def rank(rows_B: np.ndarray) -> np.ndarray:
         lowest_B = _best_positives(pairs, rows_B) - pairs.tie_margin
-        # The count includes the positives that tie with the best one; what is left are negatives.
+        # Without the positives that tie with the best one, only negatives remain.
         return (_count_at_least(pairs, rows_B, lowest_B) - _count_positives(pairs, rows_B, lowest_B)).cpu().numpy()
 
     if not len(rows_N):
@@ -122,7 +120,6 @@ def _rank(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
 
 
 def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> torch.Tensor:
-    """Return the score of each query's best positive."""
     best_B = torch.full((len(rows_B),), -torch.inf, dtype=torch.float64, device=pairs.device)
     for part in blocks(len(rows_B), min(pairs.chunk_size, MATED_ROWS)):
         for scores_BC, positive_BC in pairs.class_tiles(rows_B[part]):
@@ -131,7 +128,6 @@ def _best_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> torch.Tensor:
 
 
 def _count_positives(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch.Tensor) -> torch.Tensor:
-    """Return how many positives score at least the threshold, per query."""
     count_B = torch.zeros(len(rows_B), dtype=torch.int64, device=pairs.device)
     for part in blocks(len(rows_B), min(pairs.chunk_size, MATED_ROWS)):
         for scores_BC, positive_BC in pairs.class_tiles(rows_B[part]):
@@ -140,10 +136,9 @@ def _count_positives(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torc
 
 
 def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch.Tensor) -> torch.Tensor:
-    """Return how many gallery items score at least the threshold, per query.
+    """Count each query's gallery items at or above its threshold.
 
-    A float32 product (:func:`ieee_products`) takes half the time of an exact one. Only the few pairs within its rounding error of
-    the threshold are scored exactly.
+    A fast float32 product (:func:`ieee_products`) decides most pairs. Only those within its rounding error are scored exactly.
     """
     block_BD, margin = pairs.queries.block(rows_B), rounding_error(pairs.dim)
     narrow_BD = narrow(block_BD)
@@ -163,20 +158,20 @@ def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch
 
 
 def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int = 1) -> float:
-    """Return the share of queries that the old model answered within the first k and the new one does not.
+    """Return the share of queries that the old model answers within the first k and the new one does not.
 
-    This is the negative flip rate of positive-congruent training (Yan et al. 2021), for retrieval.
+    Negative flip rate of positive-congruent training (Yan et al. 2021), for retrieval.
 
     Args:
         old_ranks_Q: ``(Q,)`` from :func:`first_hit_ranks`.
-        new_ranks_Q: ``(Q,)`` of the same queries.
-        k: the cut-off that counts as right.
+        new_ranks_Q: ``(Q,)`` ranks of the same queries.
+        k: cut-off of a correct answer.
 
     Returns:
-        A fraction in [0, 1] of the queries that have any match.
+        A fraction in [0, 1] of the queries with a match.
 
     Raises:
-        XcompatError: if the two are not ranks of the same queries, or no query has a match.
+        XcompatError: the ranks belong to different queries, or no query has a match.
 
     Example:
         >>> negative_flip_rate(np.array([0, 0, 3, -1]), np.array([0, 1, 0, -1]))
@@ -184,15 +179,15 @@ def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int 
     """
     old_ranks_Q, new_ranks_Q = np.asarray(old_ranks_Q), np.asarray(new_ranks_Q)
     if old_ranks_Q.shape != new_ranks_Q.shape or ((old_ranks_Q < 0) != (new_ranks_Q < 0)).any():
-        raise XcompatError("old and new ranks are not of the same queries and gallery; evaluate both models on the same items")
+        raise XcompatError("old and new ranks belong to different queries or galleries; evaluate both models on the same items")
     known_Q = old_ranks_Q >= 0
     if not known_Q.any():
-        raise XcompatError("no query has a match in the gallery, so nothing can flip; check that both sides use the same ids")
+        raise XcompatError("no query has a match in the gallery; check that both sides use the same ids")
     return float(((old_ranks_Q < k) & (new_ranks_Q >= k))[known_Q].mean())
 
 
 def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
-    """Return one embedding per class from its prompts: the mean of the normalised prompt embeddings, normalised again.
+    """Return one embedding per class: the normalised mean of its normalised prompt embeddings.
 
     Prompt ensembling of CLIP (Radford et al. 2021, section 3.1.4).
 
@@ -203,7 +198,7 @@ def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
         float64 ``(C, D)``, L2-normalised.
 
     Raises:
-        XcompatError: if the prompts are not ``(C, T, D)``, not finite, or cancel out.
+        XcompatError: the prompts are not ``(C, T, D)``, not finite, or cancel out.
 
     Example:
         >>> class_embeddings(np.array([[[2.0, 0.0], [0.0, 5.0]]])).round(3).tolist()
@@ -215,7 +210,7 @@ def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
     prompts = as_rows(prompt_embeds_CTD.reshape(n_classes * n_templates, dim), "prompt embeddings").astype(np.float64)
     norms = row_lengths(prompts)[:, None]
     if not np.isfinite(norms).all() or (norms == 0).any():
-        raise XcompatError("prompt embeddings hold NaN, infinite or all-zero rows; embed the prompts again")
+        raise XcompatError("prompt embeddings contain NaN, infinite or all-zero rows; embed the prompts again")
     means_CD = (prompts / norms).reshape(n_classes, n_templates, dim).mean(axis=1)
     lengths_C1 = np.linalg.norm(means_CD, axis=1, keepdims=True)
     if (lengths_C1 < 1e-12).any():
@@ -224,7 +219,7 @@ def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
 
 
 def zero_shot_accuracy(image_embeds_ND: Embeddings, class_embeds_CD: Embeddings, labels_N: Ids, chunk_size: int = 1024) -> float:
-    """Return the share of images whose nearest class embedding is their own class (ties count as wrong).
+    """Return the share of images whose nearest class embedding is the right one; ties count as wrong.
 
     Args:
         image_embeds_ND: ``(N, D)`` embeddings.
@@ -236,7 +231,7 @@ def zero_shot_accuracy(image_embeds_ND: Embeddings, class_embeds_CD: Embeddings,
         A fraction in [0, 1].
 
     Raises:
-        XcompatError: if shapes, labels or numbers are unusable.
+        XcompatError: invalid input.
 
     Example:
         >>> zero_shot_accuracy(np.eye(3), np.eye(3), [0, 1, 1])
@@ -248,7 +243,7 @@ def zero_shot_accuracy(image_embeds_ND: Embeddings, class_embeds_CD: Embeddings,
 def zero_shot_ranks(
     image_embeds_ND: Embeddings, class_embeds_CD: Embeddings, labels_N: Ids, chunk_size: int = 1024
 ) -> np.ndarray:
-    """Return how many classes rank before each image's own, int64 ``(N,)``; arguments as in :func:`zero_shot_accuracy`."""
+    """Return the number of classes before each image's own, int64 ``(N,)``; arguments as in :func:`zero_shot_accuracy`."""
     ranks_N = first_hit_ranks(image_embeds_ND, class_embeds_CD, labels_N, range(len(class_embeds_CD)), chunk_size)
     if (ranks_N < 0).any():
         bad = int(np.flatnonzero(ranks_N < 0)[0])

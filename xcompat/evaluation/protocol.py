@@ -1,4 +1,4 @@
-"""Measure all cases, and judge whether the new model is backward compatible."""
+"""Evaluation of all cases, with the backward compatibility verdict."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from xcompat.evaluation.thresholds import thresholds
 def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = None) -> Evaluation:
     """Measure every case in every direction and judge backward compatibility.
 
-    The criterion is the empirical one of BCT (Shen et al. 2020): new queries must find more in the old gallery than old ones.
+    The criterion follows BCT (Shen et al. 2020): new queries must score higher on the old gallery than old queries.
 
     Args:
-        contestants: embeddings of one test set, all of them readable: :class:`EmbeddedPairs` or :class:`EmbeddedImages`.
-        options: cut-offs and resampling; the defaults of :class:`EvaluationOptions` if None.
+        contestants: models with readable embeddings of one test set, e.g. :class:`EmbeddedPairs` or :class:`EmbeddedImages`.
+        options: cut-offs and resampling; None for the defaults of :class:`EvaluationOptions`.
 
     Returns:
-        Cases, verdict, and the ranks of every query.
+        Cases, verdict and ranks of every query.
 
     Raises:
-        XcompatError: the models embedded different items, dimensions do not fit, there is nothing to measure, or ``old_on_new``
-            is set for a mapped gallery.
+        XcompatError: items or dimensions differ, nothing can be measured, or ``old_on_new`` is set for a mapped gallery.
     """
     options = options or EvaluationOptions()
     searches = contestants.searches(options.old_on_new, options.rerank > 0)
@@ -80,7 +79,7 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
 
 
 def _carry_over(searches: Sequence[Search[C]], measured: _Measured, options: EvaluationOptions) -> list[Threshold]:
-    """Carry the threshold of old queries over to the others that a service may send, in one direction; none if none is given."""
+    """Carry the old threshold over to the queries that a service may send; return an empty list without a threshold."""
     if options.threshold is None:
         return []
     sent = [search for search in searches if search.gallery == "old" and search.query in ("old", *SENT)]
@@ -94,7 +93,7 @@ def _carry_over(searches: Sequence[Search[C]], measured: _Measured, options: Eva
 
 @dataclass(frozen=True)
 class _Measured:
-    """The results of all cases in one direction; queries without a match are left out."""
+    """Results of all cases in one direction; queries without a match are excluded."""
 
     direction: Direction
     found: Mapping[tuple[str, str], Found]
@@ -102,16 +101,14 @@ class _Measured:
 
     @property
     def known(self) -> np.ndarray:
-        """Which queries have a match."""
         return self.found["old", "old"].ranks_Q >= 0
 
     @property
     def dropped(self) -> int:
-        """Queries that are left out."""
         return int((~self.known).sum())
 
     def parts(self) -> list[_Measured]:
-        """Return these results, and those of each population; none of a population that new queries do not search or match."""
+        """Return these results and those of each population; skip populations without new queries or matches."""
         if ("new", "old") not in self.found and self.direction.population != ALL:
             return []
         named = replace(self.direction, parts={})
@@ -126,13 +123,13 @@ class _Measured:
         return [part for part in (self, *parts) if part.direction.population == ALL or part.known.any()]
 
     def notes(self) -> list[str]:
-        """Return the direction's notes, and one on the queries that are left out."""
-        but = ", except that they are the impostors of TPIR" if self.options.fpirs else ""
-        left_out = [f"{self.dropped} {self.direction.without_match} and are left out{but}."] if self.dropped else []
+        """Return the direction's notes and the number of excluded queries."""
+        but = ", but serve as impostors for TPIR" if self.options.fpirs else ""
+        left_out = [f"{self.dropped} {self.direction.without_match} and are excluded{but}."] if self.dropped else []
         return [*self.direction.notes, *left_out]
 
     def case(self, query: str, gallery: str) -> Case:
-        """Average each metric over the queries and attach its interval."""
+        """Return the mean and interval of each metric."""
         columns = self._values(query, gallery)
         if (
             gallery == "old"
@@ -147,13 +144,13 @@ class _Measured:
         low_K, high_K = interval_bounds(means_RK, 0.95)
         metrics = {name: float(column.mean()) for name, column in columns.items()}
         ci95 = {name: (float(low), float(high)) for name, low, high in zip(columns, low_K, high_K, strict=True)}
-        for name, share in self.found[query, gallery].shares.items():  # not their mean, which rounding may take past a tie
+        for name, share in self.found[query, gallery].shares.items():  # the exact share; rounding can move the mean past a tie
             metrics[name], ci95[name] = share, (max(0.0, ci95[name][0]), min(1.0, ci95[name][1]))
         direction = self.direction
         return Case(query, gallery, direction.name, len(values_QK), direction.n_gallery, metrics, ci95, direction.population)
 
     def differences(self, query: str, than: str) -> list[Difference]:
-        """Compare two kinds of queries on the old gallery, by metric; empty if one was not measured."""
+        """Compare two kinds of queries on the old gallery by metric; return an empty list if one is not measured."""
         if not {(query, "old"), (than, "old")} <= self.found.keys():
             return []
         values, floor = self._values(query, "old"), self._values(than, "old")
@@ -168,21 +165,20 @@ class _Measured:
         return differences
 
     def _values(self, query: str, gallery: str) -> dict[str, np.ndarray]:
-        """Return metric -> value of each query that has a match."""
         found, known_Q = self.found[query, gallery], self.known
         hits = {f"{self.direction.metric}@{k}": found.ranks_Q < k for k in self.direction.ks}
         return {name: values_Q[known_Q] for name, values_Q in {**hits, **found.average_precision}.items()}
 
     @property
     def _clusters(self) -> np.ndarray | None:
-        """Return what a bootstrap draws; None for single queries, also where they are all of one cluster."""
+        """Bootstrap clusters; None if there are fewer than two."""
         clusters_Q = self.direction.clusters_Q
         known_Q = clusters_Q[self.known] if clusters_Q is not None else None
         return None if known_Q is None or (known_Q == known_Q[:1]).all() else known_Q
 
 
 def _measure(searches: Sequence[Search[C]], direction: Direction, options: EvaluationOptions, among_others: bool) -> _Measured:
-    """Search in every case; an error names the case, and the direction if there are several."""
+    """Search in every case; errors name the case."""
     measured = {}
     for query, gallery, asking, searched, own in searches:
         try:
@@ -196,7 +192,6 @@ def _measure(searches: Sequence[Search[C]], direction: Direction, options: Evalu
 
 
 def _as_points(differences: Sequence[Difference]) -> str:
-    """Return differences in percentage points with their intervals."""
     return ", ".join(
         f"{each.direction}{'' if each.population == ALL else f' ({each.population})'} {metric_name(each.metric)} "
         f"{100 * each.mean:+.1f} ({100 * low:.1f} to {100 * high:.1f})"
@@ -206,7 +201,6 @@ def _as_points(differences: Sequence[Difference]) -> str:
 
 
 def _judge(cases: Sequence[Case], differences: list[Difference]) -> Criterion:
-    """Compare ``new/old`` with ``old/old``, and ``new/new`` with ``independent/independent``, metric by metric."""
     failed = failed_comparisons(cases)
     lines = [
         f"{each.direction} {each.metric}{'' if each.population == ALL else f' ({each.population})'}: "

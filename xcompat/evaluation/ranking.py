@@ -1,4 +1,4 @@
-"""Retrieval of images by their class: CMC@k, mAP, mAP@R, exact and without sorting the ranking."""
+"""Image retrieval by class: exact CMC@k, mAP and mAP@R without sorting the ranking."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class RankedQueries:
     """Ranks and average precisions of each query.
 
     Args:
-        first_hit_ranks_Q: int64 ``(Q,)`` negatives before the best positive, 0 for a first place; -1 for queries without any.
-        average_precision_Q: float64 ``(Q,)`` over the whole ranking; NaN for queries without positives.
-        average_precision_at_r_Q: float64 ``(Q,)`` over the first R places, R the query's number of positives; NaN likewise.
-        positives_Q: int64 ``(Q,)`` number of gallery items of the query's class that count, so without itself.
-        best_scores_Q: float64 ``(Q,)`` exact score of the best positive, a whole number that only compares with others of its
-            dimension; NaN for queries without positives.
+        first_hit_ranks_Q: int64 ``(Q,)`` negatives before the best positive, 0 for a first place, -1 without positives.
+        average_precision_Q: float64 ``(Q,)`` over the whole ranking; NaN without positives.
+        average_precision_at_r_Q: float64 ``(Q,)`` over the first R places, R being the number of positives; NaN without
+            positives.
+        positives_Q: int64 ``(Q,)`` gallery items of the query's class, without excluded ones and the query itself.
+        best_scores_Q: float64 ``(Q,)`` exact score of the best positive, comparable within one dimension; NaN without positives.
     """
 
     first_hit_ranks_Q: np.ndarray
@@ -53,25 +53,25 @@ def cmc(
     query_cameras: Ids | None = None,
     gallery_cameras: Ids | None = None,
 ) -> dict[int, float]:
-    """Return the share of queries that find an item of their class among the first k (cumulative match characteristic).
+    """Return the share of queries with an item of their class among the first k (cumulative match characteristic).
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        queries_QD: ``(Q, D)`` embeddings, compared by cosine.
         gallery_GD: ``(G, D)`` embeddings.
-        query_labels: Q hashables, the classes.
+        query_labels: Q hashable classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
-        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        query_ids: Q hashables; items with the query's id are skipped. None if no query is in the gallery.
+        gallery_ids: G hashables, or None like ``query_ids``.
         ks: cut-offs, at least 1.
-        query_cameras: Q hashables; gallery items of the query's own class and camera are skipped, as re-identification does. None
-            if cameras do not matter.
-        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
+        query_cameras: Q hashables; items of the query's class and camera are skipped, as in re-identification. None to ignore
+            cameras.
+        gallery_cameras: G hashables, or None like ``query_cameras``.
 
     Returns:
-        k -> fraction in [0, 1] of the queries that have a positive; the others are left out.
+        k -> fraction in [0, 1] of the queries that have a positive.
 
     Raises:
-        XcompatError: if shapes, labels, ids or numbers are unusable, or no query has a positive.
+        XcompatError: invalid input, or no query has a positive.
 
     Example:
         >>> embeds = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.8, 0.2]])
@@ -99,29 +99,28 @@ def mean_average_precision(
     query_cameras: Ids | None = None,
     gallery_cameras: Ids | None = None,
 ) -> float:
-    """Return the mean over queries of average precision: the mean, over a query's positives, of the precision at each one's rank.
+    """Return the mean average precision over queries.
 
-    The j-th best positive has the rank j + the number of negatives that score at least as high, and the precision j / rank. If
-    the ranking is cut after k places, later positives count 0, and the sum is divided by min(k, R), with R the query's number of
-    positives. With k = R this is mAP@R (Musgrave et al. 2020, section 3.2).
+    Average precision is the mean precision at the ranks of a query's positives. The j-th best positive has the rank j + the
+    number of negatives that score at least as high, and the precision j / rank. In a ranking cut after k places, later positives
+    count 0 and the divisor is min(k, R), with R positives. k = R gives mAP@R (Musgrave et al. 2020, section 3.2).
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside.
+        queries_QD: ``(Q, D)`` embeddings.
         gallery_GD: ``(G, D)`` embeddings.
-        query_labels: Q hashables, the classes.
+        query_labels: Q hashable classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
-        gallery_ids: G hashables; None exactly if ``query_ids`` is.
-        at: None for the whole ranking (mAP), "R" to cut after each query's number of positives, or places, at least 1.
-        query_cameras: Q hashables; gallery items of the query's own class and camera are skipped, as re-identification does. None
-            if cameras do not matter.
-        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
+        query_ids: Q hashables; items with the query's id are skipped. None if no query is in the gallery.
+        gallery_ids: G hashables, or None like ``query_ids``.
+        at: None for the whole ranking (mAP), "R" to cut after each query's number of positives, or a number of places.
+        query_cameras: as in :func:`cmc`.
+        gallery_cameras: G hashables, or None like ``query_cameras``.
 
     Returns:
         A fraction in [0, 1], over the queries that have a positive.
 
     Raises:
-        XcompatError: if shapes, labels, ids, numbers or the cut are unusable, or no query has a positive.
+        XcompatError: invalid input, or no query has a positive.
 
     Example:
         >>> gallery = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
@@ -149,29 +148,27 @@ def ranking_per_query(
     chunk_size: int = 1024,
     shared: bool = False,
 ) -> RankedQueries:
-    """Return first hits and average precisions of each query in one pass, for means, flips and bootstrap intervals.
+    """Return first hits and average precisions per query, for means, flips and bootstrap intervals.
 
-    Scores are exact, ties are pessimistic (a positive ranks after every negative of its score), and the result does not depend on
-    the chunk size in any bit.
+    Scores are exact, ties count against the query, and the result is the same to the bit for every chunk size.
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside.
+        queries_QD: ``(Q, D)`` embeddings.
         gallery_GD: ``(G, D)`` embeddings.
-        query_labels: Q hashables, the classes.
+        query_labels: Q hashable classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
-        gallery_ids: G hashables; None exactly if ``query_ids`` is.
-        query_cameras: Q hashables; gallery items of the query's own class and camera are skipped, as re-identification does. None
-            if cameras do not matter.
-        gallery_cameras: G hashables; None exactly if ``query_cameras`` is.
-        chunk_size: queries per block; memory grows with it.
-        shared: whether all processes call this with the same arguments: each ranks a share of the queries, all get the result.
+        query_ids: Q hashables; items with the query's id are skipped. None if no query is in the gallery.
+        gallery_ids: G hashables, or None like ``query_ids``.
+        query_cameras: as in :func:`cmc`.
+        gallery_cameras: G hashables, or None like ``query_cameras``.
+        chunk_size: queries per block; affects memory only.
+        shared: whether all processes call this to share the work; all get the result.
 
     Returns:
         One number of each kind per query.
 
     Raises:
-        XcompatError: if shapes, labels, ids or numbers are unusable, or no query has a positive.
+        XcompatError: invalid input, or no query has a positive.
 
     Example:
         >>> ranked = ranking_per_query(np.eye(2), np.ones((3, 2)), "az", "abb")
@@ -184,7 +181,7 @@ def ranking_per_query(
 
 
 def rank(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
-    """Rank the positives of every query, as :func:`ranking_per_query` describes it.
+    """Rank the positives of every query as in :func:`ranking_per_query`.
 
     Args:
         pairs: queries and gallery.
@@ -194,7 +191,7 @@ def rank(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
         One number of each kind per query.
 
     Raises:
-        XcompatError: if no query has a positive.
+        XcompatError: no query has a positive.
     """
     first_Q, positives_Q = np.full(pairs.n_queries, -1, dtype=np.int64), np.zeros(pairs.n_queries, dtype=np.int64)
     whole_Q, at_r_Q, best_Q = (np.full(pairs.n_queries, np.nan) for _ in range(3))
@@ -218,16 +215,16 @@ def rank(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
 
 @dataclass(frozen=True)
 class Hits:
-    """The ranked positives of a block of queries, from each query's worst to its best.
+    """Ranked positives of a block of queries, worst to best for each query.
 
     Args:
-        rows_B: row numbers of the queries; each has a positive.
-        positives_B: the number of positives of each query.
-        owners_N: the query of each positive, as a position in ``rows_B``, ascending.
-        places_N: the place of each positive among the query's positives, 1 for the best.
-        ranks_N: the rank of each positive in the gallery, 1 for the best.
+        rows_B: rows of the queries; each has a positive.
+        positives_B: positives per query.
+        owners_N: query of each positive, as a position in ``rows_B``, ascending.
+        places_N: place of each positive among its query's positives, 1 for the best.
+        ranks_N: rank of each positive in the gallery, 1 for the best.
         best_scores_B: exact score of each query's best positive.
-        first_hit_ranks_B: number of negatives before each query's best positive.
+        first_hit_ranks_B: negatives before each query's best positive.
     """
 
     rows_B: np.ndarray
@@ -244,22 +241,22 @@ class Hits:
         if at is not None:
             places_B = self.positives_B if at == "R" else np.full_like(self.positives_B, at)
             precisions_N, most_B = precisions_N * (self.ranks_N <= places_B[self.owners_N]), np.minimum(places_B, most_B)
-        # bincount adds one by one, in the order of the scores, so the sum does not depend on the block size
+        # bincount adds in the order of the scores, so the sum does not depend on the block size
         return np.bincount(self.owners_N, weights=precisions_N, minlength=len(self.rows_B)) / most_B
 
 
 def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
-    """Rank the positives of all queries that have any, block by block of queries.
+    """Rank the positives of all queries that have any, block by block.
 
     Args:
         pairs: queries and gallery.
-        shared: whether each process ranks a share of the queries; a share without positives is no error.
+        shared: whether each process ranks a share of the queries; a share may lack positives.
 
     Yields:
         The ranked positives of a block.
 
     Raises:
-        XcompatError: if no query has a positive.
+        XcompatError: no query has a positive.
     """
     none = True
     for hits in map_over_cores(partial(_rank_block, pairs), pairs.mated_blocks(shared), pairs.device):
@@ -271,10 +268,9 @@ def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
 
 
 def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
-    """Rank the positives of a block of queries; None if there are none."""
     scores_N, owners_N = _sorted_positives(pairs, rows_B)
     positives_B = torch.bincount(owners_N, minlength=len(rows_B))
-    has_any_B = positives_B > 0  # a query may be the only one of its class
+    has_any_B = positives_B > 0  # a query can be the only one of its class
     if not has_any_B.any():
         return None
     rows_B, positives_B = rows_B[has_any_B.cpu().numpy()], positives_B[has_any_B]
@@ -292,15 +288,15 @@ def placed(
     at_least_N: np.ndarray,
     margin: float,
 ) -> Hits:
-    """Turn the counts of items at or above each positive into ranks, in which only negatives push a tied positive down.
+    """Turn the counts of items at or above each positive into ranks; positives that tie do not lower each other.
 
     Args:
-        rows_B: which queries.
-        positives_B: how many positives each has, at least 1.
-        owners_N: whose each positive is: a position in ``rows_B``, ascending.
-        scores_N: exact scores of the positives, ascending for each owner.
-        at_least_N: how many items score at least as high as each positive, less the margin; the positive itself is counted.
-        margin: the most by which scores of a tie differ.
+        rows_B: query rows.
+        positives_B: positives per query, at least 1.
+        owners_N: query of each positive, as a position in ``rows_B``, ascending.
+        scores_N: exact scores of the positives, ascending for each query.
+        at_least_N: number of items that score at least as high as each positive minus the margin, including itself.
+        margin: largest difference of tied scores.
 
     Returns:
         The positives and their ranks.
@@ -316,7 +312,7 @@ def placed(
 
 
 def _sorted_positives(pairs: LabelledPairs, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores of all positives of a block, sorted by query, then by score, and the query of each."""
+    """Return the scores and queries of all positives, sorted by query, then by score."""
     scores, owners = [], []
     for part in blocks(len(rows_B), MATED_ROWS):
         keys_N = sorted_keys(sort_keys(*pairs.positives(rows_B[part])))

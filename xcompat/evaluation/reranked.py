@@ -1,4 +1,4 @@
-"""Rankings whose first hits are scored again by the new model, counted as exactly as plain ones."""
+"""Rankings whose first hits are re-ranked by the new model, with exact ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xcompat.evaluation.scores import UNIT, Embeddings, ExactRows
 from xcompat.score_scale import OLD_WEIGHT, combine_scores
 
 _MOST_NUMBERS = 2**24
-"""Most numbers of candidates' embeddings in memory at once: 128 MB."""
+"""Most numbers of candidate embeddings in memory at once (128 MB)."""
 
 
 def rerank(
@@ -21,23 +21,23 @@ def rerank(
     candidates: int,
     old_weight: float = OLD_WEIGHT,
 ) -> LabelledPairs:
-    """Score the first hits of each query again, by embeddings of the new model.
+    """Re-rank the first hits of each query with the new model's embeddings.
 
-    A candidate's score becomes ``(1 - w) · new + w · old``, the cosines in the new model's own space and in the old one, as in
-    :class:`xcompat.retrieval.Reranker`. Candidates stay before all other items.
+    The score of a candidate becomes ``(1 - w) · new + w · old``, its cosines in the new model's own space and in the old one, as
+    in :class:`xcompat.retrieval.Reranker`. Candidates stay before all other items.
 
     Args:
         pairs: queries in the space of the old gallery, and that gallery.
         queries_QE: (Q, E) the same queries in the new model's own space.
         gallery_GE: (G, E) the same items in that space.
-        candidates: k, hits of each query that are scored again. Of equal scores the first rows are candidates.
+        candidates: number k of re-ranked hits per query; the first rows win ties.
         old_weight: w.
 
     Returns:
-        The same pairs with the new scores.
+        The same pairs with new scores.
 
     Raises:
-        XcompatError: the counts or dimensions differ.
+        XcompatError: numbers of rows or dimensions differ.
 
     Example:
         >>> from xcompat.evaluation.labelled import Items
@@ -52,7 +52,9 @@ def rerank(
         for rows, what in ((queries_QE, "queries"), (gallery_GE, "gallery"))
     )
     if (len(own_queries), len(own_gallery)) != (pairs.n_queries, pairs.n_gallery) or own_queries.dim != own_gallery.dim:
-        raise XcompatError("the new model's own embeddings are of other items, or of two spaces; embed the same items with it")
+        raise XcompatError(
+            "the new model's own embeddings differ in number or dimension; embed the same queries and items with it"
+        )
     k = min(candidates, pairs.n_gallery)
     columns_Qk = torch.zeros((pairs.n_queries, k), dtype=torch.int64, device=pairs.device)
     scores_Qk = torch.full((pairs.n_queries, k), LEFT_OUT, dtype=torch.float64, device=pairs.device)
@@ -73,11 +75,11 @@ def rerank(
 def _merge(
     scores_Rk: torch.Tensor, columns_Rk: torch.Tensor, scores_RC: torch.Tensor, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best of some candidates and of a tile of further items, the best first; of equal scores the first columns."""
+    """Merge candidates with a tile of items, best first; the first columns win ties."""
     k = min(scores_Rk.shape[1], scores_RC.shape[1])
     best_Rk, found_Rk = scores_RC.topk(k, dim=1)
     is_tied_R = (scores_RC == best_Rk[:, -1:]).sum(dim=1) > (best_Rk == best_Rk[:, -1:]).sum(dim=1)
-    if is_tied_R.any():  # topk takes any of equal scores
+    if is_tied_R.any():  # topk breaks ties arbitrarily
         ordered = scores_RC[is_tied_R].sort(dim=1, descending=True, stable=True)
         best_Rk[is_tied_R], found_Rk[is_tied_R] = ordered.values[:, :k], ordered.indices[:, :k]
     by_column = found_Rk.sort(dim=1)

@@ -1,11 +1,11 @@
-"""Exact cosine scores: the same two vectors have the same score in every block, on every machine.
+"""Exact cosine scores: two vectors have the same score in every block, on every machine.
 
-A BLAS product adds up in an order that depends on the shape of its operands, so the last bits of a float score depend on the
-chunk size, and copies of one gallery item need not tie. Here rows are L2-normalised and rounded to multiples of 2^-26 (finer
-than float32 scores can tell apart). As integers their products are below 2^52 and so, by Cauchy-Schwarz, is every partial sum;
-float64 holds integers up to 2^53, hence no order of summation rounds, and a score is a pure function of its two rows.
+The summation order of BLAS depends on the shapes of its operands. So the last bits of a float score depend on the chunk size, and
+copies of a gallery item may not tie. Here rows are L2-normalised and rounded to multiples of 2^-26, finer than float32 scores can
+resolve. As integers, their products and partial sums stay below 2^52 (Cauchy-Schwarz). float64 holds integers up to 2^53, so no
+summation order rounds.
 
-To compare scores with a threshold, a float32 product decides most of them at half the cost, as its rounding error is bounded.
+For thresholds, a float32 product decides most scores at half the cost, as its rounding error is bounded.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import torch
 from xcompat.core.errors import XcompatError
 
 Embeddings = np.ndarray | torch.Tensor
-"""Rows of embeddings, of any floating dtype, on any device."""
+"""Rows of embeddings with any floating dtype, on any device."""
 
 _GRID = 2.0**26
 UNIT = _GRID**2
-"""The score of a cosine of 1."""
+"""Score of cosine 1."""
 _NORM_ROWS = 1024
 _FEW = 1 / 64  # below this share of all pairs, scoring one by one is faster than a whole product
-_MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one: 128 MB
+_MOST_NUMBERS = 2**24  # most numbers gathered to score pairs one by one (128 MB)
 _FARTHEST = 500
-"""Most times that a row may be farther from the gallery's middle than rows usually are, to be ranked with others by L2."""
-_SPREAD = 100.0  # how much less than the farthest row's the usual squared distance may be before the tie margin shrinks
-_SAMPLE = 4096  # most rows of a side, spread evenly, that say what is usual; as many are looked at at once
+"""Largest distance of a row from the gallery's centre, in usual distances, that L2 ranking supports."""
+_SPREAD = 100.0  # ratio of farthest to usual squared distance above which the tie margin shrinks
+_SAMPLE = 4096  # most rows per side, evenly spread, to estimate the usual distance; also the block size
 SCORE_BITS = 54
-"""Bits of a score, with its sign, in a sort key; of the others, 8 hold the row and 1 a mark."""
+"""Bits of a signed score in a sort key. Of the others, 8 contain the row and 1 a mark."""
 
 
 def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
-    """Return embeddings as a NumPy matrix, without a copy if they are one (a memory-mapped file stays one).
+    """Return embeddings as a NumPy matrix, without a copy if possible (memory-mapped files stay so).
 
     Args:
         embeds_ND: ``(N, D)`` numbers.
-        what: their name in messages.
+        what: name in messages.
 
     Returns:
         ``(N, D)``, N and D at least 1.
 
     Raises:
-        XcompatError: if they are no matrix, or empty.
+        XcompatError: not a matrix, or empty.
     """
     if isinstance(embeds_ND, torch.Tensor):
         tensor = embeds_ND.detach().cpu()
@@ -63,21 +63,21 @@ def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
 
 
 def blocks(total: int, chunk_size: int) -> Iterator[slice]:
-    """Yield, in order, the slices that cut ``total`` rows into chunks of ``chunk_size``; the last may be smaller."""
+    """Yield the slices that cut ``total`` rows into chunks of ``chunk_size``; the last may be smaller."""
     for start in range(0, total, chunk_size):
         yield slice(start, min(start + chunk_size, total))
 
 
 class ExactRows:
-    """Embeddings that are normalised and rounded block by block; only their norms are held in memory.
+    """Embeddings that are normalised and rounded block by block; only norms stay in memory.
 
     Args:
-        embeds_ND: ``(N, D)`` numbers; a row of zeros stays zero and scores 0 against everything.
-        what: their name in messages.
-        device: the device of the blocks.
+        embeds_ND: ``(N, D)`` numbers; a row of zeros scores 0 against everything.
+        what: name in messages.
+        device: device of the blocks.
 
     Raises:
-        XcompatError: if they are no matrix, empty, or hold a number that is not finite.
+        XcompatError: not a matrix, empty, or not finite.
 
     Example:
         >>> rows = ExactRows(np.array([[3.0, 4.0]]), "rows", torch.device("cpu"))
@@ -91,22 +91,21 @@ class ExactRows:
         self._norms_N1 = np.concatenate([_norms(self._rows_ND[rows], what) for rows in blocks(len(self), _NORM_ROWS)])
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self._rows_ND)
 
     @property
     def dim(self) -> int:
-        """Dimensions D."""
+        """Dimension, D."""
         return int(self._rows_ND.shape[1])
 
     def block(self, rows: slice | np.ndarray) -> torch.Tensor:
-        """Return rows as integers whose dot products are exact.
+        """Return rows as integers with exact dot products.
 
         Args:
-            rows: a slice, or row numbers.
+            rows: slice or row numbers.
 
         Returns:
-            float64 ``(B, D)``, integers of norm about 2^26.
+            float64 ``(B, D)`` integers, with norms of about 2^26.
         """
         wide_BD = np.divide(self._rows_ND[rows], self._norms_N1[rows], dtype=np.float64)
         wide_BD *= _GRID
@@ -114,22 +113,22 @@ class ExactRows:
 
 
 def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
-    """Return float64 ``(B, 1)`` Euclidean norms, 1 for rows of zeros; refuse rows that are not finite."""
+    """Return float64 ``(B, 1)`` Euclidean norms, 1 for rows of zeros; raise if not finite."""
     wide_BD = np.asarray(rows_BD, dtype=np.float64)
     peak_B1 = np.abs(wide_BD).max(axis=1, keepdims=True)
     if not np.isfinite(peak_B1).all():
-        raise XcompatError(f"{what} hold NaN or infinite numbers; the model that made them diverged or overflowed: embed again")
+        raise XcompatError(f"NaN or infinite numbers in {what}: the model diverged or overflowed; fix it and embed again")
     peak_B1[peak_B1 == 0] = 1.0
-    # accumulate always adds from left to right; the order of a plain sum may depend on the shape of the block
+    # accumulate adds from left to right; the order of a plain sum depends on the block's shape
     norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])
     return np.where(norms_B1 > 0, norms_B1, 1.0)
 
 
 def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows whose cosines order all pairs as their L2 distances do, the nearest first.
+    """Return rows whose cosines order all pairs by L2 distance, nearest first.
 
-    Rows are centred and scaled, so that ‖x‖ ≤ 1. With n = ‖x‖²/2, x ↦ (x, 1, -n, ρ, 0) and y ↦ (y, -n, 1, 0, ρ) have the product
-    -‖x - y‖²/2, and ρ = √(5/4 - 2n - n²) gives every row the length 3/2. Rows that are equal stay equal.
+    Rows are centred and scaled so that ‖x‖ ≤ 1. With n = ‖x‖²/2, x ↦ (x, 1, -n, ρ, 0) and y ↦ (y, -n, 1, 0, ρ) have the product
+    -‖x - y‖²/2. ρ = √(5/4 - 2n - n²) gives every row the length 3/2. Equal rows stay equal.
 
     Args:
         queries_QD: ``(Q, D)`` numbers.
@@ -139,7 +138,7 @@ def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, 
         float64 ``(Q, D + 4)`` and ``(G, D + 4)``.
 
     Raises:
-        XcompatError: if a row lies so far out that the grid is too coarse for the distances of the others.
+        XcompatError: an outlier makes the grid too coarse for the other distances.
 
     Example:
         >>> queries, gallery = lifted(np.array([[0.0, 0.0]]), np.array([[3.0, 4.0], [0.0, 1.0]]))
@@ -162,13 +161,13 @@ def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, 
 
 
 def _require_alike(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
-    """Refuse rows beside which others are too close together to be ranked.
+    """Raise if an outlier makes the other rows too close together to rank.
 
-    A squared distance is rounded by some 2.7e-8 of that of the farthest row, so at :data:`_FARTHEST` by 0.7 % of the usual one.
+    A squared distance is rounded by about 2.7e-8 of the farthest row's: at :data:`_FARTHEST`, 0.7 % of the usual one.
     """
     samples = [rows_ND[:: -(-len(rows_ND) // _SAMPLE)] for rows_ND in (queries_QD, gallery_GD)]
     middle_D = np.median(samples[1], axis=0)
-    # queries of a model that the gallery was not made for may all be far out, which spoils no rank
+    # queries of an incompatible model can all be far away, which does not affect ranks
     usual = max(float(np.median(np.linalg.norm(some_SD - middle_D, axis=1))) for some_SD in samples)
     for what, rows_ND in (("query", queries_QD), ("gallery", gallery_GD)):
         chunks = (rows_ND[chunk] - middle_D for chunk in blocks(len(rows_ND), _SAMPLE))
@@ -176,31 +175,31 @@ def _require_alike(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
         row = int(far_N.argmax())
         if usual > 0 and far_N[row] > _FARTHEST * usual:
             raise XcompatError(
-                f"{what} row {row} lies {far_N[row] / usual:,.0f} times as far out as rows usually do (at most {_FARTHEST}), and "
-                "beside it the others cannot be ranked by L2 distance; leave it out, or compare by cosine"
+                f"{what} row {row} is {far_N[row] / usual:,.0f} times as far from the centre as usual (at most {_FARTHEST}), so "
+                "other rows cannot be ranked by L2 distance; remove it or compare by cosine"
             )
 
 
 def copy_score(dim: int, are_lifted: bool = False) -> float:
-    """Return the lowest score that a row of D dimensions can have with a copy of itself.
+    """Return the lowest score of a row of D dimensions with its own copy.
 
-    Rounding to the grid moves the score of a row with its copy to either side of :data:`UNIT`, by less than √D + 1 grid steps. So
-    the scores of two different pairs of copies may differ although both cosines are 1. (Two copies of one item always tie for the
-    same query.) Copies that are :func:`lifted` have the score 0, and the same rounding.
+    Rounding to the grid moves this score away from :data:`UNIT` by less than √D + 1 grid steps. So two pairs of copies can have
+    different scores. (Two copies of one item always tie for the same query.) Copies that are :func:`lifted` score 0, with the
+    same rounding.
     """
     return (0 if are_lifted else UNIT) - (math.sqrt(dim) + 1) * _GRID
 
 
 def tie_margin(dim: int, usual: float = 1.0) -> float:
-    """Return how far apart two scores of one query may be although the exact cosines are equal.
+    """Return the largest difference between two scores of one query whose exact cosines are equal.
 
-    Rounding moves each number of a row by half a grid step at most, so it moves the score of a pair by less than √D + 1 steps,
-    and the difference of two scores by less than twice as much. Scores that close together count as a tie.
+    Rounding moves each number by at most half a grid step, and the score of a pair by less than √D + 1 steps. The difference of
+    two scores moves by less than twice as much. Scores that close count as a tie.
 
     Args:
-        dim: D, the dimensions of the rows.
-        usual: of rows that are :func:`lifted`, their usual distance from the middle, where the farthest is 1. The margin becomes
-            smaller beside outliers, so that it never spans distances that differ.
+        dim: dimension D of the rows.
+        usual: for :func:`lifted` rows, their usual distance from the centre, where the farthest is 1. Outliers shrink the margin,
+            so that it never spans different distances.
 
     Example:
         >>> tie_margin(4) / UNIT < 1e-7
@@ -210,17 +209,17 @@ def tie_margin(dim: int, usual: float = 1.0) -> float:
 
 
 def usual_distance(lifted_GD: np.ndarray) -> float:
-    """Return the median distance of :func:`lifted` gallery rows from their middle, where the farthest row has 1."""
+    """Return the median distance of :func:`lifted` gallery rows from their centre, where the farthest is 1."""
     return math.sqrt(2 * float(np.median(-lifted_GD[:, -4])))
 
 
 def join_ties(scores_N: np.ndarray, owners_N: np.ndarray, margin: float) -> np.ndarray:
-    """Return scores in which all that tie with their neighbours have the lowest score among them.
+    """Give tied neighbours the lowest score among them.
 
     Args:
         scores_N: exact scores, in any order.
-        owners_N: int64, the query of each.
-        margin: the most by which neighbours that tie differ (:func:`tie_margin`).
+        owners_N: int64 query of each.
+        margin: largest difference of tied neighbours (:func:`tie_margin`).
 
     Example:
         >>> join_ties(np.array([3.0, 9.0, 4.0]), np.zeros(3, np.int64), 1.0).tolist()
@@ -235,25 +234,25 @@ def join_ties(scores_N: np.ndarray, owners_N: np.ndarray, margin: float) -> np.n
 
 
 def pair_scores(queries_RD: torch.Tensor, items_CD: torch.Tensor, row_N: torch.Tensor, column_N: torch.Tensor) -> torch.Tensor:
-    """Return the exact scores of some pairs.
+    """Return the exact scores of single pairs.
 
     Args:
         queries_RD: float64 ``(R, D)`` rows of :meth:`ExactRows.block`.
-        items_CD: float64 ``(C, D)`` likewise.
-        row_N: int64, the query of each pair.
-        column_N: int64, the item of each pair.
+        items_CD: float64 ``(C, D)`` rows of :meth:`ExactRows.block`.
+        row_N: int64 query of each pair.
+        column_N: int64 item of each pair.
 
     Returns:
         float64 ``(N,)``.
     """
     n_rows, dim = queries_RD.shape
-    if len(row_N) > min(_FEW * n_rows * len(items_CD), _MOST_NUMBERS // dim):  # such as for a gallery full of copies
+    if len(row_N) > min(_FEW * n_rows * len(items_CD), _MOST_NUMBERS // dim):  # e.g. a gallery full of copies
         return (queries_RD @ items_CD.T)[row_N, column_N]
     return torch.linalg.vecdot(queries_RD[row_N], items_CD[column_N])
 
 
 def sort_keys(scores_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``(N,)`` keys that hold row and score and sort by both in that order.
+    """Return int64 ``(N,)`` keys that sort by row, then by score.
 
     Args:
         scores_N: float64 exact scores.
@@ -268,12 +267,12 @@ def scores_of(keys_N: torch.Tensor) -> torch.Tensor:
 
 
 def sorted_keys(keys_N: torch.Tensor) -> torch.Tensor:
-    """Return keys in ascending order; on a CPU NumPy is three times as fast as torch, which returns indices too."""
+    """Sort keys ascending. On CPU, NumPy is three times as fast as torch, which also returns indices."""
     return keys_N.sort().values if keys_N.is_cuda else torch.from_numpy(np.sort(keys_N.numpy()))
 
 
 def true_places(mask: torch.Tensor) -> torch.Tensor:
-    """Return the flat indices of the True entries of a mask, int64 ``(N,)``, ascending; on a CPU NumPy is faster.
+    """Return the flat indices of the True entries of a mask, int64 ``(N,)``, ascending. On CPU, NumPy is faster.
 
     Example:
         >>> true_places(torch.tensor([[True, False], [False, True]])).tolist()
@@ -285,16 +284,16 @@ def true_places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def narrow(block_BD: torch.Tensor) -> torch.Tensor:
-    """Return rows of :meth:`ExactRows.block` in float32, of norm about 1."""
+    """Return rows of :meth:`ExactRows.block` in float32, with norms of about 1."""
     return block_BD.float().mul_(1 / _GRID)
 
 
 def rounding_error(dim: int) -> float:
-    """Return a bound on the error of the product of two :func:`narrow` rows of D dimensions, in any order of summation.
+    """Return a bound on the rounding error of a product of two :func:`narrow` rows of D dimensions, in any summation order.
 
-    γₙ = nu / (1 - nu) times the sum of the terms' sizes, at most about 1 by Cauchy-Schwarz (Higham, Accuracy and Stability of
-    Numerical Algorithms, section 3.1). n counts D - 1 additions, for each term a product and the rounding of two factors, and the
-    rounding of the threshold that the score is compared with.
+    The bound is γₙ = nu / (1 - nu) times the sum of the terms' sizes, at most about 1 by Cauchy-Schwarz (Higham, Accuracy and
+    Stability of Numerical Algorithms, section 3.1). n counts D - 1 additions, a product and two rounded factors per term, and the
+    rounded threshold.
     """
     n_u = (dim + 3) * 2.0**-24
     return 1.001 * n_u / (1 - n_u)
@@ -302,7 +301,7 @@ def rounding_error(dim: int) -> float:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Compute float32 products in full precision inside the block, even if a lower one is allowed outside."""
+    """Compute float32 products in full precision inside the block."""
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:

@@ -1,4 +1,4 @@
-"""How well the confidence of new queries predicts which of them find less than the old model's."""
+"""Metrics of query confidence: how well it predicts which new queries find less than old ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from xcompat.evaluation.intervals import cluster_codes
 
 _BINS = 10
 _NORMAL = 1.96
-"""Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
+"""Standard deviations on either side of the mean that cover 95 % of a normal distribution."""
 
 
 class Area(NamedTuple):
-    """Area under the ROC curve: how often one of the better queries has the higher score than one of the worse; 0.5 is chance.
+    """Area under the ROC curve: how often a better query scores higher than a worse one; 0.5 is chance.
 
     Args:
         value: in [0, 1].
-        low: lower end of its 95 % interval.
-        high: upper end.
+        low: lower end of the 95 % interval.
+        high: upper end of the 95 % interval.
     """
 
     value: float
@@ -34,16 +34,16 @@ class Area(NamedTuple):
 def query_quality(
     ranks: Mapping[RankKey, np.ndarray], average_precision: Mapping[ValueKey, np.ndarray], query: str, direction: str
 ) -> np.ndarray:
-    """Return how well each query searches the old gallery: by average precision among classes, else by reciprocal rank.
+    """Return how well each query searches the old gallery: average precision for classes, reciprocal rank otherwise.
 
     Args:
         ranks: ``ranks`` of an :class:`~xcompat.evaluation.Evaluation`.
-        average_precision: ``average_precision`` of the same.
-        query: the query model, such as ``new``.
-        direction: such as ``image-to-image``.
+        average_precision: its ``average_precision``.
+        query: query model, e.g. ``new``.
+        direction: e.g. ``image-to-image``.
 
     Returns:
-        ``(Q,)`` floats, NaN for queries without a match.
+        ``(Q,)`` floats, NaN without a match.
     """
     values_Q = average_precision.get((query, "old", direction, "map"))
     if values_Q is not None and direction == IMAGE_TO_IMAGE:
@@ -55,19 +55,19 @@ def query_quality(
 def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids | None = None) -> Area:
     """Return the area under the ROC curve (Hanley and McNeil 1982), with an interval that respects clusters of queries.
 
-    The interval is normal, with the variance of the Mann-Whitney statistic (DeLong et al. 1988) summed over clusters (Obuchowski
-    1997).
+    The interval is normal. Its variance is that of the Mann-Whitney statistic (DeLong et al. 1988), summed over clusters
+    (Obuchowski 1997).
 
     Args:
-        scores_Q: ``(Q,)`` numbers: a higher score predicts a better query.
-        better_Q: ``(Q,)`` whether each query is a better one.
-        clusters_Q: the item of each query; None if the queries are independent.
+        scores_Q: ``(Q,)`` scores; higher predicts a better query.
+        better_Q: ``(Q,)``, True for better queries.
+        clusters_Q: item of each query; None if independent.
 
     Returns:
         The area; ties count half.
 
     Raises:
-        XcompatError: all queries are of one kind.
+        XcompatError: all queries are better, or none is.
 
     Example:
         >>> area_under_roc(np.array([0.9, 0.8, 0.3, 0.1]), np.array([True, True, False, False])).value
@@ -78,7 +78,7 @@ def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids |
     better_Q = np.asarray(better_Q, bool)
     better, worse = np.asarray(scores_Q)[better_Q], np.asarray(scores_Q)[~better_Q]
     if not len(better) or not len(worse):
-        raise XcompatError("an area under the ROC curve takes queries of both kinds")
+        raise XcompatError("the area under the ROC curve needs better and worse queries, but all are of one kind")
     ranks_Q = rankdata(np.concatenate([better, worse]))
     above_P = (ranks_Q[: len(better)] - rankdata(better)) / len(worse)
     below_N = 1 - (ranks_Q[len(better) :] - rankdata(worse)) / len(better)
@@ -90,11 +90,11 @@ def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids |
 
 
 def calibration_error(probabilities_Q: np.ndarray, happened_Q: np.ndarray) -> float:
-    """Return how far probabilities are from what happened, on average over ten groups of equal size (expected calibration error).
+    """Return the expected calibration error over ten groups of equal size.
 
     Args:
         probabilities_Q: ``(Q,)`` in [0, 1].
-        happened_Q: ``(Q,)`` whether each predicted event happened.
+        happened_Q: ``(Q,)``, True if the predicted event happened.
 
     Example:
         >>> calibration_error(np.full(10, 0.75), np.arange(10) < 5)  # ten groups of one query each
@@ -106,14 +106,14 @@ def calibration_error(probabilities_Q: np.ndarray, happened_Q: np.ndarray) -> fl
 
 
 def risk_coverage(confidence_Q: np.ndarray, hurt_Q: np.ndarray) -> np.ndarray:
-    """Return the share of hurt queries among the most confident ones, for each number of these (El-Yaniv and Wiener 2010).
+    """Return the share of hurt queries among the most confident ones, by their number (El-Yaniv and Wiener 2010).
 
     Args:
-        confidence_Q: ``(Q,)`` the higher, the surer.
-        hurt_Q: ``(Q,)`` whether each query finds less than the old model's.
+        confidence_Q: ``(Q,)``, higher is more confident.
+        hurt_Q: ``(Q,)``, True for queries that find less than with the old model.
 
     Returns:
-        float64 ``(Q,)``: the share among the 1, 2, … Q most confident queries.
+        float64 ``(Q,)``: share among the 1, 2, … Q most confident queries.
 
     Example:
         >>> risk_coverage(np.array([0.2, 0.9, 0.6, 0.1]), np.array([True, False, False, True])).tolist()

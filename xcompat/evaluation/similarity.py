@@ -1,4 +1,4 @@
-"""Linear centred kernel alignment: the similarity of two models' embeddings of the same items."""
+"""Linear centred kernel alignment (CKA) of two models' embeddings."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from xcompat.core.errors import XcompatError
 from xcompat.evaluation.scores import Embeddings, as_rows, blocks
 
 _ROWS = 4096
-_CONSTANT = 1e-12  # deviation from the mean, relative to the largest number, that float64 cannot tell from none
+_CONSTANT = 1e-12  # smallest relative deviation from the mean that float64 can resolve
 
 
 def linear_cka(x_ND: Embeddings, y_Ne: Embeddings) -> float:
     """Return linear CKA, the similarity of two models' embeddings.
 
-    Kornblith et al. 2019, section 3.3: CKA = ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖), Frobenius norms of the centred X and Y. It does not change
-    when a space is rotated, scaled or shifted. Rows are not normalised. Rows are read in blocks; memory is that of the (D, e),
-    (D, D) and (e, e) products.
+    Kornblith et al. 2019, section 3.3: CKA = ‖YᵀX‖² / (‖XᵀX‖ ‖YᵀY‖), Frobenius norms of the centred X and Y. It is invariant to
+    rotation, scale and shift. Rows are not normalised. They are read in blocks; memory is that of the (D, e), (D, D) and (e, e)
+    products.
 
     Args:
         x_ND: ``(N, D)`` embeddings by one model.
-        y_Ne: ``(N, e)`` embeddings of the same items by another.
+        y_Ne: ``(N, e)`` embeddings of the same items by the other.
 
     Returns:
         A number in [0, 1], 1 for the same geometry.
 
     Raises:
-        XcompatError: if shapes or numbers are unusable, or all rows of one are equal.
+        XcompatError: invalid input, or all rows of one model are equal.
 
     Example:
         >>> x = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
@@ -54,10 +54,10 @@ def linear_cka(x_ND: Embeddings, y_Ne: Embeddings) -> float:
 
 
 def _scale_and_mean(rows_ND: np.ndarray, what: str) -> tuple[float, np.ndarray]:
-    """Return the largest absolute number, a divisor that keeps squares from overflowing, and the mean of the divided rows."""
+    """Return the largest absolute number, as a divisor against overflow, and the mean of the divided rows."""
     largest = [float(np.abs(rows_ND[rows]).max()) for rows in blocks(len(rows_ND), _ROWS)]
     if not np.isfinite(largest).all():
-        raise XcompatError(f"{what} holds NaN or infinite numbers; the model that made it diverged or overflowed: embed again")
+        raise XcompatError(f"{what} contains NaN or infinite numbers: the model diverged or overflowed; fix it and embed again")
     scale = max(largest) or 1.0
     sums = [(np.asarray(rows_ND[rows], dtype=np.float64) / scale).sum(axis=0) for rows in blocks(len(rows_ND), _ROWS)]
     return scale, np.sum(sums, axis=0) / len(rows_ND)

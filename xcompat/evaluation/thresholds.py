@@ -1,4 +1,4 @@
-"""Thresholds: the score at which new queries cut off as an old threshold did."""
+"""Score thresholds for new queries that replace an old threshold."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from xcompat.evaluation.intervals import interval_bounds, resampled_means
 from xcompat.evaluation.labelled import LabelledPairs
 
 BINS = 1024
-"""Steps into which scores from -1 to 1 are counted; a threshold is interpolated inside a step of .002."""
+"""Bins for scores from -1 to 1. Thresholds are interpolated inside a bin (0.002 wide)."""
 MOST_QUERIES = 5000
 
 
 class Compared(NamedTuple):
-    """The pairs of queries and gallery items of one case.
+    """Query-gallery pairs of one case.
 
     Args:
-        pairs: their scores.
-        is_match: queries (R,) and a range of the gallery -> bool (R, C), whether each pair is a true match.
+        pairs: pairs with their scores.
+        is_match: query rows (R,) and a gallery slice -> bool (R, C), True for true matches.
     """
 
     pairs: LabelledPairs
@@ -32,11 +32,11 @@ class Compared(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """How many items of each query score at least so much.
+    """Numbers of items at or above each score.
 
     Args:
         matches_QB: float64 (Q, B) true matches at or above each edge.
-        hits_QB: float64 (Q, B) likewise all items.
+        hits_QB: float64 (Q, B) items at or above each edge.
         known_Q: (Q,) true matches of each query.
     """
 
@@ -46,18 +46,18 @@ class Counted(NamedTuple):
 
 
 def edges(threshold: float) -> NDArray[np.float64]:
-    """Return the scores at which items are counted, ascending; the threshold is one of them."""
+    """Return the scores at which items are counted, ascending and including the threshold."""
     width = 2 / BINS
     return threshold + width * np.arange(-np.floor((1 + threshold) / width), np.ceil((1 - threshold) / width) + 1)
 
 
 def count(compared: Compared, edges_B: NDArray[np.float64], rows_Q: NDArray[np.int64]) -> Counted:
-    """Count the items of some queries by their score.
+    """Count the items of some queries by score.
 
     Args:
         compared: queries and gallery.
         edges_B: ascending scores.
-        rows_Q: the queries.
+        rows_Q: query rows.
     """
     n_bins, device = len(edges_B), compared.pairs.device
     bars = torch.from_numpy(edges_B).to(device)
@@ -76,15 +76,15 @@ def count(compared: Compared, edges_B: NDArray[np.float64], rows_Q: NDArray[np.i
 
 
 class Carried:
-    """Thresholds of new queries that keep what old thresholds accepted.
+    """Thresholds of new queries that accept as many items as old thresholds.
 
     Args:
         old_QB: (Q, B) items of old queries at or above each edge.
-        new_QB: (Q, B) likewise of new queries, the same ones.
-        edges_B: scores at which they are counted, ascending.
-        clusters_Q: queries that are drawn together; None if each is drawn alone.
+        new_QB: (Q, B) items of the same queries with the new model.
+        edges_B: ascending scores at which they are counted.
+        clusters_Q: clusters that are drawn together; None if independent.
         n_resamples: bootstrap draws.
-        seed: of the draws.
+        seed: random seed.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Carried:
         self._mean, self._draws = both_QK.mean(axis=0).reshape(2, -1), draws_RK.reshape(n_resamples, 2, -1)
 
     def at(self, threshold: float) -> tuple[float | None, tuple[float, float] | None]:
-        """Return the threshold that replaces an old one, one of the edges, with its 95 % interval; None if there is none."""
+        """Return the new threshold for an old one (an edge) and its 95 % interval; None if there is none."""
         place = int(np.argmin(np.abs(self.edges_B - threshold)))
         score = _crossing(self._mean[1], self._mean[0, place], self.edges_B)
         if score is None:
@@ -114,7 +114,7 @@ class Carried:
 
 
 def _crossing(counts_B: NDArray[np.float64], wanted: float, edges_B: NDArray[np.float64]) -> float | None:
-    """Return the highest score at or above which so many items lie, interpolated; None if there are never so many."""
+    """Return the highest score with ``wanted`` items at or above it, interpolated; None if there are fewer."""
     if counts_B[0] < wanted - 1e-12:
         return None
     enough = int(np.flatnonzero(counts_B >= wanted - 1e-12)[-1])
@@ -136,23 +136,23 @@ def thresholds(
     """Carry a threshold of old queries over to other queries on the same gallery.
 
     Args:
-        compared: name of the queries -> their pairs; those of the old model come first.
-        direction: of the search.
-        threshold: cosine at which old queries cut off.
-        has_match_Q: bool (Q,), the queries with a true match; others are left out.
-        clusters_Q: int64 (Q,), queries that are drawn together by the bootstrap.
+        compared: (kind of queries, their pairs), the old model first.
+        direction: search direction.
+        threshold: cosine threshold of old queries.
+        has_match_Q: bool (Q,), True for queries with a true match; others are excluded.
+        clusters_Q: int64 (Q,) clusters of queries that are drawn together.
         n_resamples: bootstrap draws.
-        seed: of the draws.
+        seed: random seed.
 
     Returns:
-        The old threshold with what it accepts, then two for each of the other queries: one keeps the share of true matches, one
-        the number of hits.
+        The old threshold and its acceptance, then two thresholds per other kind of queries: one keeps the share of true matches,
+        one the number of hits.
 
     Raises:
-        XcompatError: the threshold is no cosine, or embeddings are compared by L2 distance.
+        XcompatError: the threshold is not a cosine.
     """
     if not -1 < threshold < 1:
-        raise XcompatError(f"a threshold of cosines lies between -1 and 1, not at {threshold:g}")
+        raise XcompatError(f"threshold must be a cosine between -1 and 1, not {threshold:g}")
     rows_Q = np.flatnonzero(has_match_Q)
     if len(rows_Q) > MOST_QUERIES:
         rows_Q = rows_Q[np.linspace(0, len(rows_Q) - 1, MOST_QUERIES).astype(np.int64)]

@@ -1,4 +1,4 @@
-"""Verification and open-set identification: TAR@FAR over pairs, TPIR@FPIR over queries, at exact thresholds."""
+"""Verification (TAR@FAR) and open-set identification (TPIR@FPIR) at exact thresholds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xcompat.evaluation.ranking import RankedQueries
 from xcompat.evaluation.ranking import rank as rank_pairs
 from xcompat.evaluation.scores import Embeddings, blocks, copy_score, tie_margin
 
-_SLACK = 2**20  # scores gathered before the lowest are dropped
+_SLACK = 2**20  # extra scores collected before the lowest are dropped
 
 
 def tar_at_far(
@@ -30,24 +30,24 @@ def tar_at_far(
 ) -> dict[float, float]:
     """Return the true acceptance rate of 1:1 verification at each false acceptance rate.
 
-    Pairs of a query and a gallery item of one class are positive, others negative; pairs of equal ids do not count. For each rate
-    the threshold is the lowest that at most a share ``far`` of the negatives reach, found exactly: if negatives tie at it, it
-    moves above all of them. One pass keeps the highest negatives, as many as the largest rate accepts, at some 35 bytes each.
+    Pairs of one class are positive, others negative; pairs of equal ids are excluded. Each threshold is the lowest that accepts
+    at most a share ``far`` of the negatives. It is exact, and lies above negatives that tie. One pass keeps the highest
+    negatives, as many as the largest rate accepts, at some 35 bytes each.
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        queries_QD: ``(Q, D)`` embeddings, compared by cosine.
         gallery_GD: ``(G, D)`` embeddings.
-        query_labels: Q hashables, the classes.
+        query_labels: Q hashable classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; a query and a gallery item of its own id are no pair. None if no query is in the gallery.
-        gallery_ids: G hashables; None exactly if ``query_ids`` is.
+        query_ids: Q hashables; None if no query is in the gallery.
+        gallery_ids: G hashables, or None like ``query_ids``.
         fars: false acceptance rates, in [0, 1].
 
     Returns:
         far -> true acceptance rate in [0, 1].
 
     Raises:
-        XcompatError: if shapes, labels, ids, numbers or rates are unusable, or there is no pair of one class, or of two.
+        XcompatError: invalid input, or no positive or no negative pairs.
 
     Example:
         >>> gallery = np.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
@@ -63,11 +63,11 @@ def tar_at_far(
 
 
 class Verified(NamedTuple):
-    """How many pairs of one class are accepted.
+    """Counts of accepted pairs of one class.
 
     Args:
-        accepted: false acceptance rate -> int64 ``(Q,)`` accepted pairs of one class, per query.
-        positives_Q: int64 ``(Q,)`` pairs of one class.
+        accepted: false acceptance rate -> int64 ``(Q,)`` accepted positive pairs per query.
+        positives_Q: int64 ``(Q,)`` positive pairs per query.
     """
 
     accepted: dict[float, np.ndarray]
@@ -75,7 +75,7 @@ class Verified(NamedTuple):
 
 
 def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
-    """Verify all pairs as :func:`tar_at_far` does, and count per query.
+    """Verify all pairs as in :func:`tar_at_far` and count per query.
 
     Args:
         pairs: queries and gallery.
@@ -85,7 +85,7 @@ def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
         The counts.
 
     Raises:
-        XcompatError: there is no pair of one class, or of two, or a rate is none.
+        XcompatError: no positive or no negative pairs, or an invalid rate.
     """
     rates = _as_rates(fars)
     positives_Q = np.zeros(pairs.n_queries, dtype=np.int64)
@@ -95,7 +95,7 @@ def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
     n_negatives = pairs.n_pairs - n_positives
     if not n_positives or not n_negatives:
         missing = "one class" if not n_positives else "two classes"
-        raise XcompatError(f"no pair of {missing}, so nothing can be verified; check that both sides use the same labels")
+        raise XcompatError(f"no pair of {missing} to verify; check that both sides use the same labels")
     allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
     bars = {rate: _bar(highest_N, n_allowed, pairs.copy_score, pairs.tie_margin) for rate, n_allowed in allowed.items()}
@@ -108,15 +108,15 @@ def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
 
 
 def bars_of_pairs(negatives_N: np.ndarray, fars: Sequence[float], dim: int) -> dict[float, float]:
-    """Return for each rate the score that at most that share of the negatives exceeds.
+    """Return the score threshold of each false acceptance rate.
 
     Args:
-        negatives_N: exact scores of pairs of two classes; changed in their order.
+        negatives_N: exact scores of negative pairs.
         fars: false acceptance rates, in [0, 1].
-        dim: dimensions of the embeddings.
+        dim: embedding dimension.
 
     Returns:
-        far -> exact score, above which a pair is accepted.
+        far -> exact score; pairs above it are accepted.
     """
     allowed = {rate: _most_within(rate, len(negatives_N)) for rate in _as_rates(fars)}
     highest_N = np.sort(_highest([negatives_N], min(max(allowed.values()) + 1, len(negatives_N))))[::-1]
@@ -124,15 +124,15 @@ def bars_of_pairs(negatives_N: np.ndarray, fars: Sequence[float], dim: int) -> d
 
 
 def bars_of_searches(pairs: LabelledPairs, n_positives: int, rates: Sequence[float]) -> dict[float, float]:
-    """Return for each rate the score that at most so many negatives per query exceed, over all queries together.
+    """Return the score threshold of each rate of negatives per query.
 
     Args:
         pairs: queries and gallery.
-        n_positives: how many of the pairs are of one class.
-        rates: numbers of negatives per query, in [0, 1].
+        n_positives: number of positive pairs.
+        rates: accepted negatives per query, on average, in [0, 1].
 
     Returns:
-        rate -> exact score.
+        rate -> exact score; pairs above it are accepted.
     """
     n_negatives = pairs.n_pairs - n_positives
     allowed = {rate: min(_most_within(rate, pairs.n_queries), n_negatives) for rate in _as_rates(rates)}
@@ -141,10 +141,10 @@ def bars_of_searches(pairs: LabelledPairs, n_positives: int, rates: Sequence[flo
 
 
 def share_per_query(accepted_Q: np.ndarray, positives_Q: np.ndarray) -> tuple[np.ndarray, float]:
-    """Turn a share of pairs into one number per query, of which it is the mean and whose spread is the share's.
+    """Turn a share of pairs into one number per query, with the same mean and spread.
 
-    With a_q of query q's n_q pairs accepted, the share is r = Σa / Σn, and the numbers are r + (a_q - r n_q) Q / Σn over the Q
-    queries that have pairs: the linearised ratio (Cochran 1977, §6.4), whose bootstrap is that of r for large Q.
+    With a_q of query q's n_q pairs accepted, the share is r = Σa / Σn. The numbers are r + (a_q - r n_q) Q / Σn over the Q
+    queries that have pairs: the linearised ratio (Cochran 1977, §6.4). For large Q, its bootstrap is that of r.
 
     Args:
         accepted_Q: ``(Q,)`` accepted pairs.
@@ -175,25 +175,25 @@ def tpir_at_far(
 ) -> dict[float, float]:
     """Return the true positive identification rate of open-set 1:N search at each false positive identification rate.
 
-    A query is an impostor if the gallery has no other item of its class. The threshold is the lowest that at most a share ``far``
-    of the impostors reach with their best score. A known query is found if its best positive reaches the threshold and is within
-    ``rank`` places; ties count against it.
+    A query is an impostor if the gallery has no other item of its class. Each threshold is the lowest that accepts at most a
+    share ``far`` of the impostors by their best score. A known query counts if its best positive is accepted and within ``rank``
+    places; ties count against it.
 
     Args:
-        queries_QD: ``(Q, D)`` embeddings; normalised inside, so scores are cosines.
+        queries_QD: ``(Q, D)`` embeddings, compared by cosine.
         gallery_GD: ``(G, D)`` embeddings.
-        query_labels: Q hashables, the classes.
+        query_labels: Q hashable classes.
         gallery_labels: G hashables.
-        query_ids: Q hashables; gallery items of the query's own id are skipped. None if no query is in the gallery.
-        gallery_ids: G hashables; None exactly if ``query_ids`` is.
-        fars: shares of impostors that may be accepted (false positive identification rates), in [0, 1].
+        query_ids: Q hashables; items with the query's id are skipped. None if no query is in the gallery.
+        gallery_ids: G hashables, or None like ``query_ids``.
+        fars: shares of accepted impostors (false positive identification rates), in [0, 1].
         rank: places within which the class must be found, at least 1.
 
     Returns:
         far -> true positive identification rate in [0, 1].
 
     Raises:
-        XcompatError: if shapes, labels, ids, numbers or rates are unusable, or all queries are known, or all unknown.
+        XcompatError: invalid input, or all queries are known, or all unknown.
 
     Example:
         >>> queries = np.array([[1.0, 0.0], [0.6, 0.8], [-0.7, 0.7]])
@@ -213,25 +213,23 @@ def tpir_at_far(
 
 
 def found_per_query(pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[float], rank: int = 1) -> dict[float, np.ndarray]:
-    """Identify queries in an open set as :func:`tpir_at_far` does.
+    """Identify queries in an open set as in :func:`tpir_at_far`.
 
     Args:
         pairs: queries and gallery.
-        ranked: the same pairs, ranked.
-        fars: shares of impostors that may be accepted, in [0, 1].
+        ranked: ranks of the same pairs.
+        fars: shares of accepted impostors, in [0, 1].
         rank: places within which the class must be found.
 
     Returns:
-        far -> bool ``(Q,)``, whether each query is identified; False for impostors.
+        far -> bool ``(Q,)``, True for identified queries, False for impostors.
 
     Raises:
-        XcompatError: all queries are known, or a rate is none.
+        XcompatError: all queries are known, or a rate is invalid.
     """
     rates, unknown_Q = _as_rates(fars), ranked.positives_Q == 0
     if not unknown_Q.any():
-        raise XcompatError(
-            "every query's class is in the gallery, so there is no impostor to refuse; add queries of other classes"
-        )
+        raise XcompatError("every query's class is in the gallery, so there are no impostors; add queries of other classes")
     impostors_N = np.sort(_best_scores(pairs, np.flatnonzero(unknown_Q)))[::-1]
     bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N)), pairs.copy_score, pairs.tie_margin) for rate in rates}
     within_Q = ~unknown_Q & (ranked.first_hit_ranks_Q < rank)
@@ -239,7 +237,7 @@ def found_per_query(pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[
 
 
 def at_rate(metric: str, rate: float) -> str:
-    """Return the name of a metric at a rate, which is written as people write it.
+    """Return the name of a metric at a rate.
 
     Example:
         >>> at_rate("tar@far", 1e-4), at_rate("tpir@fpir", 0.01)
@@ -264,29 +262,20 @@ def _most_within(rate: float, total: int) -> int:
 
 
 def _bar(highest_N: np.ndarray, n_allowed: int, of_copies: float, margin: float) -> float:
-    """Return the score above which pairs are accepted: at most ``n_allowed`` negatives, and no pair that ties with the next one.
-
-    Args:
-        highest_N: the highest scores of negatives, in descending order.
-        n_allowed: how many of them may be accepted.
-        of_copies: the lowest score of two copies.
-        margin: the most by which scores of a tie differ.
-    """
+    """Return the score above which at most ``n_allowed`` negatives lie, none of them tied with the next."""
     if n_allowed >= len(highest_N):
         return LEFT_OUT
     lowest = float(highest_N[n_allowed])
-    return lowest + margin if lowest < of_copies else math.inf  # all pairs of copies are equally alike
+    return lowest + margin if lowest < of_copies else math.inf  # all pairs of copies are equally similar
 
 
 def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:
-    """Yield the queries whose class occurs in the gallery, a few at a time."""
     for rows_B in pairs.mated_blocks():
         for part in blocks(len(rows_B), MATED_ROWS):
             yield rows_B[part]
 
 
 def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
-    """Return the highest scores of pairs of different classes, in descending order."""
     gallery_codes_G = torch.from_numpy(pairs.gallery_codes).to(pairs.device)
     kept: list[np.ndarray] = []
     floor, n_held = LEFT_OUT, 0
@@ -304,7 +293,7 @@ def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
 
 
 def _highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
-    """Return the highest numbers of all pieces, in no order; the pieces are cleared."""
+    """Return the highest numbers, unsorted; clear ``pieces``."""
     values_N = np.concatenate(pieces)
     pieces.clear()  # frees memory before the copy below
     values_N.partition(len(values_N) - n_kept)
@@ -312,7 +301,6 @@ def _highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
 
 
 def _best_scores(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
-    """Return the highest score of each of these queries."""
     best = []
     for rows_B in pairs.blocks_of(rows_N):
         best_B = torch.full((len(rows_B),), LEFT_OUT, dtype=torch.float64, device=pairs.device)

@@ -1,4 +1,4 @@
-"""Export a trained model to formats of other software."""
+"""Exports of trained models to formats of other software."""
 
 from xcompat.export.onnx_towers import to_onnx
 from xcompat.export.query_transform import to_faiss

@@ -1,4 +1,4 @@
-"""The verbs of ``xcompat export``, with their console output."""
+"""Commands of ``xcompat export`` with their console output."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from xcompat.retrieval.versions import notice_missing_old
 
 
 def _load_alone(name: str) -> CompatModel:
-    """Load a model; say so if it was chosen to search together with the old one, which no export does."""
+    """Load a model, and warn if it needs the old model, which exports cannot include."""
     model = load_checkpoint(name)
     notice_missing_old(model)
     return model
 
 
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
-    """Write a faiss index that takes queries of the new model."""
+    """Write a faiss index for queries of the new model."""
     silence_libraries()
     loaded = _load_alone(model)
     query_transform.to_faiss(loaded, index, out, overwrite)
     old, dim = literal(str(loaded.compatible_with[0])), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
     if query_transform.reads_features(loaded):
-        console.print("queries are what the last linear layer of the new model reads, of any length")
+        console.print("queries are inputs of the new model's last linear layer, of any length")
     else:
-        console.print("queries must be of length 1, as the model embeds them: divide those that are not by their norm")
+        console.print("queries must have length 1, as the model embeds them: divide others by their norm")
     if index.is_file():
         console.print(
-            f"[yellow]![/] no faiss file says which model made its vectors: that it was {old} is not checked. "
-            "A gallery knows: `xcompat gallery build --from-faiss`, then name the gallery"
+            f"[yellow]![/] a faiss file does not record its model: cannot verify that {old} made its vectors. "
+            "Build a gallery with `xcompat gallery build --from-faiss` and export that to verify it"
         )
 
 

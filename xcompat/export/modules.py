@@ -1,4 +1,4 @@
-"""The modules that exports compute: from pixels or tokens to embeddings in the old space, or in the new model's own."""
+"""Modules for exports, from pixels or tokens to embeddings in the old or the own space."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from xcompat.core.errors import XcompatError, what_failed
 from xcompat.models.base import CompatModel
 
 Space = Literal["old", "own"]
-"""``old``: embeddings that search an index of the old model. ``own``: embeddings for an index of the new model."""
+"""``old``: embeddings to search an index of the old model. ``own``: embeddings for an index of the new model."""
 
 
 def sources_of(model: CompatModel) -> list[Path]:
-    """Return the local folders of a model and of its encoder, which no export replaces."""
+    """Return the local folders of a model and its encoder, which exports must not replace."""
     names = [model.name_or_path, (model.config.encoder or {}).get("name")]
     return [Path(name) for name in names if name and Path(name).exists()]
 
 
 class Tower(nn.Module):
-    """One modality of a model, with its embeddings in one space.
+    """Image or text part of a model, with its embeddings in a single space.
 
     Args:
         model: frozen, in evaluation mode.
         space: the space of the embeddings.
 
     Raises:
-        XcompatError: the model brings no queries into an old space.
+        XcompatError: the model does not map queries into an old space.
     """
 
     def __init__(self, model: CompatModel, space: Space) -> None:
         super().__init__()
         if space == "old" and (model.maps_galleries or not model.compatible_with):
-            raise XcompatError(f"{type(model).__name__} brings no queries into an old space; export it with space='own'")
+            raise XcompatError(f"{type(model).__name__} does not map queries into an old space; export it with space='own'")
         self.model, self.space = model, space
-        self.encoder = model._get_encoder()  # a map does not register its encoder, whose weights would be exported as constants
+        self.encoder = model._get_encoder()  # maps do not register it, and its weights would be exported as constants
 
     @property
     def dim(self) -> int:
@@ -46,12 +46,12 @@ class Tower(nn.Module):
         return self.model.config.old["dim"] if self.space == "old" else self.model.config.embedding_dim
 
     def place(self, embeds_BD: Tensor) -> Tensor:
-        """Bring the new model's embeddings into the space: (B, dim) float32."""
+        """Map the new model's embeddings into the space: (B, dim) float32."""
         return self.model.view(embeds_BD) if self.space == "old" else embeds_BD
 
 
 class ImageTower(Tower):
-    """Embeds images."""
+    """Image tower."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Embed images.
@@ -66,7 +66,7 @@ class ImageTower(Tower):
 
 
 class TextTower(Tower):
-    """Embeds texts."""
+    """Text tower."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Embed texts.
@@ -83,10 +83,10 @@ class TextTower(Tower):
 
 @contextmanager
 def reading_back(written: str | Path) -> Iterator[None]:
-    """Turn any error of a library that reads a file or folder just written into an :class:`XcompatError` of one line."""
+    """Convert library errors while reading a file just written into an :class:`XcompatError` of one line."""
     try:
         yield
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # each library raises its own kinds
-        raise XcompatError(f"what was just written to {written} cannot be read: {what_failed(error)}; check the disk") from error
+        raise XcompatError(f"cannot read back the export at {written}: {what_failed(error)}; check the disk") from error

@@ -1,4 +1,4 @@
-"""Export a model to ONNX: one checked file per tower, and a description for the service that runs it."""
+"""Export to ONNX: a verified file per tower, with a description for the service."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from xcompat.models.base import CompatModel
 from xcompat.models.indexed_memory import IN_NO_GRAPH, IndexedMemory
 
 TOLERANCE = 1e-4
-"""Largest difference from PyTorch in a coordinate of an embedding of length 1."""
+"""Maximum difference from PyTorch per coordinate, for embeddings of length 1."""
 MOST_TOKENS = 4096
-"""Of a text that is compared; some models read texts of any length."""
+"""Maximum tokens of a compared text. Some models read texts of any length."""
 OUTPUT = "embeds"
 DESCRIPTION = "xcompat_onnx.json"
 MADE_BY = "export onnx"
@@ -37,22 +37,26 @@ Batch = dict[str, Tensor]
 
 
 def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> None:
-    """Write the towers that there are, of images and of texts, as ONNX with batches of any size.
+    """Write a model's image and text towers as ONNX, for batches of any size.
 
-    ``image.onnx`` and ``text.onnx`` output finished embeddings in the space. Texts may have any length if the model does not read
-    its padding. The folder also holds the preprocessing in the format of the encoder's library, ``xcompat_onnx.json`` with
-    inputs, outputs, pixels, padding, and the model whose indexes the embeddings search, and ``README.md``, which says how they
-    are used. LoRA is merged, and half precision made whole.
+    ``image.onnx`` and ``text.onnx`` output finished embeddings. Texts may have any length if the model does not read its padding.
+    The folder also contains:
+
+    - the preprocessing in the format of the encoder's library
+    - ``xcompat_onnx.json`` with inputs, outputs, pixels, padding and the model whose indexes the embeddings search
+    - ``README.md`` with instructions
+
+    LoRA is merged, and half precision becomes float32.
 
     Args:
-        model: any model that embeds; a map is written with its frozen encoder.
-        folder: the folder to write; replaced if it holds only an earlier export.
-        space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
-        overwrite: whether any folder may be replaced.
+        model: any model that embeds. A map is written with its frozen encoder.
+        folder: the output folder, replaced if it contains only an earlier export.
+        space: ``old`` to search an index of the old model, ``own`` for an index of the new model.
+        overwrite: whether to replace any folder.
 
     Raises:
-        XcompatError: the folder holds something else, the model brings no queries into an old space or its memory does not fit
-            into a graph, PyTorch cannot export it, or onnxruntime's embeddings differ; then nothing is written.
+        XcompatError: the folder has other content, the model does not map queries into an old space, PyTorch cannot export it or
+            its memory, or onnxruntime's embeddings differ. Nothing is written then.
     """
     _require_libraries()
     if space == "old" and isinstance(model.memory, IndexedMemory) and not model.maps_galleries:
@@ -60,7 +64,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     read = sources_of(model)
     require_replaceable(Path(folder), MADE_BY, overwrite, read)
     model = model.for_inference()
-    if model.dtype != torch.float32:  # onnxruntime on a CPU adds up otherwise
+    if model.dtype != torch.float32:  # onnxruntime sums half precision differently on a CPU
         model = copy.deepcopy(model).float()
     tower, processor = Tower(model, space), model.processor
     about = {
@@ -98,7 +102,6 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
 
 
 def _readme(about: dict[str, Any], processor: Processor) -> str:
-    """Return how to use the files, as Markdown."""
     of_transformers = isinstance(processor, TransformersProcessor) or type(processor) is ImageOnlyProcessor  # timm's is another
     template = markdown_templates(Path(__file__).parent).get_template("onnx_readme.md.j2")
     prompts, lower_case = {}, False
@@ -114,25 +117,26 @@ def _require_libraries() -> None:
         import onnxruntime
         import onnxscript  # noqa: F401 - PyTorch's exporter needs it
     except ImportError:
-        raise XcompatError("this export needs onnx, onnxscript and onnxruntime; install `pip install xcompat[export]`") from None
+        raise XcompatError(
+            "this export needs onnx, onnxscript and onnxruntime; install them with "
+            '`pip install -e ".[export]"` in a clone of xcompat'
+        ) from None
     onnxruntime.set_default_logger_severity(3)  # its warnings are about PyTorch's graphs
 
 
 def _merged(model: CompatModel) -> CompatModel:
-    """Return a copy with LoRA merged into the weights, or the model itself if it has no LoRA."""
     adapters = model.config.adapters
     return copy.deepcopy(model).merge_adapters() if adapters is not None and adapters.get("lora") else model
 
 
 def _pixels(processor: Processor) -> list[Batch]:
-    """Return batches of random pixels."""
     generator = np.random.default_rng(0)
     shapes = [(rows, 3, *processor.image_size) for rows in (2, 1, 3)]
     return [{"pixel_values": torch.from_numpy(generator.standard_normal(shape, np.float32))} for shape in shapes]
 
 
 def _texts(processor: Processor) -> list[Batch]:
-    """Return batches of random texts: short ones, one that fills the model, and mixed lengths."""
+    """Return batches of random texts: short, as long as the model allows, and mixed."""
     generator = np.random.default_rng(0)
     words = [
         "".join(generator.choice(list("abcdefghijklmnopqrstuvwxyz"), 3))
@@ -147,7 +151,6 @@ def _texts(processor: Processor) -> list[Batch]:
 
 @torch.no_grad()
 def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: Path) -> dict[str, Any]:
-    """Export a tower, compare it with PyTorch on every batch, and describe its inputs and outputs."""
     shapes = {name: dict(free) for name in batches[0]}
     try:
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns about its own code
@@ -165,7 +168,7 @@ def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: P
 
 
 def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, Any]:
-    """Refuse a file whose embeddings differ from PyTorch's, and return types and shapes of its inputs."""
+    """Raise if the file's embeddings differ from PyTorch's. Return types and shapes of its inputs."""
     from onnxruntime import InferenceSession
 
     with reading_back(path):
@@ -175,7 +178,7 @@ def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, An
         apart = float(np.abs(found - tower(**batch).numpy()).max())
         if not apart <= TOLERANCE:
             raise XcompatError(
-                f"the {path.stem} tower in ONNX gives embeddings {apart:.1e} from PyTorch's, where {TOLERANCE:.0e} is allowed; "
+                f"embeddings of the {path.stem} tower in ONNX differ by {apart:.1e} from PyTorch's, more than {TOLERANCE:.0e}; "
                 "nothing was written"
             )
     return {given.name: {"type": given.type, "shape": given.shape} for given in session.get_inputs()}

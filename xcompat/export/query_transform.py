@@ -1,4 +1,4 @@
-"""Put a linear map of queries into a faiss index: a service that searches it needs no new code."""
+"""Export of a linear query map into a faiss index, so that the search service needs no new code."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ MADE_BY = "export faiss"
 
 
 def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
-    """Write an index of the old model that takes queries of the new one: a chain of transforms in front of the unchanged index.
+    """Write an index of the old model that accepts queries of the new model: transforms in front of the unchanged index.
 
-    The chain computes ``model.view`` of queries of length 1 (penultimate features may have any): W·x + b, normalised, and again
-    for a metric; then it brings them to the length of vectors that a gallery adopted and that were never normalised. For inner
-    products the length of a mapped query changes only its scores, not its ranking; for L2 it changes both. Vectors are
-    memory-mapped and copied only into the new file.
+    The transforms compute ``model.view`` for queries of length 1 (any length for penultimate features): normalised W·x + b, and
+    a metric likewise. They also restore the length of a gallery's adopted vectors that are not normalised. With inner products
+    the length changes only scores, with L2 also the ranking. Vectors are memory-mapped.
 
     Args:
-        model: a model whose view is one linear layer: a closed form, a linear query map, or a model with more dimensions than its
-            old one; it may have a metric, but no memory entries.
-        index: a faiss index of the old model's embeddings, of which only the dimension can be checked; or a gallery of one
-            segment, which knows its model.
-        out: the index to write; plain faiss reads it. A marker beside it names the model whose queries it takes.
-        overwrite: whether any other file may be replaced.
+        model: a model with a view of one linear layer: a closed form, a linear query map, or a model with more dimensions than
+            its old model. It may have a metric, but no memory entries.
+        index: a faiss index of the old model's embeddings, of which only the dimension can be checked. Or a gallery of one
+            segment, which records its model.
+        out: output file, which plain faiss reads. A marker beside it names the query model.
+        overwrite: whether to replace any other file.
 
     Raises:
         XcompatError: the map is not linear, the index has another dimension or model, or ``out`` is another file.
@@ -53,8 +52,8 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     old_dim, new_dim = steps[0][0].shape
     if stored.d != old_dim:
         raise XcompatError(
-            f"{index_file} holds vectors of {stored.d} dimensions, and the map leads to the {old_dim} of "
-            f"{version}; name an index of that model"
+            f"{index_file} contains vectors of {stored.d} dimensions, but the map returns the {old_dim} of "
+            f"{version}; use an index of that model"
         )
     transforms = _normalised_inputs(model, new_dim)
     for weight_dD, bias_d in steps:
@@ -62,7 +61,7 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     if length != 1:
         transforms.append(_linear(length * torch.eye(old_dim), torch.zeros(old_dim)))
     inner = stored
-    if isinstance(stored, faiss.IndexPreTransform):  # keep one chain, so that a service's search parameters still fit
+    if isinstance(stored, faiss.IndexPreTransform):  # keep a single chain, so that a service's search parameters still fit
         transforms += [stored.chain.at(place) for place in range(stored.chain.size())]
         inner = faiss.downcast_index(stored.index)
     chained = faiss.IndexPreTransform(inner)
@@ -85,14 +84,13 @@ def _linear(weight_dD: Tensor, bias_d: Tensor) -> Any:  # noqa: ANN401 - faiss h
 
 
 def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint]:
-    """Return the index file of a gallery whose embeddings the model is compatible with; any other path unchanged.
+    """Return the index file of a compatible gallery. Any other path is returned unchanged.
 
     Returns:
-        The file, the length to which the gallery brings queries, and whose vectors it holds; 1 and the model's old one where
-        nothing says of another.
+        The file, the length of the gallery's queries (default 1), and the model of its vectors (default: the old model).
 
     Raises:
-        XcompatError: the gallery holds another model's embeddings, is not one index, or the index that it adopted has changed.
+        XcompatError: the gallery has embeddings of another model, is not a single index, or its adopted index has changed.
     """
     if not source.is_dir():
         if source.is_file():  # opening a missing file raises later
@@ -103,22 +101,22 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
     for version in manifest.present():
         model.require_version(version.fingerprint)
     if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
-        raise XcompatError(f"{source} is not one faiss index; make it one with `xcompat gallery compact {source}`")
+        raise XcompatError(f"{source} is not a single faiss index; merge it with `xcompat gallery compact {source}`")
     record = manifest.segments[0]
     stored = manifest.version(record.version)
     if record.adopted is not None:
-        open_adopted(record, manifest.metric, source)  # it may have changed since, and its rows be of another model
+        open_adopted(record, manifest.metric, source)  # raises if it has changed since its adoption
         return index_of(Path(record.adopted), model)[0], stored.length, stored.fingerprint
     file = require_whole(source, source / SEGMENTS / record.name / INDEX_FILE, record.files[INDEX_FILE])
     return file, stored.length, stored.fingerprint
 
 
 def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return W and b of each step x ↦ normalise(W·x + b) of a model's view: its map, and the metric if it has one.
+    """Return W and b of each step x ↦ normalise(W·x + b) of a model's view: the map, then the metric if it has one.
 
     Args:
         model: a model of one linear layer.
-        version: whose galleries the queries search; None for the old model, the only one for which there is a metric.
+        version: version to search. None for the old model, the only version with a metric.
 
     Returns:
         W (d, D) and b (d,) of the map, then W (d, d) and b (d,) of the metric, float32.
@@ -142,13 +140,13 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
     layers, memory = list(model.own_view_layers or ()), model.memory if version in (None, nearest) else None
     if len(layers) != 1 or not isinstance(layers[0], nn.Linear):
         raise XcompatError(
-            f"{type(model).__name__} does not map queries by one linear layer, and a faiss index holds no other; "
-            "name a model of procrustes, ridge or another linear map, query_map with options.shape linear, or a model of more "
+            f"{type(model).__name__} does not map queries by one linear layer, and a faiss index supports no other map; "
+            "use procrustes, ridge or another linear map, query_map with options.shape linear, or a model with more "
             "dimensions than its old one"
         )
     if memory is not None and memory.settings["entries"]:
         raise XcompatError(
-            "a faiss index holds nothing that queries remember; leave that out with model.remember(model.memory.metric_alone())"
+            "a faiss index cannot store a query memory; remove it with model.remember(model.memory.metric_alone())"
         )
     weights = layers[0].state_dict()
     weight_dD = weights["weight"][:dim].float().cpu().contiguous()
@@ -160,12 +158,12 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
 
 
 def reads_features(model: CompatModel) -> bool:
-    """Return whether queries are penultimate features, of any length, and not embeddings of length 1."""
+    """Return whether queries are penultimate features of any length, and not embeddings of length 1."""
     return isinstance(model, QueryMapModel) and model.head is not None
 
 
 def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:
-    """Return the transform that normalises penultimate features; embeddings have length 1 already and need none."""
+    """Return the transform that normalises penultimate features. Embeddings have length 1 already."""
     import faiss
 
     return [faiss.NormalizationTransform(new_dim)] if reads_features(model) else []

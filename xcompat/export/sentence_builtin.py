@@ -1,4 +1,4 @@
-"""Export a model as a sequence of sentence-transformers' own modules, which load without xcompat."""
+"""Export as sentence-transformers' own modules, which load without xcompat."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
 
 TOLERANCE = 1e-4
-"""Largest difference of embeddings from the model's; above it the model is exported as xcompat's own module."""
+"""Maximum difference from the model's embeddings. Above it, the model is exported as xcompat's own module."""
 
 
 def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
     """Return a model as sentence-transformers' own modules: encoder, normalisation, layers, normalisation.
 
     Args:
-        model: frozen, in evaluation mode, with an encoder, or a map with an encoder beside it.
+        model: frozen, in evaluation mode, with an encoder, or a map with an encoder.
         space: as in :class:`~xcompat.export.modules.Tower`.
 
     Returns:
-        The modules; None if transformers' auto classes do not load the encoder, or the model is no plain sequence of layers.
+        The modules. None if auto classes of transformers cannot load the encoder, or the model is not a sequence of layers.
     """
     layers = [model.embed_layers] if space == "own" else [model.embed_layers, model.view_layers]
     if any(row is None for row in layers):
@@ -58,12 +58,11 @@ def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
 
 
 def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[nn.Module] | None:
-    """Return the modules that compute an encoder's features; None if transformers' auto classes do not load it."""
     if encoder.library == TEXTS:
         return _of_texts(encoder, processor)
     if (calls := auto_calls(encoder)) is None:
         return None
-    if not with_texts:  # a model trained on images only may still have a text tower, which embeds into another space
+    if not with_texts:  # a model trained only on images may have a text tower of another space
         calls.pop("text", None)
     with TemporaryDirectory() as folder:
         save_for_auto_classes(encoder, processor, folder)
@@ -75,7 +74,6 @@ def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[n
 
 
 def _of_texts(encoder: Encoder, processor: Processor) -> list[nn.Module]:
-    """Return the modules that an encoder of texts is made of, with LoRA merged."""
     encoder = copy.deepcopy(encoder).float()
     encoder.merge_adapters()
     with TemporaryDirectory() as folder:
@@ -90,10 +88,10 @@ def _of_texts(encoder: Encoder, processor: Processor) -> list[nn.Module]:
 
 
 def prompts_of(processor: Processor, space: Space) -> dict[str, Any]:
-    """Return the prompts of both roles, and of texts whose role is not said: queries in an old space, passages in the own.
+    """Return the prompts of both roles, and the default role: queries in an old space, passages in the own space.
 
     Args:
-        processor: of the model.
+        processor: processor of the model.
         space: as in :class:`~xcompat.export.modules.Tower`.
     """
     described = processor.describe()
@@ -105,7 +103,6 @@ def prompts_of(processor: Processor, space: Space) -> dict[str, Any]:
 
 
 def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> Transformer:
-    """Load an encoder as sentence-transformers does, with xcompat's preprocessing of pictures and texts."""
     texts = {
         "padding": "max_length" if processor.pad_to_max_length else True,
         "padding_side": "right",
@@ -123,13 +120,13 @@ def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> T
         )
     if "text" in calls:
         transformer.max_seq_length = processor.max_length
-    transformer.processor_kwargs = loading  # sentence-transformers reads them from its file, but does not save them by itself
+    transformer.processor_kwargs = loading  # sentence-transformers reads them from its file, but does not save them
     transformer.config_keys = [*transformer.config_keys, "processor_kwargs"]
     return transformer
 
 
 def _states(transformer: Transformer, dim: int) -> bool:
-    """Return whether a module reports its dimension; for some architectures it cannot."""
+    """Return whether a module reports its dimension. Some architectures cannot."""
     try:
         return transformer.get_embedding_dimension() == dim
     except ValueError:
@@ -137,7 +134,7 @@ def _states(transformer: Transformer, dim: int) -> bool:
 
 
 def _row(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return layers as modules; GELU becomes the activation of a Dense, after a LayerNorm of an identity Dense."""
+    """Convert layers to modules. GELU becomes the activation of a Dense, after a LayerNorm of an identity Dense."""
     modules: list[nn.Module] = []
     for layer in layers:
         if isinstance(layer, nn.Linear):
@@ -172,17 +169,17 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
         prompts: from :func:`prompts_of`.
 
     Returns:
-        Whether they were kept; else the folder is deleted.
+        Whether they were kept. If not, the folder is deleted.
     """
     SentenceTransformer(modules=modules, device="cpu", **prompts).save(str(folder), create_model_card=False)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (61, 83, 3), dtype=np.uint8))
     probes: list[list[Any]] = [[picture]] if wanted.supports("image") else []
     if wanted.supports("text"):
         probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
-    if wanted.dtype != torch.float32:  # the modules have the same weights in float32
+    if wanted.dtype != torch.float32:  # the modules' weights are float32
         wanted = copy.deepcopy(wanted).float()
     embeds = [wanted.encode(probe) for probe in probes]
-    # twice: a momentary error of the disk, which transformers takes for a missing file, should not make the export need xcompat
+    # twice: transformers takes a momentary disk error for a missing file
     alike = any(_embeds_alike(folder, probes, embeds) for _ in range(2))
     if not alike:
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The module with which sentence-transformers runs a model of xcompat."""
+"""Sentence-transformers module that runs a model of xcompat."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import load_checkpoint
 
 ENCODER = "encoder"
-"""Folder of the frozen encoder that a map belongs to, beside the map."""
+"""Folder of a map's frozen encoder, beside the map."""
 
 
 class CompatModule(InputModule):
-    """A model that embeds texts and pictures in one space: the old one, or its own.
+    """Sentence-transformers module that embeds texts and pictures in the old or the own space.
 
     Args:
         model: frozen, in evaluation mode, with an encoder.
-        space: ``old`` to search an index of the old model, ``own`` for an index of the new one.
+        space: ``old`` to search an index of the old model, ``own`` for an index of the new model.
 
     Raises:
-        XcompatError: the model brings no queries into an old space, or has no encoder.
+        XcompatError: the model does not map queries into an old space, or has no encoder.
     """
 
     config_file_name = "sentence_xcompat_config.json"
@@ -58,12 +58,12 @@ class CompatModule(InputModule):
 
     @property
     def modalities(self) -> list[Any]:
-        """The supported inputs."""
+        """Supported inputs."""
         return [name for name, tower in (("text", self.text), ("image", self.image)) if tower is not None]
 
     @property
     def max_seq_length(self) -> int:
-        """Tokens of a text that are read at most; 0 without a text tower."""
+        """Maximum tokens of a text, or 0 without a text tower."""
         return self.model.processor.max_length
 
     def get_embedding_dimension(self) -> int:
@@ -73,12 +73,12 @@ class CompatModule(InputModule):
     def preprocess(
         self, inputs: Sequence[Any], prompt: str | None = None, task: str | None = None, **kwargs: object
     ) -> dict[str, Any]:
-        """Make a batch of texts, or of pictures, for :meth:`forward`.
+        """Return a batch of texts or pictures for :meth:`forward`.
 
         Args:
             inputs: texts, or pictures as PIL images, arrays (H, W, 3) of uint8, or paths.
             prompt: prefix of every text, after the model's own prompt.
-            task: ``query``, as ``encode_query`` says, for the prompt of queries; in an old space all are queries.
+            task: ``query`` (from ``encode_query``) for the query prompt. In an old space all texts are queries.
             kwargs: ignored.
         """
         if infer_batch_modality(inputs, supported_modalities=self.modalities) == "text":
@@ -108,12 +108,12 @@ class CompatModule(InputModule):
         return features | {"sentence_embedding": embeds}
 
     def save(self, output_path: str, *args: object, safe_serialization: bool = True, **kwargs: object) -> None:
-        """Write the model for ``from_pretrained``, and the frozen encoder of a map beside it.
+        """Write the model for ``from_pretrained``, with the frozen encoder of a map beside it.
 
         Args:
             output_path: an existing folder.
             args: ignored.
-            safe_serialization: ignored; weights are always safetensors.
+            safe_serialization: ignored. Weights are always safetensors.
             kwargs: ignored.
         """
         self.model.save_pretrained(output_path)
@@ -152,13 +152,12 @@ class CompatModule(InputModule):
 
 
 def _save_encoder(described: dict[str, Any], folder: Path) -> None:
-    """Write the encoder of a map in the format of its library."""
     source = EncoderSource.described(described)
     folder.mkdir()
     if described["library"] == "xcompat":
         inner = load_checkpoint(source)
         if inner.embeds_in_memory:
-            raise XcompatError(f"{source.name}, which the map belongs to, is itself a map; export the model that embeds")
+            raise XcompatError(f"the map's model {source.name} is itself a map; export the model that embeds")
         inner.export(folder)
     else:
         encoder, processor = load_encoder(source)

@@ -1,4 +1,4 @@
-"""The model card: what a checkpoint is compatible with, how it was made, and how well it does."""
+"""Model card of a checkpoint: compatibility, origin and results."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ class ModelFacts:
     """Facts about the model itself.
 
     Args:
-        method: such as ``xbt``; ``encoder`` for a plain encoder.
+        method: e.g. ``xbt``, or ``encoder`` for a plain encoder.
         citation: the method's citation.
-        fingerprint: the model's fingerprint; None for a map over embeddings of an unknown model.
+        fingerprint: the model's fingerprint. None for a map over embeddings of an unknown model.
         dim: dimension of its own embeddings.
-        compatible_with: the versions whose galleries it serves: ``name``, ``fingerprint``, ``dim``, and ``revision`` if known.
-        base: the encoder it was made from: ``name``, ``revision``, ``fingerprint``; None for none.
+        compatible_with: searchable versions: ``name``, ``fingerprint``, ``dim``, and ``revision`` if known.
+        base: its base encoder: ``name``, ``revision``, ``fingerprint``. None for none.
         holds: ``all`` weights, only the ``adapters``, or only the ``map``.
         embeds_texts: whether it embeds texts.
         embeds_images: whether it embeds images.
         maps_galleries: whether it maps stored embeddings rather than queries.
-        remembers: number of entries of its memory, which are embeddings of training data or their means; 0 for only a metric,
-            None for no memory.
+        remembers: number of memory entries, i.e. training embeddings or their means. 0 for only a metric, None for no memory.
         library: library of a plain encoder other than transformers.
-        side_info: the model of the side-information stored beside old embeddings, if mapping them needs any.
-        embeds: the digests of the model's embeddings: of its own, and of what its galleries store; of a map, those that it maps.
-        started_from: the map that it was taken from, by ``name`` and ``revision``; None if it was made here.
+        side_info: the model of side-information for the old embeddings, if needed.
+        embeds: digests of its own embeddings and of those in its galleries. For a map, digests of its inputs.
+        started_from: its initial map by ``name`` and ``revision``. None for none.
     """
 
     method: str
@@ -59,12 +58,12 @@ class ModelFacts:
 
     @property
     def base_on_hub(self) -> str | None:
-        """The base's name, if it has the form of a name on the Hub."""
+        """Name of the base, if it has the form of a name on the Hub."""
         name = self.base["name"] if self.base is not None else ""
         return plain_name(name) if name != "from scratch" and is_hub_name(name) else None
 
     def look_up_base(self, token: str | bool | None = None) -> HubModel | None:
-        """Ask the Hub about the base; None if it has no such model."""
+        """Return the Hub's facts about the base, or None if it is not on the Hub."""
         if self.base is None or self.base_on_hub is None:
             return None
         return look_up(self.base_on_hub, self.base.get("revision"), token)
@@ -72,18 +71,18 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about the run that a model comes from.
+    """Facts about the training run.
 
     Args:
-        results: the report in Markdown; empty for none.
-        gains: the gains over old queries, for programs, and for people where there is no report.
-        measured_on: the data that they were measured on.
+        results: the report in Markdown. Empty for none.
+        gains: the gains over old queries, for metadata, and for readers if there is no report.
+        measured_on: evaluation data.
         warning: a sentence above the results.
         data: role -> names of training and test data.
-        datasets: those of them that are data sets on the Hub.
+        datasets: names of the data sets on the Hub among them.
         recipe: the resolved recipe as YAML.
         seconds: training time.
-        machine: the machine that it was trained on.
+        machine: training machine.
         versions: library -> version.
     """
 
@@ -112,9 +111,9 @@ def model_card(
     Args:
         repo: the model's name on the Hub.
         model: facts about the model.
-        base: the Hub's facts about its base; None if it is not on the Hub.
-        run: facts about the run that made it, if known.
-        license: the model's licence by the Hub's identifier; None for not stated.
+        base: the Hub's facts about its base. None if it is not on the Hub.
+        run: facts about its training run, if known.
+        license: the Hub's identifier of the license. None to state none.
         tags: further tags.
 
     Returns:
@@ -162,14 +161,12 @@ def model_card(
 
 
 def _tags(model: ModelFacts, tags: Sequence[str]) -> list[str]:
-    """Return the tags: what kind of model it is, those that were asked for, and those that it is found by."""
     kinds = ["xcompat", model.method, *(["backward-compatible"] if model.compatible_with else [])]
     searches = [tag(SEARCHES, version["fingerprint"]) for version in model.compatible_with]
     return list(dict.fromkeys([*kinds, *tags, *searches, *(tag(EMBEDS, each) for each in model.embeds)]))
 
 
 def _results(run: RunFacts, task: str) -> list[EvalResult] | None:
-    """Return the gains of a run for the Hub's ``model-index``; None without any."""
     data = run.measured_on if run.measured_on in run.datasets else "unknown"
     return results_of(run.gains, task, data, run.measured_on or "not named") or None
 
@@ -180,7 +177,7 @@ def _version(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(shown: dict[str, Any]) -> str:
-    """Write the code that loads and uses the model; names in its strings and comments cannot break out of them."""
+    """Write the code to load and use the model. Names cannot break out of its strings and comments."""
     environment = templates(
         _HERE,
         keep_trailing_newline=False,

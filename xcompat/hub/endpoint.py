@@ -1,4 +1,4 @@
-"""Talk to the Hub: names and revisions, facts about a model, and errors in one line."""
+"""Access to the Hub: names, revisions, model facts, and errors in one line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from xcompat.core.errors import XcompatError, what_failed
 from xcompat.core.files import read_json
 
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
-"""Root of the errors of huggingface_hub's HTTP library, which differs between versions of huggingface_hub."""
+"""Base error of huggingface_hub's HTTP library, which differs between versions."""
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 CONFIGS = ("config.json", "open_clip_config.json", "config_sentence_transformers.json")
-"""Files by which a folder or repository with a model is recognised."""
+"""Files that mark a folder or repository with a model."""
 PUSHED = "pushed.json"
-"""File in a model's folder with its name and commit on the Hub, for newer models that refer to the folder."""
+"""File in a model's folder with its name and commit on the Hub, for models that refer to the folder."""
 _LOG_IN = "log in with `hf auth login`"
 
 
@@ -37,9 +37,9 @@ class HubModel(NamedTuple):
     """The Hub's facts about a model.
 
     Args:
-        commit: the commit that the revision names now.
+        commit: current commit of the revision.
         restricted: whether the model is gated or private.
-        license: the licence on its card; None if there is none.
+        license: the license on its card, or None.
     """
 
     commit: str
@@ -52,9 +52,9 @@ class Repository(NamedTuple):
 
     Args:
         files: names of its files.
-        config: configuration of its model; None if it holds no model.
-        fingerprint: the model's fingerprint on its card; None if there is none.
-        private: whether only its owners see it.
+        config: configuration of its model. None without a model.
+        fingerprint: the model's fingerprint on its card, or None.
+        private: whether it is private.
     """
 
     files: set[str]
@@ -65,11 +65,11 @@ class Repository(NamedTuple):
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Turn huggingface_hub's errors about a model into an :class:`XcompatError` of one line that says how to mend it."""
+    """Convert huggingface_hub's errors about a model into an :class:`XcompatError` of one line with the fix."""
     try:
         yield
     except HFValidationError as error:
-        raise XcompatError(f"{name!r} is no name on the Hub; write it as user/name") from error
+        raise XcompatError(f"{name!r} is not a valid name on the Hub; write it as user/name") from error
     except (_NETWORK_ERROR, LocalEntryNotFoundError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
         raise XcompatError(_explain(name, error)) from error
     except RuntimeError as error:
@@ -80,7 +80,7 @@ def hub_errors(name: str) -> Iterator[None]:
         if isinstance(error, XcompatError):
             raise
         raise XcompatError(
-            f"what {constants.ENDPOINT} says of {name} cannot be understood ({what_failed(error)}); do it again later"
+            f"cannot parse the answer of {constants.ENDPOINT} about {name} ({what_failed(error)}); try again later"
         ) from error
 
 
@@ -89,31 +89,31 @@ def _explain(name: str, error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError):
         return _explain_status(name, error)
     if isinstance(error, LocalTokenNotFoundError):
-        return f"{where} wants to know who you are; {_LOG_IN}"
+        return f"{where} requires a login; {_LOG_IN}"
     if isinstance(error, OfflineModeIsEnabled):
         return f"{name} cannot be reached: HF_HUB_OFFLINE is set; unset it"
     reason = " ".join(str(error).split())
-    return f"{where} cannot be reached for {name} ({reason}); check the network and HF_ENDPOINT and do it again, which continues"
+    return f"{where} cannot be reached for {name} ({reason}); check the network and HF_ENDPOINT, then run again to continue"
 
 
 def _explain_status(name: str, error: HfHubHTTPError) -> str:
     where, status = constants.ENDPOINT, error.response.status_code
     if isinstance(error, GatedRepoError):
-        return f"{name} is gated on {where}: ask for access on its page, and {_LOG_IN}"
+        return f"{name} is gated on {where}: request access on its page, and {_LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
-        return f"{name} on {where} has no such revision ({error.server_message}); name a branch, tag or commit that it has"
+        return f"{name} on {where} has no such revision ({error.server_message}); use an existing branch, tag or commit"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{name} is not on {where}, or not for you to see; check the name, or {_LOG_IN}"
+        return f"{name} is not on {where}, or you have no access; check the name, or {_LOG_IN}"
     said = f"{status}: {error.server_message or 'no reason given'}"
     if status in (401, 403):
-        return f"{where} refuses access to {name} ({said}); {_LOG_IN}, with a token that may do this"
+        return f"{where} refuses access to {name} ({said}); {_LOG_IN}, with a token that has this permission"
     if status in (409, 412):
-        return f"{name} was changed on {where} at the same time ({said}); do it again"
-    return f"{where} failed on {name} ({said}); do it again, which continues"
+        return f"{name} was changed on {where} at the same time ({said}); run the command again"
+    return f"{where} failed on {name} ({said}); run the command again to continue"
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name has the form of a name on the Hub, and is no local path.
+    """Return whether a name has the form of a Hub name and is not a local path.
 
     Example:
         >>> is_hub_name("openai/clip-vit-base-patch32"), is_hub_name("/data/models/clip")
@@ -123,12 +123,12 @@ def is_hub_name(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a model's name on the Hub, or its folder, without its library's prefix."""
+    """Return a model's Hub name or folder without its library's prefix."""
     return name.removeprefix("hf-hub:").removeprefix("sentence-transformers:")
 
 
 def public_name(name: str) -> str:
-    """Return a model's name for the public: of a local folder only its last part.
+    """Return a model's public name: only the last part of a local folder.
 
     Example:
         >>> public_name("/home/me/runs/upgrade/xbt/model"), public_name("openai/clip-vit-base-patch32")
@@ -142,10 +142,10 @@ def public_name(name: str) -> str:
 
 
 def published(described: dict[str, Any]) -> dict[str, Any]:
-    """Replace a local folder by its name and commit on the Hub in the description of a model that was pushed from it.
+    """Replace the local folder of a pushed model by its name and commit on the Hub.
 
     Args:
-        described: ``name``, ``fingerprint`` and others, as a configuration describes another model.
+        described: description of another model in a configuration: ``name``, ``fingerprint`` and others.
     """
     record = Path(plain_name(described["name"])) / PUSHED
     if not record.exists():
@@ -156,7 +156,7 @@ def published(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_dataset(name: str) -> bool:
-    """Ask the Hub whether it has a data set of that name, ``user/name``.
+    """Return whether the Hub has a data set of this name, ``user/name``.
 
     Raises:
         XcompatError: the Hub cannot be reached.
@@ -175,23 +175,23 @@ def read_config(file: str | Path) -> dict[str, Any]:
     """Read a model's configuration from a JSON file.
 
     Raises:
-        XcompatError: the file is no JSON, or holds no object.
+        XcompatError: the file is not JSON or not an object.
     """
     config = read_json(file)
     if not isinstance(config, dict):
         raise XcompatError(
-            f"{file} holds a {type(config).__name__} in the place of a configuration; fetch or save the model again"
+            f"{file} contains a {type(config).__name__} instead of a configuration; download or save the model again"
         )
     return config
 
 
 def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
-    """Read a repository's content; the caller turns huggingface_hub's errors into one line.
+    """Read a repository's content. The caller handles huggingface_hub's errors.
 
     Args:
         api: the Hub.
         repo: ``user/name``.
-        revision: branch, tag or commit; None for the default branch.
+        revision: branch, tag or commit. None for the default branch.
     """
     info = api.model_info(repo, revision=revision)
     files = {sibling.rfilename for sibling in info.siblings or []}
@@ -204,15 +204,15 @@ def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
 
 
 def look_up(name: str, revision: str | None = None, token: str | bool | None = None) -> HubModel | None:
-    """Ask the Hub about a model.
+    """Return the Hub's facts about a model.
 
     Args:
         name: Hub name.
-        revision: branch, tag or commit; None for the default branch.
-        token: access token; None for the one of `hf auth login`.
+        revision: branch, tag or commit. None for the default branch.
+        token: access token. None for the token of `hf auth login`.
 
     Returns:
-        Its facts; None if there is no such model, or it is hidden from this user.
+        Its facts, or None if the model does not exist or is hidden from this user.
 
     Raises:
         XcompatError: there is no such revision, or the Hub cannot be reached.

@@ -1,4 +1,4 @@
-"""Trace what a checkpoint is compatible with, from model to older model, through the Hub and local folders."""
+"""Lineage of a checkpoint: its chain of older compatible models, on the Hub and in local folders."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A model in a lineage.
+    """Model in a lineage.
 
     Args:
         name: Hub name, folder, or any other name.
-        kind: its method, ``encoder`` or ``embeddings``; empty if it could not be found.
-        fingerprint: its fingerprint according to the newer model; empty for the first model.
-        dim: dimension of its embeddings; None if nothing states it.
-        broken: why it cannot be followed, in one line; empty if it can.
-        older: the models that it is compatible with, the nearest first.
+        kind: its method, ``encoder`` or ``embeddings``. Empty if not found.
+        fingerprint: its fingerprint according to the newer model. Empty for the first model.
+        dim: dimension of its embeddings, or None if unknown.
+        broken: why the lineage breaks here, in one line. Empty if it does not.
+        older: compatible older models, nearest first.
     """
 
     name: str
@@ -42,15 +42,13 @@ class Ancestor:
     older: list[Ancestor] = field(default_factory=list)
 
     def walk(self) -> Iterator[Ancestor]:
-        """Yield this model and all older ones."""
+        """Yield this model and all older models."""
         yield self
         for each in self.older:
             yield from each.walk()
 
 
 class _Found(NamedTuple):
-    """A model's configuration, its folder or repository, and the fingerprint on its card."""
-
     config: dict[str, Any]
     place: str
     fingerprint: str | None
@@ -63,10 +61,10 @@ def trace_lineage(name: str) -> Ancestor:
         name: Hub name, a checkpoint's folder, or the folder of a finished run.
 
     Returns:
-        The checkpoint; links that are missing or lead in a circle are ``broken``.
+        The checkpoint. Missing or circular links are ``broken``.
 
     Raises:
-        XcompatError: the checkpoint itself does not exist, or the Hub cannot be reached.
+        XcompatError: the checkpoint does not exist, or the Hub cannot be reached.
     """
     found = _find(name, None)
     if isinstance(found, str):
@@ -75,7 +73,7 @@ def trace_lineage(name: str) -> Ancestor:
 
 
 def require_whole(first: Ancestor) -> None:
-    """Raise :class:`XcompatError` for a lineage with missing links or circles, naming the first."""
+    """Raise :class:`XcompatError` if a lineage is broken, with the first broken link."""
     broken = [each.broken for each in first.walk() if each.broken]
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
@@ -95,7 +93,7 @@ def draw(first: Ancestor) -> Tree:
 
 
 def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
-    """Follow the models that a model is compatible with, without those that a nearer one leads to."""
+    """Follow the compatible models that no nearer model leads to."""
     old = newer.config.get("old") if _kind(newer.config) not in ("encoder", "embeddings") else None
     if not old:
         return []
@@ -109,13 +107,13 @@ def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
 
 
 def _versions(old: Any, place: str) -> list[dict[str, Any]]:  # noqa: ANN401 - whatever a configuration holds
-    """Return the versions that a configuration names, the nearest first; refuse entries that describe none."""
+    """Return the versions in a configuration, nearest first. Reject incomplete entries."""
     older = old.get("compatible_with", []) if isinstance(old, dict) else None
     listed: list[Any] = [old, *older] if isinstance(older, list) else [None]
     for described in listed:
         known = described if isinstance(described, dict) else {}
         if not all(isinstance(known.get(key), kind) for key, kind in (("name", str), ("fingerprint", str), ("dim", int))):
-            raise XcompatError(f"the configuration of {place} does not say what it is compatible with; push or train it again")
+            raise XcompatError(f"the configuration of {place} has no valid compatible versions; push or train it again")
     return listed
 
 
@@ -127,11 +125,11 @@ def _follow(described: dict[str, Any], path: tuple[str, ...]) -> Ancestor:
     if found.place in path:
         circle = " → ".join([*path[path.index(found.place) :], found.place])
         return Ancestor(
-            name, _kind(found.config), digest, dim, broken=f"it leads in a circle, {circle}; push the older model anew"
+            name, _kind(found.config), digest, dim, broken=f"it leads in a circle, {circle}; push the older model again"
         )
     stated = found.fingerprint
     if stated is not None and digest not in (stated, Fingerprint(stated).derived("view").digest):
-        changed = f"{name} is another model now ({stated[:12]}, not {digest[:12]}); name the revision that was meant"
+        changed = f"{name} is another model now ({stated[:12]}, not {digest[:12]}); use its earlier revision"
         return Ancestor(name, _kind(found.config), digest, dim, broken=changed)
     return Ancestor(name, _kind(found.config), digest, dim, older=_older(found, (*path, found.place)))
 
@@ -142,12 +140,11 @@ def _kind(config: dict[str, Any]) -> str:
 
 
 def _find(name: str, revision: str | None) -> _Found | str:
-    """Read a model's configuration, or return in words why it cannot be read."""
     name, named = split_revision(name)
     revision = revision or named
     if (folder := Path(plain_name(name))).is_dir():
         return _find_folder(folder)
-    return _find_on_hub(name, revision) if is_hub_name(name) else f"{name} is no folder here, and no name on the Hub"
+    return _find_on_hub(name, revision) if is_hub_name(name) else f"{name} is neither a folder here nor a name on the Hub"
 
 
 def _find_folder(folder: Path) -> _Found | str:
@@ -157,7 +154,7 @@ def _find_folder(folder: Path) -> _Found | str:
                 return _Found(read_config(place / file), str(place.resolve()), None)
     if listed(folder, "*.npy"):
         return _Found({"model_type": "embeddings"}, str(folder.resolve()), None)
-    return f"{folder} holds no model"
+    return f"{folder} contains no model"
 
 
 def _find_on_hub(name: str, revision: str | None) -> _Found | str:
@@ -169,7 +166,7 @@ def _find_on_hub(name: str, revision: str | None) -> _Found | str:
         except GatedRepoError:  # a kind of RepositoryNotFoundError
             raise
         except (RepositoryNotFoundError, RevisionNotFoundError):
-            return f"{place} is neither a folder here nor on {api.endpoint}, or not for you to see"
+            return f"{place} is neither a folder here nor on {api.endpoint}, or you have no access"
     if held.config is None:
-        return f"{place} on {api.endpoint} holds no model"
+        return f"{place} on {api.endpoint} contains no model"
     return _Found(held.config, place, held.fingerprint)

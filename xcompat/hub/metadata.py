@@ -1,4 +1,4 @@
-"""What a model card says to programs: tags by which a model is found, and what its queries find more than old ones."""
+"""Machine-readable parts of model cards: search tags and gains over old queries."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ if TYPE_CHECKING:
 
 SEARCHES, EMBEDS = "searches", "embeds"
 TAGGED = 32
-"""Digits of a fingerprint in a tag. The Hub states no limit for tags, but all 64 would be a tag of 73 characters, and 64 is the
-most that similar services take. No two models share 128 bits by chance; a card that was made to look like another's is
-told by its full fingerprints."""
-_PLACES = 6  # of a value in a card
+"""Digits of a fingerprint in a tag, so that tags have at most 64 characters. Full fingerprints on the card reveal forgeries."""
+_PLACES = 6  # decimals of a value in a card
 _Share = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What new queries find more than old ones in the same old gallery, by one metric.
+    """Gain of new queries over old queries in the same old gallery, by one metric.
 
     Args:
-        where: the direction of the search, or what was held out.
-        metric: such as ``recall@1``.
+        where: the direction of the search, or the validation split.
+        metric: e.g. ``recall@1``.
         old: the metric of old queries.
         new: the metric of new queries.
         mean: the difference.
@@ -42,15 +40,11 @@ class Gain:
 
 
 class _Arguments(BaseModel):
-    """The arguments of a metric that :func:`results_of` writes."""
-
     case: Literal["old/old", "new/old", "gain"]
     ci95: tuple[_Share, _Share] | None = None
 
 
 class _Result(BaseModel):
-    """One result of a card."""
-
     where: str
     metric: str
     value: _Share
@@ -71,13 +65,13 @@ def tag(role: str, digest: str) -> str:
 
 
 def results_of(gains: Iterable[Gain], task: str, data: str, data_name: str) -> list[EvalResult]:
-    """Return gains in the Hub's own form, for ``model-index``.
+    """Return gains in the Hub's format for ``model-index``.
 
     Args:
         gains: the gains.
         task: the Hub's name of the model's task.
-        data: the data set that they were measured on, by its name on the Hub; ``unknown`` if it is not there.
-        data_name: what people call it.
+        data: Hub name of the evaluation data set, or ``unknown``.
+        data_name: its display name.
     """
     from huggingface_hub import EvalResult
 
@@ -99,10 +93,10 @@ def results_of(gains: Iterable[Gain], task: str, data: str, data_name: str) -> l
 
 
 def gains_in(results: Iterable[EvalResult]) -> list[Gain]:
-    """Read what :func:`results_of` wrote; results of other tools are passed over.
+    """Parse results of :func:`results_of`. Results of other tools are skipped.
 
     Args:
-        results: of a stranger's card.
+        results: results on an untrusted card.
 
     Raises:
         ValueError: a gain is incomplete or impossible.

@@ -1,4 +1,4 @@
-"""Push a model with its card to the Hub in one commit; refuse to replace another model."""
+"""Push of a model with its card to the Hub in one commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xcompat.hub.endpoint import PUSHED, Repository, hub_errors, public_name, pu
 
 CONFIG = "config.json"
 _WEIGHTS = re.compile(rf"({LORA}/)?[^/]+\.safetensors(\.index\.json)?")
-"""Weights where the model's own lie."""
+"""Paths of the model's weights."""
 _BESIDE_A_MODEL = {".gitattributes", "README.md", "LICENSE"}
 
 
@@ -38,7 +38,7 @@ def push_model(
     token: str | bool | None = None,
     **commit: Any,  # noqa: ANN401 - huggingface_hub's own
 ) -> CommitInfo:
-    """Push a model with its preprocessing and card, without local paths; another model is not replaced.
+    """Push a model with its preprocessing and card. Local paths are removed, and other models are not replaced.
 
     Args:
         repo: ``user/name``, or a name in the user's own account.
@@ -46,20 +46,19 @@ def push_model(
         config: configuration of a compatible model, or of a plain encoder.
         write: writes all files of the model but the card into a folder.
         run: facts about the run for the card.
-        private: whether the repository is private; None if it is to be only where the base is gated or private.
-        overwrite: whether to replace another model in the repository, and delete files beside it.
-        revision: the branch, made if missing; None for the default branch.
-        license: the licence for the card.
+        private: whether the repository is private. None for private only if the base is gated or private.
+        overwrite: whether to replace another model in the repository, and delete its other files.
+        revision: the branch, created if missing. None for the default branch.
+        license: the license for the card.
         tags: further tags for the card.
-        token: access token; None for the one of `hf auth login`.
+        token: access token. None for the token of `hf auth login`.
         commit: ``commit_message``, ``commit_description`` and ``create_pr`` of huggingface_hub.
 
     Returns:
-        The commit; as text, its URL.
+        The commit. As text, its URL.
 
     Raises:
-        XcompatError: the repository holds another model, is public where it is to be private or the other way round, or the Hub
-            refuses or cannot be reached.
+        XcompatError: the repository contains another model or has another visibility, or the Hub refuses or cannot be reached.
     """
     base = model.look_up_base(token)
     private = True if private is None and base is not None and base.restricted else private
@@ -74,21 +73,21 @@ def push_model(
 
 
 def record_push(folder: str | Path, commit: CommitInfo, fingerprints: Sequence[str]) -> None:
-    """Record in a model's folder where it was pushed, so that newer models refer to that repository and not to the folder.
+    """Record a push in the model's folder, so that newer models refer to the repository.
 
     Args:
-        folder: the model's.
-        commit: of the push.
-        fingerprints: digests by which others know the model: another one may be saved in that folder later.
+        folder: the model's folder.
+        commit: commit of the push.
+        fingerprints: digests of the pushed model, as the folder may later contain another model.
     """
     record = {"name": commit.repo_url.repo_id, "revision": commit.oid, "fingerprints": sorted(set(fingerprints))}
     write_json(Path(folder) / PUSHED, record)
 
 
 def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
-    """Return what stays the same when a model is trained further, merged or pushed in another form.
+    """Return the properties that stay the same when a model is trained further, merged or converted.
 
-    That is method, dimension, and the fingerprints of its base and of its old model; for a plain encoder, its own fingerprint.
+    These are method, dimension, and the fingerprints of base and old model. For a plain encoder, its own fingerprint.
     """
     method = str(config.get("model_type", "open_clip"))
     if not method.startswith("xcompat"):
@@ -100,7 +99,7 @@ def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, An
 def _open_repository(
     repo: str, lineage: dict[str, Any], private: bool | None, revision: str | None, overwrite: bool, token: str | bool | None
 ) -> str:
-    """Make a repository if it is missing, and refuse one that holds another model; return its full name."""
+    """Create a missing repository, or raise if it contains another model."""
     with hub_errors(repo):
         api = HfApi(library_name="xcompat", token=token)
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
@@ -109,25 +108,25 @@ def _open_repository(
         now, asked = ("public", "private") if private else ("private", "public")
         why = "--private, or a base that is gated or private," if private else "--public"
         raise XcompatError(
-            f"{repo} is {now}, and {why} asks for {asked}; make it {asked} there, or push with --{now} (private={not private})"
+            f"{repo} is {now}, but {why} requires {asked}; make it {asked} there, or push with --{now} (private={not private})"
         )
     if overwrite:
         return repo
     mend = "choose another name, or replace it with --overwrite (overwrite=True)"
     if content.config is None:
         if strange := sorted(content.files - _BESIDE_A_MODEL):
-            raise XcompatError(f"{repo} holds something else, such as {strange[0]}; {mend}")
+            raise XcompatError(f"{repo} contains other files, e.g. {strange[0]}; {mend}")
         return repo
     held = _lineage_of(content.config, content.fingerprint)
     for key in {**held, **lineage}:
         there, own = held.get(key), lineage.get(key)
         if there != own:
-            raise XcompatError(f"{repo} holds another model: its {key} is {_short(there)}, not {_short(own)}; {mend}")
+            raise XcompatError(f"{repo} contains another model: its {key} is {_short(there)}, not {_short(own)}; {mend}")
     return repo
 
 
 def _content(api: HfApi, repo: str, revision: str | None) -> Repository:
-    """Return the content of a branch, or of the default branch if that branch is new."""
+    """Return a branch's content, or the default branch's for a new branch."""
     try:
         return read_repository(api, repo, revision)
     except RevisionNotFoundError:
@@ -140,7 +139,7 @@ def _short(value: object) -> str:
 
 
 def _hide_paths(folder: Path) -> None:
-    """Rewrite ``config.json``, and what PEFT reads, without local paths: pushed models are named by their repositories."""
+    """Remove local paths from ``config.json`` and PEFT's configuration."""
     file, lora = folder / CONFIG, folder / LORA / "adapter_config.json"
     if file.exists():
         config = _hidden(read_json(file))
@@ -168,9 +167,9 @@ def _upload(
     token: str | bool | None,
     **commit: Any,  # noqa: ANN401 - huggingface_hub's own
 ) -> CommitInfo:
-    """Push every file of a folder in one commit, without sending again what an interrupted push has sent.
+    """Push a folder in one commit. Files sent by an interrupted push are not sent again.
 
-    With ``replace``, files of the repository that are not in the folder are deleted; without it, only weights of the model are.
+    With ``replace``, files that are not in the folder are deleted. Otherwise only old weights are.
     """
     api = HfApi(library_name="xcompat", token=token)
     commit["commit_message"] = commit.get("commit_message") or "Upload model"
@@ -179,11 +178,11 @@ def _upload(
             api.create_branch(repo, branch=revision, exist_ok=True)
         given = {path.relative_to(folder).as_posix(): path for path in files_below(folder) if path.is_file()}
         stale = sorted(_content(api, repo, revision).files - given.keys() - {".gitattributes"})
-        if not replace:  # old weights would be loaded; a picture, a licence or a model in another folder belongs to the user
+        if not replace:  # old weights would be loaded, but other files belong to the user
             stale = [name for name in stale if _WEIGHTS.fullmatch(name)]
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in given.items()]
         deleted = [CommitOperationDelete(path_in_repo=name) for name in stale]
         try:
             return api.create_commit(repo, [*added, *deleted], revision=revision, **commit)
         except ValueError as error:  # huggingface_hub's error for a full quota or a refused card
-            raise XcompatError(f"{api.endpoint} refuses what {repo} was to hold: {' '.join(str(error).split())}") from error
+            raise XcompatError(f"{api.endpoint} refuses the commit to {repo}: {' '.join(str(error).split())}") from error

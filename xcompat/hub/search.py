@@ -1,4 +1,4 @@
-"""Find checkpoints on the Hub by the fingerprints of the models that they were made for."""
+"""Search for checkpoints on the Hub by fingerprints of the models they connect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xcompat.hub.endpoint import hub_errors
 from xcompat.hub.metadata import EMBEDS, SEARCHES, TAGGED, Gain, gains_in, tag
 
 MOST = 100
-"""Most cards that are read."""
+"""Maximum cards to read."""
 
 
 class _Version(BaseModel):
@@ -26,7 +26,7 @@ class _Version(BaseModel):
 
 
 class _Card(BaseModel):
-    """What is read of a stranger's card."""
+    """Fields that are read of an untrusted card."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -39,19 +39,19 @@ class _Card(BaseModel):
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on the Hub, as its card describes it; all of it was written by a stranger.
+    """Checkpoint on the Hub, according to its untrusted card.
 
     Args:
         name: ``user/name``.
-        revision: the commit that was looked at.
-        method: its method; empty if the card does not say.
-        new: the model whose queries it maps, by its name on the Hub; empty if it is not there.
+        revision: commit of the card.
+        method: its method. Empty if not stated.
+        new: Hub name of the model whose queries it maps. Empty if not on the Hub.
         searches: names of the models whose galleries it searches.
-        gains: what its queries find more than old ones; empty if the card has no readable results.
-        downloads: in the last month; None if not given.
+        gains: gains of its queries over old queries. Empty without readable results.
+        downloads: in the last month. None if not given.
         likes: None if not given.
-        modified: the day of the last change, ``YYYY-MM-DD``; empty if not given.
-        is_other: whether its card says that it was made for other models than its tags promise.
+        modified: the day of the last change, ``YYYY-MM-DD``. Empty if not given.
+        is_other: whether its card names other models than its tags.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Found:
 
     @property
     def finds_more(self) -> bool | None:
-        """Whether its queries are surely at or above old ones by every metric of its card; None if the card has no results."""
+        """Whether the 95 % interval of every gain is at or above 0, or None without results."""
         return all(gain.ci95[0] >= 0 for gain in self.gains) if self.gains else None
 
     @property
@@ -77,11 +77,11 @@ class Found:
 
 
 class Listed(NamedTuple):
-    """What was found on the Hub.
+    """Result of a search on the Hub.
 
     Args:
-        found: the checkpoints, the most downloaded first.
-        is_cut: whether the Hub lists more than :data:`MOST`, of which these are the first.
+        found: the checkpoints, most downloaded first.
+        is_cut: whether the Hub has more than the first :data:`MOST`.
     """
 
     found: list[Found]
@@ -89,18 +89,18 @@ class Listed(NamedTuple):
 
 
 def search(wanted: Mapping[str, str], token: str | bool | None = None) -> Listed:
-    """List the checkpoints that were made for some models.
+    """List the checkpoints for given models.
 
     Args:
-        wanted: ``searches`` -> digest of the old model, ``embeds`` -> digest of the new one; either may be left out, and the
-            beginning of a digest is enough.
-        token: access token; None for the one of `hf auth login`.
+        wanted: ``searches`` -> digest of the old model, ``embeds`` -> digest of the new model. Either may be missing, and the
+            start of a digest is enough.
+        token: access token. None for the token of `hf auth login`.
 
     Returns:
-        The checkpoints, :data:`MOST` of them at most.
+        At most :data:`MOST` checkpoints.
 
     Raises:
-        XcompatError: a beginning fits several models, or the Hub cannot be reached.
+        XcompatError: the start of a digest is ambiguous, or the Hub cannot be reached.
     """
     api = HfApi(token=token)
     tags = ["xcompat", *(tag(role, digest) for role, digest in wanted.items() if len(digest) >= TAGGED)]
@@ -110,9 +110,7 @@ def search(wanted: Mapping[str, str], token: str | bool | None = None) -> Listed
         meant = {each for info in listed for each in _tags(info) if each.startswith(tag(role, digest))}
         if len(meant) > 1:
             some = ", ".join(each.removeprefix(f"{role}:")[:16] for each in sorted(meant)[:3])
-            raise XcompatError(
-                f"{len(meant)} models have a fingerprint that begins with {digest}, such as {some}; give more digits"
-            )
+            raise XcompatError(f"{len(meant)} models have a fingerprint that begins with {digest}, e.g. {some}; give more digits")
     return Listed([_look_at(api, info, wanted) for info in listed[:MOST]], len(listed) > MOST)
 
 
@@ -126,14 +124,14 @@ def _has_tags(info: ModelInfo, wanted: Mapping[str, str]) -> bool:
 
 
 def _look_at(api: HfApi, listed: ModelInfo, wanted: Mapping[str, str]) -> Found:
-    """Read a checkpoint's card; without one that can be read, return what the list says."""
+    """Read a checkpoint's card, or return only the listed facts if the card is unreadable."""
     with hub_errors(str(listed.id)):
         try:
             with _silent():
                 info = api.model_info(listed.id)
             card = _Card.model_validate(vars(info.card_data) if info.card_data is not None else {})
         except (
-            RepositoryNotFoundError,  # gone since it was listed, or not for this user to see
+            RepositoryNotFoundError,  # deleted since, or hidden from this user
             *(ValidationError, TypeError, ValueError, KeyError, AttributeError),  # huggingface_hub does not validate cards
         ):
             return Found(str(listed.id), "", **_figures(listed))
@@ -165,7 +163,6 @@ def _figures(info: ModelInfo) -> dict[str, Any]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep huggingface_hub from printing what it makes of a stranger's card."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

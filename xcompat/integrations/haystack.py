@@ -1,4 +1,4 @@
-"""A compatible model as Haystack's components, which embed queries or documents, or order documents again."""
+"""Haystack components with a compatible model: embedders, vector mapper and ranker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xcompat.integrations.texts import Service, Source, TextEmbedder, TextRerank
 try:
     from haystack import Document, component, default_from_dict, default_to_dict
 except ImportError:
-    raise XcompatError("this needs haystack-ai; install it with `pip install xcompat[haystack]`") from None
+    raise XcompatError('this needs haystack-ai; install it with `pip install -e ".[haystack]"` in a clone of xcompat') from None
 
 
 class _Embedder:
-    """What both components share: the model, which :meth:`warm_up` loads, and how a pipeline is saved."""
+    """Base of the components: the model, loaded by :meth:`warm_up`, and serialisation."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class _Embedder:
         self._texts: TextEmbedder | None = None
 
     def warm_up(self) -> None:
-        """Load the model, unless it is loaded."""
+        """Load the model if necessary."""
         self._ready()
 
     def _ready(self) -> TextEmbedder:
@@ -40,33 +40,33 @@ class _Embedder:
         return self._texts
 
     def to_dict(self) -> dict[str, Any]:
-        """Describe the component, so that a pipeline can be saved.
+        """Describe the component for a saved pipeline.
 
         Raises:
-            XcompatError: it was given a function, which no file may run, or a model that is loaded, whose name is not known.
+            XcompatError: it has a function, which cannot be saved, or a loaded model, which has no name.
         """
         if self.embed_with is not None:
-            raise XcompatError("a saved pipeline runs no function of yours: make the component anew where the pipeline is loaded")
+            raise XcompatError("a saved pipeline cannot contain a function: create the component again after loading")
         if not isinstance(self.model, str | Path):
-            raise XcompatError("a pipeline is saved with the name of its model: give the component a folder or a name on the Hub")
+            raise XcompatError("a saved pipeline needs the model's name: give the component a folder or a name on the Hub")
         version = self.version.digest if isinstance(self.version, Fingerprint) else self.version
         return default_to_dict(self, model=str(self.model), version=version, device=self.device)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Make the component that :meth:`to_dict` described."""
+        """Create the component from :meth:`to_dict`."""
         return default_from_dict(cls, data)
 
 
 @component
 class CompatTextEmbedder(_Embedder):
-    """Embeds queries with a new model for a document store of the old one.
+    """Embedder of queries with a new model for a document store of the old model.
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: likewise.
-        device: likewise.
-        embed_with: likewise; a pipeline with it cannot be saved.
+        version: as there.
+        device: as there.
+        embed_with: as there. A pipeline with it cannot be saved.
 
     Example:
         ``pipeline.add_component("embedder", CompatTextEmbedder("runs/map"))``
@@ -80,12 +80,12 @@ class CompatTextEmbedder(_Embedder):
 
 @component
 class CompatVectorMapper(_Embedder):
-    """Brings embeddings of queries, which another component made with the new model, into the space of a store of the old one.
+    """Mapper of query embeddings, made by another component with the new model, into the space of the old model's store.
 
     Args:
-        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`; a map needs no encoder.
-        version: likewise.
-        device: likewise.
+        model: as in :class:`~xcompat.integrations.texts.TextEmbedder`. A map needs no encoder.
+        version: as there.
+        device: as there.
 
     Example:
         ``pipeline.connect("openai.embedding", "mapper.embedding"); pipeline.connect("mapper.embedding", "retriever")``
@@ -99,14 +99,14 @@ class CompatVectorMapper(_Embedder):
 
 @component
 class CompatDocumentEmbedder(_Embedder):
-    """Embeds documents for a store that queries of :class:`CompatTextEmbedder` search.
+    """Embedder of documents for a store that :class:`CompatTextEmbedder` searches.
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: likewise.
-        device: likewise.
-        meta_fields_to_embed: metadata that is embedded before a document's text, as in Haystack's own embedders.
-        embedding_separator: what stands between them.
+        version: as there.
+        device: as there.
+        meta_fields_to_embed: metadata to embed before a document's text, as in Haystack's own embedders.
+        embedding_separator: separator between them.
         embed_with: as in :class:`CompatTextEmbedder`.
     """
 
@@ -125,7 +125,7 @@ class CompatDocumentEmbedder(_Embedder):
         self.meta_fields_to_embed, self.embedding_separator = list(meta_fields_to_embed), embedding_separator
 
     def to_dict(self) -> dict[str, Any]:
-        """See :meth:`_Embedder.to_dict`."""
+        """Describe the component for a saved pipeline."""
         described = _Embedder.to_dict(self)
         own = {"meta_fields_to_embed": self.meta_fields_to_embed, "embedding_separator": self.embedding_separator}
         return described | {"init_parameters": described["init_parameters"] | own}
@@ -143,13 +143,13 @@ class CompatDocumentEmbedder(_Embedder):
 
 @component
 class CompatRanker(_Embedder):
-    """Orders the documents that an old document store found by the new model.
+    """Re-ranker of an old store's documents by the new model.
 
     Args:
         model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
-        top_k: documents that are kept; None for all.
+        top_k: number of documents to keep. None for all.
         device: as in :class:`CompatTextEmbedder`.
-        embed_with: likewise.
+        embed_with: as there.
 
     Example:
         ``pipeline.connect("retriever.documents", "ranker.documents")``
@@ -163,19 +163,19 @@ class CompatRanker(_Embedder):
         self._ranker: TextReranker | None = None
 
     def warm_up(self) -> None:
-        """Load the model, unless it is loaded."""
+        """Load the model if necessary."""
         if self._ranker is None:
             self._ranker = TextReranker(self.model, self.device, self.embed_with)
 
     def to_dict(self) -> dict[str, Any]:
-        """See :meth:`_Embedder.to_dict`."""
+        """Describe the component for a saved pipeline."""
         described = _Embedder.to_dict(self)
         kept = {name: value for name, value in described["init_parameters"].items() if name != "version"}
         return described | {"init_parameters": kept | {"top_k": self.top_k}}
 
     @component.output_types(documents=list[Document])
     def run(self, query: str, documents: list[Document]) -> dict[str, list[Document]]:
-        """Return the documents in their new order, with their new scores."""
+        """Return the documents in their new order, with new scores."""
         self.warm_up()
         assert self._ranker is not None
         ordered = self._ranker.order(query, [each.content or "" for each in documents], [each.score for each in documents])

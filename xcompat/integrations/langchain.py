@@ -1,4 +1,4 @@
-"""A compatible model where LangChain expects an embedding model, or something that orders documents again."""
+"""LangChain embeddings and document compressor with a compatible model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ try:
     from langchain_core.embeddings import Embeddings
     from pydantic import PrivateAttr
 except ImportError:
-    raise XcompatError("this needs langchain-core; install it with `pip install xcompat[langchain]`") from None
+    raise XcompatError(
+        'this needs langchain-core; install it with `pip install -e ".[langchain]"` in a clone of xcompat'
+    ) from None
 
 
 class CompatEmbeddings(Embeddings):
-    """Queries of a new model for a vector store of the old one, and documents that such a store can take.
+    """New model's queries for a vector store of the old model, and documents for such a store.
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: likewise.
-        device: likewise.
-        embed_with: likewise.
+        version: as there.
+        device: as there.
+        embed_with: as there.
 
     Example:
         ``store = InMemoryVectorStore(CompatEmbeddings("runs/map"))``
@@ -40,7 +42,7 @@ class CompatEmbeddings(Embeddings):
         self._texts = TextEmbedder(model, version, device, embed_with)
 
     def embed_query(self, text: str) -> list[float]:
-        """Embed a query for what the store holds (see :meth:`TextEmbedder.query`)."""
+        """Embed a query for the store (see :meth:`TextEmbedder.query`)."""
         return self._texts.query(text)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
@@ -48,20 +50,20 @@ class CompatEmbeddings(Embeddings):
         return self._texts.documents(texts)
 
     def map_vector(self, embedding: list[float]) -> list[float]:
-        """Bring the embedding of a query into the store's space, for ``similarity_search_by_vector``."""
+        """Map a query's embedding into the store's space, for ``similarity_search_by_vector``."""
         return self._texts.vector(embedding)
 
 
 class CompatReranker(BaseDocumentCompressor):
-    """Orders the documents that an old vector store found by the new model, for a ``ContextualCompressionRetriever``.
+    """Re-ranker of an old vector store's documents by the new model, for a ``ContextualCompressionRetriever``.
 
-    LangChain's retrievers give no scores, so only the new model decides.
+    LangChain's retrievers return no scores, so only the new model decides.
 
     Args:
         model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
-        top_k: documents that are kept; None for all.
+        top_k: number of documents to keep. None for all.
         device: as in :class:`~xcompat.integrations.texts.TextReranker`.
-        embed_with: likewise.
+        embed_with: as there.
 
     Example:
         ``CompatReranker("runs/map", top_k=5).compress_documents(store.similarity_search(query, k=20), query)``
@@ -80,8 +82,8 @@ class CompatReranker(BaseDocumentCompressor):
         """Return the documents in their new order.
 
         Args:
-            documents: what the store found.
-            query: what was searched for.
+            documents: the store's hits.
+            query: the query.
             callbacks: not used.
         """
         ordered = self._texts.order(query, [each.page_content for each in documents], [None] * len(documents))

@@ -1,4 +1,4 @@
-"""A compatible model where LlamaIndex expects an embedding model, or something that orders nodes again."""
+"""LlamaIndex embedding and node postprocessor with a compatible model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ try:
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 except ImportError:
-    raise XcompatError("this needs llama-index-core; install it with `pip install xcompat[llamaindex]`") from None
+    raise XcompatError(
+        'this needs llama-index-core; install it with `pip install -e ".[llamaindex]"` in a clone of xcompat'
+    ) from None
 
 
 class CompatEmbedding(BaseEmbedding):
-    """Queries of a new model for an index of the old one, and nodes that such an index can take.
+    """New model's queries for an index of the old model, and nodes for such an index.
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: likewise.
-        device: likewise.
-        embed_with: likewise.
-        kwargs: the fields of every embedding model of LlamaIndex but ``model_name``.
+        version: as there.
+        device: as there.
+        embed_with: as there.
+        kwargs: the other fields of LlamaIndex's embedding models, except ``model_name``.
 
     Example:
         ``index = VectorStoreIndex.from_vector_store(store, embed_model=CompatEmbedding("runs/map"))``
     """
 
-    embed_batch_size: int = Field(default=512, gt=0, le=2048, description="How many nodes are sorted by their length at a time.")
-    version: str = Field(description="The version whose stored embeddings the queries search.")
+    embed_batch_size: int = Field(default=512, gt=0, le=2048, description="Number of nodes to sort by length at a time.")
+    version: str = Field(description="Stored version that the queries search.")
     _texts: TextEmbedder = PrivateAttr()
 
     def __init__(
@@ -45,17 +47,17 @@ class CompatEmbedding(BaseEmbedding):
         **kwargs: Any,  # noqa: ANN401 - the base's own fields
     ) -> None:
         texts = TextEmbedder(model, version, device, embed_with)
-        # an ingestion cache knows models by their fields, and must not give one the vectors of another
+        # an ingestion cache identifies models by their fields
         super().__init__(model_name=str(texts.stored), version=str(texts.version), **kwargs)
         self._texts = texts
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name by which LlamaIndex knows the class."""
+        """Return LlamaIndex's name of the class."""
         return "CompatEmbedding"
 
     def map_vector(self, embedding: list[float]) -> list[float]:
-        """Bring the embedding of a query into the store's space, for ``QueryBundle(query, embedding=...)``."""
+        """Map a query's embedding into the store's space, for ``QueryBundle(query, embedding=...)``."""
         return self._texts.vector(embedding)
 
     def _get_query_embedding(self, query: str) -> list[float]:
@@ -78,19 +80,19 @@ class CompatEmbedding(BaseEmbedding):
 
 
 class CompatRerank(BaseNodePostprocessor):
-    """Orders the nodes that an old index found by the new model.
+    """Re-ranker of an old index's nodes by the new model.
 
     Args:
         model: the new model, as in :class:`~xcompat.integrations.texts.TextReranker`.
-        top_n: nodes that are kept; None for all.
+        top_n: number of nodes to keep. None for all.
         device: as in :class:`~xcompat.integrations.texts.TextReranker`.
-        embed_with: likewise.
+        embed_with: as there.
 
     Example:
         ``index.as_query_engine(similarity_top_k=20, node_postprocessors=[CompatRerank("runs/map", top_n=5)])``
     """
 
-    top_n: int | None = Field(default=None, gt=0, description="Nodes that are kept; None for all.")
+    top_n: int | None = Field(default=None, gt=0, description="Number of nodes to keep. None for all.")
     _texts: TextReranker = PrivateAttr()
 
     def __init__(
@@ -101,12 +103,12 @@ class CompatRerank(BaseNodePostprocessor):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the name by which LlamaIndex knows the class."""
+        """Return LlamaIndex's name of the class."""
         return "CompatRerank"
 
     def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None) -> list[NodeWithScore]:
         if query_bundle is None:
-            raise XcompatError("nodes are ordered by a query: call postprocess_nodes with query_str or query_bundle")
+            raise XcompatError("re-ranking needs a query: call postprocess_nodes with query_str or query_bundle")
         texts = [each.node.get_content(metadata_mode=MetadataMode.EMBED) for each in nodes]
         ordered = self._texts.order(query_bundle.query_str, texts, [each.score for each in nodes])
         return [NodeWithScore(node=nodes[place].node, score=score) for place, score in ordered[: self.top_n]]

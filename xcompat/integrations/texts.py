@@ -1,4 +1,4 @@
-"""Texts as vectors of a store: what every framework asks an embedding model for."""
+"""Framework-independent embedding and re-ranking of texts."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from xcompat.retrieval.versions import (
 from xcompat.score_scale import OLD_WEIGHT
 
 Source: TypeAlias = str | Path | CompatModel | Embedder
-"""A run's folder, a checkpoint, a name on the Hub, or a model that is loaded already."""
+"""A run's folder, a checkpoint, a name on the Hub, or a loaded model."""
 Service: TypeAlias = str | Function | Provider
-"""What embeds texts for a map of a service's embeddings: a function, its name (``module:function``), or more about it."""
+"""Embedding service of a map: a function, its name (``module:function``), or a :class:`Provider`."""
 
 
 class TextEmbedder:
-    """Queries in the view of one version, and documents as galleries of the model hold them.
+    """Embedder of queries in the space of one version, and of documents as in the model's galleries.
 
     Args:
-        model: what embeds.
-        version: whose stored embeddings the queries search: the name, digest or fingerprint of a version that the model is
-            compatible with, or of its own; None for the old model, or its own if it is compatible with none.
-        device: where a model that is loaded here computes; None for an accelerator if there is one.
-        embed_with: what embeds texts, if the model is a map of a service's embeddings.
+        model: the new model.
+        version: the stored version to search, by name, digest or fingerprint: any that the model is compatible with, or its own.
+            None for the old model, or its own without an old model.
+        device: device for a model loaded here. None for an accelerator if available.
+        embed_with: embedding service, if the model is a map of a service's embeddings.
 
     Raises:
-        XcompatError: the model embeds no texts and is no map of embeddings, or its queries do not fit that version.
+        XcompatError: the model neither embeds texts nor maps embeddings, or its queries do not fit the version.
     """
 
     def __init__(
@@ -74,37 +74,37 @@ class TextEmbedder:
 
     @property
     def version(self) -> Fingerprint:
-        """Return the version whose stored embeddings the queries search."""
+        """Version that the queries search."""
         return self._version.fingerprint
 
     @property
     def stored(self) -> Fingerprint:
-        """Return the identity of the documents' embeddings."""
+        """Fingerprint of the documents' embeddings."""
         return self._stored.fingerprint
 
     def query(self, text: str) -> list[float]:
         """Embed a query.
 
         Args:
-            text: without a prompt; a model that has one for queries puts it first.
+            text: without a prompt. The model's own query prompt is added.
 
         Returns:
-            As many floats as the version's embeddings have dimensions, of length 1.
+            A vector of the version's dimension, of length 1.
         """
         _require_texts([text])
         return self._view(self.own(text), text)
 
     def vector(self, embedding: Sequence[float]) -> list[float]:
-        """Bring the embedding of a query, as the new model makes it, into the store's space.
+        """Map a query's embedding from the new model's space to the store's space.
 
         Args:
             embedding: D numbers of any length above 0.
 
         Returns:
-            As many floats as the version's embeddings have dimensions, of length 1.
+            A vector of the version's dimension, of length 1.
 
         Raises:
-            XcompatError: it has another dimension, or no direction.
+            XcompatError: the embedding has another dimension or no direction.
         """
         own_1D = as_float32(embedding)
         require_dim(self._asking, own_1D.shape[1], "the embedding")
@@ -124,7 +124,7 @@ class TextEmbedder:
 
     @cached_property
     def _old(self) -> Fallback | None:
-        """Load the old model of a map that was chosen to search together with it, when a query first needs it."""
+        """Old model of a map that searches together with it, loaded by the first query that needs it."""
         return Fallback.of(self._asking, self._device or own_device())
 
     def documents(self, texts: Sequence[str]) -> list[list[float]]:
@@ -137,13 +137,13 @@ class TextEmbedder:
             N lists of floats, of length 1.
 
         Raises:
-            XcompatError: what the model stores has more dimensions than the version that its queries search.
+            XcompatError: the model stores more dimensions than the searched version.
         """
         _require_texts(texts)
-        if self._stored.dim != self._version.dim:  # the rest of an expanded model's embedding is of no use to old queries
+        if self._stored.dim != self._version.dim:  # old queries cannot use an expanded model's further dimensions
             raise XcompatError(
-                f"{self._stored.name} stores {self._stored.dim} dimensions, and a store of {self.version} holds "
-                f"{self._version.dim}: keep new documents in a store of their own, with version={self.stored.digest[:12]!r}"
+                f"{self._stored.name} stores {self._stored.dim} dimensions, but a store of {self.version} has "
+                f"{self._version.dim}: keep new documents in a separate store, with version={self.stored.digest[:12]!r}"
             )
         if isinstance(self._source, ServedMap):
             return self._source.embed(texts, "stored").tolist()
@@ -151,10 +151,10 @@ class TextEmbedder:
 
     @property
     def source(self) -> Embedder | ServedMap:
-        """Return what embeds texts.
+        """Model or service that embeds texts.
 
         Raises:
-            XcompatError: it is a map that knows no encoder.
+            XcompatError: the model is a map without an encoder.
         """
         return self._source if isinstance(self._source, ServedMap) else _require_embedder(self._source)
 
@@ -174,16 +174,15 @@ class TextEmbedder:
 
 
 class TextReranker:
-    """Orders the documents that an old store found by the new model's embeddings of their texts.
+    """Re-ranker of an old store's hits, by the new model's embeddings of their texts.
 
-    The store stays as it is: it finds candidates, with queries of any model, and this scores them again
-    (:class:`~xcompat.retrieval.reranking.Reranker`).
+    The store stays unchanged and finds candidates for queries of any model (:class:`~xcompat.retrieval.reranking.Reranker`).
 
     Args:
-        model: the new model, alone or as a map knows it.
-        device: where a model that is loaded here computes; None for an accelerator if there is one.
-        embed_with: what embeds texts, if the model is a map of a service's embeddings.
-        old_weight: weight of the scores that the store gave, if it gives cosines.
+        model: the new model, or a map of its embeddings.
+        device: device for a model loaded here. None for an accelerator if available.
+        embed_with: embedding service, if the model is a map of a service's embeddings.
+        old_weight: weight of the store's scores, if these are cosines.
 
     Raises:
         XcompatError: the model embeds no texts.
@@ -200,12 +199,12 @@ class TextReranker:
         """Score texts again.
 
         Args:
-            query: what was searched for.
-            texts: N texts that were found. An empty one keeps its place between scores.
-            scores: N cosines that the store gave; None where it gave none, and only the new model decides.
+            query: the query.
+            texts: N hits. Between scored texts, an empty text keeps its place.
+            scores: N cosines from the store. With None, only the new model decides.
 
         Returns:
-            Place and score of each text, the best first.
+            Index and score of each text, best first.
         """
         _require_texts([query])
         if not any(text.strip() for text in texts):
@@ -220,14 +219,13 @@ class TextReranker:
 
 
 def _served(model: Source, device: str | None, embed_with: Service) -> ServedMap:
-    """Return a map with the service whose embeddings it maps."""
     if device is not None:
-        raise XcompatError("a service embeds on machines of its own: leave device out where embed_with is given")
+        raise XcompatError("device does not apply to a service (embed_with); remove it")
     return ServedMap.load(model.model if isinstance(model, Embedder) else model, embed_with)
 
 
 def _load_source(model: Source, device: str | None) -> Embedder | CompatModel:
-    """Return what embeds texts; a map that knows no encoder as it is, for vectors alone."""
+    """Load the model. A map without an encoder maps only vectors."""
     found: Source = model
     if isinstance(model, str | Path) and is_checkpoint(model_folder(model)):
         found = torch.nn.Module.to(load_checkpoint(os.fspath(model)), device or own_device())
@@ -238,45 +236,37 @@ def _load_source(model: Source, device: str | None) -> Embedder | CompatModel:
 
 
 def _require_embedder(source: Embedder | CompatModel) -> Embedder:
-    """Return what embeds texts.
-
-    Raises:
-        XcompatError: it is a map that knows no encoder.
-    """
     if isinstance(source, Embedder):
         return source
     raise XcompatError(
-        "this map was fitted on embeddings alone and embeds no texts: bring embeddings of your queries into the store's space "
-        "(map_vector), or name the function that embeds texts with embed_with"
+        "this map has no encoder and cannot embed texts: map the embeddings of your queries with map_vector, "
+        "or set embed_with to the function that embeds texts"
     )
 
 
 def _of_texts(model: Source, device: str | None) -> Embedder:
-    """Return :func:`_loaded`, which embeds texts."""
     loaded = _loaded(model, device)
     inner = loaded.model
     if not (inner.embeds_texts if isinstance(inner, CompatModel) else getattr(inner, "has_text", False)):
-        raise XcompatError(f"{loaded.name} embeds no texts; take a model that has a text encoder")
+        raise XcompatError(f"{loaded.name} embeds no texts; use a model with a text encoder")
     return loaded
 
 
 def _loaded(model: Source, device: str | None) -> Embedder:
-    """Return a model in the role of one whose embeddings galleries hold."""
     if isinstance(model, str | Path):
         return load_embedder(os.fspath(model), device or own_device())
     if device is not None:
-        raise XcompatError(f"the model is loaded already: load it on {device}, or give its name")
+        raise XcompatError(f"the model is already loaded: load it on {device}, or pass its name")
     if isinstance(model, Embedder):
         if isinstance(model.model, CompatModel):
             return Embedder.of(model.model, "stored", model.autocast)
-        return model.passages or model  # one that asks puts the prompt of queries before documents too
+        return model.passages or model  # a query embedder would add the query prompt to documents
     if isinstance(model, CompatModel):
         return Embedder.of(model.for_inference(), "stored")
-    raise XcompatError(f"model is a folder, a name, or a model that xcompat has loaded, not {type(model).__name__}")
+    raise XcompatError(f"model must be a folder, a name, or a model loaded by xcompat, not {type(model).__name__}")
 
 
 def _chosen(version: str | Fingerprint | None, asking: CompatModel | Embedder) -> VersionRecord:
-    """Return the version that is meant, of those that a model's queries search."""
     known = searchable_versions(asking)
     if version is None:
         return known[0]
@@ -285,11 +275,11 @@ def _chosen(version: str | Fingerprint | None, asking: CompatModel | Embedder) -
         return found[0]
     if isinstance(asking, CompatModel) and asking.maps_galleries:
         raise XcompatError(
-            f"{type(asking).__name__} maps galleries, and leaves queries as they are: upgrade the stored embeddings with "
-            "model.upgrade, and leave version out"
+            f"{type(asking).__name__} maps galleries, not queries: upgrade the stored embeddings with "
+            "model.upgrade, and remove version"
         )
     wrong = f"{len(found)} versions are called {version}" if found else f"queries of this model do not fit {version}"
-    raise XcompatError(f"{wrong}; name one of these: {', '.join(str(record.fingerprint) for record in found or known)}")
+    raise XcompatError(f"{wrong}; choose one of these: {', '.join(str(record.fingerprint) for record in found or known)}")
 
 
 def _names(version: VersionRecord) -> tuple[str, ...]:
@@ -297,7 +287,7 @@ def _names(version: VersionRecord) -> tuple[str, ...]:
 
 
 def _require_texts(texts: Sequence[object]) -> None:
-    """Refuse anything but strings: tokenizers take lists and tuples for texts that are split already."""
+    """Reject anything but strings, as tokenizers take lists for texts that are already split."""
     wrong = [texts] if isinstance(texts, str) else [text for text in texts if not isinstance(text, str)]
     if wrong:
-        raise XcompatError(f"queries are one string, and documents a list of strings, not {type(wrong[0]).__name__}")
+        raise XcompatError(f"pass a query as a string and documents as a list of strings, not {type(wrong[0]).__name__}")

@@ -1,4 +1,4 @@
-"""Losses: tensors in, scalar out; only :class:`ClassificationHead` holds weights."""
+"""Losses: tensors in, scalar out; only :class:`ClassificationHead` has weights."""
 
 from xcompat.losses.alignment import ace_loss, angular_alignment_loss, classifier_kl_loss, l2_alignment_loss
 from xcompat.losses.classification import ClassificationHead, batch_hard_triplet_loss, cross_entropy_to, softmax_loss

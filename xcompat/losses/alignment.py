@@ -1,4 +1,4 @@
-"""Losses that pull a new embedding to one target: its sample's old embedding, a prototype, or a classifier's prediction."""
+"""Losses that pull a new embedding to one target: an old embedding, a prototype, or a classifier's prediction."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_b
 
 
 def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
-    """One minus the cosine, L_∠ = mean(1 − cos(x, target)) (OCA Eqn. 5; the cosine losses of BT²).
+    """Return one minus the cosine, L_∠ = mean(1 − cos(x, target)) (OCA Eqn. 5; the cosine losses of BT²).
 
-    The paper writes a minus before the sum, which would open the angle; here it closes.
+    The paper's minus sign before the sum would open the angle.
 
     Args:
         embeds_BD: new embeddings, of any length.
-        targets_BD: the target of each, of any length.
+        targets_BD: target of each, of any length.
 
     Returns:
-        Scalar in [0, 2]: the mean over the batch, where the paper sums.
+        Scalar in [0, 2]: the mean over the batch; the paper has the sum.
 
     Raises:
         XcompatError: the shapes differ.
@@ -36,7 +36,7 @@ def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
 
 
 def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor, known_B: Tensor | None = None) -> Tensor:
-    """Mean Euclidean distance to the old embedding of the same sample, not squared (MixBCT Eqn. 8).
+    """Return the mean Euclidean distance to the old embedding of the same sample, not squared (MixBCT Eqn. 8).
 
     Args:
         new_BD: new embeddings, L2-normalised if the old ones are.
@@ -44,7 +44,7 @@ def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor, known_B: Tensor | None = N
         known_B: bool, the samples that count; None for all.
 
     Returns:
-        Scalar: the mean over the samples that count, 0 if none does. Where both coincide, the gradient is 0.
+        Scalar: the mean over the samples that count, 0 without any. If both sides are equal, the gradient is 0.
 
     Raises:
         XcompatError: the shapes differ.
@@ -68,15 +68,15 @@ def ace_loss(
     angle_weight: float = 5.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Aligning compatible embeddings: λ1·CE(W_old, h) + λ2·L_∠(h, W_old[y]) (OCA Eqn. 3).
+    """Return the aligned compatible embeddings loss: λ1·CE(W_old, h) + λ2·L_∠(h, W_old[y]) (OCA Eqn. 3).
 
     The paper's logits are dot products of raw features with class means of raw old features (Eqn. 4); its public code normalises
-    the features. Means of unit old embeddings are shorter than 1, and their dot products with unit features leave the softmax
-    nearly flat: give a scale then. L_∠ has the sign that closes the angle, and both terms are means, not sums.
+    the features. With unit embeddings, set a scale, because class means are shorter than 1 and the softmax would be nearly flat.
+    L_∠ has the sign that closes the angle, and both terms are means, not sums.
 
     Args:
         embeds_Bd: h_bct, the first d dimensions of the new features.
-        old_weights_Cd: one frozen prototype per class, of any length; a row of NaN for a class without a prototype.
+        old_weights_Cd: one frozen prototype per class, of any length; NaN for classes without one.
         labels_B: (B,) int64; samples of classes without a prototype contribute nothing.
         ce_weight: λ1.
         angle_weight: λ2.
@@ -101,17 +101,17 @@ def ace_loss(
 def classifier_kl_loss(
     mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, scale: float | None, *, reverse: bool = False
 ) -> Tensor:
-    """KL(p_target ‖ p_mapped) of a frozen classifier's predictions for both embeddings (FCT Appendix E; Wang et al. 2020).
+    """Return KL(p_target ‖ p_mapped) of a frozen classifier's predictions for both (FCT Appendix E; Wang et al. 2020).
 
-    p = softmax(s·cos(W, x)), as unit vectors have no lengths, or softmax(W·x), the classifier's own predictions. Logits are
+    p = softmax(s·cos(W, x)), because unit vectors have no lengths, or softmax(W·x), the classifier's own predictions. Logits are
     computed for a few samples at a time, and again in the backward pass, so that 100,000 classes fit.
 
     Args:
         mapped_BD: mapped embeddings, of any length.
-        target_BD: the embeddings that they approximate.
-        weight_CD: rows of the classifier, or prototypes; rows of NaN are left out.
-        scale: s; None for products in place of cosines.
-        reverse: whether to take KL(p_mapped ‖ p_target).
+        target_BD: their target embeddings.
+        weight_CD: rows of the classifier, or prototypes; rows of NaN are ignored.
+        scale: s; None for dot products instead of cosines.
+        reverse: whether to use KL(p_mapped ‖ p_target).
 
     Returns:
         Scalar, in nats: the mean over the batch.
@@ -146,6 +146,6 @@ def _one_minus_cosine(a_BD: Tensor, b_BD: Tensor) -> Tensor:
 def _require_one_shape(new_BD: Tensor, old_BD: Tensor) -> None:
     if new_BD.shape != old_BD.shape:
         raise XcompatError(
-            f"embeddings that are aligned must have one shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; of expanded "
-            "features give the old dimensions only"
+            f"aligned embeddings must have the same shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; use only "
+            "the old dimensions of expanded features"
         )

@@ -1,8 +1,8 @@
 """Classification losses: softmax with and without margins, against frozen old weights, and batch-hard triplets.
 
-The logits of B samples over C classes are computed for a few samples at a time, and once more in the backward pass. At most three
-blocks of ``LOGITS_AT_ONCE`` numbers exist at a time (96 MiB in float32, however large the batch), so that 100,000 classes fit
-beside a backbone. Every sample has its own softmax, so blocks give the same result as the whole matrix.
+Logits of B samples over C classes are computed for a few samples at a time, and again in the backward pass. At most three blocks
+of ``LOGITS_AT_ONCE`` numbers exist at a time (96 MiB in float32 for any batch), so that 100,000 classes fit beside a backbone.
+Every sample has its own softmax, so blocks give the same result as the whole matrix.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from xcompat.core.errors import XcompatError, nearest
 HeadKind = Literal["softmax", "normalized_softmax", "arcface", "cosface", "triplet"]
 
 LOGITS_AT_ONCE = 2**23
-"""Most logits in one block, unless there are more classes than that."""
+"""Most logits in one block, unless there are more classes."""
 
 USUAL_TRIPLET_MARGIN = 0.3
-"""Margin of triplets unless given (Hermans et al. 2017 try 0.1 to 1; 0.3 is re-identification's)."""
+"""Default margin of triplets (Hermans et al. 2017 try 0.1 to 1; 0.3 is usual in re-identification)."""
 
 _LEFT_OUT = -100  # the label that torch's cross-entropy ignores
-_ABSENT = -1e30  # logit of a class without a row: its softmax is exactly 0; with infinity, all classes absent would give NaN
+_ABSENT = -1e30  # logit of a class without a row, with a softmax of 0; infinity would give NaN if all classes are absent
 _USUAL: dict[str, tuple[float | None, float | None]] = {
     "softmax": (None, None),
     "normalized_softmax": (20.0, None),
@@ -37,7 +37,7 @@ _USUAL: dict[str, tuple[float | None, float | None]] = {
     "cosface": (64.0, 0.35),
     "triplet": (None, USUAL_TRIPLET_MARGIN),
 }
-"""Scale and margin of each kind of head; None where it has none."""
+"""Default scale and margin of each kind of head; None without one."""
 
 
 def softmax_loss(
@@ -49,15 +49,15 @@ def softmax_loss(
     angular_margin: float = 0.0,
     cosine_margin: float = 0.0,
 ) -> Tensor:
-    """Softmax cross-entropy without bias, plain or over cosines with a margin.
+    """Return the softmax cross-entropy without bias, plain or over cosines with a margin.
 
-    The logits are x·w without a scale. With a scale s they are s·cos θ, and the true class's is s·(cos(θ + m1) − m2): normalised
-    softmax (Wang et al. 2017; Zhai and Wu 2019) without margins, ArcFace with m1 (Deng et al. 2019, Eqn. 3), CosFace with m2
-    (Wang et al. 2018, Eqn. 4). Beyond θ = π − m1, where cos(θ + m1) would rise again, cos θ − m1·sin m1 takes its place, as in
-    ArcFace's public code.
+    The logits are x·w without a scale. With a scale s they are s·cos θ, and s·(cos(θ + m1) − m2) for the true class. This is
+    normalised softmax (Wang et al. 2017; Zhai and Wu 2019) without margins, ArcFace with m1 (Deng et al. 2019, Eqn. 3), and
+    CosFace with m2 (Wang et al. 2018, Eqn. 4). Beyond θ = π − m1, where cos(θ + m1) would rise again, it is cos θ − m1·sin m1, as
+    in ArcFace's public code.
 
     Args:
-        features_BD: features, of any length; raw for plain softmax.
+        features_BD: features of any length; raw for plain softmax.
         weight_CD: one row per class.
         labels_B: (B,) int64 in [0, C).
         scale: s; None for plain dot products, without normalisation.
@@ -75,27 +75,27 @@ def softmax_loss(
         0.0
     """
     if scale is None and (angular_margin or cosine_margin):
-        raise XcompatError("a margin is one of cosines, and without a scale logits are dot products; give a scale, such as 64")
+        raise XcompatError("a margin needs cosines, but without a scale logits are dot products; set a scale, e.g. 64")
     margin = functools.partial(_with_margin, angle=angular_margin, cosine=cosine_margin)
     return _losses(features_BD, weight_CD, labels_B, scale, margin=margin if angular_margin or cosine_margin else None).mean()
 
 
 def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, scale: float | None = None) -> Tensor:
-    """Cross-entropy of new embeddings against frozen old prototypes or an old classifier (Shen et al. 2020, influence loss).
+    """Return the cross-entropy of new embeddings to frozen old weights (Shen et al. 2020, influence loss).
 
-    Samples of a class without a row contribute nothing: its row is NaN, or its label lies beyond the last row. Such a class is
-    no negative either, but an old class that the new data lack is one.
+    Samples of a class without a row contribute nothing: its row is NaN, or its label is beyond the last row. Such a class is not
+    a negative, but an old class without new samples is.
 
     Args:
-        weights_Cd: frozen rows; a row of NaN stands for a class that the old model does not know.
+        weights_Cd: frozen prototypes, or rows of an old classifier; NaN for classes unknown to the old model.
         embeds_Bd: new embeddings in the old dimension: the first d of expanded ones.
         labels_B: (B,) int64, at least 0.
         scale: factor on cosines; None for dot products as in the paper, which depend on both lengths. They suit raw features and
-            an old classifier of raw features, not unit embeddings, whose prototypes are shorter than 1.
+            classifiers, not unit embeddings, because their prototypes are shorter than 1.
 
     Returns:
-        Scalar, in nats: the mean over the samples of all ranks that have a row, or 0 without any (with a gradient of 0). Its mean
-        over the ranks equals the loss of one process with the whole batch.
+        Scalar, in nats: the mean over the samples of all ranks with a row, or 0 without any (with a gradient of 0). Its mean over
+        the ranks equals the loss of one process with the whole batch.
 
     Raises:
         XcompatError: embeddings and weights have different dimensions.
@@ -113,18 +113,18 @@ def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, sc
 
 
 def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float = USUAL_TRIPLET_MARGIN) -> Tensor:
-    """Hinge on the farthest sample of the own class and the nearest of another (Hermans et al. 2017, Eqn. 5, batch hard).
+    """Return a hinge on the farthest same-class sample and the nearest other one (Hermans et al. 2017, Eqn. 5, batch hard).
 
-    Distances are Euclidean, not squared, between normalised features, because galleries are compared by cosine; the paper takes
-    raw features. A sample that is alone in its class, or in a batch of one class, is no anchor.
+    Distances are Euclidean, not squared, between normalised features, because galleries are compared by cosine; the paper uses
+    raw features. Samples without another one of their class, or of another class, are not anchors.
 
     Args:
-        features_BD: features of this rank; each rank mines its own samples only.
+        features_BD: features of this rank; each rank mines only its own samples.
         labels_B: (B,) int64.
         margin: m, a distance; unit vectors are at most 2 apart.
 
     Returns:
-        Scalar: the mean over all anchors, also those that already keep the margin.
+        Scalar: the mean over all anchors, including those that satisfy the margin.
 
     Raises:
         XcompatError: the batch has no anchor.
@@ -139,8 +139,8 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
     anchor_B = positive_BB.any(dim=1) & ~same_BB.all(dim=1)
     if not anchor_B.any():
         raise XcompatError(
-            "the batch has fewer than two samples of every class, or samples of one class only, and makes no triplet; "
-            "draw several samples of each of several classes into every batch"
+            "the batch has no triplet: it has fewer than two samples of every class, or only one class; "
+            "draw several samples of several classes into every batch"
         )
     embeds_BD = F.normalize(features_BD.to(loss_dtype(features_BD)), dim=-1)
     # a matrix product would lose small distances in rounding
@@ -151,18 +151,18 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
 
 
 class ClassificationHead(nn.Module):
-    """A trainable classifier and its loss.
+    """Trainable classifier and its loss.
 
     Args:
         dim: D, dimension of the features.
         num_classes: C.
         kind: ``softmax`` on raw features, ``normalized_softmax``, ``arcface``, ``cosface`` (see :func:`softmax_loss`), or
             ``triplet``, which has no weights (:func:`batch_hard_triplet_loss`).
-        scale: s, the factor on cosines; None for the usual one: 20, and 64 with a margin.
-        margin: None for the usual one: 0.5 rad for ArcFace, 0.35 for CosFace, a distance of 0.3 for triplets.
+        scale: s, factor on cosines; None for the default: 20, and 64 with a margin.
+        margin: None for the default: 0.5 rad for ArcFace, 0.35 for CosFace, a distance of 0.3 for triplets.
 
     Raises:
-        XcompatError: the kind is unknown, or does not take the scale or margin that is given.
+        XcompatError: the kind is unknown, or has no scale or margin.
 
     Example:
         >>> ClassificationHead(8, 100, "arcface")
@@ -176,12 +176,12 @@ class ClassificationHead(nn.Module):
     ) -> None:
         super().__init__()
         if kind not in _USUAL:
-            raise XcompatError(f"there is no classification head {kind!r}; {nearest(kind, _USUAL)}")
+            raise XcompatError(f"unknown classification head {kind!r}; {nearest(kind, _USUAL)}")
         self.kind = kind
         self.scale, self.margin = _choose(kind, "scale", scale, 0), _choose(kind, "margin", margin, 1)
         self.register_parameter("weight", None if kind == "triplet" else nn.Parameter(torch.empty(num_classes, dim)))
         if self.weight is not None:
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as torch's own linear layers start
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # like torch's linear layers
 
     def forward(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
         """Classify features and return the loss.
@@ -201,26 +201,26 @@ class ClassificationHead(nn.Module):
         return softmax_loss(features_BD, self.weight, labels_B, self.scale, angular_margin=angular, cosine_margin=cosine)
 
     def extra_repr(self) -> str:
-        """Return the kind, the scale and the margin for ``print(model)``."""
+        """Return kind, scale and margin for ``print(model)``."""
         given = [f"{name}={value}" for name, value in (("scale", self.scale), ("margin", self.margin)) if value is not None]
         return ", ".join([self.kind, *given])
 
 
 def loss_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the precision in which a loss of these tensors is computed: the widest of theirs, at least float32."""
+    """Return the precision of a loss of these tensors: the widest of theirs, at least float32."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
 def in_blocks(block: Callable[..., Tensor], rows: int, *tensors: Tensor) -> list[Tensor]:
-    """Apply a function to blocks of rows; with several blocks, the backward pass computes each again to save memory.
+    """Apply a function to blocks of rows; the backward pass recomputes several blocks to save memory.
 
     Args:
-        block: takes one block of each tensor.
-        rows: most rows of a block.
+        block: function of one block of each tensor.
+        rows: most rows per block.
         tensors: one or more, of equal length.
 
     Returns:
-        The results, one per block.
+        One result per block.
     """
     if len(tensors[0]) <= rows:
         return [block(*tensors)]
@@ -229,22 +229,22 @@ def in_blocks(block: Callable[..., Tensor], rows: int, *tensors: Tensor) -> list
 
 
 def rows_of_labels(weights_Cd: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row of each sample's class (B,), 0 for a class beyond the last row, and whether that class has a row (B,)."""
+    """Return the row of each sample's class (B,), 0 for classes beyond the last row, and whether the row exists (B,)."""
     exists_B = labels_B < len(weights_Cd)
     row_B = labels_B.where(exists_B, torch.zeros_like(labels_B))
     return row_B, exists_B & ~weights_Cd[row_B, 0].isnan()
 
 
 def mean_of_known(losses_B: Tensor, known_B: Tensor) -> Tensor:
-    """Average the losses of some samples so that every sample weighs the same on every rank.
+    """Average losses so that every sample weighs the same on every rank.
 
     Args:
         losses_B: finite losses of this rank's samples.
         known_B: (B,) bool, the samples that count.
 
     Returns:
-        Scalar: the sum of this rank's losses divided by the mean count per rank, 0 if no rank has any. Data-parallel training
-        averages gradients over the ranks, which gives the mean over all samples.
+        Scalar: this rank's sum divided by the mean count per rank, 0 if no rank has any. Data-parallel training averages
+        gradients over the ranks, which gives the mean over all samples.
     """
     known = known_B.to(losses_B.dtype)
     count = mean_over_ranks(known.sum())
@@ -260,11 +260,11 @@ def _losses(
     bias_C: Tensor | None = None,
     margin: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return each sample's cross-entropy (B,), block by block of samples; 0 where the label is ``_LEFT_OUT``."""
+    """Return each sample's cross-entropy (B,), block by block of samples; 0 for the label ``_LEFT_OUT``."""
     if embeds_BD.shape[1] != weight_CD.shape[1]:
         raise XcompatError(
-            f"features of dimension {embeds_BD.shape[1]} cannot be classified by weights of dimension {weight_CD.shape[1]}; of "
-            "expanded features give the old dimensions only"
+            f"features of dimension {embeds_BD.shape[1]} cannot be classified by weights of dimension {weight_CD.shape[1]}; "
+            "use only the old dimensions of expanded features"
         )
     dtype = loss_dtype(embeds_BD, weight_CD)
     embeds_BD, weight_CD = embeds_BD.to(dtype), weight_CD.to(dtype)
@@ -294,7 +294,7 @@ def _block_losses(
 
 
 def _with_margin(cosines: Tensor, *, angle: float, cosine: float) -> Tensor:
-    """Return cos(θ + angle) − cosine, falling over the whole of [0, π]."""
+    """Return cos(θ + angle) − cosine, decreasing over all of [0, π]."""
     sines = (1 - cosines.square()).clamp(min=torch.finfo(cosines.dtype).eps).sqrt()  # its slope at 0 is infinite
     turned = cosines * math.cos(angle) - sines * math.sin(angle)
     return torch.where(cosines >= -math.cos(angle), turned, cosines - angle * math.sin(angle)) - cosine
@@ -313,5 +313,5 @@ def numbers_of_head(kind: HeadKind) -> set[str]:
 def _choose(kind: str, name: str, given: float | None, place: int) -> float | None:
     usual = _USUAL[kind][place]
     if given is not None and usual is None:
-        raise XcompatError(f"a {kind} head has no {name}, and {given} was given; leave it out, or take another kind")
+        raise XcompatError(f"a {kind} head has no {name}, but {name} is {given}; remove it, or use another kind")
     return usual if given is None else given

@@ -1,4 +1,4 @@
-"""Contrastive losses: between two batches whose rows are paired, and against stored embeddings."""
+"""Contrastive losses between paired batches, and against stored embeddings."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ def clip_contrastive_loss(
     mined_BD: Tensor | None = None,
     mined_items_B: Tensor | None = None,
 ) -> Tensor:
-    """Symmetric InfoNCE over the global batch (Radford et al. 2021; L_c in XBT Eqns. 3 and 5).
+    """Return symmetric InfoNCE over the global batch (Radford et al. 2021; L_c in XBT Eqns. 3 and 5).
 
-    Each rank computes its own B rows and B columns against the whole batch. Embeddings are gathered with gradients, and
-    data-parallel training averages them, so that loss and gradient equal those of one process with the whole batch. Every rank
-    returns the global value.
+    Each rank compares its rows and columns with the whole batch. Embeddings are gathered with gradients, so data-parallel
+    training gives the loss and gradient of one process with the whole batch. Every rank returns the global value.
 
     Args:
         a_BD: L2-normalised embeddings of this rank, (B, D), the same B on every rank.
         b_BD: their partners, (B, D).
         scale: factor on the cosine similarities (CLIP's exponentiated logit scale).
-        items_B: (B,) int64, equal for rows of ``b_BD`` that are one item: these are no negatives of each other's partners. None
-            if every row is another item.
-        mined_BD: rows that ``a_BD`` searches beside ``b_BD``: negatives alone, and of all ranks.
-        mined_items_B: (B,) int64 items of these rows; one that is a row's own item is not among its negatives.
+        items_B: (B,) int64, equal for rows of ``b_BD`` of the same item, which are not negatives of each other's partners. None
+            if all items differ.
+        mined_BD: additional negatives for ``a_BD``, from all ranks.
+        mined_items_B: (B,) int64 items of these rows; rows of a query's own item are not its negatives.
 
     Returns:
         Scalar, in nats.
 
     Raises:
-        ValueError: when the shapes differ.
+        ValueError: the shapes differ.
 
     Example:
         >>> a = torch.eye(4)
@@ -65,7 +64,7 @@ def clip_contrastive_loss(
 
 
 def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor | float) -> Tensor:
-    """Pairwise sigmoid loss over the global batch (Zhai et al. 2023, "Sigmoid loss for language image pre-training").
+    """Return the pairwise sigmoid loss over the global batch (Zhai et al. 2023, "Sigmoid loss for language image pre-training").
 
     Args:
         a_BD: L2-normalised embeddings of this rank, (B, D), the same B on every rank.
@@ -77,7 +76,7 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
         Scalar, in nats: the sum over the pairs divided by the global number of rows.
 
     Raises:
-        ValueError: when the shapes differ.
+        ValueError: the shapes differ.
     """
     _require_one_shape("paired embeddings", a_BD, b_BD)
     all_b_GD = gather_with_grad(b_BD)
@@ -90,8 +89,8 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
 def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float, crops: Sequence[Tensor] = ()) -> Tensor:
     """Classify each view's partner view among all views of the global batch (NT-Xent; Chen et al. 2020, Eqn. 1).
 
-    Small crops look for both views of their image, and nothing looks for them (multi-crop; Caron et al. 2020, §3.2). Over several
-    ranks, loss and gradient equal those of one process with the whole batch (see :func:`clip_contrastive_loss`).
+    Small crops search both views of their image, and are not searched (multi-crop; Caron et al. 2020, §3.2). Loss and gradient
+    over several ranks equal those of one process with the whole batch (see :func:`clip_contrastive_loss`).
 
     Args:
         first_BD: one view of this rank's images, L2-normalised, the same B on every rank.
@@ -100,10 +99,10 @@ def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float, crops:
         crops: small crops of the same images, each (B, D) and L2-normalised.
 
     Returns:
-        Scalar, in nats: the mean over all that look for a view, 2 + 2 · crops for each image.
+        Scalar, in nats: the mean over all searches, 2 + 2 · crops per image.
 
     Raises:
-        ValueError: when the shapes differ.
+        ValueError: the shapes differ.
 
     Example:
         >>> views = torch.eye(4)
@@ -116,7 +115,7 @@ def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float, crops:
     count, own_B = len(all_first_GD), _owners(first_BD)
     views_VD = torch.cat([all_first_GD, all_second_GD])
     firsts_B, seconds_B = own_B, own_B + count
-    # each with the view that it looks for, and the one that is no negative: itself, or the other view of its image
+    # view, its target, and the view that is not a negative: itself, or the other view of its image
     looking = [(first_BD, seconds_B, firsts_B), (second_BD, firsts_B, seconds_B)]
     for crop_BD in crops:
         looking += [(crop_BD, seconds_B, firsts_B), (crop_BD, firsts_B, seconds_B)]
@@ -130,22 +129,19 @@ def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float, crops:
 
 
 def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: float, topk_negatives: int | None = None) -> Tensor:
-    """Regression-alleviating compatible training (Zhang et al. 2022; "Contrast" in BT² §4.3).
+    """Return the regression-alleviating compatible training loss (Zhang et al. 2022; "Contrast" in BT² §4.3).
 
     L = mean_i −log(p_i / (p_i + Σ_k exp(cos(new_i, old_k)/τ) + Σ_k exp(cos(new_i, new_k)/τ))) with p_i = exp(cos(new_i, old_i)/τ)
-    and k over the samples of other classes. The sample's own old embedding is to score above old and new embeddings of other
-    classes, so that a gradually refreshed gallery brings no new errors. Other samples of its class are neither positives nor
-    negatives. BT² misprints the formula (the second sum lies outside the logarithm, and both sums lack the anchor); this is
-    the loss of the authors' public code.
-
-    Negatives come from the global batch, all with gradients; the public code has none through other ranks' new negatives.
+    and k over the samples of other classes in the global batch. A sample's own old embedding should score above old and new
+    embeddings of other classes, so that a partly refreshed gallery has no new errors. Other samples of its class are neither
+    positives nor negatives. This is the authors' code; BT² misprints the formula. Unlike there, all negatives have gradients.
 
     Args:
         new_BD: new embeddings of this rank, of any length, the same B on every rank.
         old_BD: old embeddings of the same samples, of any length.
         labels_B: (B,) int64.
-        temperature: τ; the public code takes .05 (and .01).
-        topk_negatives: how many of the hardest old and of the hardest new negatives count for each anchor; None for all.
+        temperature: τ; the public code has .05 (and .01).
+        topk_negatives: number of hardest old negatives, and of hardest new ones, per anchor; None for all.
 
     Returns:
         Scalar, in nats; 0 if all samples are of one class. Its mean over the ranks is that of the global batch.
@@ -159,8 +155,8 @@ def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: flo
     """
     if new_BD.shape != old_BD.shape:
         raise XcompatError(
-            f"new and old embeddings must have one shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; of expanded "
-            "features give the old dimensions only"
+            f"new and old embeddings must have the same shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; use only "
+            "the old dimensions of expanded features"
         )
     dtype = loss_dtype(new_BD, old_BD)
     new_BD, old_BD = F.normalize(new_BD.to(dtype), dim=-1), F.normalize(old_BD.to(dtype), dim=-1)
@@ -185,20 +181,20 @@ def bank_contrast_loss(
     index_B: Tensor | None = None,
     rows_K: Tensor | None = None,
 ) -> Tensor:
-    """Supervised contrast of queries against stored embeddings (Khosla et al. 2020, Eqn. 2, with fixed keys).
+    """Return the supervised contrast of queries against stored embeddings (Khosla et al. 2020, Eqn. 2, with fixed keys).
 
-    L = −mean_i mean_{j in P(i)} log softmax_j(s·cos(x_i, o_j)). P(i) are the bank's rows of the sample's class without the
-    sample's own row. Where there are none, or no labels, the sample's own old embedding is the positive and joins the softmax.
+    L = −mean_i mean_{j in P(i)} log softmax_j(s·cos(x_i, o_j)). P(i) are the bank's rows of the sample's class without its own
+    row. If there are none, or no labels, the sample's own old embedding is the positive and joins the softmax.
 
     Args:
         mapped_Bd: queries in the space of the bank, L2-normalised.
-        own_Bd: the stored embeddings of the same samples, L2-normalised.
-        bank_Kd: stored embeddings, L2-normalised; rows of NaN are left out.
+        own_Bd: stored embeddings of the same samples, L2-normalised.
+        bank_Kd: stored embeddings, L2-normalised; rows of NaN are ignored.
         scale: s, factor on cosines.
         labels_B: (B,) int64; None without labels.
         bank_labels_K: (K,) int64.
-        index_B: (B,) int64, the number of each sample's own row in the whole bank.
-        rows_K: (K,) int64, the number of each given row in the whole bank.
+        index_B: (B,) int64, number of each sample's own row in the whole bank.
+        rows_K: (K,) int64, number of each given row in the whole bank.
 
     Returns:
         Scalar, in nats: the mean over the batch.
@@ -227,7 +223,7 @@ def bank_contrast_loss(
 
 
 def neighbour_weights(old_Bd: Tensor, bank_Qd: Tensor, labels_B: Tensor, bank_labels_Q: Tensor) -> Tensor:
-    """Weigh each stored old embedding for each sample: (1 + cos)/2 between old embeddings within a class, else 0.
+    """Return a weight of each stored old embedding for each sample: (1 + cos)/2 between old embeddings within a class, else 0.
 
     Args:
         old_Bd: old embeddings of the samples, of any length.
@@ -248,15 +244,15 @@ def neighbour_weights(old_Bd: Tensor, bank_Qd: Tensor, labels_B: Tensor, bank_la
 
 
 def neighbourhood_loss(anchors_BE: Tensor, bank_QE: Tensor, weights_BQ: Tensor, temperature: float) -> Tensor:
-    """Neighbourhood consensus contrast, L = −mean_i 1/|P_i| Σ_{q ∈ P_i} w_iq·log softmax_q(a_i·b_q/τ) (Wu et al. 2022).
+    """Return neighbourhood consensus contrast, L = −mean_i 1/|P_i| Σ_{q ∈ P_i} w_iq·log softmax_q(a_i·b_q/τ) (Wu et al. 2022).
 
-    For features, anchors are normalised new embeddings and the bank holds normalised old ones; for logits, both are classifiers'
-    logits. P_i are the stored samples with a weight above 0. The public code of MixBCT's authors has the same loss, except that
-    empty places of its queue count as negatives.
+    For features, anchors are normalised new embeddings and the bank has normalised old ones; for logits, both are classifier
+    logits. P_i are the stored samples with a weight above 0. The public code of MixBCT's authors has the same loss, but counts
+    empty places of its queue as negatives.
 
     Args:
-        anchors_BE: of the new model.
-        bank_QE: of the old model.
+        anchors_BE: embeddings or logits of the new model.
+        bank_QE: embeddings or logits of the old model.
         weights_BQ: from :func:`neighbour_weights`, the same for features and logits.
         temperature: τ.
 
@@ -276,7 +272,7 @@ def neighbourhood_loss(anchors_BE: Tensor, bank_QE: Tensor, weights_BQ: Tensor, 
 
 def _require_one_shape(what: str, a_BD: Tensor, b_BD: Tensor) -> None:
     if a_BD.shape != b_BD.shape:
-        raise ValueError(f"{what} must have one shape, got {tuple(a_BD.shape)} and {tuple(b_BD.shape)}")
+        raise ValueError(f"{what} must have the same shape, got {tuple(a_BD.shape)} and {tuple(b_BD.shape)}")
 
 
 def _owners(batch_BD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One file per method; to add one, write its file and name its model class below."""
+"""Methods, one per file. To add one, write its file and list its model class below."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ METHODS: dict[str, type[CompatModel]] = {
         XbtModel,
     )
 }
-"""Recipe name of every method."""
+"""Recipe name -> model class of each method."""
 
 for _model in METHODS.values():
     AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)

@@ -1,4 +1,4 @@
-"""AdvBCT: new embeddings that a discriminator cannot tell from old ones, inside balls around old classes that may grow."""
+"""AdvBCT: a discriminator cannot tell new embeddings from old ones, and they stay in elastic balls around old classes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class AdvBctConfig(ClassifiedConfig):
     """Configuration of :class:`AdvBctModel`.
 
     Args:
-        adversarial_weight: on the discriminator's loss at the start of training.
-        boundary_weight: on the loss of leaving the class's ball. The public code has 1, at which the discriminator wins; 10 was
-            chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
-        threshold: T, the radius that balls may grow to, at most 2; None for the median old radius. The public code has 1, .5
-            and .4.
+        adversarial_weight: weight of the discriminator's loss at the start of training.
+        boundary_weight: weight of the loss outside the class's ball. The public code has 1, at which the discriminator wins; 10
+            was chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
+        threshold: T, largest radius of a growing ball, at most 2; None for the median old radius. The public code has 1, .5 and
+            .4.
     """
 
     model_type = "xcompat-advbct"
@@ -46,14 +46,9 @@ class AdvBctModel(ClassifiedModel):
 
     L_adv is the cross-entropy of a discriminator between f̂[:d] and the same images' old embeddings. A gradient reversal layer
     multiplies its gradient into f by −(2/(1 + exp(−10p)) − 1). L_p2s is the mean of ‖f̂[:d] − c_y‖ − r_y − σ(u_y)(T − r_y) where
-    that is positive: c_y is the class's mean old embedding, not normalised; r_y is the largest distance to c_y without outliers;
-    u_y is learned. The learned radius lies between r_y and T, and the loss can only enlarge it. Departures from the public code:
-
-    - new and old embeddings pass the discriminator's batch norm in one batch; in separate batches both would get the same mean
-      and variance, and the discriminator could not see a difference in either;
-    - the discriminator sees embeddings of length 1, as galleries hold them; the old ones are cached, of the plain image;
-      the public code runs the old model on the augmented image;
-    - the schedule follows the step, not the epoch, and T is the median radius unless given.
+    it is positive: c_y is the class's mean old embedding, not normalised; r_y is the largest distance to c_y without outliers;
+    u_y is learned. The learned radius lies between r_y and T, and the loss only enlarges it. docs/methods/advbct.md lists the
+    differences from the public code.
     """
 
     config_class = AdvBctConfig
@@ -68,18 +63,18 @@ class AdvBctModel(ClassifiedModel):
     def build_for_training(self) -> None:
         """Build the discriminator and the learned growth of every ball."""
         if self.config.classes and self.config.old is not None:
-            norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)  # it never runs outside training
+            norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)  # only used in training
             self.discriminator = nn.Sequential(nn.Linear(self.config.old["dim"], HIDDEN), norm, nn.ReLU(), nn.Linear(HIDDEN, 2))
             self.growth_C = nn.Parameter(torch.empty(len(self.config.classes)).uniform_(-1, 1))
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Measure the centres and radii of the old classes."""
+        """Compute the centres and radii of the old classes."""
         embeds_Nd = old.embeddings("advbct")
         centres_Cd = class_means(embeds_Nd, old.labels_N, old.n_classes)
         radii_C = class_radii(embeds_Nd, centres_Cd, samples_of_classes(old.labels_N, old.n_classes))
         if not np.isfinite(radii_C).any():
-            raise XcompatError("advbct needs old embeddings of at least two images of some class; is it the right old model?")
+            raise XcompatError("advbct needs old embeddings of at least two images of some class; check the old model")
         self.centres_Cd, self.radii_C = (torch.from_numpy(array).to(self.device) for array in (centres_Cd, radii_C))
 
     @override
@@ -94,7 +89,7 @@ class AdvBctModel(ClassifiedModel):
     def _boundary_loss(self, new_Bd: Tensor, labels_B: Tensor) -> Tensor:
         """Return L_p2s; classes without a radius contribute nothing."""
         if self.centres_Cd is None or self.radii_C is None:
-            raise XcompatError("advbct has not been told what the old model knows; call prepare(OldKnowledge(...))")
+            raise XcompatError("advbct is not prepared; call prepare(OldKnowledge(...)) first")
         threshold = self.radii_C.nanmedian() if self.config.threshold is None else self.config.threshold
         known_B = self.radii_C[labels_B].isfinite()
         radii_B = self.radii_C[labels_B].nan_to_num(nan=0.0)
@@ -103,9 +98,9 @@ class AdvBctModel(ClassifiedModel):
         return mean_of_known(beyond_B, known_B & (beyond_B > 0))
 
     def _adversarial_loss(self, new_Bd: Tensor, old_Bd: Tensor) -> Tensor:
-        """Return L_adv over the samples whose old embedding is readable."""
+        """Return L_adv over the samples with a readable old embedding."""
         readable_B = old_Bd[:, 0].isfinite()
-        # batch norm needs rows: where none is readable, unreadable ones pass it with weight 0
+        # batch norm needs rows: if none is readable, use unreadable ones with weight 0
         taken_B = readable_B if readable_B.any() else ~readable_B
         strength = 2 / (1 + math.exp(-10 * self.progress)) - 1
         both_Ad = torch.cat([_Reversed.apply(new_Bd[taken_B], strength), old_Bd[taken_B].nan_to_num(nan=0.0)])
@@ -115,7 +110,7 @@ class AdvBctModel(ClassifiedModel):
 
 
 class _Reversed(torch.autograd.Function):
-    """Gradient reversal: the identity forward, minus ``strength`` times the gradient backward (Ganin and Lempitsky 2015)."""
+    """Gradient reversal: identity forward, minus ``strength`` times the gradient backward (Ganin and Lempitsky 2015)."""
 
     @staticmethod
     def forward(ctx: Any, embeds: Tensor, strength: float) -> Tensor:  # noqa: ANN401 - torch's own
@@ -131,9 +126,9 @@ def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[
     """Return the largest distance of each class's embeddings to its centre, without outliers beyond Q3 + 1.5·(Q3 − Q1).
 
     Args:
-        embeds_Nd: old embeddings; rows of NaN are left out.
+        embeds_Nd: old embeddings; rows of NaN are ignored.
         centres_Cd: centre of each class.
-        samples: rows of each class; a class of fewer than four samples has no outliers.
+        samples: rows of each class; classes of fewer than four samples have no outliers.
 
     Returns:
         (C,) float32, NaN for classes of fewer than two readable samples.

@@ -1,4 +1,4 @@
-"""Autoencoder: an embedding from which a decoder reconstructs the image; one kind of side-information for FCT."""
+"""Autoencoder: an embedding from which a decoder reconstructs the image, as side-information for FCT."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AutoencoderConfig(BackboneConfig):
 class AutoencoderModel(UnlabelledModel):
     """L = mean ‖decode(ψ(x)) − x‖², ψ(x) = W_proj · backbone(x) (FCT §5.1, Appendix D.4.2).
 
-    The target is the preprocessed image averaged down to 32 × 32 pixels; the paper reconstructs the whole image with a
-    MobileNetV2-like decoder. Inference does without the decoder.
+    The target is the preprocessed image, averaged down to 32 × 32 pixels. The paper reconstructs the whole image with a
+    MobileNetV2-like decoder. Inference does not use the decoder.
     """
 
     config_class = AutoencoderConfig

@@ -1,4 +1,4 @@
-"""BCT: the new model also learns to be classified by the old classifier; with optional extra dimensions."""
+"""BCT: the old classifier also classifies the new model's features; with optional extra dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BctConfig(PrototypedConfig):
 class BctModel(PrototypedModel):
     """L = CE(W, f) + λ·CE(W_old, f[:d]) (Shen et al. 2020, the influence loss).
 
-    With e extra dimensions the old weights are zero-padded: only the first d dimensions are classified by them.
+    With e extra dimensions the old weights are zero-padded: they classify only the first d dimensions.
     """
 
     config_class = BctConfig

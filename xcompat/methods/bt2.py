@@ -1,4 +1,4 @@
-"""BT²: extra dimensions and orthogonal basis transformations hold what the old space cannot."""
+"""BT²: extra dimensions and orthogonal basis transformations keep new information that the old space cannot hold."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 class Bt2Config(PrototypedConfig):
-    """Configuration of :class:`Bt2Model`, whose ``dim`` is m, the dimension of the independent new model's embedding.
+    """Configuration of :class:`Bt2Model`; its ``dim`` is m, the dimension of the independent new model's embedding.
 
     Args:
         extra_dim: e, at most the old dimension d.
-        dim: m, the dimension of the independent new model's embedding; None for the old model's dimension.
-        independent_weight: λ1, on the cosine to the independent new model's embedding.
-        compat_weight: λ2, on the loss against the old weights.
-        old_weight: λ3, on the cosine to the image's old embedding.
-        norm_ratio: C, the length of the transformed new part.
+        dim: m, dimension of the independent new model's embedding; None for the old model's dimension.
+        independent_weight: λ1, weight of the cosine to the independent new model's embedding.
+        compat_weight: λ2, weight of the loss against the old weights.
+        old_weight: λ3, weight of the cosine to the image's old embedding.
+        norm_ratio: C, length of the transformed new part.
         classified: input of the new classifier: ``new_part``, φ3, or ``whole``, φ_new, which the paper finds better for
             transformers.
     """
@@ -49,7 +49,7 @@ class Bt2Config(PrototypedConfig):
 
 @dataclass
 class Bt2Output(CompatOutput):
-    """Embeddings of a batch, and the part that the loss compares with the independent model.
+    """Embeddings of a batch, and their part for the comparison with the independent model.
 
     Args:
         new_part: (B, m) φ3, L2-normalised.
@@ -61,9 +61,9 @@ class Bt2Output(CompatOutput):
 class Bt2Model(PrototypedModel):
     """φ_new = [B2·[φ2 ; φ4[:d−e]] ; φ4[d−e:]] (m + e dimensions), φ4 = C·B1·φ3 (BT² Algorithm 1).
 
-    The backbone gives φ1 of m + d dimensions. φ3 = normalise(φ1[:m]) is trained like the independent model. φ2 = normalise(f(φ1))
-    of e dimensions holds the rest of what the old space needs. B1 and B2 are orthogonal, and φ5 is the first d dimensions.
-    L = CE(W3, φ3) + λ1(1 − cos(φ3, φ'_new)) + λ2·CE(W_old, φ5) + λ3(1 − cos(φ5, φ_old)).
+    The backbone gives φ1 with m + d dimensions. φ3 = normalise(φ1[:m]) is trained like the independent model. φ2 =
+    normalise(f(φ1)) with e dimensions holds the rest of the old space. B1 and B2 are orthogonal, and φ5 is the first d
+    dimensions. L = CE(W3, φ3) + λ1(1 − cos(φ3, φ'_new)) + λ2·CE(W_old, φ5) + λ3(1 − cos(φ5, φ_old)).
     """
 
     config_class = Bt2Config
@@ -79,7 +79,7 @@ class Bt2Model(PrototypedModel):
         old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
         if not 0 < extra <= old_dim or new_dim < old_dim - extra:
             raise XcompatError(
-                f"bt2 takes extra_dim from 1 to the old dimension {old_dim}, and dim of at least {max(old_dim - extra, 1)}; "
+                f"bt2 needs extra_dim from 1 to the old dimension {old_dim}, and dim of at least {max(old_dim - extra, 1)}; "
                 f"found extra_dim {extra} and dim {new_dim}"
             )
 
@@ -87,7 +87,7 @@ class Bt2Model(PrototypedModel):
     @override
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
-        yield "batch_norm", "bt2 normalises the parts of its embedding one by one"
+        yield "batch_norm", "bt2 normalises the parts of its embedding separately"
 
     def __init__(self, config: Bt2Config, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -100,25 +100,25 @@ class Bt2Model(PrototypedModel):
         self.post_init()
 
     def build_for_training(self) -> None:
-        """Build the classifier, of the new part or of the whole embedding."""
+        """Build the classifier of the new part or of the whole embedding."""
         config = self.config
         if config.classes:
             self.classifier = self._head(config.embedding_dim - (config.extra_dim if config.classified == "new_part" else 0))
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Take the frozen rows, and refuse an independent model of another dimension than the new part."""
+        """Load the frozen rows; raise if the independent model's dimension is not that of the new part."""
         new_dim = self.config.embedding_dim - self.config.extra_dim
         if new_ND is not None and new_ND.shape[1] != new_dim:
             raise XcompatError(
-                f"bt2 brings its new part of {new_dim} dimensions near the independent model's embeddings, which have "
+                f"bt2 compares its new part of {new_dim} dimensions with the independent model's embeddings, which have "
                 f"{new_ND.shape[1]}: set dim to {new_ND.shape[1]}, or train the independent model with dim {new_dim}"
             )
         super().prepare(old, new_ND)
 
     @override
     def classifier_of_features(self) -> Tensor | None:
-        """Return W3 as it reads φ_new: φ3 = B1⁻¹·φ4 / C, and the first part of φ4 is what B2⁻¹·φ5 holds below φ2."""
+        """Return W3 for input φ_new: φ3 = B1⁻¹·φ4 / C, and B2⁻¹·φ5 contains the first part of φ4 after φ2."""
         config, rows_Cm = self.config, super().classifier_of_features()
         if rows_Cm is None or config.classified == "whole":
             return rows_Cm
@@ -144,7 +144,7 @@ class Bt2Model(PrototypedModel):
 
     @override
     def embed_batch(self, batch: Batch) -> Bt2Output:
-        """Embed images; return φ3 too."""
+        """Embed images; also return φ3."""
         self.require_columns(batch, ("pixel_values",))
         features, own = self._parts(batch["pixel_values"])
         return Bt2Output(image_embeds=F.normalize(features, dim=-1), features=features, new_part=own)

@@ -1,4 +1,4 @@
-"""Contrast (RACT): a new embedding approaches its image's old embedding and leaves old and new ones of other classes."""
+"""Contrast (RACT): pulls a new embedding to its image's old embedding, and away from embeddings of other classes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ContrastConfig(ClassifiedConfig):
 
     Args:
         compat_weight: λ.
-        temperature: τ; the public code has .05, .01 and 1, and at 1 the softmax over cosines is nearly flat. 0.1 was chosen on
+        temperature: τ. The public code has .05, .01 and 1; at 1 the softmax over cosines is nearly flat. 0.1 was chosen on
             validation faces (``recipes/vision/search_glyphs.yaml``).
-        topk_negatives: how many of the hardest negatives of each kind count; None for all.
+        topk_negatives: number of hardest negatives of each kind to use; None for all.
     """
 
     model_type = "xcompat-contrast"

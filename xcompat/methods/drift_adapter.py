@@ -1,4 +1,4 @@
-"""Drift-Adapter: a rotation, an affine map of low rank or a small network, with a factor on every dimension of what comes out."""
+"""Drift-Adapter: a rotation, a low-rank affine map or a small network, with a factor on every output dimension."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import Batch, CompatOutput
 
 DAMPING = 0.01
-"""λ of the ridge regression that an affine map begins at, in units of the mean variance of the source's dimensions."""
+"""λ of the ridge regression that starts an affine map, in units of the mean variance of the source's dimensions."""
 
 
 class DriftAdapterConfig(MappedConfig):
     """Configuration of :class:`DriftAdapterModel`.
 
     Args:
-        variant: what the factors are applied to: ``orthogonal``, a rotation; ``low_rank``, an affine map; ``mlp``, a rotation and
-            a network beside it.
-        rank: greatest rank of the affine map.
+        variant: map under the factors: ``orthogonal``, a rotation; ``low_rank``, an affine map; ``mlp``, a rotation plus a
+            network.
+        rank: largest rank of the affine map.
         hidden: width of the network.
     """
 
@@ -42,11 +42,9 @@ class DriftAdapterConfig(MappedConfig):
 class DriftAdapterModel(LearnedMapModel):
     """g(x) = normalise(s ⊙ h(x)), L = mean(1 − cos(g(x), y)), s a factor for each dimension (Vejendla 2025, arXiv 2509.23471).
 
-    h(x) is xR, x·U·Vᵀ + t, or xR + W2·GELU(W1·x + b1) + b2. R is solved by Procrustes and stays fixed. The others begin where
-    least squares leads: U·Vᵀ and t at the ridge regression of that rank, W2 and b2 at 0, and s, where there is a rotation, at its
-    best factors. The paper begins at random, has x in place of xR, which needs equal dimensions, and a mean square error, which
-    on unit vectors is this loss up to a factor. Rank 64 and width 256 are its own; the factors are its option, taken by default
-    where the map is no rotation.
+    h(x) is xR, x·U·Vᵀ + t, or xR + W2·GELU(W1·x + b1) + b2. R is the Procrustes solution and stays fixed. Other parts start at
+    least squares: U·Vᵀ and t at the ridge regression of that rank, W2 and b2 at 0. With a rotation, s starts at its best factors.
+    docs/methods/drift_adapter.md lists the differences from the paper.
     """
 
     config_class = DriftAdapterConfig
@@ -55,7 +53,7 @@ class DriftAdapterModel(LearnedMapModel):
     def __init__(self, config: DriftAdapterConfig, encoder: Encoder | None = None) -> None:
         for name in ("rank", "hidden"):
             if getattr(config, name) < 1:
-                raise XcompatError(f"options.{name} is {getattr(config, name)}; give a number from 1, or leave it out")
+                raise XcompatError(f"options.{name} is {getattr(config, name)}; give a number from 1, or remove it")
         super().__init__(config, encoder)
         source, target = self.source_dim, self.target_dim
         self.linear = nn.Sequential(nn.Linear(source, target, bias=False))
@@ -78,12 +76,12 @@ class DriftAdapterModel(LearnedMapModel):
         yield from super().unread_options(options, on_captions)
         variant = options["variant"]
         if variant != "low_rank":
-            yield "rank", f"variant {variant} begins at a rotation, and only low_rank has a rank"
+            yield "rank", f"variant {variant} has no rank, only low_rank has one"
         if variant != "mlp":
-            yield "hidden", f"variant {variant} has no network, which only mlp has"
+            yield "hidden", f"variant {variant} has no network, only mlp has one"
 
     def set_trainable(self) -> None:
-        """Train everything but the rotation, which is solved."""
+        """Train everything but the solved rotation."""
         self.linear.requires_grad_(self.config.variant == "low_rank")
 
     @override

@@ -1,4 +1,4 @@
-"""FastFill: FCT's map of galleries that also says how sure it is of each item, so that the least sure are embedded anew first."""
+"""FastFill: FCT's map of galleries with an uncertainty per item, so that the least certain items are re-embedded first."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class FastfillConfig(ForwardMapConfig):
     """Configuration of :class:`FastfillModel`.
 
     Args:
-        alignment_weight: λ, of the squared distance beside the classification of what is mapped.
-        scale: factor on the cosines between what is mapped and the class means.
-        smoothing: of the labels, the share of a label that goes to all classes.
+        alignment_weight: λ, weight of the squared distance beside the classification of mapped embeddings.
+        scale: factor on the cosines between mapped embeddings and class means.
+        smoothing: label smoothing, the share of a label that goes to all classes.
     """
 
     model_type = "xcompat-fastfill"
@@ -48,10 +48,10 @@ class FastfillOutput(CompatOutput):
 class FastfillModel(ForwardMapModel):
     """L = mean ½·exp(−s)·e + ½·s, e = λ·‖h(o, ψ) − n‖² + CE(W, h(o, ψ)), s = log σ²(o, ψ) (Jaeckle et al. 2023, §3).
 
-    The Gaussian negative log likelihood of Kendall and Gal (2017) around FCT's loss and a discriminative one: s learns how large
-    the error e of an item is. s is one more output of h's last layer; the authors' code has it linear in h(o). The rows of W are
-    the class means of new embeddings, and logits are scaled cosines; the paper takes the new model's own classifier. λ is 1 in
-    the authors' code as well, of a mean over dimensions where this is a sum.
+    The Gaussian negative log likelihood of Kendall and Gal (2017): s learns the size of an item's error e. s is one more output
+    of h's last layer; the authors' code has it linear in h(o). The rows of W are the class means of new embeddings, and logits
+    are scaled cosines; the paper uses the new model's classifier. λ is 1 as in the authors' code, which takes a mean over
+    dimensions instead of a sum.
     """
 
     config_class = FastfillConfig
@@ -70,19 +70,19 @@ class FastfillModel(ForwardMapModel):
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Take the class means of the new embeddings."""
+        """Compute the class means of the new embeddings."""
         assert new_ND is not None
         means_CD = torch.from_numpy(class_means(new_ND, old.labels_N, old.n_classes))
-        known_C = means_CD[:, 0].isfinite()  # no label is of a class without a readable sample
+        known_C = means_CD[:, 0].isfinite()  # labels never name a class without a readable sample
         self.means_KD = F.normalize(means_CD[known_C], dim=-1).to(self.device)
         self.rows_C = (known_C.cumsum(0) - 1).to(self.device)
 
     def uncertainty(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Return log σ² of stored items, by which the paper embeds them anew, the largest first.
+        """Return log σ² of stored items. The paper re-embeds the largest first.
 
         Args:
             old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) their stored side-information, if the map was trained with some.
+            side_info: (B, S) stored side-information, if the map was trained with it.
 
         Returns:
             (B,) float32.
@@ -102,7 +102,7 @@ class FastfillModel(ForwardMapModel):
 
     @override
     def embed_batch(self, batch: Batch) -> FastfillOutput:
-        """Map old embeddings, and say how sure that is."""
+        """Map old embeddings, and return their uncertainty."""
         self.begin_batch(batch)
         inside_BM = self.transform.inside(batch["old_embeds"], batch.get("side_info"))
         return FastfillOutput(image_embeds=self.transform.out(inside_BM), log_variance_B=self._log_variance(inside_BM))
@@ -110,9 +110,7 @@ class FastfillModel(ForwardMapModel):
     @override
     def map_loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         if self.means_KD is None:
-            raise XcompatError(
-                "FastfillModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first"
-            )
+            raise XcompatError("FastfillModel is not prepared; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BD, s_B, labels_B = output["image_embeds"], output["log_variance_B"], batch["labels"]
         logits_BK = self.config.scale * F.normalize(mapped_BD, dim=-1) @ self.means_KD.T
         named_B = F.cross_entropy(logits_BK, self.rows_C[labels_B], reduction="none", label_smoothing=self.config.smoothing)

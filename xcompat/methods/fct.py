@@ -1,4 +1,4 @@
-"""FCT: maps stored old embeddings, with their stored side-information, into the space of an untouched new model."""
+"""FCT: maps stored old embeddings, with stored side-information, into the space of an unchanged new model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class FctConfig(ForwardMapConfig):
 class FctModel(ForwardMapModel):
     """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (FCT §3.3, §4.4).
 
-    ``kl`` is KL(p_new ‖ p_h) of softmaxes over the classifier's logits, or over cosines times ``logit_scale`` where embeddings
-    have unit length; the paper does not state the direction. The paper's Adam adds weight decay to the gradient; ours is
-    decoupled.
+    ``kl`` is KL(p_new ‖ p_h) of softmaxes over the classifier's logits, or over cosines times ``logit_scale`` for unit
+    embeddings; the paper does not state the direction. Weight decay is decoupled; the paper's Adam adds it to the gradient.
 
     Example:
         >>> import torch
@@ -51,7 +50,7 @@ class FctModel(ForwardMapModel):
 
     def __init__(self, config: FctConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        self.register_buffer("classifier_CD", None, persistent=False)  # the new model's checkpoint holds it
+        self.register_buffer("classifier_CD", None, persistent=False)  # stored in the new model's checkpoint
         self.post_init()
 
     @classmethod
@@ -67,8 +66,8 @@ class FctModel(ForwardMapModel):
         weight = getattr(getattr(self._get_encoder(), "classifier", None), "weight", None)
         if weight is None or weight.shape[1] != self.config.embedding_dim:
             raise XcompatError(
-                f"loss {self.config.loss} compares what the new model's classifier makes of embeddings, and the new model has no "
-                "classifier of them; set options.loss to mse"
+                f"loss {self.config.loss} compares predictions of the new model's classifier, but the new model has no "
+                "classifier of its embeddings; set options.loss to mse"
             )
         self.classifier_CD = weight.detach().clone()
         self._outside_encoder = []  # frees the backbone's memory while h is trained
@@ -79,7 +78,7 @@ class FctModel(ForwardMapModel):
         if self.config.loss == "mse":
             return squared_distances(mapped_BD, new_BD, self.transform.unit).mean()
         if self.classifier_CD is None:
-            raise XcompatError("FctModel has not been told the new classifier; call prepare(OldKnowledge(...)) first")
+            raise XcompatError("FctModel is not prepared with the new classifier; call prepare(OldKnowledge(...)) first")
         reverse = self.config.loss == "reversed_kl"
         scale = self.config.logit_scale if self.transform.unit else None
         return classifier_kl_loss(mapped_BD, new_BD, self.classifier_CD, scale, reverse=reverse)

@@ -1,4 +1,4 @@
-"""Geometry-aware residual: a frozen closed form, and a network that moves only what is out of place among its neighbours."""
+"""Geometry-aware residual: a frozen closed form, and a network that moves only embeddings with wrong neighbours."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class GeometryResidualConfig(ResidualMapConfig):
     """Configuration of :class:`GeometryResidualModel`.
 
     Args:
-        start: the closed form that stays fixed: centred ``procrustes``, or ``ridge``.
-        margin: by how much the own target embedding must be nearer, in cosine, than its neighbours.
-        neighbours: target embeddings of other items that each is compared with, the nearest to its own in the batch.
+        start: fixed closed form: centred ``procrustes``, or ``ridge``.
+        margin: least difference in cosine between an item's own target embedding and its neighbours.
+        neighbours: number of compared target embeddings of other items, the nearest in the batch to the item's own.
     """
 
     model_type = "xcompat-geometry_residual"
@@ -40,11 +40,10 @@ class GeometryResidualConfig(ResidualMapConfig):
 class GeometryResidualModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean max(0, m + cos(g(x_i), y_n) − cos(g(x_i), y_i)).
 
-    After Zhao 2026 (arXiv 2605.05674): a residual that begins at 0, triplets with a small margin, unit vectors. A and c are
-    solved and stay fixed; y_n are the target embeddings nearest to y_i in the batch, of another class where classes are known. A
-    triplet that holds by the margin has no gradient, so training stops by itself where the geometry is right. The paper adapts
-    one encoder in its own space: there is no second model, the start is the identity, the network is deeper, and positive and
-    negative are drawn from the own and from another class, wherever they lie, and compared by distance.
+    After Zhao 2026 (arXiv 2605.05674): a residual that starts at 0, triplets with a small margin, and unit vectors. A and c are
+    solved and stay fixed. y_n are the target embeddings nearest to y_i in the batch, of another class if classes are known.
+    Triplets within the margin have no gradient, so training stops where the geometry is right. docs/methods/geometry_residual.md
+    lists the differences from the paper.
     """
 
     config_class = GeometryResidualConfig
@@ -55,7 +54,7 @@ class GeometryResidualModel(ResidualMapModel):
 
     def __init__(self, config: GeometryResidualConfig, encoder: Encoder | None = None) -> None:
         if config.neighbours < 1:
-            raise XcompatError(f"options.neighbours is {config.neighbours}; give a number from 1, or leave it out")
+            raise XcompatError(f"options.neighbours is {config.neighbours}; give a number from 1, or remove it")
         super().__init__(config, encoder)
 
     @override

@@ -1,4 +1,4 @@
-"""The independently trained model without compatibility: the lower bound of new/old and the upper bound of new/new."""
+"""Independently trained model without compatibility: lower bound of new/old and upper bound of new/new."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 class IndependentConfig(ClassifiedConfig):
-    """Configuration of :class:`IndependentModel`; with ``classes`` it learns from labels, else from captions.
+    """Configuration of :class:`IndependentModel`; it learns from labels if it has ``classes``, else from captions.
 
     Args:
-        mixup: α of mixup, for a model trained on classes; 0 for none. FCT §5.1 trains side-information with mixup and gives
-            no value; 0.2 is usual.
+        mixup: α of mixup for a model trained on classes; 0 for none. FCT §5.1 trains side-information with mixup and gives no
+            value; 0.2 is usual.
     """
 
     model_type = "xcompat-independent"
@@ -44,7 +44,7 @@ class MixedOutput(CompatOutput):
 
     Args:
         share: λ, scalar.
-        order_B: (B,) int64, the index of the image that each was mixed with.
+        order_B: (B,) int64, index of the image that each image was mixed with.
     """
 
     share: Tensor | None = None
@@ -52,7 +52,7 @@ class MixedOutput(CompatOutput):
 
 
 class IndependentModel(ClassifiedModel):
-    """An encoder trained on its own: by classification if it has classes, else by contrast with a learned scale.
+    """Encoder trained on its own: by classification if it has classes, else by contrast with a learned scale.
 
     The contrastive losses are CLIP's (Radford et al. 2021) and SigLIP's (Zhai et al. 2023).
     """
@@ -68,7 +68,7 @@ class IndependentModel(ClassifiedModel):
     def __init__(self, config: IndependentConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
         if config.classes is None and self._own_scale() is not None and config.logit_scale != CompatConfig.logit_scale:
-            raise XcompatError("options.logit_scale: this encoder learns a scale of its own; leave logit_scale out")
+            raise XcompatError("options.logit_scale: this encoder learns its own scale; remove logit_scale")
         if config.classes is not None:
             self.columns = ClassifiedModel.columns  # type: ignore[misc]  # classes or captions: the configuration decides
 
@@ -80,23 +80,23 @@ class IndependentModel(ClassifiedModel):
     @classmethod
     @override
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
-        """Refuse mixup of triplets, and all that would lie beside the encoder, which is what is left of a model of captions."""
+        """Raise for mixup of triplets, and for options beside the encoder of a model trained on captions."""
         usual = cls.config_class()
         read = {field.name for field in fields(CompatConfig)} - {"adapters"}
         beside = (name for name, value in options.items() if name not in read and value != getattr(usual, name, value))
         if on_captions and (name := next(beside, None)):
             raise XcompatError(
-                f"options.{name}: a model that learns from captions or texts is its encoder alone, compared by cosine; "
-                f"leave {name} out, or train on classes"
+                f"options.{name}: a model that learns from captions or texts is only its encoder, compared by cosine; "
+                f"remove {name}, or train on classes"
             )
         super().refuse_unread(options, on_captions)
         if options.get("mixup") and cls.balances_batches(options):
             raise XcompatError(
-                "options.mixup: a mixed image is of two classes, and triplets are of one; set options.mixup to 0, or no triplets"
+                "options.mixup: mixed images have two classes, but triplets need one; set options.mixup to 0, or no triplets"
             )
 
     def set_trainable(self) -> None:
-        """Train every weight that the loss depends on; with captions these are the towers, the scale and the bias."""
+        """Train all weights of the loss; with captions, the towers, the scale and the bias."""
         if self.config.classes is not None:
             super().set_trainable()
             return
@@ -105,7 +105,7 @@ class IndependentModel(ClassifiedModel):
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed images and texts; a classified model embeds images alone, mixed ones while it trains with mixup."""
+        """Embed images and texts. A classified model embeds images, mixed ones during training with mixup."""
         if self.config.classes is None:
             return CompatModel.embed_batch(self, batch)
         if not (self.training and self.config.mixup > 0):
@@ -130,25 +130,25 @@ class IndependentModel(ClassifiedModel):
         return share * own + (1 - share) * other
 
     def _contrast(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of the encoder's family: sigmoid if it has a logit bias (SigLIP), else softmax."""
+        """Return the loss of the encoder's family: sigmoid with a logit bias (SigLIP), else softmax."""
         log_scale = self._own_scale()
         bias = getattr(self.encoder.model, "logit_bias", None)
         if log_scale is None:
             return pair_contrast(output, batch, self.config.logit_scale)
         if bias is not None and output.passage_embeds is not None:
-            raise XcompatError("SigLIP's loss is one of images with texts; take another encoder for data.text_pairs")
+            raise XcompatError("SigLIP's loss needs images with texts; use another encoder for data.text_pairs")
         if bias is not None:
             return siglip_loss(output["image_embeds"], output["text_embeds"], log_scale.exp(), bias)
-        # CLIP clips the scale at 100, so that one batch cannot make the logits explode
+        # like CLIP, so that no batch can make the logits explode
         return pair_contrast(output, batch, log_scale.clamp(max=math.log(100)).exp())
 
     def _own_scale(self) -> nn.Parameter | None:
-        """Return the logarithm of the encoder's own scale; None if it has none, as BLIP's retrieval heads."""
+        """Return the logarithm of the encoder's scale; None without one, e.g. in BLIP's retrieval heads."""
         log_scale = getattr(self.encoder.model, "logit_scale", None)
         return log_scale if isinstance(log_scale, nn.Parameter) else None
 
     def export(self, folder: str | Path) -> None:
-        """Write an image-text encoder in its own library's format; a classified model with its projection and classifier."""
+        """Write an image-text encoder in its library's format, or a classified model with projection and classifier."""
         if self.config.classes is not None:
             super().export(folder)
             return

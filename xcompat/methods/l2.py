@@ -1,4 +1,4 @@
-"""L2: the loss pulls every new embedding to the same image's old embedding."""
+"""L2: the loss pulls every new embedding to its image's old embedding."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class L2Config(ClassifiedConfig):
 
     Args:
         compat_weight: λ.
-        keep: the share of each class's old embeddings that is credible, which is near to the class's centre; others
-            pull at nothing. 0.9 is L2* of MixBCT Table 6.
+        keep: share of each class's old embeddings, nearest to the class's centre, that pull new ones. 0.9 is L2* of MixBCT Table
+            6.
     """
 
     model_type = "xcompat-l2"
@@ -35,7 +35,7 @@ class L2Config(ClassifiedConfig):
 class L2Model(ClassifiedModel):
     """L = CE(W, f) + λ·mean‖f̂[:d] − f̂_old‖, the norm and not its square (MixBCT §3.2).
 
-    Both sides have length 1, as galleries are compared by cosine.
+    Both sides have length 1, because galleries are compared by cosine.
     """
 
     config_class = L2Config
@@ -45,7 +45,7 @@ class L2Model(ClassifiedModel):
 
     @override
     def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[Any]]:
-        """Return ``credible``, (N,) bool: whether a sample's old embedding pulls; nothing if all do."""
+        """Return ``credible``, (N,) bool: whether a sample's old embedding pulls; empty if all do."""
         if self.config.keep == 1:
             return {}
         return {"credible": credible_mask(old.embeddings("l2"), old.labels_N, self.config.keep)}

@@ -1,4 +1,4 @@
-"""λ-orthogonality: a line between Procrustes and least squares, which may leave the rotations by a threshold or at a cost."""
+"""λ-orthogonality: a linear map between Procrustes and least squares, with a penalty on the distance from rotations."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from xcompat.models.mapped import MappedConfig
 Floats = NDArray[np.float64]
 ITERATIONS = 500
 STEEPNESS = 10.0
-"""α where none is given: the penalty is a tenth on at 0.2 below the threshold, and nine tenths at 0.2 above."""
+"""Default α: the penalty is 10 % on at 0.2 below the threshold, and 90 % at 0.2 above."""
 
 
 class LambdaOrthogonalityConfig(MappedConfig):
     """Configuration of :class:`LambdaOrthogonalityModel`.
 
     Args:
-        strength: the weight of the penalty beside the mean squared error.
-        threshold: λ of the paper, how far ‖WᵀW − I‖ may be from 0 for nothing; any distance costs, squared, unless given.
-        steepness: α of the paper, how abruptly the penalty begins at the threshold; 10 unless given.
+        strength: weight of the penalty beside the mean squared error.
+        threshold: λ of the paper, the largest ‖WᵀW − I‖ without a penalty; None for a squared penalty on any distance.
+        steepness: α of the paper, the steepness of the penalty at the threshold; None for 10.
     """
 
     model_type = "xcompat-lambda_orthogonality"
@@ -42,13 +42,11 @@ class LambdaOrthogonalityConfig(MappedConfig):
 class LambdaOrthogonalityModel(LeastSquaresModel):
     """argmin mean ‖xW + b − y‖² + w·P(‖WᵀW − I‖), P(f) = σ(α(f − λ))·f or f² (Ricci et al. 2025, arXiv 2509.16664, §3.3).
 
-    The first P is the paper's λ-orthogonality (its equation 6) and is taken where there is a threshold λ: W may leave the
-    rotations by that much. Without, P is the squared soft orthogonality that the paper starts from: with a weight of 0 that is
-    least squares, and between spaces of equal dimensions it comes to centred Procrustes as the weight grows; onto fewer
-    dimensions to the best orthonormal columns in squared error, which Procrustes' need not be. Where the target has more
-    dimensions than the source the penalty is on WWᵀ, which alone can be I; the paper cuts the longer embeddings instead. The
-    paper takes steps, beside a map of galleries and with a supervised contrastive loss of both; here W is solved by L-BFGS from
-    both limits, of which the better is kept.
+    The first P is the paper's λ-orthogonality (its equation 6), used with a threshold λ. The second is squared soft
+    orthogonality. With weight 0 it gives least squares; with a growing weight it approaches centred Procrustes for equal
+    dimensions, and orthonormal columns of least squared error for fewer target dimensions. For more target dimensions, the
+    penalty is on WWᵀ. L-BFGS solves W from both limits, and the better solution wins. docs/methods/lambda_orthogonality.md lists
+    the differences from the paper.
     """
 
     config_class = LambdaOrthogonalityConfig
@@ -56,11 +54,11 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
 
     def __init__(self, config: LambdaOrthogonalityConfig, encoder: Encoder | None = None) -> None:
         if not 0 <= config.strength < float("inf"):
-            raise XcompatError(f"options.strength is {config.strength}; give 0 (least squares) or more, or leave it out")
+            raise XcompatError(f"options.strength is {config.strength}; give 0 (least squares) or more, or remove it")
         if config.threshold is not None and not 0 <= config.threshold < float("inf"):
-            raise XcompatError(f"options.threshold is {config.threshold}; give 0 or more, or leave it out")
+            raise XcompatError(f"options.threshold is {config.threshold}; give 0 or more, or remove it")
         if config.steepness is not None and not 0 < config.steepness < float("inf"):
-            raise XcompatError(f"options.steepness is {config.steepness}; give more than 0, or leave it out")
+            raise XcompatError(f"options.steepness is {config.steepness}; give more than 0, or remove it")
         super().__init__(config, encoder)
 
     @classmethod
@@ -68,7 +66,7 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         if options["threshold"] is None:
-            yield "steepness", "it is of a threshold, and there is none"
+            yield "steepness", "it applies only with options.threshold"
 
     @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
@@ -80,12 +78,12 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
         return weight_ST, target_T - source_S @ weight_ST
 
     def _penalty(self, distance: float) -> tuple[float, float]:
-        """Return w·P of ‖WᵀW − I‖, and its derivative by ‖WᵀW − I‖², which the squared form has at 0 as well."""
+        """Return w·P of ‖WᵀW − I‖, and its derivative by ‖WᵀW − I‖², which f² also has at 0."""
         weight, threshold = self.config.strength, self.config.threshold
         if threshold is None:
             return weight * distance**2, weight
         steepness, distance = self.config.steepness or STEEPNESS, max(distance, 1e-12)
-        on = (1 + math.tanh(steepness * (distance - threshold) / 2)) / 2  # the sigmoid, which cannot overflow so
+        on = (1 + math.tanh(steepness * (distance - threshold) / 2)) / 2  # a sigmoid that cannot overflow
         slope = on + steepness * distance * on * (1 - on)
         return weight * on * distance, weight * slope / (2 * distance)
 
@@ -93,7 +91,7 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
 def _descended(
     start_ST: Floats, covariance_SS: Floats, cross_ST: Floats, penalty: Callable[[float], tuple[float, float]]
 ) -> tuple[float, Floats]:
-    """Return the least loss that L-BFGS finds from a start, but for a constant, and its weight."""
+    """Return the lowest loss that L-BFGS finds from a start, up to a constant, and its weight."""
     from scipy.optimize import minimize
 
     tall = len(cross_ST) >= len(cross_ST.T)
@@ -107,7 +105,7 @@ def _descended(
         slope_ST = 2 * (fitted_ST - cross_ST) + 4 * steep * (weight_ST @ excess if tall else excess @ weight_ST)
         return float(value), slope_ST.ravel()
 
-    # the usual tolerances stop early: a squared error of unit vectors is small
+    # default tolerances stop early, because squared errors of unit vectors are small
     options = {"maxiter": ITERATIONS, "maxfun": 2 * ITERATIONS, "ftol": 1e-12, "gtol": 1e-9}
     found = minimize(loss, start_ST.ravel(), jac=True, method="L-BFGS-B", options=options)
     return float(found.fun), found.x.reshape(start_ST.shape)

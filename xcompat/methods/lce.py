@@ -1,4 +1,4 @@
-"""LCE: a map that aligns the class centres of two spaces and keeps every sample inside its class's boundary."""
+"""LCE: a map that aligns class centres of two spaces and keeps samples inside their class boundaries."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
 from xcompat.outputs import Batch, CompatOutput
 
 CENTRES_AT_ONCE = 8192
-"""Most centres whose activations are held for the backward pass at a time."""
+"""Most centres with activations in memory for the backward pass."""
 
 
 class LceConfig(MappedConfig):
     """Configuration of :class:`LceModel`.
 
     Args:
-        alignment_weight: λ_a, of one minus the cosine between mapped and target centres; the public code's 100 weighs a mean
-            square over the d dimensions, which equals 200/d here.
+        alignment_weight: λ_a, weight of one minus the cosine between mapped and target centres. The public code's 100 applies to
+            a mean square over the d dimensions, which equals 200/d here.
         boundary_weight: λ_b. Both weights were chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
     """
 
@@ -43,11 +43,10 @@ class LceConfig(MappedConfig):
 class LceModel(LearnedMapModel):
     """L = λ_a·mean_j(1 − cos(T(s_j), c_j)) + λ_b·mean_i max(b_y − T(x_i)·c_y, 0) (Meng et al. 2021, Eqns. 3 to 5).
 
-    s_j and c_j are the centres of class j in source and target, b_j the smallest cosine between a target embedding of the class
-    and c_j. Both models are frozen (the paper's cross-model compatibility), so T alone is trained: ``new_to_old`` is the paper's
-    backward transformation, ``old_to_new`` its forward one. T has the shape of φ, because the residual blocks of the public code
-    cannot change the dimension. Classes without readable samples are left out. Every step maps the centres of all classes, in
-    blocks that the backward pass maps again, so that 100,000 classes fit.
+    s_j and c_j are the centres of class j in source and target; b_j is the smallest cosine between c_j and a target embedding of
+    the class. Only T is trained. ``new_to_old`` is the paper's backward transformation, and ``old_to_new`` its forward one. Every
+    step maps all centres, in blocks that the backward pass recomputes, so that 100,000 classes fit. docs/methods/lce.md lists the
+    differences from the paper.
     """
 
     config_class = LceConfig
@@ -67,7 +66,7 @@ class LceModel(LearnedMapModel):
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Measure centres and boundaries."""
+        """Compute centres and boundaries."""
         assert new_ND is not None
         source_NS, target_NT = self.ordered(new_ND, old.embeddings("lce"))
         source_CS, target_CT = (
@@ -91,7 +90,7 @@ class LceModel(LearnedMapModel):
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         if self.target_centres_CT is None:
-            raise XcompatError("LceModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
+            raise XcompatError("LceModel is not prepared; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, labels_B = output["image_embeds"], batch["labels"]
         known_C = self.target_centres_CT[:, 0].isfinite()
         aligned = self._alignment_loss(self.target_centres_CT[known_C])
@@ -109,7 +108,7 @@ class LceModel(LearnedMapModel):
 
 
 def _boundaries(embeds_Nd: Rows, labels_N: NDArray[np.int64], centres_Cd: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return each class's smallest cosine to its centre (C,); 1 for classes without samples, which no loss reads."""
+    """Return each class's smallest cosine to its centre (C,); 1 for classes without samples."""
     smallest_C = np.ones(len(centres_Cd), np.float32)
     for start in range(0, len(labels_N), ROWS):
         rows_Bd, labels_B = embeds_Nd[start : start + ROWS], labels_N[start : start + ROWS]

@@ -1,4 +1,4 @@
-"""mini-vec2vec: a rotation from one space into the other that is found without pairs, from the shape of the two clouds alone."""
+"""mini-vec2vec: a rotation between two spaces, found without pairs from the shapes of both point clouds."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from xcompat.models.mapped import MappedConfig
 
 Floats = NDArray[np.float64]
 STARTS = 20
-"""Starts of each quadratic assignment, which ends in a local optimum."""
+"""Starts of each quadratic assignment, which finds local optima."""
 CLUSTERED, MATCHED = 2000, 1000
-"""Rows that a clustering draws, and rows that a round of refinement matches."""
+"""Rows to cluster, and rows to match per round of refinement."""
 FINE_CLUSTERS = 500
 SMOOTHING = 0.5
 BEST = 1 / 3
-"""Share of the matchings that is used: those whose inner products are most alike."""
+"""Share of the matchings to use: those with the most similar inner products."""
 
 
 class MiniVec2VecConfig(MappedConfig):
     """Configuration of :class:`MiniVec2VecModel`.
 
     Args:
-        clusters: centroids of each side that a matching has to pair.
-        runs: matchings, each of new centroids.
-        neighbours: target embeddings whose mean stands for the partner that is not known.
+        clusters: centroids per side that a matching pairs.
+        runs: number of matchings, each with new centroids.
+        neighbours: number of target embeddings that are averaged into an unknown partner.
         rounds: rounds of refinement.
-        sample: most embeddings of each side that are looked at.
-        least_agreement: mean cosine between the maps from two separate halves of the data, below which there is no map; -1 takes
-            anything.
-        seed: of all draws.
+        sample: most embeddings per side to use.
+        least_agreement: least mean cosine between the maps from two separate halves of the data; below it, there is no map. -1
+            accepts any map.
+        seed: random seed.
     """
 
     model_type = "xcompat-mini_vec2vec"
@@ -57,18 +57,15 @@ class MiniVec2VecConfig(MappedConfig):
 class MiniVec2VecModel(ClosedFormModel):
     """g(x) = normalise(s·(x − μ_x)·W + μ_y), W with orthonormal columns (rows, if T > S), found without pairs (arXiv 2510.02348).
 
-    Both clouds are centred and normalised. k-means makes centroids of each, a quadratic assignment pairs them by their inner
-    products; that is repeated on other draws. An embedding is then described by its cosines to all paired centroids, is matched
-    with the mean of the target embeddings of the nearest descriptions, and W is Procrustes' of these matches. Refinement matches
-    x·W with its nearest target embeddings, and W moves half of the way to Procrustes' of these; at the end k-means of the target
-    begins at the source's centroids times W, and both are matched.
+    Both clouds are centred and normalised. k-means finds centroids of each, and a quadratic assignment pairs them by inner
+    products, on several draws. Each embedding is described by its cosines to the paired centroids and matched with the mean of
+    the targets with the nearest descriptions. W is the Procrustes map of these matches. Refinement matches x·W with its nearest
+    targets, and moves W half of the way to their Procrustes map. Finally, the target's k-means starts at the mapped centroids of
+    the source.
 
-    Of the pairs that ``fit`` is given it reads each side alone, in the order of a hash of the values, so that it cannot know
-    which row belongs to which. Two maps are solved from separate halves of the data. Where the spaces match they agree, otherwise
-    they differ like two random rotations. This check is ours, and so are s, the ratio of the mean lengths of centred embeddings,
-    and the way back from directions to embeddings as they are stored. Quadratic assignment is scipy's ``faq``, improved by
-    ``2opt``; the paper has ``2opt`` alone, which takes longer, and uses all matchings, not the best third. Its last step goes
-    half of the way as well, after which W has no orthonormal columns.
+    ``fit`` orders each side by a hash of the values, so it cannot know the pairs. Maps from two separate halves of the data agree
+    only if the spaces match. s is the ratio of mean lengths of centred embeddings. docs/methods/mini_vec2vec.md lists the
+    differences from the paper.
     """
 
     config_class = MiniVec2VecConfig
@@ -77,12 +74,12 @@ class MiniVec2VecModel(ClosedFormModel):
     def __init__(self, config: MiniVec2VecConfig, encoder: Encoder | None = None) -> None:
         for name in ("clusters", "runs", "neighbours", "rounds", "sample"):
             if getattr(config, name) < 1:
-                raise XcompatError(f"options.{name} is {getattr(config, name)}; give a number from 1, or leave it out")
+                raise XcompatError(f"options.{name} is {getattr(config, name)}; give a number from 1, or remove it")
         super().__init__(config, encoder)
 
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Find the map from the embeddings of both sides, which need not be of the same samples, nor equally many."""
+        """Find the map from the embeddings of both sides. They can be of different samples and in different numbers."""
         assert isinstance(self.config, MiniVec2VecConfig)
         sides = _Sample(self.config.sample, self.config.seed), _Sample(self.config.sample, self.config.seed + 1)
         for batch in batches:
@@ -95,7 +92,7 @@ class MiniVec2VecModel(ClosedFormModel):
         if not agreement >= self.config.least_agreement:
             raise XcompatError(
                 f"the two spaces do not match: maps from two halves of the data agree by a cosine of {agreement:.2f}, and "
-                f"{self.config.least_agreement} is needed; give more and more varied embeddings, or pairs (method procrustes)"
+                f"{self.config.least_agreement} is needed; use more and more varied embeddings, or pairs (method procrustes)"
             )
         weight_ST = weight_ST * (target.length / source.length)
         bias_T = target.mean - source.mean @ weight_ST
@@ -103,7 +100,7 @@ class MiniVec2VecModel(ClosedFormModel):
 
 
 class _Sample:
-    """Rows of a stream with the smallest hashes of their values: a sample, in an order that no order of the stream changes."""
+    """Sample of a stream: the rows with the smallest hashes of their values, independent of the stream's order."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.key = size, seed.to_bytes(8, "little", signed=True)
@@ -120,16 +117,10 @@ class _Sample:
         self.kept = {digest: self.kept[digest] for digest in sorted(self.kept)[: self.size]}
 
     def rows(self) -> Floats:
-        """Return the sample (N, D).
-
-        Raises:
-            XcompatError: there are fewer than four different rows.
-        """
+        """Return the sample (N, D); raise for fewer than four different rows."""
         self._cut()
         if len(self.kept) < 4:
-            raise XcompatError(
-                f"mini_vec2vec needs at least 4 different embeddings of each model, and there are {len(self.kept)}"
-            )
+            raise XcompatError(f"mini_vec2vec needs at least 4 different embeddings of each model, found {len(self.kept)}")
         return np.stack(list(self.kept.values())).astype(np.float64)
 
 
@@ -157,7 +148,7 @@ def _rotation(source_NS: Floats, target_NT: Floats) -> Floats:
 
 
 class _Anchors(NamedTuple):
-    """Centroids (C, S) and (C, T), row by row the same part of both clouds, and the correlation of their inner products."""
+    """Paired centroids (C, S) and (C, T) of both clouds, and the correlation of their inner products."""
 
     source_CS: Floats
     target_CT: Floats
@@ -165,13 +156,13 @@ class _Anchors(NamedTuple):
 
 
 class _Search:
-    """The steps of the paper, which share their settings and their draws."""
+    """Steps of the paper, with common settings and random draws."""
 
     def __init__(self, config: MiniVec2VecConfig, draws: np.random.Generator) -> None:
         self.config, self.draws = config, draws
 
     def agreed(self, source_NS: Floats, target_MT: Floats) -> tuple[Floats, float]:
-        """Return the map (S, T), and the mean cosine between what two maps from separate halves make of the source."""
+        """Return the map (S, T), and the mean cosine between the mapped sources of two maps from separate halves."""
         halves = ((source_NS[half::2], target_MT[half::2]) for half in (0, 1))
         first_ST, second_ST = (self.refined(self.first_map(*half), *half) for half in halves)
         agreement = float((_unit(source_NS @ first_ST) * _unit(source_NS @ second_ST)).sum(1).mean())
@@ -180,7 +171,7 @@ class _Search:
         return self.clustered(weight_ST, source_NS, target_MT), agreement
 
     def first_map(self, source_NS: Floats, target_MT: Floats) -> Floats:
-        """Match embeddings by their cosines to centroids that belong together."""
+        """Match embeddings by their cosines to paired centroids."""
         runs = sorted((self.anchors(source_NS, target_MT) for _ in range(self.config.runs)), key=lambda run: -run.score)
         best = runs[: max(round(BEST * len(runs)), 1)]
         source_AS, target_AT = np.concatenate([run.source_CS for run in best]), np.concatenate([run.target_CT for run in best])
@@ -189,7 +180,7 @@ class _Search:
         return _rotation(drawn_BS, self.partners(described_BA @ described_MA.T, target_MT))
 
     def anchors(self, source_NS: Floats, target_MT: Floats) -> _Anchors:
-        """Pair centroids of both sides so that their inner products are most alike."""
+        """Pair the centroids of both sides with the most similar inner products."""
         from scipy.optimize import quadratic_assignment
 
         count = min(self.config.clusters, len(source_NS), len(target_MT))
@@ -211,7 +202,7 @@ class _Search:
         return np.asarray(means.fit(rows_ND).cluster_centers_)
 
     def refined(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
-        """Match what the map makes of embeddings with their nearest target embeddings, again and again."""
+        """Match mapped embeddings with their nearest targets, repeatedly."""
         for _ in range(self.config.rounds):
             drawn_BS = self.drawn(source_NS, MATCHED)
             partners_BT = self.partners(_unit(drawn_BS @ weight_ST) @ target_MT.T, target_MT)
@@ -219,14 +210,14 @@ class _Search:
         return weight_ST
 
     def clustered(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
-        """Match fine centroids: those of the target begin where the map puts those of the source."""
+        """Match fine centroids; the target's k-means starts at the mapped centroids of the source."""
         count = min(FINE_CLUSTERS, max(len(source_NS) // self.config.clusters, 1), len(target_MT))
         source_CS = self.centroids(source_NS, count)
         return _rotation(source_CS, self.centroids(target_MT, count, source_CS @ weight_ST))
 
     def partners(self, similar_BM: Floats, target_MT: Floats) -> Floats:
         """Return the mean of the most similar target embeddings (B, T)."""
-        # where there are few embeddings, the usual number of neighbours would be all of a cluster and more
+        # with few embeddings, the usual number of neighbours would exceed a cluster
         count = min(self.config.neighbours, max(len(target_MT) // self.config.clusters // 2, 1))
         nearest_BK = np.argpartition(-similar_BM, count - 1, axis=1)[:, :count]
         return np.asarray(target_MT[nearest_BK].mean(1))

@@ -24,11 +24,10 @@ class MixBctConfig(ClassifiedConfig):
     """Configuration of :class:`MixBctModel`.
 
     Args:
-        mixed_share: α, the share of a batch whose new features are replaced by old ones.
-        keep: the share of each class's old embeddings that is credible: those nearest to the class's centre.
-        head: how features are classified; plain softmax would need features of one length. ArcFace with its usual scale
-            and margin leaves photos at chance; with ``head_scale`` 20 and ``head_margin`` 0.2 it does not
-            (``docs/results/trained_backbones.md``).
+        mixed_share: α, share of a batch with old features instead of new ones.
+        keep: share of each class's old embeddings that is credible: the nearest to the class's centre.
+        head: classification head; plain softmax would need features of equal length. ArcFace with its usual scale and margin
+            leaves photos at chance; ``head_scale`` 20 and ``head_margin`` 0.2 avoid that (``docs/results/trained_backbones.md``).
     """
 
     model_type = "xcompat-mixbct"
@@ -42,7 +41,7 @@ class MixBctModel(ClassifiedModel):
     """L = CE(W, mix(f, f_old)): one loss and one classifier for both (MixBCT Algorithm 1).
 
     Each batch draws ⌊αB⌋ samples with a credible old embedding, or all of them if there are fewer. New features are normalised
-    like the old embeddings.
+    like old embeddings.
     """
 
     config_class = MixBctConfig
@@ -54,19 +53,19 @@ class MixBctModel(ClassifiedModel):
         super()._check_dims(config)
         if config.old is not None and config.old["dim"] != config.embedding_dim:
             raise XcompatError(
-                "mixbct classifies old and new embeddings by one classifier: "
-                f"the new dimension {config.embedding_dim} must be the old one, {config.old['dim']}; leave out dim and extra_dim"
+                "mixbct has a common classifier for old and new embeddings: "
+                f"the new dimension {config.embedding_dim} must be the old one, {config.old['dim']}; remove dim and extra_dim"
             )
 
     @override
     def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[Any]]:
-        """Return ``credible``, (N,) bool: whether a sample's old embedding may be mixed in."""
+        """Return ``credible``, (N,) bool: whether a sample's old embedding can be mixed in."""
         return {"credible": credible_mask(old.embeddings("mixbct"), old.labels_N, self.config.keep)}
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         labels_B, credible_B = batch["labels"], batch["credible"]
-        # draws credible samples at random by the highest numbers; -1 loses to all
+        # draw credible samples by the highest random numbers; -1 never wins
         draw_B = torch.rand(len(labels_B), device=labels_B.device).masked_fill(~credible_B, -1)
         count = math.floor(round(self.config.mixed_share * len(labels_B), 6))  # 0.29 * 100 is a little below 29
         chosen = draw_B.topk(count).indices

@@ -1,4 +1,4 @@
-"""NCCL: new embeddings and their logits agree with a neighbourhood of old embeddings, not with a single one."""
+"""NCCL: new embeddings and their logits agree with neighbourhoods of old embeddings instead of single ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
 from xcompat.outputs import Batch, CompatOutput
 
 DISTANCES_AT_ONCE = 2**23
-"""Most distances between samples and centres that are held at a time."""
+"""Most distances between samples and centres in memory."""
 
 
 class NcclConfig(ClassifiedConfig):
@@ -28,11 +28,11 @@ class NcclConfig(ClassifiedConfig):
 
     Args:
         feature_weight: α.
-        logit_weight: β; the public code has .01, tuned on a term that has no gradient there.
-        temperature: t; the public code has 1, at which a softmax over cosines is nearly flat. 0.05 was chosen on validation
-            faces (``recipes/vision/search_glyphs.yaml``).
-        bank_size: most old embeddings that a sample is compared with, drawn once from the credible ones of the training set.
-        max_entropy: an old embedding is credible if the entropy of its class is at most this share of the maximum entropy.
+        logit_weight: β; the public code has .01, tuned on a term without gradient there.
+        temperature: t; the public code has 1, at which a softmax over cosines is nearly flat. 0.05 was chosen on validation faces
+            (``recipes/vision/search_glyphs.yaml``).
+        bank_size: most old embeddings to compare with a sample, drawn once from the credible ones of the training set.
+        max_entropy: largest entropy of the class of a credible old embedding, as a share of the maximum entropy.
     """
 
     model_type = "xcompat-nccl"
@@ -47,15 +47,10 @@ class NcclConfig(ClassifiedConfig):
 class NcclModel(ClassifiedModel):
     """L = CE(W, f) + α·L_feat + β·L_logit, neighbourhood consensus contrast (Wu et al. 2022).
 
-    Both terms are :func:`xcompat.losses.neighbourhood_loss` with the same weights, which come from the old space. L_feat compares
-    f̂[:d] with stored old embeddings. L_logit compares the new classifier's logits of both, which are cosines with the rows of W,
-    so the old classifier is not needed. Departures from the paper and from the public code (of MixBCT's authors):
-
-    - old embeddings never change, so an exact bank of the training set, or a fixed draw from it, replaces their queue, whose
-      empty places count as negatives. A sample whose class has no row in the bank trains the classifier alone;
-    - the current W classifies stored embeddings anew, so no logits are stale, and L_logit has a gradient;
-    - logits are cosines without margin or scale, normalised over the classes; theirs are saturated at ±1;
-    - an old embedding is credible if its class is clear among all classes (:func:`class_entropies`); theirs looks at one class.
+    Both terms are :func:`xcompat.losses.neighbourhood_loss` with the same weights from the old space. L_feat compares f̂[:d] with
+    stored old embeddings. L_logit compares the new classifier's logits of both, which are cosines with the rows of W, so no old
+    classifier is needed. The bank is exact, because old embeddings never change; samples of classes outside the bank train only
+    the classifier. docs/methods/nccl.md lists the differences from the paper.
     """
 
     config_class = NcclConfig
@@ -69,19 +64,19 @@ class NcclModel(ClassifiedModel):
     @classmethod
     @override
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
-        """Refuse a comparison of logits where the head has none, too."""
+        """Raise also for a comparison of logits with a head that has none."""
         super().refuse_unread(options, on_captions)
         if options.get("head") == "triplet" and options.get("logit_weight", cls.config_class.logit_weight):
-            raise XcompatError("options.head: nccl compares logits, and a triplet head has none; set options.logit_weight to 0")
+            raise XcompatError("options.head: nccl compares logits, but a triplet head has none; set options.logit_weight to 0")
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Fill the bank with credible old embeddings."""
         entropies_N, classes = class_entropies(old)
-        # rounding may lift the entropy of a uniform distribution above the maximum
+        # rounding can lift the entropy of a uniform distribution above the maximum
         credible_Q = np.flatnonzero(entropies_N <= self.config.max_entropy * np.log(classes) + 1e-6)
         if not len(credible_Q):
-            raise XcompatError("the old model is sure of the class of no training image; raise options.max_entropy, to at most 1")
+            raise XcompatError("no training image passes options.max_entropy; increase it (maximum 1)")
         if len(credible_Q) > self.config.bank_size:
             drawn = torch.randperm(len(credible_Q))[: self.config.bank_size].sort().values
             credible_Q = credible_Q[drawn.numpy()]
@@ -91,7 +86,7 @@ class NcclModel(ClassifiedModel):
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         if self.bank_Qd is None or self.bank_labels_Q is None:
-            raise XcompatError("nccl has not been told what the old model knows; call prepare(OldKnowledge(...))")
+            raise XcompatError("nccl is not prepared; call prepare(OldKnowledge(...)) first")
         config, features_BD, labels_B, old_Bd = self.config, output["features"], batch["labels"], batch["old_embeds"]
         loss = self.classification_loss(features_BD, labels_B)
         with torch.autocast(features_BD.device.type, enabled=False):
@@ -108,7 +103,7 @@ class NcclModel(ClassifiedModel):
 
 
 def consensus(new_Bd: Tensor, bank_Qd: Tensor, weight_Cd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors whose products are cosines between the logits z = W·new and Z = W·bank, without the whole bank's logits.
+    """Return factors of the cosines between logits z = W·new and Z = W·bank, without computing the bank's logits.
 
     z·Z = newᵀ(WᵀW)bank needs only a (d, d) matrix; logits of 8,192 stored embeddings over 100,000 classes would take 3 GB.
 
@@ -133,13 +128,13 @@ def consensus(new_Bd: Tensor, bank_Qd: Tensor, weight_Cd: Tensor) -> tuple[Tenso
 
 
 def class_entropies(old: OldKnowledge) -> tuple[NDArray[np.float64], int]:
-    """Return the entropy of each old embedding's class distribution, whatever its own label is.
+    """Return the entropy of each old embedding's class distribution, independent of its own label.
 
     p(k | o) ∝ exp(−‖o − c_k‖²/2σ²) over the centres of all classes; entropies are in nats. σ² is the variance per dimension
-    within classes, pooled over all of them, because a class of few samples cannot estimate its own.
+    within classes, pooled over all of them, because classes of few samples cannot estimate their own.
 
     Args:
-        old: holds the old embeddings of the training set.
+        old: old embeddings of the training set.
 
     Returns:
         (N,) entropies, NaN for unreadable images, and the number of classes with a centre.

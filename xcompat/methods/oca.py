@@ -1,4 +1,4 @@
-"""OCA: an orthogonal transformation mixes extra dimensions in during training, and is then discarded."""
+"""OCA: an orthogonal transformation mixes in extra dimensions during training, and is then discarded."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OcaConfig(PrototypedConfig):
         compat_weight: λ1 of the paper.
         angle_weight: λ2 of the paper.
         extra_dim: e, the dimensions of h_e.
-        transform: what mixes h_e in during training: ``orthogonal`` (Q), ``linear`` (any matrix, without bias) or ``none``; the
-            ablation of Table 4.
-        random_start: whether that matrix starts at random, as in the paper, and not at the identity.
+        transform: transformation that mixes in h_e during training: ``orthogonal`` (Q), ``linear`` (any matrix, without bias) or
+            ``none`` (ablation of Table 4).
+        random_start: whether the matrix starts at random, as in the paper, or at the identity.
     """
 
     model_type = "xcompat-oca"
@@ -39,8 +39,8 @@ class OcaConfig(PrototypedConfig):
 class OcaModel(PrototypedModel):
     """L = CE(W, Q·h_new) + λ1·CE(W_old, h_bct) + λ2·L_∠(h_bct), h_new = [h_bct | h_e] (OCA Eqn. 6).
 
-    Q is orthogonal, without bias; inference drops Q and W and uses plain h_new. The paper's L_∠ has a minus sign that would open
-    the angle; here it is mean(1 - cos), which closes it.
+    Q is orthogonal, without bias. Inference drops Q and W and uses plain h_new. L_∠ is mean(1 - cos): the paper's minus sign
+    would open the angle.
     """
 
     config_class = OcaConfig
@@ -52,7 +52,7 @@ class OcaModel(PrototypedModel):
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         if options["transform"] == "none":
-            yield "random_start", "there is no matrix that could start, as options.transform is none"
+            yield "random_start", "there is no matrix, because options.transform is none"
 
     def build_for_training(self) -> None:
         """Build Q and the classifier of its output."""

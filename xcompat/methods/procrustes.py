@@ -16,8 +16,8 @@ class ProcrustesConfig(MappedConfig):
     """Configuration of :class:`ProcrustesModel`.
 
     Args:
-        centre: whether the rotation is solved on centred embeddings; the map then moves the source's mean to the target's.
-        scale: whether the map multiplies the rotation by the best factor; without ``centre`` normalisation undoes it.
+        centre: whether to solve the rotation on centred embeddings; the map then moves the source's mean to the target's.
+        scale: whether to multiply the rotation by the best factor; without ``centre``, normalisation undoes it.
     """
 
     model_type = "xcompat-procrustes"
@@ -37,7 +37,7 @@ class ProcrustesModel(LeastSquaresModel):
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         if not options["centre"]:
-            yield "scale", "what is mapped is brought to length 1, which undoes a factor where options.centre is false"
+            yield "scale", "normalisation undoes a factor if options.centre is false"
 
     @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:

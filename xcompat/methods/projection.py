@@ -1,4 +1,4 @@
-"""φ alone: text-only pretraining of the map from the new space into the old one (XBT, part 1)."""
+"""φ alone: text-only pretraining of the map from the new space to the old one (XBT, part 1)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProjectionModel(PhiModel):
 
     Args:
         config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+        encoder: frozen new encoder for inference, not part of the checkpoint.
 
     Example:
         >>> from xcompat.models.config import describe_old
@@ -55,7 +55,7 @@ class ProjectionModel(PhiModel):
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Map new embeddings by φ, with noise during training; they are returned as ``text_embeds``."""
+        """Map new embeddings by φ, with noise during training; return them as ``text_embeds``."""
         self.require_columns(batch, self.embedded)
         new_BD = batch["new_embeds"]
         if self.training and self.config.noise_std > 0:

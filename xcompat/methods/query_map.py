@@ -1,4 +1,4 @@
-"""The query map: the new model stays as it is, and a trained map brings its queries into the old space."""
+"""Query map: the new model is unchanged, and a trained map moves its queries to the old space."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.outputs import Batch, CompatOutput
 
-NOT_PREPARED = "QueryMapModel has not been told what the old model knows; call prepare(OldKnowledge(...)) first"
-NO_CLASSES = "loss prototypes needs classes; name labelled images under data.images, or take loss bank"
+NOT_PREPARED = "QueryMapModel is not prepared; call prepare(OldKnowledge(...)) first"
+NO_CLASSES = "loss prototypes needs classes; set labelled images in data.images, or use loss bank"
 
 
 class QueryMapConfig(CompatConfig):
     """Configuration of :class:`QueryMapModel`.
 
     Args:
-        input: what the map reads: the new model's ``embedding``, or its ``penultimate`` features, the input of the linear layer
-            that makes image embeddings, where there is one.
+        input: input of the map: the new model's ``embedding``, or its ``penultimate`` features, the input of its last linear
+            layer.
         shape: ``linear``, x·W + b; ``residual``, the same plus a network that starts at zero; ``projection``, XBT's φ from random
-            weights. A map with hidden layers overfits to the training classes and loses unseen ones.
+            weights. Maps with hidden layers overfit to the training classes and lose on unseen ones.
         loss: ``bank``, contrast against the old embeddings of the training set; ``prototypes``, classification by the old class
             means; ``cosine``, to the sample's own old embedding.
         scale: factor on cosines in the loss.
-        pull: weight of 1 − cos between the map and the closed form it started from.
-        bank_size: most old embeddings that a batch is compared with; each batch draws them anew.
+        pull: weight of 1 − cos between the map and its closed-form start.
+        bank_size: most old embeddings to compare with a batch, drawn for each batch.
     """
 
     model_type = "xcompat-query_map"
@@ -56,15 +56,15 @@ class QueryMapModel(CompatModel):
     """φ(x) = normalise(x·W + b) on the frozen new embedding, W and b from orthogonal Procrustes, trained by bank contrast.
 
     L = −mean_i mean_{j ≠ i, y_j = y_i} log softmax_j(s·cos(φ(x_i), o_j)) + pull·(1 − cos(φ(x_i), start(x_i))) over the old
-    embeddings o_j of the training set, which never change: an exact bank needs no queue and no old model. The sample's own old
-    embedding is left out. Without labels it is the only positive. New/new is that of the independent model, bit for bit.
+    embeddings o_j of the training set, which never change. Without labels, the only positive is the sample's own old embedding.
+    New/new equals that of the independent model, bit for bit.
 
-    With penultimate features, x is their direction. The model then embeds images as the features (B, P), not normalised;
-    ``self_view`` turns them into the new model's own embeddings by a copy of its last layer.
+    With penultimate features, x is their direction. The model then embeds images as unnormalised features (B, P), and
+    ``self_view`` maps them to the new model's own embeddings with a copy of its last layer.
 
     Args:
         config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+        encoder: frozen new encoder for inference, not part of the checkpoint.
     """
 
     config_class = QueryMapConfig
@@ -87,16 +87,14 @@ class QueryMapModel(CompatModel):
         self.head: nn.Linear | None = None
         if config.input == "penultimate":
             if config.encoder is None:
-                raise XcompatError(
-                    "input penultimate needs the new model, whose last layer it takes; use from_encoder or a recipe"
-                )
+                raise XcompatError("input penultimate needs the last layer of the new model; use from_encoder or a recipe")
             self.head = nn.Linear(new_dim, config.encoder["dim"])
         self.linear = nn.Linear(new_dim, old_dim) if config.shape != "projection" else None
         self.network = Projection(new_dim, old_dim) if config.shape != "linear" else None
         if self.linear is not None and self.network is not None:
             for parameter in self.network[-1].parameters():
                 nn.init.zeros_(parameter)
-        self.bank_Nd = None  # rows are fetched batch by batch: the bank need not fit into memory
+        self.bank_Nd = None  # rows are read per batch, so the bank need not fit in memory
         for name in ("bank_labels_N", "prototypes_Cd", "start_Dd", "start_d"):
             self.register_buffer(name, None, persistent=False)  # prepare() computes them from the caches
         self.post_init()
@@ -104,7 +102,7 @@ class QueryMapModel(CompatModel):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D: the dimension of the map's input."""
+        """Return D, the dimension of the map's input."""
         if cls.maps_features(options):
             return Penultimate(encoder, encoder.name).head.in_features
         return super().embedding_dim_for(encoder, old, options)
@@ -121,28 +119,27 @@ class QueryMapModel(CompatModel):
         yield from super().unread_options(options, on_captions)
         loss = options["loss"]
         if loss == "cosine":
-            yield "scale", "loss cosine compares with one old embedding, and multiplies no cosines"
+            yield "scale", "loss cosine has no factor on cosines"
         if loss != "bank":
             yield "bank_size", f"loss {loss} has no bank"
 
     def set_trainable(self) -> None:
-        """Train the map, and leave the new model's last layer as it is."""
+        """Train the map; freeze the new model's last layer."""
         if self.head is not None:
             self.head.requires_grad_(False)
 
     def _get_encoder(self) -> Encoder | CompatModel | Penultimate:
-        """Return the model that computes the map's input."""
         encoder = super()._get_encoder()
         return Penultimate(encoder, self.config.encoder["name"]) if self.head is not None else encoder
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether the model embeds texts; only images have penultimate features."""
+        """Whether the model embeds texts; only images have penultimate features."""
         return self.head is None and super().embeds_texts
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Take the bank and a copy of the last layer, and start the map at the closed form."""
+        """Load the bank, copy the last layer, and start the map at the closed form."""
         old_Nd = old.embeddings("query_map")
         if self.config.loss == "prototypes" and not len(old.labels_N):
             raise XcompatError(NO_CLASSES)
@@ -152,7 +149,7 @@ class QueryMapModel(CompatModel):
         self.start_Dd, self.start_d = (part.float().to(self.device) for part in solve_procrustes(moments, centre=True))
         if self.linear is not None:
             self.linear.load_state_dict({"weight": self.start_Dd.T, "bias": self.start_d})
-        self.bank_Nd = old_Nd if len(old_Nd) > self.config.bank_size else old_Nd[:]  # read once: batches take all of it
+        self.bank_Nd = old_Nd if len(old_Nd) > self.config.bank_size else old_Nd[:]  # read once, as batches use all rows
         if len(old.labels_N):
             self.bank_labels_N = torch.from_numpy(old.labels_N).to(self.device)
             if self.config.loss == "prototypes":
@@ -165,15 +162,15 @@ class QueryMapModel(CompatModel):
         encoder = self._get_encoder()
         assert isinstance(encoder, Penultimate)
         self.head.load_state_dict({"bias": torch.zeros_like(self.head.bias), **encoder.head.state_dict()})
-        self._outside_encoder = given  # drops an encoder that was loaded for its last layer alone
+        self._outside_encoder = given  # drops an encoder loaded only for its last layer
 
     def _inputs(self, embeds: Tensor) -> Tensor:
-        """Return x: normalises penultimate features; embeddings have length 1 already."""
+        """Return x: normalised penultimate features, or embeddings, which have length 1 already."""
         return embeds.float() if self.head is None else F.normalize(embeds.float(), dim=-1)
 
     @override
     def nearest_view(self, embeds: Tensor) -> Tensor:
-        """Map new embeddings into the old space."""
+        """Map new embeddings to the old space."""
         inputs = self._inputs(embeds).to(self.dtype)
         if self.linear is None:
             assert self.network is not None

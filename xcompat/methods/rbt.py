@@ -25,14 +25,14 @@ class RbtConfig(MappedConfig):
     """Configuration of :class:`RbtModel`.
 
     Args:
-        start: the fixed map before the blocks: ``procrustes``, the rotation that brings the source nearest to the target, or
-            ``identity`` as in the paper (where dimensions differ, it keeps the first ones or appends zeros).
+        start: fixed map before the blocks: ``procrustes``, the rotation of the source nearest to the target, or ``identity`` as
+            in the paper (for different dimensions, it keeps the first ones or appends zeros).
         blocks: number of residual blocks.
-        bottleneck: their width, chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
+        bottleneck: width of the blocks, chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
         paths: number of parallel paths in each block.
-        similarity_weight: λ1, of the squared distance.
-        kl_weight: λ2, of the divergence between both sides' distributions over the target's prototypes.
-        class_weight: λ3, of the cross-entropy to the target's prototypes.
+        similarity_weight: λ1, weight of the squared distance.
+        kl_weight: λ2, weight of the divergence between both sides' distributions over the target's prototypes.
+        class_weight: λ3, weight of the cross-entropy to the target's prototypes.
     """
 
     model_type = "xcompat-rbt"
@@ -49,9 +49,9 @@ class RbtConfig(MappedConfig):
 class RbtModel(LearnedMapModel):
     """L = λ1·mean‖m − t‖² + λ2·KL(p(t) ‖ p(m)) + λ3·CE(P, m), m = blocks(R·x), p = softmax(s·cos(P, ·)) (Wang et al. 2020).
 
-    P are the target's class means, in place of its classifier; m and t have unit length; s is ``logit_scale``; the weights are
-    ours. Narrow blocks cannot rotate a space, so from the identity two independently trained models stay apart (FCT
-    Appendix J finds the method below old/old). By default R is therefore the Procrustes rotation, and the blocks learn the rest.
+    P are the target's class means instead of its classifier; m and t have unit length; s is ``logit_scale``. Narrow blocks cannot
+    rotate a space, so R is the Procrustes rotation by default. From the identity, two independent models stay apart (FCT Appendix
+    J finds the method below old/old).
     """
 
     config_class = RbtConfig
@@ -77,7 +77,7 @@ class RbtModel(LearnedMapModel):
         return True
 
     def set_trainable(self) -> None:
-        """Train the blocks alone; the map before them is solved."""
+        """Train only the blocks; the map before them is solved."""
         self.entry.requires_grad_(False)
 
     @override
@@ -97,7 +97,7 @@ class RbtModel(LearnedMapModel):
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         if self.prototypes_CT is None:
-            raise XcompatError("RbtModel has not been told the classes; call prepare(OldKnowledge(...), new_embeddings) first")
+            raise XcompatError("RbtModel is not prepared; call prepare(OldKnowledge(...), new_embeddings) first")
         mapped_BT, target_BT, labels_B = output["image_embeds"], self.target(batch), batch["labels"]
         config, scale = self.config, self.config.logit_scale
         similarity = (mapped_BT - target_BT).square().sum(dim=-1).mean()

@@ -29,9 +29,8 @@ class ResidualMlpConfig(ResidualMapConfig):
 class ResidualMlpModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean(1 − cos(g(x), y)) (Vejendla 2025, Drift-Adapter).
 
-    A and c are the ridge solution and stay fixed; W2 and b2 start at 0, so that training begins at the linear map. The paper has
-    x in place of Ax + c, which needs similar spaces, and a mean square error, which on unit vectors is the cosine loss up to a
-    factor.
+    A and c are the ridge solution and stay fixed. W2 and b2 start at 0, so training starts at the linear map. The paper has x
+    instead of Ax + c, and a mean square error, which equals the cosine loss on unit vectors up to a factor.
     """
 
     config_class = ResidualMlpConfig

@@ -1,4 +1,4 @@
-"""Ridge regression from one space into the other, with intercept."""
+"""Ridge regression from one space to the other, with intercept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RidgeConfig(MappedConfig):
 
     Args:
         regularisation: λ in units of the mean variance of the source's dimensions.
-        rank: greatest rank of the map; None for no limit. A quarter of the dimensions is a usual choice.
+        rank: largest rank of the map; None for no limit. A quarter of the dimensions is a usual choice.
     """
 
     model_type = "xcompat-ridge"
@@ -31,8 +31,8 @@ class RidgeConfig(MappedConfig):
 class RidgeModel(LeastSquaresModel):
     """argmin ‖XW + b − Y‖² + λ‖W‖², of full or of reduced rank (Hoerl and Kennard 1970; Izenman 1975).
 
-    Drift-Adapter (Vejendla 2025) trains such a low-rank affine map; here it is solved, and no other map of its rank has a smaller
-    loss.
+    Drift-Adapter (Vejendla 2025) trains such a low-rank affine map. This closed form has the smallest loss of all maps of its
+    rank.
     """
 
     config_class = RidgeConfig
@@ -40,7 +40,7 @@ class RidgeModel(LeastSquaresModel):
 
     def __init__(self, config: RidgeConfig, encoder: Encoder | None = None) -> None:
         if config.rank is not None and config.rank < 1:
-            raise XcompatError(f"options.rank is {config.rank}; a map has a rank of at least 1: give one, or leave it out")
+            raise XcompatError(f"options.rank is {config.rank}; give a rank of at least 1, or remove it")
         super().__init__(config, encoder)
 
     @override

@@ -1,4 +1,4 @@
-"""SimCLR: contrast between two views of an image, learned from images alone; the side-information that helps FCT most."""
+"""SimCLR: contrast between two views of an image, learned from images alone; the best side-information for FCT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xcompat.models.unlabelled import UnlabelledModel
 from xcompat.outputs import Batch, CompatOutput, Views
 
 _SMALLEST = 0.05
-"""Share of an image's area that a small crop shows at least (Caron et al. 2020)."""
+"""Least share of an image's area in a small crop (Caron et al. 2020)."""
 
 
 class SimClrConfig(BackboneConfig):
@@ -27,9 +27,9 @@ class SimClrConfig(BackboneConfig):
 
     Args:
         temperature: τ.
-        crops: how many small crops of each image look for its two views.
-        crop_size: their side, in pixels.
-        crop_scale: largest share of the image's area that they show; the smallest is 5 %.
+        crops: number of small crops per image, which search its two views.
+        crop_size: side of the crops, in pixels.
+        crop_scale: largest share of the image's area in a crop; the smallest is 5 %.
         binarise: whether embeddings are bits: 1 for each feature above 0, else 0. The loss compares these bits.
     """
 
@@ -45,10 +45,9 @@ class SimClrConfig(BackboneConfig):
 class SimClrModel(UnlabelledModel):
     """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; FCT Appendix D.4.1).
 
-    There is no projector: the loss compares the stored embeddings themselves, the output of a last batch norm.
-    ``data.augmentation`` draws two views, and ``crops`` small crops beside them look for both (multi-crop; Caron et al. 2020).
-    ``binarise`` stores signs and trains them: the loss compares signs, whose gradient is that of tanh (straight-through; Bengio
-    et al. 2013). The paper's compressed ψ (Appendix G) comes from another way to train bits (arXiv 2110.00552).
+    The loss compares the stored embeddings, without a projector. ``data.augmentation`` draws two views, and ``crops`` small crops
+    search both (multi-crop; Caron et al. 2020). ``binarise`` stores signs and trains them with the gradient of tanh
+    (straight-through; Bengio et al. 2013); the paper's compressed ψ (Appendix G) uses arXiv 2110.00552.
     """
 
     config_class = SimClrConfig
@@ -59,7 +58,7 @@ class SimClrModel(UnlabelledModel):
 
     def __init__(self, config: SimClrConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
-        self.norm = nn.BatchNorm1d(config.embedding_dim)  # with a slope, in the place of the plain one of `batch_norm`
+        self.norm = nn.BatchNorm1d(config.embedding_dim)  # with a slope, instead of the plain `batch_norm`
         self.post_init()
         if config.crops and config.for_training:
             self.encoder.embeds_any_size = True
@@ -69,33 +68,33 @@ class SimClrModel(UnlabelledModel):
     @classmethod
     @override
     def _check_dims(cls, config: BackboneConfig) -> None:
-        """Refuse small crops that cannot be drawn."""
+        """Raise for impossible crops."""
         super()._check_dims(config)
         assert isinstance(config, SimClrConfig)
         if config.crops < 0 or config.crop_size < 1:
             raise XcompatError(
-                f"options.crops is {config.crops} of {config.crop_size} pixels; take 0 or more crops of at least 1 pixel"
+                f"options.crops is {config.crops} of {config.crop_size} pixels; use 0 or more crops of at least 1 pixel"
             )
         if not _SMALLEST <= config.crop_scale <= 1:
-            raise XcompatError(f"options.crop_scale is {config.crop_scale}; take {_SMALLEST} to 1, a share of the image's area")
+            raise XcompatError(f"options.crop_scale is {config.crop_scale}; use {_SMALLEST} to 1, a share of the image's area")
 
     @classmethod
     @override
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
-        yield "batch_norm", "simclr ends in a batch norm of its own"
+        yield "batch_norm", "simclr has its own batch norm"
         if not options["crops"]:
-            yield from dict.fromkeys(("crop_size", "crop_scale"), "it would change nothing without options.crops").items()
+            yield from dict.fromkeys(("crop_size", "crop_scale"), "it has no effect without options.crops").items()
 
     def _try_crop(self) -> None:
-        """Refuse small crops before training begins, if the encoder takes images of one size alone."""
+        """Raise before training if the encoder cannot embed images of the crops' size."""
         side = self.config.crop_size
         try:
             with torch.no_grad():
                 self.eval().features(torch.zeros(1, 3, side, side, dtype=self.dtype, device=self.device))
         except (ValueError, AssertionError, RuntimeError) as error:
             raise XcompatError(
-                f"options.crops: the encoder takes no images of {side} pixels ({str(error).splitlines()[0]}); "
+                f"options.crops: the encoder does not support images of {side} pixels ({str(error).splitlines()[0]}); "
                 "set options.crop_size, or crops to 0"
             ) from None
 
@@ -108,7 +107,7 @@ class SimClrModel(UnlabelledModel):
 
     @override
     def columns_of(self, batch: Batch) -> list[str]:
-        """Return the columns that the loss needs, small crops among them where there are to be any."""
+        """Return the columns that the loss needs, with small crops if enabled."""
         return super().columns_of(batch) + ["crop_pixel_values"] * bool(self.config.crops)
 
     @override
@@ -121,7 +120,7 @@ class SimClrModel(UnlabelledModel):
 
     @override
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        """Embed images; ``binarise`` gives bits, whose length is not 1."""
+        """Embed images; with ``binarise``, as bits without unit length."""
         if self.config.binarise:
             return _bits(self.features(pixel_values))
         return super().embed_images(pixel_values)
@@ -138,7 +137,7 @@ class SimClrModel(UnlabelledModel):
         return nt_xent_loss(first_BD, second_BD, self.config.temperature, crops)
 
     def _compared(self, features: Tensor) -> Tensor:
-        """Return what the loss compares, of length 1: features, or their signs with the gradient of tanh."""
+        """Return unit vectors for the loss: features, or their signs with the gradient of tanh."""
         features = features.float()
         if self.config.binarise:
             soft = features.tanh()

@@ -1,4 +1,4 @@
-"""UniBCT: old prototypes that the new model refines, because it knows better which samples of a class are typical."""
+"""UniBCT: old prototypes, refined by the new model's view of typical samples per class."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class UniBctConfig(ClassifiedConfig):
     """Configuration of :class:`UniBctModel`.
 
     Args:
-        compat_weight: the weight of the loss against the prototypes.
+        compat_weight: weight of the loss against the prototypes.
         old_scale: factor on cosines between features and prototypes; None for plain dot products.
         propagation: λ of the graph, in [0, 1): the share of its weight that a sample passes on; 0 keeps class means.
         temperature: τ of the graph.
-        refresh_at: shares of training after which the graph is rebuilt, each at least 0 and below 1; the public code has
-            epochs 10 and 20 of 35.
+        refresh_at: shares of training after which the graph is rebuilt, each at least 0 and below 1. The public code has epochs
+            10 and 20 of 35.
     """
 
     model_type = "xcompat-unibct"
@@ -47,13 +47,9 @@ class UniBctModel(ClassifiedModel):
     """L = CE(W, f) + w·CE(P̃, f[:d]), P̃ structurally refined prototypes (Zhang et al. 2022; as UniBCT in MixBCT).
 
     In each class, E = softmax(N Nᵀ/τ) without its diagonal is the graph of new embeddings N, and O are the old embeddings. The
-    prototype is the mean of (1 − λ)(I − λE)⁻¹O (:func:`refined_weights`). The method needs no old classes, only old embeddings of
-    the new training set. Departures from the public code (of MixBCT's authors; the paper's own was not available):
-
-    - the softmax runs over rows; theirs over columns makes every refined mean the plain class mean, so it refines nothing;
-    - embeddings are normalised; without that, τ makes each sample point to a single other one;
-    - until the first refresh the prototypes are class means, at full weight; theirs leaves the loss out until then;
-    - logits are cosines times ``old_scale``, as in the other methods with prototypes.
+    prototype is the mean of (1 − λ)(I − λE)⁻¹O (:func:`refined_weights`), and the class mean before the first refresh. The method
+    needs old embeddings of the new training set, but no old classes. docs/methods/unibct.md lists the differences from the public
+    code.
     """
 
     config_class = UniBctConfig
@@ -75,15 +71,15 @@ class UniBctModel(ClassifiedModel):
         yield from super().unread_options(options, on_captions)
         if not options["propagation"]:
             for name in ("temperature", "refresh_at"):
-                yield name, "a propagation of 0 keeps class means, and there is no graph"
+                yield name, "there is no graph, because a propagation of 0 keeps class means"
         if not options["refresh_at"]:
             for name in ("propagation", "temperature"):
-                yield name, "no graph is built, as options.refresh_at is empty"
+                yield name, "there is no graph, because options.refresh_at is empty"
 
     def build_for_training(self) -> None:
-        """Allocate the prototypes; checkpoints hold them, because a resumed run cannot compute them again."""
+        """Allocate the prototypes. Checkpoints contain them, because a resumed run cannot recompute them."""
         if self.config.classes and self.config.old is not None:
-            # a row of 0 marks a class without old samples; NaN, unequal to itself, would fail comparisons of checkpoints
+            # rows of 0 mark classes without old samples; NaN would fail comparisons of checkpoints
             self.register_buffer("prototypes_Cd", torch.zeros(len(self.config.classes), self.config.old["dim"]))
 
     @override
@@ -95,7 +91,7 @@ class UniBctModel(ClassifiedModel):
 
     @override
     def refresh(self, new_ND: NDArray[np.float32]) -> None:
-        """Refine the prototypes by current new embeddings."""
+        """Refine the prototypes by the current new embeddings."""
         assert self._old is not None
         old_Nd, config = self._old.embeddings("unibct"), self.config
         prototypes_Cd = torch.full(self.prototypes_Cd.shape, torch.nan)
@@ -109,13 +105,13 @@ class UniBctModel(ClassifiedModel):
 
     def _set(self, prototypes_Cd: Tensor) -> None:
         if not prototypes_Cd.isfinite().any():
-            raise XcompatError("no class of the training set is known to the old model; is it the right one?")
+            raise XcompatError("the old model knows no class of the training set; check that it is the right one")
         self.prototypes_Cd.copy_(prototypes_Cd.nan_to_num(nan=0.0))
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         if self._old is None:
-            raise XcompatError("unibct has not been told what the old model knows; call prepare(OldKnowledge(...))")
+            raise XcompatError("unibct is not prepared; call prepare(OldKnowledge(...)) first")
         features_BD, labels_B = output["features"], batch["labels"]
         absent_C = (self.prototypes_Cd == 0).all(dim=1)
         prototypes_Cd = self.prototypes_Cd.masked_fill(absent_C[:, None], torch.nan)
@@ -124,18 +120,18 @@ class UniBctModel(ClassifiedModel):
 
 
 def refined_weights(new_nD: Tensor, propagation: float, temperature: float) -> Tensor:
-    """Weigh the samples of one class by how central they are among the new embeddings.
+    """Weigh the samples of a class by their centrality among the new embeddings.
 
-    The mean of (1 − λ)(I − λE)⁻¹O over rows is pᵀO with (I − λEᵀ)p = (1 − λ)/n·1: p is the personalised PageRank of the graph, in
-    which every sample passes the share λ of its weight to its neighbours.
+    The mean of (1 − λ)(I − λE)⁻¹O over rows is pᵀO with (I − λEᵀ)p = (1 − λ)/n·1. p is the personalised PageRank of the graph:
+    every sample passes the share λ of its weight to its neighbours.
 
     Args:
-        new_nD: new embeddings of the class's samples, L2-normalised; memory holds n² numbers.
+        new_nD: new embeddings of the class's samples, L2-normalised; memory use is n² numbers.
         propagation: λ, in [0, 1).
         temperature: τ.
 
     Returns:
-        (n,) float64, not negative, of sum 1.
+        (n,) float64, nonnegative, with sum 1.
 
     Example:
         >>> refined_weights(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), 0.5, 0.1).round(decimals=2).tolist()

@@ -21,10 +21,10 @@ class WhitenedConfig(MappedConfig):
     """Configuration of :class:`WhitenedModel`.
 
     Args:
-        source_power: a, the power of the source's second moments; 1 as in a regression, 0 as in a rotation.
-        target_power: b, the power of the target's second moments.
-        damping: ε, in units of the mean eigenvalue of each space; None for 0.03, or 0.3 if there are fewer than twice as many
-            pairs as the larger space has dimensions.
+        source_power: a, power of the source's second moments; 1 as in a regression, 0 as in a rotation.
+        target_power: b, power of the target's second moments.
+        damping: ε, in units of the mean eigenvalue of each space; None for 0.03, or 0.3 with fewer than twice as many pairs as
+            the larger space has dimensions.
     """
 
     model_type = "xcompat-whitened"
@@ -37,11 +37,10 @@ class WhitenedConfig(MappedConfig):
 class WhitenedModel(LeastSquaresModel):
     """W = (C_x + ε)^(-a) · C_xy · (C_y + ε)^(-b), with uncentred second moments C of source x and target y.
 
-    With a = 1, b = 0 it is a regression from x to y without intercept, with a = 0, b = 1 the transpose of one from y to x, and
-    with a = b = 1/2 the score of canonical correlation analysis (Hotelling 1936). For jointly Gaussian x and y the logarithm of
-    p(y | x) / p(y), by which a query should rank what it searches (van den Oord et al. 2018, arXiv 1807.03748), has the cross
-    term xᵀ C_x^(-1/2) R (I - RᵀR)^(-1) C_y^(-1/2) y with R the whitened cross moment. Where correlations are weak it is that of
-    a = b = 1. The exponents 3/4 lie between both.
+    a = 1, b = 0 gives a regression from x to y without intercept; a = 0, b = 1 the transpose of one from y to x; a = b = 1/2 the
+    score of canonical correlation analysis (Hotelling 1936). For jointly Gaussian x and y, the optimal score of a query is log
+    p(y | x) / p(y) (van den Oord et al. 2018, arXiv 1807.03748). Its cross term is xᵀ C_x^(-1/2) R (I - RᵀR)^(-1) C_y^(-1/2) y
+    with the whitened cross moment R. For weak correlations this is a = b = 1. The exponents 3/4 lie between both.
     """
 
     config_class = WhitenedConfig

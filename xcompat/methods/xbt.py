@@ -13,9 +13,8 @@ from xcompat.outputs import Batch, CompatOutput
 class XbtConfig(ProjectedConfig):
     """Configuration of :class:`XbtModel`.
 
-    The paper contradicts itself on what trains beside LoRA and prompts. §3.3: the LayerNorms of φ, the default here.
-    §4.1: those of the encoders too (``train_encoder: layer_norm``). The count in Table 7: all of φ
-    (``train_projection: all``).
+    The paper contradicts itself on trained weights besides LoRA and prompts. §3.3: the LayerNorms of φ, the default here. §4.1:
+    also those of the encoders (``train_encoder: layer_norm``). Count in Table 7: all of φ (``train_projection: all``).
     """
 
     model_type = "xcompat-xbt"
@@ -24,9 +23,9 @@ class XbtConfig(ProjectedConfig):
 
 
 class XbtModel(ProjectedModel):
-    """The pair stage: L = L_c(φ(v_new), φ(w_new)), without the old encoders in memory (XBT Eqn. 5).
+    """Pair stage: L = L_c(φ(v_new), φ(w_new)), without the old encoders in memory (XBT Eqn. 5).
 
-    φ comes from text-only pretraining. Without its adapters and prompts the encoder is the original new model, bit for bit.
+    φ comes from text-only pretraining. Without adapters and prompts, the encoder equals the original new model, bit for bit.
     """
 
     config_class = XbtConfig

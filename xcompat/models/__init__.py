@@ -1,4 +1,4 @@
-"""The contract of all methods, and what several of them share; the methods themselves are in ``xcompat.methods``."""
+"""Base class of compatible models. The methods are in ``xcompat.methods``."""
 
 from __future__ import annotations
 

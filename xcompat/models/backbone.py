@@ -1,4 +1,4 @@
-"""The base of models that train a backbone for images: a projection, embeddings, and parts that only training needs."""
+"""Base class of models that train an image backbone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class BackboneConfig(CompatConfig):
     """Configuration of :class:`BackboneModel`.
 
     Args:
-        dim: dimension of the embedding without extra dimensions; None for the old model's, or without one the backbone's.
-        batch_norm: whether a batch norm without a slope follows the projection, as face recognition has it: each dimension of the
-            features has mean 0 and variance 1 over the training set. Not of BT², nor of SimCLR, which has a norm of its own.
-        metric: how embeddings are compared: by ``cosine``, of length 1, or by ``l2`` distance, as they are; of independent, BCT,
-            SimCLR and the autoencoder. Maps of them by FCT, galleries and evaluations follow.
-        for_training: whether the model has the parts that only training needs; False in a finished model.
+        dim: embedding dimension without extra dimensions; None for the old model's, or without an old model the backbone's.
+        batch_norm: whether a batch norm without slope follows the projection, as in face recognition: each feature has mean 0
+            and variance 1 over the training set. Not for BT² and SimCLR.
+        metric: ``cosine`` for embeddings of length 1, or ``l2`` for distances of unnormalised embeddings (independent, BCT,
+            SimCLR and autoencoder only). FCT maps, galleries and evaluations use the same metric.
+        for_training: whether the model has training-only parts; False in a finished model.
     """
 
     dim: int | None = None
@@ -35,21 +35,21 @@ class BackboneConfig(CompatConfig):
 
 
 class BackboneModel(CompatModel):
-    """features = W_proj · backbone(x) (B, D); a subclass writes the :meth:`loss`.
+    """features = W_proj · backbone(x) (B, D); subclasses implement :meth:`loss`.
 
     Args:
         config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
+        encoder: loaded encoder; by default built from the configuration, without weights.
     """
 
     config_class = BackboneConfig
     encoder: Encoder
     only_for_training: ClassVar[tuple[str, ...]] = ()
-    """Names of the modules and buffers that :meth:`for_inference` removes."""
+    """Modules and buffers that :meth:`for_inference` removes."""
     made_by_prepare: ClassVar[tuple[str, ...]] = ()
-    """Names of the buffers that :meth:`prepare` fills; None before, and in no checkpoint."""
+    """Buffers that :meth:`prepare` fills; initially None, not saved."""
     ends_linearly: ClassVar[bool] = True
-    """Whether the features are the output of a linear layer; False where other operations follow the last one."""
+    """Whether the features are the output of a linear layer."""
 
     def __init__(self, config: BackboneConfig, encoder: Encoder | None = None) -> None:
         self._check_dims(config)
@@ -63,14 +63,14 @@ class BackboneModel(CompatModel):
 
     @classmethod
     def _check_dims(cls, config: BackboneConfig) -> None:
-        """Refuse impossible dimensions before anything is built."""
+        """Raise if dimensions are impossible, before anything is built."""
         if config.dim is not None and config.dim < 1:
-            raise XcompatError(f"options.dim is {config.dim}; an embedding has at least 1 dimension")
+            raise XcompatError(f"options.dim is {config.dim}; use 1 or more")
 
     @classmethod
     @override
     def trains_encoder(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether there are no adapters, which are trained in its place."""
+        """Return whether there are no adapters to train instead."""
         adapters = options.get("adapters") or {}
         return not (adapters.get("lora") or adapters.get("prompts"))
 
@@ -79,11 +79,11 @@ class BackboneModel(CompatModel):
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         if not cls.compares_by_l2:
-            yield "metric", f"{cls.__name__} gives unit vectors, which are compared by cosine"
+            yield "metric", f"{cls.__name__} gives unit vectors for cosine similarity"
 
     @property
     def image_head(self) -> nn.Linear | None:
-        """Return the linear layer whose output are the features; None where there is none (:attr:`ends_linearly`)."""
+        """Return the linear layer with the features as output, or None."""
         if not self.ends_linearly or self.config.batch_norm:
             return None
         return self.neck if isinstance(self.neck, nn.Linear) else self.encoder.image_head
@@ -101,7 +101,6 @@ class BackboneModel(CompatModel):
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed images, and keep their features."""
         self.require_columns(batch, ("pixel_values",))
         features = self.features(batch["pixel_values"]).float()
         return CompatOutput(image_embeds=self.of_metric(features), features=features)
@@ -113,7 +112,7 @@ class BackboneModel(CompatModel):
     @property
     @override
     def embed_layers(self) -> Iterable[nn.Module] | None:
-        """Return the projection, which embeds images only."""
+        """Return the projection, which embeds only images."""
         if self.metric == "l2" or not self.ends_linearly or self.config.batch_norm:
             return None
         if isinstance(self.neck, nn.Linear) and self.embeds_texts:
@@ -122,27 +121,27 @@ class BackboneModel(CompatModel):
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether the model was trained on captions; one trained on images alone does not embed texts."""
+        """Return whether the model was trained on captions. A model trained on images does not embed texts."""
         return "input_ids" in self.columns
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Embed texts, or refuse unless :attr:`embeds_texts`."""
+        """Embed texts, or raise without :attr:`embeds_texts`."""
         if not self.embeds_texts:
-            raise XcompatError(f"{self.name_or_path or type(self).__name__} was trained on images alone: it cannot embed texts")
+            raise XcompatError(f"{self.name_or_path or type(self).__name__} was trained on images only and cannot embed texts")
         return super().embed_texts(input_ids, attention_mask)
 
     def set_trainable(self) -> None:
-        """Train the heads and the image tower's adapters; without adapters, all encoder weights that embed images."""
+        """Train the heads and the image tower's adapters, or without adapters all encoder weights for images."""
         chosen = {id(parameter) for parameter in self.encoder.image_parameters()}
         if adapters := {id(parameter) for parameter in self.encoder.adapter_parameters()}:
             chosen &= adapters
             if not chosen:
-                raise XcompatError("adapters.lora.towers names the text tower alone, which images do not go through; name image")
+                raise XcompatError("adapters.lora.towers has only the text tower, but training uses images; add image")
         for parameter in self.encoder.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
 
     def for_inference(self) -> Self:
-        """Return the model in evaluation mode, without the parts that only training needs."""
+        """Return the model in evaluation mode, without training-only parts."""
         if self.config.for_training:
             for name in self.only_for_training:
                 if hasattr(self, name):
@@ -151,13 +150,13 @@ class BackboneModel(CompatModel):
         return super().for_inference()
 
     def export(self, folder: str | Path) -> None:
-        """Write the finished model, without the parts that only training needs."""
+        """Write the finished model, without training-only parts."""
         self.for_inference()
         super().export(folder)
 
 
 def _without_slope(dim: int) -> nn.BatchNorm1d:
-    """Return a batch norm that shifts and does not stretch: lengths are the classifier's to choose (ArcFace's own backbones)."""
+    """Return a batch norm with offset but without slope, as in ArcFace's backbones; the classifier chooses lengths."""
     norm = nn.BatchNorm1d(dim)
     norm.weight.requires_grad_(False)
     return norm

@@ -1,4 +1,4 @@
-"""The contract of all methods: an ordinary transformers model that knows what it is compatible with."""
+"""Base class of all methods: a transformers model with a compatible embedding space."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 class CompatModel(PushableModel, EmbedsBatches):
-    """A new embedding model whose queries work on galleries of an old one.
+    """Embedding model whose queries can search galleries of an old model.
 
-    A subclass says in ``columns`` what it learns from, builds its own parts in ``__init__`` after ``super().__init__`` and writes
-    ``loss``. It overrides ``embed_batch`` where the loss is of other embeddings, ``nearest_view`` or ``own_upgrade`` where the
-    spaces differ.
+    A subclass sets ``columns``, builds its parts in ``__init__`` after ``super().__init__`` and implements ``loss``. It
+    overrides ``embed_batch`` if the loss needs other embeddings, and ``nearest_view`` or ``own_upgrade`` if the spaces differ.
     """
 
     config_class = CompatConfig
@@ -46,7 +45,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         self.encoder = None
         self._require_one_metric()
         self._processor: Processor | None = None
-        self._outside_encoder: list[Encoder | CompatModel] = []  # a list, so that the module tree does not own what is not saved
+        self._outside_encoder: list[Encoder | CompatModel] = []  # a list hides it from the module tree, so that it is not saved
         self.memory: QueryMemory | None = None
         if config.memory is not None:
             self.memory = described(config.memory, *self._dims_remembered())
@@ -55,7 +54,7 @@ class CompatModel(PushableModel, EmbedsBatches):
                 raise XcompatError(
                     f"{type(self).__name__} needs an encoder; build it with {type(self).__name__}.from_encoder(name)"
                 )
-            # transformers builds the encoder in the precision its own configuration names, not in the one asked for
+            # transformers would use the dtype of the encoder's configuration
             self.encoder = encoder or build_encoder(config.encoder).to(torch.get_default_dtype())
             self._no_split_modules = self.encoder.layer_classes
             if config.adapters is not None:
@@ -64,19 +63,18 @@ class CompatModel(PushableModel, EmbedsBatches):
             self._outside_encoder = [encoder]
 
     def post_init(self) -> None:
-        """Finish construction; every part has initialised itself already.
+        """Finish construction without initialising weights again, which would change LoRA's zero matrix.
 
-        transformers would go over nested models once more and draw LoRA's zero matrix anew. On the meta device, where a
-        checkpoint is about to be loaded, that pass is what restores buffers which are not saved.
+        On the meta device, before a checkpoint is loaded, transformers' initialisation restores unsaved buffers.
         """
         if not any(parameter.is_meta for parameter in self.parameters()):
             for module in self.modules():
                 module._is_hf_initialized = True  # type: ignore[assignment]
         super().post_init()
-        self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)  # such as those of T5
+        self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)  # e.g. of T5
 
-    def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]  # transformers raises where it finds none
-        """Return None: there are several inputs, or none has a table; accelerate's FSDP asks, and would shard a table apart."""
+    def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]  # transformers would raise
+        """Return None, because accelerate's FSDP would shard an embedding table separately."""
         return None
 
     @classmethod
@@ -86,28 +84,25 @@ class CompatModel(PushableModel, EmbedsBatches):
         old: dict[str, Any] | None = None,
         **options: Any,  # noqa: ANN401 - the method's own configuration
     ) -> Self:
-        """Start a method from a pretrained encoder.
+        """Start a method from a pretrained encoder, in float32 and evaluation mode.
 
         Args:
-            encoder: name, folder, source, or an encoder and its processor already loaded.
-            old: the old model, as ``describe_old`` gives it; None for a method that is trained without one.
-            options: the method's configuration.
-
-        Returns:
-            The model in float32, in evaluation mode, the encoder's weights those given.
+            encoder: name, folder, source, or a loaded encoder and its processor.
+            old: description of the old model (``describe_old``); None for methods without an old model.
+            options: configuration of the method.
 
         Raises:
-            XcompatError: the old model is not described, is not given or not wanted, or the method does not read an option.
+            XcompatError: the old model is missing, not described or not needed, or the method does not read an option.
         """
-        cls.config_class(**options).require_ranges()  # refuses names that there are none of, before they are compared
+        cls.config_class(**options).require_ranges()  # raises on unknown options
         cls.refuse_unread(options, on_captions=options.get("classes") is None)
         if old is not None and not cls.compares_with_old:
-            raise XcompatError(f"{cls.__name__} is trained without an old model and fits no old gallery; leave old out")
+            raise XcompatError(f"{cls.__name__} is trained without an old model and cannot search an old gallery; remove old")
         if old is None and cls.compares_with_old:
-            raise XcompatError(f"{cls.__name__} is made for an old model; give old=load_embedder(NAME).describe_old()")
+            raise XcompatError(f"{cls.__name__} needs an old model; pass old=load_embedder(NAME).describe_old()")
         if old is not None and not isinstance(old, dict):
             raise XcompatError(
-                f"{cls.__name__} takes the old model as it is described: load_embedder({str(old)!r}).describe_old()"
+                f"{cls.__name__} needs a description of the old model; pass load_embedder({str(old)!r}).describe_old()"
             )
         loaded, processor = encoder if isinstance(encoder, tuple) else load_encoder(encoder)
         description = loaded.description | {"fingerprint": loaded.fingerprint(processor).digest, "dim": loaded.embedding_dim}
@@ -120,27 +115,27 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D for an encoder: here its own dimension."""
+        """Return D for an encoder; by default its own dimension."""
         return encoder.embedding_dim
 
     def set_trainable(self) -> None:
-        """Set ``requires_grad`` as the method's configuration says; by default everything trains."""
+        """Set ``requires_grad`` for the configuration; by default everything is trained."""
 
     # ----------------------------------------------------------------------------------------------- embedding
 
     @property
     def description(self) -> dict[str, Any]:
-        """Return the model as the encoder of another configuration, as encoders describe themselves."""
+        """Return this model's description for use as encoder of another configuration."""
         return {"library": "xcompat", "name": self.name_or_path, "revision": self.revision, "config": {}}
 
     @property
     def text_encoder(self) -> Encoder | None:
-        """Return the encoder inside; None where the model is a map of another one's embeddings."""
+        """Return the encoder inside; None for maps."""
         return self.encoder
 
     @property
     def processor(self) -> Processor:
-        """Return the encoder's preprocessing, from the checkpoint's folder or the encoder's own."""
+        """Return the encoder's preprocessing."""
         if self._processor is None and self.embeds_in_memory:
             self._get_encoder()
         if self._processor is None:
@@ -149,22 +144,22 @@ class CompatModel(PushableModel, EmbedsBatches):
         return self._processor
 
     def _get_encoder(self) -> Encoder | CompatModel | Penultimate:
-        """Return what embeds: the encoder inside, or the frozen one outside that a map belongs to."""
+        """Return the encoder inside, or the frozen outside encoder of a map."""
         if self.encoder is not None:
             return self.encoder
         if not self._outside_encoder:
             described = self.config.encoder
             if described is None:
                 raise XcompatError(
-                    "this map was fitted on embeddings alone: use embeddings as queries (--queries q.npy), name the function "
-                    "that makes them of texts (--embed-with, embed_with=), or fit the map again with --new-model"
+                    "this map was fitted on embeddings only: use embeddings as queries (--queries q.npy), set the function "
+                    "that embeds texts (--embed-with, embed_with=), or fit the map again with --new-model"
                 )
             loaded, self._processor = load_outside(described)
             self._outside_encoder = [nn.Module.to(loaded, self.dtype)]
         outside: Any = self._outside_encoder[0]
-        if outside.dtype != self.dtype:  # whoever gave it keeps its weights as they were
+        if outside.dtype != self.dtype:  # do not change the caller's encoder
             self._outside_encoder = [outside := copy.deepcopy(outside).to(self.dtype)]
-        # moved only if it must be, as a traced model cannot be
+        # a traced model cannot be moved
         return outside if next(outside.parameters()).device == self.device else outside.to(self.device)
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
@@ -192,35 +187,29 @@ class CompatModel(PushableModel, EmbedsBatches):
         return self._get_encoder().embed(texts, "stored")
 
     def get_image_features(self, pixel_values: Tensor) -> BaseModelOutputWithPooling:
-        """Embed images as :meth:`embed_images` does, and return what models of transformers return under this name.
+        """Return an output with :meth:`embed_images` as ``pooler_output``, as in transformers.
 
         Args:
             pixel_values: (B, C, H, W) float32.
-
-        Returns:
-            An output with the embeddings (B, D) as ``pooler_output``.
         """
         return BaseModelOutputWithPooling(pooler_output=self.embed_images(pixel_values))
 
     def get_text_features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutputWithPooling:
-        """Embed texts as :meth:`embed_texts` does, and return what models of transformers return under this name.
+        """Return an output with :meth:`embed_texts` as ``pooler_output``, as in transformers.
 
         Args:
             input_ids: (B, L) int64.
             attention_mask: (B, L) int64, or None.
-
-        Returns:
-            An output with the embeddings (B, D) as ``pooler_output``.
         """
         return BaseModelOutputWithPooling(pooler_output=self.embed_texts(input_ids, attention_mask))
 
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed images and texts, as far as a batch holds them (see :meth:`LearningModel.embed_batch`)."""
+        """Embed the images and texts in a batch."""
         return self.embed_inputs(batch)
 
     def embed_inputs(self, batch: Batch) -> CompatOutput:
-        """Embed images and texts as :meth:`embed_images` and :meth:`embed_texts` do (see :meth:`LearningModel.embed_inputs`)."""
-        # images first: the draws of dropout are in this order
+        """Embed images and texts as in :meth:`embed_images` and :meth:`embed_texts`."""
+        # images first, because the order determines the random numbers of dropout
         kinds = {"text_embeds": "", "passage_embeds": "passage_", "negative_embeds": "negative_"}
         embeds = {"image_embeds": self.embed_images(batch["pixel_values"])} if "pixel_values" in batch else {}
         for name, kind in kinds.items():
@@ -232,15 +221,15 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @property
     def embed_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers between the encoder's features and the embedding, which is their output normalised.
+        """Return the layers from the encoder's features to the embedding before normalisation.
 
-        Each is an ``nn.Linear``, ``nn.LayerNorm`` or ``nn.GELU``. None where it takes more than such layers in a row.
+        Each is an ``nn.Linear``, ``nn.LayerNorm`` or ``nn.GELU``. None if the model is not a sequence of such layers.
         """
         return ()
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether the model, or what it is a map of, embeds texts."""
+        """Return whether the model, or the encoder of a map, embeds texts."""
         if self.encoder is not None:
             return self.encoder.has_text
         library = (self.config.encoder or {}).get("library")
@@ -251,7 +240,7 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @property
     def embeds_images(self) -> bool:
-        """Return whether the model, or what it is a map of, embeds images."""
+        """Return whether the model, or the encoder of a map, embeds images."""
         library = (self.config.encoder or {}).get("library")
         if library == "xcompat":
             inner = self._get_encoder()
@@ -262,20 +251,20 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
-        """Embed as the original new model does, bit for bit, inside the block."""
+        """Embed like the original new model, bit for bit, inside the block."""
         with self.encoder.adapters_disabled() if self.encoder is not None else nullcontext():
             yield
 
     def for_inference(self) -> Self:
-        """Return the model without what only training needs, in evaluation mode."""
+        """Return the model in evaluation mode, without training-only parts."""
         return self.requires_grad_(False).eval()
 
     def merge_adapters(self) -> Self:
-        """Fold LoRA into the encoder's weights: the same embeddings without the extra layers; prompts stay."""
+        """Merge LoRA into the encoder's weights, with the same embeddings. Prompts stay."""
         if self.encoder is not None and self.config.adapters is not None:
             self.encoder.merge_adapters()
             self.config.adapters = {**self.config.adapters, "lora": None}
-            self.config.weights = "all"  # the base's are no longer among them
+            self.config.weights = "all"  # merged weights differ from the base
         return self
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""How a compatible model is read and written: a transformers checkpoint, whole or without the weights of its base."""
+"""Checkpoints of compatible models, with or without the weights of their base."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from xcompat.models.query_memory import QueryMemory
 
 
 class CheckpointModel(PreTrainedModel):
-    """The part of :class:`~xcompat.models.base.CompatModel` that knows files."""
+    """Base class of :class:`~xcompat.models.base.CompatModel` for reading and writing."""
 
     encoder: Encoder | None
     _processor: Processor | None
     memory: QueryMemory | None
     revision: str | None = None
-    """The commit that a model from the Hub was loaded at; None for a folder's."""
+    """Commit of a model from the Hub; None for a folder."""
     _left_out: Set[str] = frozenset()
     _read_from: tuple[Any, dict[str, Any]] | None = None
-    """Where the weights came from, if they were read in another precision than they may have been saved in."""
+    """Source of the weights, if they were loaded with a dtype."""
 
     @classmethod
     def from_pretrained(
@@ -49,21 +49,20 @@ class CheckpointModel(PreTrainedModel):
         *model_args: Any,  # noqa: ANN401 - transformers' own
         **kwargs: Any,  # noqa: ANN401
     ) -> Self:
-        """Load a checkpoint (safetensors only); one that does not fit its own configuration is refused.
+        """Load a checkpoint (safetensors only) in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path: folder (of the model, or of a run that ended with it) or Hub name.
-            model_args: as transformers takes them.
-            kwargs: as transformers takes them; with ``dtype`` the whole model computes in that precision, the encoder of a map
-                included, and still gives float32 embeddings. Its fingerprint stays that of the checkpoint; what it saves, in that
-                precision, is another model.
+            pretrained_model_name_or_path: folder of a model or run, or Hub name.
+            model_args: as in transformers.
+            kwargs: as in transformers. With ``dtype``, the model (and a map's encoder) computes in that precision and returns
+                float32 embeddings. Its fingerprint stays that of the checkpoint, but saving it creates another model.
 
         Returns:
-            The model in evaluation mode (with loading information, when that was asked for).
+            The model (with loading information, if requested).
 
         Raises:
-            XcompatError: when a file has changed since it was saved, weights are missing, left over, of another shape, or not
-                safetensors, or the base that a checkpoint of adapters belongs to is missing or has changed.
+            XcompatError: a file has changed; weights are missing, unexpected, of another shape or not safetensors; or the base
+                of an adapter checkpoint is missing or has changed.
         """
         name = pretrained_model_name_or_path
         if name is not None and not kwargs.get("subfolder"):
@@ -87,13 +86,13 @@ class CheckpointModel(PreTrainedModel):
         if model._left_out:
             info["missing_keys"] = {*info["missing_keys"], *(model._left_out - model._take_from_base())}
         if model.encoder is not None:
-            model.encoder.rebuild_masks()  # transformers passes over modules whose weights were all in the file
+            model.encoder.rebuild_masks()  # transformers skips modules with all weights in the file
         own_memory(model)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
                 raise XcompatError(
-                    f"the checkpoint {name} does not fit its configuration: "
+                    f"the checkpoint {name} does not match its configuration: "
                     f"{len(info[kind])} {kind.replace('_', ' ')}, such as {some}"
                 )
         if model.memory is not None:
@@ -103,15 +102,15 @@ class CheckpointModel(PreTrainedModel):
         return loaded if with_info else model
 
     def _notice_role(self) -> None:
-        """Warn of a map that was learned on passages and maps queries, or the reverse, where the prompts of both differ."""
+        """Print a notice for a map fitted on passages that maps queries (or the reverse), if their prompts differ."""
         described = self.config.encoder or {}
         prompts = {role: described.get(f"{role}_prompt") for role in ("query", "passage")}
         learned = "query" if described.get("role") == QUERIES else "passage"
         mapped = "passage" if self.maps_galleries else "query"
         if self.embeds_in_memory and prompts["query"] != prompts["passage"] and mapped != learned:
             notice(
-                f"{self.name_or_path} maps embeddings of texts after the prompt {prompts[mapped]!r}, and learned from those "
-                f"after {prompts[learned]!r}: learn it anew on the role it is for (Embedder.for_queries gives that of queries)"
+                f"{self.name_or_path} maps embeddings with the prompt {prompts[mapped]!r}, but was fitted on embeddings with "
+                f"{prompts[learned]!r}: fit it again with the right prompt (Embedder.for_queries gives that of queries)"
             )
 
     @property
@@ -120,7 +119,7 @@ class CheckpointModel(PreTrainedModel):
         """Return the encoder's preprocessing."""
 
     def _unrounded(self) -> Self:
-        """Return the checkpoint as it was saved, if this model is nothing but that in another precision; else the model."""
+        """Return the saved checkpoint if this model has the same weights in another precision; otherwise the model."""
         if self._read_from is None:
             return self
         name, where = self._read_from
@@ -128,12 +127,12 @@ class CheckpointModel(PreTrainedModel):
             saved = type(self).from_pretrained(name, **where)
         except (OSError, XcompatError) as error:
             raise XcompatError(
-                f"{name}, from which this model was read in half precision, is not to be had, and by its weights both are known: "
-                f"{' '.join(str(error).split())}; bring it back, or load the model from where it is now"
+                f"cannot verify this half-precision model, because its source {name} is unavailable: "
+                f"{' '.join(str(error).split())}; restore it or load the model from its new location"
             ) from error
         own = self.state_dict()
         if saved.state_dict().keys() != own.keys():
-            saved.for_inference()  # as this one may have been brought to since
+            saved.for_inference()  # this model may lack its training-only parts
         weights = saved.state_dict()
         same = weights.keys() == own.keys() and all(torch.equal(weights[key].to(own[key].dtype), own[key].cpu()) for key in own)
         return saved if same else self
@@ -141,32 +140,30 @@ class CheckpointModel(PreTrainedModel):
     # ------------------------------------------------------------------------------------------------- writing
 
     def export(self, folder: str | Path) -> None:
-        """Write the finished model with everything that inference needs.
+        """Write the finished model with all parts for inference.
 
         Args:
-            folder: made if missing; ``from_pretrained`` reads it.
+            folder: output folder for ``from_pretrained``, created if missing.
         """
         self.save_pretrained(folder)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Write weights and configuration as transformers does, and the preprocessing of the encoder inside beside them.
-
-        A map's encoder is not inside: it, and its preprocessing, stay where the configuration names them.
+        """Write weights, configuration and, unless it is a map, the preprocessing of its encoder.
 
         Args:
-            save_directory: made if missing; ``from_pretrained`` reads it.
-            args: as transformers takes them.
-            kwargs: as transformers takes them.
+            save_directory: output folder for ``from_pretrained``, created if missing.
+            args: as in transformers.
+            kwargs: as in transformers.
 
         Raises:
-            XcompatError: the preprocessing is no longer where the model came from; its weights are written.
+            XcompatError: the preprocessing is no longer at the model's source; the weights are written.
         """
         if self.config.weights == "adapters":
             kwargs["state_dict"] = self._apart_from_base(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
         if is_main_process():
             open_weights(Path(save_directory))
-        is_known = self._processor is not None or bool(self.name_or_path)  # not of a model that a configuration alone made
+        is_known = self._processor is not None or bool(self.name_or_path)  # False for a model built from a configuration
         if self.encoder is not None and is_known and is_main_process():
             self.processor.save_pretrained(Path(save_directory))
         if is_main_process():
@@ -174,9 +171,9 @@ class CheckpointModel(PreTrainedModel):
             record_model(Path(save_directory))
 
     def _save_lora(self, folder: Path) -> None:
-        """Write the LoRA of a checkpoint without its base in PEFT's own format beside what :meth:`from_pretrained` reads.
+        """Write an additional copy of the LoRA in PEFT's format.
 
-        Not in place of it: PEFT's holds neither prompts nor heads, and transformers would load a folder with it by PEFT alone.
+        PEFT's format has no prompts or heads, and transformers would load such a folder with PEFT only.
         """
         adapters = AdapterConfig(**(self.config.adapters or {}))
         if self.config.weights == "adapters" and self.encoder is not None and adapters.lora is not None:
@@ -186,25 +183,22 @@ class CheckpointModel(PreTrainedModel):
 
     @abstractmethod
     def for_inference(self) -> Self:
-        """Return the model without what only training needs, in evaluation mode."""
+        """Return the model in evaluation mode, without training-only parts."""
 
     # -------------------------------------------------------------------------------------- adapters without their base
 
     def leave_out_base(self) -> Self:
-        """Save adapters, prompts and heads alone from now on: what differs from the base, which is named by its commit.
-
-        Returns:
-            The model.
+        """Set the model to save only adapters, prompts and heads, with the commit of its base.
 
         Raises:
             XcompatError: it has no adapters, or its base cannot be loaded.
-            FingerprintMismatchError: the base is another model now than the one it was trained on.
+            FingerprintMismatchError: the base has changed since training.
         """
         described = self.config.encoder
         if self.encoder is None:
-            raise XcompatError(f"{type(self).__name__} is a map over embeddings and holds no encoder: it is small as it is")
+            raise XcompatError(f"{type(self).__name__} is a map without encoder, so there is no base to leave out; save the map")
         if self.config.adapters is None:
-            raise XcompatError(f"{type(self).__name__} was trained without adapters: its whole encoder is new; save all of it")
+            raise XcompatError(f"{type(self).__name__} was trained without adapters, so its whole encoder is new; save all of it")
         if is_hub_name(described["name"]) and (found := look_up(described["name"], described.get("revision"))) is not None:
             self.config.encoder = {**described, "revision": found.commit}
         self._base_weights()
@@ -212,24 +206,24 @@ class CheckpointModel(PreTrainedModel):
         return self
 
     def _base_weights(self) -> dict[str, Tensor]:
-        """Load the weights of the encoder this model was made from, under the names they have inside it without adapters."""
+        """Load the base weights, with the names inside this model without adapters."""
         described = self.config.encoder
         name, revision = described["name"], described.get("revision")
         at = f"{name} at {revision}" if revision else name
         try:
             base, processor = load_encoder(EncoderSource.described(described))
         except XcompatError as error:
-            raise XcompatError(f"the base {at}, to which these adapters belong, is not to be had: {error}") from error
+            raise XcompatError(f"the base {at} of these adapters is unavailable: {error}") from error
         wanted, found = Fingerprint(described["fingerprint"], name), base.fingerprint(processor)
         if found != wanted:
             raise FingerprintMismatchError(
-                f"these adapters belong to {wanted}, but the base {at} is {found}; bring back the base they were trained on, or "
-                "use a checkpoint that holds all weights"
+                f"these adapters need {wanted}, but the base {at} is {found}; restore the base of their training, or "
+                "use a checkpoint with all weights"
             )
         return {f"encoder.{key}": tensor for key, tensor in base.state_dict().items()}
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:  # noqa: ANN401 - transformers' own
-        """Put aside what was left out of the checkpoint: transformers would warn of it, and it comes from the base."""
+        """Hide weights of the base from transformers' warning about missing keys."""
         super()._adjust_missing_and_unexpected_keys(loading_info)
         if self.config.weights == "adapters":
             self._left_out = {key for key in loading_info.missing_keys if key.startswith("encoder.model.")}
@@ -237,7 +231,7 @@ class CheckpointModel(PreTrainedModel):
 
     @torch.no_grad()
     def _take_from_base(self) -> set[str]:
-        """Fill the weights that the checkpoint left out; return which."""
+        """Load the missing weights from the base and return their names."""
         base, own = self._base_weights(), self.state_dict()
         taken = {key for key in self._left_out if _without_adapter(key) in base}
         for key in taken:
@@ -245,39 +239,33 @@ class CheckpointModel(PreTrainedModel):
         return taken
 
     def _apart_from_base(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that differ from the base's."""
+        """Return the weights that differ from the base."""
         base = self._base_weights()
 
         def is_same(key: str, tensor: Tensor) -> bool:
             original = base.get(_without_adapter(key))
-            return original is not None and torch.equal(original.to(tensor.dtype), tensor.cpu())  # as it is rounded when loaded
+            return original is not None and torch.equal(original.to(tensor.dtype), tensor.cpu())  # rounded as in loading
 
         return {key: tensor for key, tensor in weights.items() if not is_same(key, tensor)}
 
 
 def _require_whole_snapshot(name: str, **where: Any) -> None:  # noqa: ANN401 - as transformers takes them
-    """Refuse a model from the Hub whose files, as far as they were fetched, are not those that were pushed."""
+    """Raise if downloaded files of a Hub model differ from the pushed ones."""
     record = cached_file(name, CHECKSUMS, _raise_exceptions_for_missing_entries=False, **where)
     if record is not None:
         require_whole(Path(record).parent, in_part=True)
 
 
 def _without_adapter(key: str) -> str:
-    """Return the name of a weight before LoRA wrapped its layer."""
+    """Return the name of a weight without LoRA's wrapper."""
     return key.replace(".base_layer.", ".")
 
 
 def load_outside(described: dict[str, Any]) -> tuple[Any, Processor]:
-    """Load the frozen encoder that a map belongs to.
-
-    Args:
-        described: as ``config.encoder`` has it.
-
-    Returns:
-        The encoder, or the model of this library whose embeddings are mapped, and its preprocessing.
+    """Load the frozen encoder in ``config.encoder``, and its preprocessing.
 
     Raises:
-        FingerprintMismatchError: it is another one than the map was made for.
+        FingerprintMismatchError: the encoder has changed since the map was made.
     """
     name = described["name"]
     if described["library"] == "xcompat":

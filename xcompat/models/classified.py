@@ -1,4 +1,4 @@
-"""A backbone, a projection and a classifier: the shape of every vision-only method that trains the new model itself."""
+"""Base class of image methods with a backbone, a projection and a classifier."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ class ClassifiedConfig(BackboneConfig):
     """Configuration of :class:`ClassifiedModel`.
 
     Args:
-        classes: names of the C classes in the order of the labels; None for a model without a classifier.
-        extra_dim: e, dimensions appended to those of the old space.
-        head: how features are classified.
-        head_scale: s, the factor on cosines; None for the head's usual one.
-        head_margin: m of ArcFace and CosFace; None for the usual one.
-        keeps_classifier: whether a finished model of a method that trains its classifier on something else than the features has
-            that classifier all the same, brought to the features; an earlier version left it out.
-        triplet_weight: weight of batch-hard triplets of the same features, which are added to the classification loss, as
-            re-identification does; batches then hold equally many images of each of their classes.
-        triplet_margin: margin of these triplets, a distance between unit vectors; None for the usual 0.3.
+        classes: names of the C classes in the order of the labels; None for no classifier.
+        extra_dim: e, dimensions to append to those of the old space.
+        head: classifier of the features.
+        head_scale: s, factor on cosines; None for the head's default.
+        head_margin: m of ArcFace and CosFace; None for the default.
+        keeps_classifier: whether a finished model has a classifier of its features, even if training classifies other inputs.
+        triplet_weight: weight of batch-hard triplets, added to the classification loss as in re-identification; batches then
+            contain equally many images per class.
+        triplet_margin: margin of these triplets, a distance between unit vectors; None for 0.3.
     """
 
     classes: list[str] | None = None
@@ -55,7 +54,7 @@ class ClassifiedConfig(BackboneConfig):
 
 
 class ClassifiedModel(BackboneModel):
-    """A :class:`BackboneModel` with a classifier of its features; its first d dimensions are the old space."""
+    """:class:`BackboneModel` with a classifier; the first d dimensions of features are the old space."""
 
     config_class = ClassifiedConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels")
@@ -65,7 +64,7 @@ class ClassifiedModel(BackboneModel):
         super().__init__(config, encoder)
         self.classifier: ClassificationHead | None = None
         if config.triplet_weight < 0:
-            raise XcompatError(f"options.triplet_weight is {config.triplet_weight:g}; give a weight of 0 or more")
+            raise XcompatError(f"options.triplet_weight is {config.triplet_weight:g}; use 0 or more")
         if config.classes and ("classifier" not in self.only_for_training or config.keeps_classifier):
             self.classifier = self._head(config.embedding_dim)
         if config.for_training:
@@ -77,11 +76,11 @@ class ClassifiedModel(BackboneModel):
         super()._check_dims(config)
         dim, extra = config.embedding_dim, config.extra_dim
         if extra < 0:
-            raise XcompatError(f"options.extra_dim is {extra}; give a number of dimensions to append, or leave it out")
+            raise XcompatError(f"options.extra_dim is {extra}; use 0 or more")
         if cls.compares_with_old and config.old is not None and dim < config.old["dim"]:
             raise XcompatError(
-                f"the first dimensions of a new embedding stand for the {config.old['dim']} of the old one, and options.dim with "
-                f"options.extra_dim leaves {dim}; raise them, or leave dim out"
+                f"new embeddings need at least the {config.old['dim']} dimensions of the old ones, but options.dim and "
+                f"options.extra_dim give {dim}; increase them, or remove dim"
             )
 
     @classmethod
@@ -95,9 +94,9 @@ class ClassifiedModel(BackboneModel):
         """Start a method from a backbone.
 
         Args:
-            encoder: name, folder, source, or an encoder and its processor already loaded.
-            old: the old model: its name or folder, a folder of its stored embeddings or prototypes, or its ``describe_old()``.
-            options: the method's configuration; ``classes`` are the old model's unless given.
+            encoder: name, folder, source, or a loaded encoder and its processor.
+            old: the old model: name, folder of a model or of stored embeddings or prototypes, or ``describe_old()``.
+            options: configuration of the method; ``classes`` default to the old model's.
 
         Returns:
             The model in float32, in evaluation mode.
@@ -110,7 +109,7 @@ class ClassifiedModel(BackboneModel):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D: ``dim``, or the old model's dimension, or the backbone's width; plus ``extra_dim``."""
+        """Return ``dim`` (by default the old model's dimension, or the backbone's width) plus ``extra_dim``."""
         dim = cls.planned_dim(old["dim"] if old is not None and cls.compares_with_old else encoder.embedding_dim, options)
         assert dim is not None
         return dim
@@ -118,14 +117,12 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     @override
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
-        """Return D: ``dim``, or the usual dimension; plus ``extra_dim``."""
         base = options["dim"] if options.get("dim") is not None else usual
         return int(base + options.get("extra_dim", cls.config_class.extra_dim)) if base is not None else None
 
     @classmethod
     @override
     def check_plan(cls, old_dim: int, options: Mapping[str, Any]) -> None:
-        """Refuse a dimension smaller than the old model's."""
         if cls.compares_with_old:
             old = describe_old(Fingerprint.from_string("planned"), old_dim)
             dim = cls.planned_dim(old_dim, options)
@@ -135,7 +132,7 @@ class ClassifiedModel(BackboneModel):
     @classmethod
     @override
     def balances_batches(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether the loss has triplets."""
+        """Return whether the loss uses triplets."""
         return options.get("head") == "triplet" or bool(options.get("triplet_weight"))
 
     @classmethod
@@ -146,23 +143,23 @@ class ClassifiedModel(BackboneModel):
         for name in {"scale", "margin"} - numbers_of_head(head):
             yield f"head_{name}", f"a {head} head has no {name}"
         if head == "triplet":
-            yield "triplet_weight", "it adds triplets to a classification loss, and head: triplet is one of triplets alone"
+            yield "triplet_weight", "head: triplet has no classification loss to add triplets to"
         if not options["triplet_weight"]:
-            yield "triplet_margin", "it changes nothing without triplet_weight"
+            yield "triplet_margin", "it has no effect without triplet_weight"
 
     def build_for_training(self) -> None:
-        """Make the modules named in ``only_for_training``."""
+        """Build the modules in ``only_for_training``."""
 
     def classifier_of_features(self) -> Tensor | None:
-        """Return the rows (C, D) that give a feature vector the logits of the classifier; None if it has no rows.
+        """Return classifier rows (C, D) for feature vectors, or None.
 
-        The next model of a chain can be trained to be compatible with them (``old_weights: classifier``).
+        The next model of a chain can be trained with them (``old_weights: classifier``).
         """
         return self.classifier.weight if self.classifier is not None else None
 
     @override
     def export(self, folder: str | Path) -> None:
-        """Write the finished model with a classifier of its features, and without the parts that only training needs."""
+        """Write the finished model with a classifier of its features, without training-only parts."""
         brought = self.config.for_training and "classifier" in self.only_for_training
         rows_CD = self.classifier_of_features() if brought else None
         self.for_inference()
@@ -180,20 +177,19 @@ class ClassifiedModel(BackboneModel):
 
     @property
     def stores_view(self) -> bool:
-        """Return False: a gallery holds whole embeddings, and their first dimensions are the older versions' spaces."""
+        """Return False: galleries contain whole embeddings, which start with the older spaces."""
         return False
 
     def old_features(self, features_BD: Tensor) -> Tensor:
-        """Return the first d dimensions of features, which are compared with old embeddings."""
+        """Return the first d dimensions, for comparison with old embeddings."""
         return features_BD[:, : self.config.old["dim"]]
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss."""
         return self.classification_loss(output["features"], batch["labels"])
 
     def classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
-        """Return the new classifier's loss on new features, and that of their triplets if these have a weight."""
+        """Return the classification loss of new features, plus the weighted triplet loss."""
         assert self.classifier is not None
         loss: Tensor = self.classifier(features_BD, labels_B)
         if not self.config.triplet_weight:

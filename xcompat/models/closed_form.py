@@ -1,4 +1,4 @@
-"""Linear maps that are solved, not trained: methods of their own, and the start of trained maps."""
+"""Linear maps in closed form."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from xcompat.encoders.base import Encoder
 from xcompat.models.mapped import MappedConfig, MappedModel
 from xcompat.models.old_knowledge import Rows
 
-BLOCK = 8192  # rows whose copies in float64 are in memory at a time
+BLOCK = 8192  # rows per block of float64 copies
 STRIPS = 4
 
 
 @dataclass(frozen=True)
 class Moments:
-    """First and second moments of paired embeddings, summed in float64 over batches, so that any number of rows fits in memory.
+    """First and second moments of paired embeddings, summed in float64 over batches of any number of rows.
 
     Args:
         count: number of pairs N.
@@ -44,13 +44,10 @@ class Moments:
 
     @classmethod
     def of(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
-        """Sum over paired embeddings in one pass.
+        """Compute the moments of paired embeddings in one pass.
 
         Args:
             batches: pairs of new (B, D) and old (B, d) embeddings of the same samples, L2-normalised.
-
-        Returns:
-            Their moments.
 
         Raises:
             XcompatError: there are no pairs.
@@ -61,7 +58,7 @@ class Moments:
             parts = [new.sum(0), old.sum(0), _gram(new), new.T @ old, _gram(old)]
             count, sums = count + len(new), list(map(torch.add, sums, parts)) if sums else parts
         if not count:
-            raise XcompatError("a closed-form map needs paired embeddings to be solved from, and there are none")
+            raise XcompatError("a closed-form map needs paired embeddings, but there are none; check both models' embeddings")
         return cls(count, *sums)
 
     def means(self) -> tuple[Tensor, Tensor]:
@@ -69,14 +66,14 @@ class Moments:
         return self.new_D / self.count, self.old_d / self.count
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Return the covariance of new embeddings (D, D) and the cross-covariance of new and old embeddings (D, d)."""
+        """Return the covariance of new embeddings (D, D) and their cross-covariance with old embeddings (D, d)."""
         new_mean_D, old_mean_d = self.means()
         covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
         return covariance_DD, self.new_old_Dd / self.count - torch.outer(new_mean_D, old_mean_d)
 
 
 def _gram(rows_BD: Tensor) -> Tensor:
-    """Return XᵀX by strips of its upper triangle: with 4 of them 5/8 of the products of all of it."""
+    """Return XᵀX. Computing strips of the upper triangle takes 5/8 of the products."""
     dim = rows_BD.shape[1]
     gram_DD = rows_BD.new_empty(dim, dim)
     for strip in torch.arange(dim).tensor_split(STRIPS):
@@ -88,13 +85,13 @@ def _gram(rows_BD: Tensor) -> Tensor:
 
 
 def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return argmin ‖XW + b − Y‖² + λ‖W‖² over W of at most a rank (Hoerl and Kennard 1970; Izenman 1975).
+    """Return argmin ‖XW + b − Y‖² + λ‖W‖² over W with limited rank (Hoerl and Kennard 1970; Izenman 1975).
 
-    With C = Cov(X) + λI and W = C⁻¹Cov(X, Y), the loss of any other W' is the loss of W plus tr (W − W')ᵀC(W − W'). The best W'
-    of rank r is therefore W·V·Vᵀ with V the first r eigenvectors of WᵀCW; cutting the singular values of W itself ignores C.
+    With C = Cov(X) + λI and W = C⁻¹Cov(X, Y), any other W' has an additional loss of tr (W − W')ᵀC(W − W'). The best W' of rank
+    r is W·V·Vᵀ with V the first r eigenvectors of WᵀCW, not W's truncated singular values.
 
     Args:
-        moments: of the pairs (X, Y); X are the new embeddings.
+        moments: moments of the pairs (X, Y); X are the new embeddings.
         regularisation: λ in units of the mean variance of the new dimensions.
         rank: r; None for full rank.
 
@@ -121,15 +118,15 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
     """Return argmax tr(WᵀXᵀY) over W with orthonormal columns (rows, if d > D): UVᵀ of XᵀY = USVᵀ (Schönemann 1966).
 
     Args:
-        moments: of the pairs (X, Y); X are the new embeddings.
-        centre: whether X and Y are centred first; the bias then moves the mean of X to the mean of Y.
-        scale: whether W is multiplied by argmin_s ‖s·XW − Y‖² = tr S / tr WᵀXᵀXW (Schönemann and Carroll 1970).
+        moments: moments of the pairs (X, Y); X are the new embeddings.
+        centre: whether to centre X and Y first; the bias then maps the mean of X to the mean of Y.
+        scale: whether to multiply W by argmin_s ‖s·XW − Y‖² = tr S / tr WᵀXᵀXW (Schönemann and Carroll 1970).
 
     Returns:
         Weight (D, d) and bias (d,), float64.
 
     Raises:
-        XcompatError: the embeddings are all equal, and a scale is asked for.
+        XcompatError: scale is requested, but the embeddings are all equal.
     """
     new_new_DD, new_old_Dd = moments.centred() if centre else (moments.new_new_DD, moments.new_old_Dd)
     left, singular, right = torch.linalg.svd(new_old_Dd, full_matrices=False)
@@ -144,14 +141,11 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
 
 
 def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield blocks of paired embeddings without the rows of unreadable samples.
+    """Yield blocks of paired embeddings, (B, D) and (B, d) float32, without unreadable samples.
 
     Args:
-        new_ND: embeddings of the new model; NaN where unreadable.
+        new_ND: embeddings of the new model; NaN if unreadable.
         old_Nd: embeddings of the old model, of the same samples.
-
-    Yields:
-        (B, D) and (B, d) float32.
     """
     for start in range(0, len(new_ND), BLOCK):
         new_BD, old_Bd = (torch.from_numpy(np.array(side[start : start + BLOCK], np.float32)) for side in (new_ND, old_Nd))
@@ -162,7 +156,7 @@ def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]
 
 
 class ClosedFormModel(MappedModel):
-    """A solved map ``normalise(x @ weight + bias)`` from the source space into the target space (see :class:`MappedModel`)."""
+    """Linear map ``normalise(x @ weight + bias)`` in closed form (see :class:`MappedModel`)."""
 
     is_solved = True
 
@@ -174,16 +168,16 @@ class ClosedFormModel(MappedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the precision of the map, for which transformers goes through all parameters at every query."""
+        """Return the dtype of the map. Transformers would check all parameters for every query."""
         return self.weight.dtype
 
     def set_trainable(self) -> None:
-        """Freeze everything; the map is solved."""
+        """Freeze all parameters."""
         self.requires_grad_(False)
 
     @override
     def map(self, embeds: Tensor) -> Tensor:
-        # one query takes about as long as its calls: these are what F.normalize(embeds @ weight + bias) comes to
+        # equals F.normalize(embeds @ weight + bias), with fewer calls, which take most of the time of a query
         mapped = torch.addmm(self.bias, embeds, self.weight).float()
         return mapped / torch.linalg.vector_norm(mapped, dim=-1, keepdim=True).clamp_min(1e-12)
 
@@ -195,7 +189,7 @@ class ClosedFormModel(MappedModel):
         return (layer,)
 
     def take(self, weight_ST: Tensor, bias_T: Tensor) -> Self:
-        """Become the map of a weight (S, T) and a bias (T,)."""
+        """Set the weight (S, T) and the bias (T,)."""
         with torch.no_grad():
             self.weight.copy_(weight_ST)
             self.bias.copy_(bias_T)
@@ -203,17 +197,16 @@ class ClosedFormModel(MappedModel):
 
 
 class LeastSquaresModel(ClosedFormModel):
-    """A closed form of the moments of pairs."""
+    """Linear map computed from the moments of pairs."""
 
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Solve for the map in one pass over the pairs."""
         return self.fit_moments(Moments.of(self.ordered(new, old) for new, old in batches))
 
     def fit_moments(self, moments: Moments) -> Self:
-        """Solve for the map from the moments of the pairs; their "new" side is the source, "old" the target."""
+        """Solve for the map. The "new" side of the moments is the source, "old" the target."""
         return self.take(*self.solve(moments))
 
     @abstractmethod
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        """Return weight (S, T) and bias (T,) from moments as :meth:`fit_moments` takes them."""
+        """Return weight (S, T) and bias (T,) from moments as in :meth:`fit_moments`."""

@@ -1,4 +1,4 @@
-"""Compressed embeddings: faiss's codecs, and an inverted file over codes that it does not copy."""
+"""Compressed embeddings with faiss codecs, and an inverted file that reads codes in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CENTROIDS = 256  # per byte of a product quantiser
 
 
 class Codec:
-    """A faiss codec of vectors; a checkpoint holds its learned parameters as a row of floats.
+    """Faiss codec of vectors; checkpoints store its parameters as a row of floats.
 
     Args:
         name: one of :data:`CODECS`.
@@ -37,27 +37,27 @@ class Codec:
         try:
             self.index = faiss.index_factory(dim, name, faiss.METRIC_INNER_PRODUCT)
         except RuntimeError:
-            raise XcompatError(f"codec {name} does not fit embeddings of {dim} dimensions; take {CODECS}, a divisor") from None
+            raise XcompatError(f"codec {name} does not fit embeddings of {dim} dimensions; use {CODECS} (a divisor)") from None
         if name.startswith("PQ"):
-            self.index.do_polysemous_training = False  # takes minutes, for a kind of search that is not used here
-            self.index.pq.cp.min_points_per_centroid = 1  # with its default of 39 faiss prints a warning for each byte
+            self.index.do_polysemous_training = False  # takes minutes, for an unused kind of search
+            self.index.pq.cp.min_points_per_centroid = 1  # the default of 39 causes a warning per byte
         self.size = int(self.index.sa_code_size())
         self.n_learned = dim * _LEARNED.get(name, _CENTROIDS)
         self.fewest = _CENTROIDS if name.startswith("PQ") else 1
 
     def train(self, embeds_ND: NDArray[np.float32]) -> Tensor:
-        """Learn the codec's parameters from embeddings (N, D); return them as float32."""
+        """Learn the parameters from embeddings (N, D) and return them as float32."""
         import faiss
 
         if not self.dim:
             return torch.empty(0)
         if len(embeds_ND) < self.fewest:
-            raise XcompatError(f"a product quantiser takes {self.fewest} entries to learn from, and there are {len(embeds_ND)}")
+            raise XcompatError(f"a product quantiser needs at least {self.fewest} entries, not {len(embeds_ND)}; use SQ8")
         self.index.train(np.ascontiguousarray(embeds_ND))
         return torch.from_numpy(faiss.vector_to_array(learned_of(self.index)))
 
     def restore(self, learned_F: NDArray[np.float32]) -> Codec:
-        """Set the codec's learned parameters."""
+        """Set the learned parameters."""
         import faiss
 
         if self.dim:
@@ -70,12 +70,12 @@ class Codec:
         return self.index.sa_encode(np.ascontiguousarray(embeds_ND)) if self.dim else np.empty((len(embeds_ND), 0), np.uint8)
 
     def decode(self, codes_NB: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the embeddings (N, D) that codes stand for."""
+        """Return the embeddings (N, D) of codes."""
         return self.index.sa_decode(codes_NB) if self.dim else np.empty((len(codes_NB), 0), np.float32)
 
 
 def learned_of(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
-    """Return faiss's vector of the learned parameters of an index's codec."""
+    """Return faiss's vector of learned codec parameters."""
     return index.sq.trained if hasattr(index, "sq") else index.pq.centroids
 
 
@@ -85,18 +85,18 @@ def open_lists(
     """Build an inverted file around existing codes, without training, encoding or copying.
 
     Args:
-        name: the codec of residuals, the differences between embeddings and their list's centroid.
-        centroids_LD: the centroid of each list.
-        learned_F: the codec's learned parameters.
-        codes_KB: codes, list by list; the caller must keep them alive, because the index reads them in place.
-        sizes_L: the number of entries of each list, K in all.
+        name: codec of residuals (differences between embeddings and their list's centroid).
+        centroids_LD: centroid of each list.
+        learned_F: learned parameters of the codec.
+        codes_KB: codes, list by list; the index reads them in place, so the caller must keep them alive.
+        sizes_L: number of entries of each list, K in total.
 
     Returns:
-        A faiss index by inner product; its ids are rows of the codes.
+        A faiss index with inner product; ids are rows of the codes.
     """
     import faiss
 
-    assert codes_KB.flags.c_contiguous and sum(sizes_L) == len(codes_KB), "faiss would read what is not there"
+    assert codes_KB.flags.c_contiguous and sum(sizes_L) == len(codes_KB), "faiss would read invalid memory"
     count, dim = centroids_LD.shape
     index = faiss.index_factory(dim, f"IVF{count},{name}", faiss.METRIC_INNER_PRODUCT)
     assert index.code_size == codes_KB.shape[1]
@@ -106,7 +106,7 @@ def open_lists(
     lists, views = faiss.ArrayInvertedLists(count, 1), faiss.MaybeOwnedVectorUInt8Vector()
     start = 0
     for number, size in enumerate(sizes_L):
-        lists.resize(number, size)  # ids, and one placeholder byte each; swap() below puts the codes in their place
+        lists.resize(number, size)  # ids and one placeholder byte each, replaced by the swap() below
         view = faiss.MaybeOwnedVectorUInt8()
         if size:
             faiss.rev_swig_ptr(lists.get_ids(number), size)[:] = np.arange(start, start + size)

@@ -1,4 +1,4 @@
-"""What every compatible model's ``config.json`` says."""
+"""Configuration of compatible models (``config.json``)."""
 
 from __future__ import annotations
 
@@ -18,56 +18,53 @@ from xcompat.encoders.build_limits import check_config
 from xcompat.score_scale import ScoreScales, Thresholds
 
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
-"""What transformers itself writes into every configuration or passes to it."""
+"""Keys that transformers adds to configurations."""
 
 Compares = Literal["cosine", "l2"]
-"""How embeddings are compared: by cosine, of length 1, or by L2 distance, of any length."""
+"""Metric of embeddings: cosine of unit vectors, or L2 distance of vectors of any length."""
 QUERIES = "queries"
-"""The role, in the description of an encoder, of a model that put before texts what it puts before queries."""
+"""Role of an encoder that used the prompt of queries."""
 _OF_A_VERSION = {"name", "fingerprint", "dim"}
 
 
 @cache
 def _choices(config: type) -> dict[str, tuple[Any, ...]]:
-    """Return the values that each option with a fixed set of them may have."""
+    """Return the valid values of options with a fixed set."""
     hints = get_type_hints(config, localns={"torch": torch})  # torch: in transformers' own hints
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 @cache
 def _ranges(config: type) -> dict[str, TypeAdapter[Any]]:
-    """Return what reads each option that declares a range."""
+    """Return validators of options with a range."""
     plain, full = (get_type_hints(config, localns={"torch": torch}, include_extras=more) for more in (False, True))
     return {name: TypeAdapter(hint) for name, hint in full.items() if hint != plain[name] and name not in _TRANSFORMERS_KEYS}
 
 
 class CompatConfig(PreTrainedConfig):
-    """What every compatible model's ``config.json`` says.
+    """Configuration of a compatible model.
 
     Args:
-        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` and ``dim`` (unadapted);
-            of a model of texts also its prompts, and ``role`` if a map was learned from its embeddings of queries.
-        old: the model to stay compatible with: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and
-            ``compatible_with``, the earlier versions whose galleries share its space.
-        embedding_dim: D, the dimension of what :meth:`CompatModel.embed_images` returns.
-        adapters: LoRA and prompts on the encoder, as :class:`~xcompat.encoders.AdapterConfig`.
-        weights: what the checkpoint holds; ``adapters`` for what differs from the encoder's own weights alone, which are those of
-            ``encoder["name"]`` at ``encoder["revision"]``.
-        logit_scale: fixed factor on cosine similarities in a loss that has one; "τ = 2.6592" in XBT is its logarithm.
-        memory: what queries, or mapped galleries, remember: ``entries``, ``sharpness``, ``share`` and, if true, ``confident`` of
-            :class:`~xcompat.models.query_memory.QueryMemory`; see :meth:`CompatModel.remember`.
-        score_scales: how scores against the model's own embeddings compare with scores against old ones:
-            :class:`~xcompat.score_scale.ScoreScales`; left out if None.
-        thresholds: old score thresholds and those that replace them: :class:`~xcompat.score_scale.Thresholds`; left out if None.
-        old_share: weight of the old model's query on the arc between both (:func:`~xcompat.heads.slerp`), if the model was
-            chosen to search together with the old one; left out if None.
-        rerank_old_weight: weight of old scores in a re-ranking, chosen on held-out items; left out if None.
-        started_from: the map that `xcompat map --start-from` took: ``name``, ``revision``, ``fingerprint``; left out if None.
-        service: the service whose embeddings a map was fitted on: its ``name``, the ``function`` that asked it, and the
-            ``sketch`` of its answers to a few test texts; left out if None.
+        encoder: the new encoder: ``library``, ``name``, ``revision``, ``config``, ``fingerprint`` and ``dim`` (without
+            adapters); for text models also prompts, and ``role`` if a map was fitted on query embeddings.
+        old: the old model: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and ``compatible_with`` (earlier versions in its
+            space).
+        embedding_dim: D, the dimension of :meth:`CompatModel.embed_images`.
+        adapters: :class:`~xcompat.encoders.AdapterConfig` of the encoder.
+        weights: contents of the checkpoint: ``all``, or ``adapters`` for the differences from ``encoder["name"]`` at
+            ``encoder["revision"]``.
+        logit_scale: fixed factor on cosines in the loss; XBT's "τ = 2.6592" is its logarithm.
+        memory: settings of the :class:`~xcompat.models.query_memory.QueryMemory` (:meth:`CompatModel.remember`): ``entries``,
+            ``sharpness``, ``share``, and ``confident`` if true.
+        score_scales: :class:`~xcompat.score_scale.ScoreScales` between scores of old and new gallery embeddings, or None.
+        thresholds: :class:`~xcompat.score_scale.Thresholds`, old score thresholds and their replacements, or None.
+        old_share: weight of the old query in searches with both models (:func:`~xcompat.heads.slerp`), or None.
+        rerank_old_weight: weight of old scores in re-ranking, chosen on the validation split, or None.
+        started_from: map of `xcompat map --start-from`: ``name``, ``revision``, ``fingerprint``, or None.
+        service: embedding service of a map: ``name``, ``function``, and ``sketch`` of its embeddings of test texts, or None.
 
     Raises:
-        XcompatError: for an unknown key, or a value that is none of those a key has, naming the nearest known one.
+        XcompatError: a key or value is unknown; the error contains the nearest known one.
     """
 
     model_type: ClassVar[str] = "xcompat"
@@ -87,7 +84,7 @@ class CompatConfig(PreTrainedConfig):
     service: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - any JSON value
-        """Refuse what transformers would accept silently, then let it set up the rest."""
+        """Raise on options that transformers would silently accept."""
         known = {field.name for field in fields(type(self))}
         check_config({name: getattr(self, name) for name in known} | kwargs, type(self).__name__)
         for key in kwargs:
@@ -100,8 +97,8 @@ class CompatConfig(PreTrainedConfig):
         for version in [self.old, *(self.old.get("compatible_with") or [])] if isinstance(self.old, dict) else []:
             if not isinstance(version, dict) or _OF_A_VERSION - version.keys():
                 raise XcompatError(
-                    f"{type(self).__name__} knows an older model only in part: a version has {', '.join(sorted(_OF_A_VERSION))}, "
-                    "as describe_old gives it"
+                    f"{type(self).__name__} has an incomplete old model: each version needs {', '.join(sorted(_OF_A_VERSION))}; "
+                    "use describe_old"
                 )
         if self.score_scales is not None:
             ScoreScales.read(self.score_scales)
@@ -110,11 +107,7 @@ class CompatConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def require_ranges(self) -> None:
-        """Refuse values out of the ranges that options declare; a model that was made with one can still be loaded.
-
-        Raises:
-            XcompatError: naming the option, its range and the value.
-        """
+        """Raise if a value is out of range; loading accepts such values."""
         for name, reader in _ranges(type(self)).items():  # type: ignore[arg-type] # mypy asks the instances for a hash
             try:
                 reader.validate_python(given := getattr(self, name))
@@ -122,7 +115,7 @@ class CompatConfig(PreTrainedConfig):
                 raise XcompatError(f"{type(self).__name__}, {name}: {error.errors()[0]['msg']} (found {given!r})") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all keys but those that most models do not have."""
+        """Return all keys, without optional keys that are None."""
         written = super().to_dict()
         for optional in ("score_scales", "thresholds", "old_share", "rerank_old_weight", "started_from", "service"):
             if getattr(self, optional) is None:
@@ -135,7 +128,7 @@ class CompatConfig(PreTrainedConfig):
         pretrained_model_name_or_path: str | os.PathLike[str],
         **kwargs: Any,  # noqa: ANN401 - transformers' own
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a configuration as transformers does, from the folder of a run too."""
+        """Read a configuration as in transformers, also from a run folder."""
         name = pretrained_model_name_or_path
         return super().get_config_dict(name if kwargs.get("subfolder") else model_folder(name), **kwargs)
 
@@ -143,16 +136,13 @@ class CompatConfig(PreTrainedConfig):
 def describe_old(
     fingerprint: Fingerprint, dim: int, logit_scale: float | None = None, compatible_with: list[Fingerprint] | None = None
 ) -> dict[str, Any]:
-    """Describe an old model for ``CompatConfig.old``.
+    """Return the description of an old model for ``CompatConfig.old``, as JSON-like dictionary.
 
     Args:
         fingerprint: its identity and name.
         dim: d, the dimension of its embeddings.
-        logit_scale: the scale it was trained with, if known.
+        logit_scale: scale of its training, if known.
         compatible_with: earlier versions whose galleries share its space.
-
-    Returns:
-        A JSON-like dictionary.
     """
     earlier = [{"name": version.name, "fingerprint": version.digest, "dim": dim} for version in compatible_with or []]
     return {

@@ -1,4 +1,4 @@
-"""Which old embeddings of a class are credible: those near its centre."""
+"""Credible old embeddings: those near the centre of their class."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from xcompat.core.errors import XcompatError
 from xcompat.models.old_knowledge import Rows
 
 _ROWS = 16384
-"""Embeddings at once."""
+"""Embeddings per block."""
 
 
 def credible_mask(embeds_ND: Rows, labels_N: NDArray[np.integer], keep: float = 0.9) -> NDArray[np.bool_]:
-    """Leave out the old embeddings that are farthest from the centre of their class (MixBCT §3.4, denoising).
+    """Return a mask without the old embeddings farthest from the centre of their class (MixBCT §3.4, denoising).
 
-    Embeddings are L2-normalised per sample, then each dimension is L2-normalised over the data set, and the distance to the
-    class's mean is Euclidean, as in the authors' public code. Equally far samples are kept in the order of the data; distances
-    are compared to nine decimals, in units of a dimension's root mean square, so that rounding errors do not decide.
+    Embeddings are L2-normalised per sample, then each dimension over the data set; distances to the class mean are Euclidean
+    (as in the authors' code). Distances are rounded to nine decimals, in units of a dimension's root mean square; ties keep the
+    order of the data.
 
     Args:
-        embeds_ND: old embeddings of the training set, which may be memory-mapped: memory holds one block of them, the distances
-            and the C class centres in float64. A row with NaN is an unreadable sample.
-        labels_N: integer class of each, of any values and in any order.
-        keep: share of each class that is credible, in (0, 1].
+        embeds_ND: old embeddings, optionally memory-mapped. Rows with NaN are unreadable samples.
+        labels_N: integer classes, any values in any order.
+        keep: share of each class to keep, in (0, 1].
 
     Returns:
-        (N,) bool, true for exactly ⌈keep·n⌉ of the n readable samples of each class.
+        (N,) bool, true for ⌈keep·n⌉ of the n readable samples of each class.
 
     Raises:
         XcompatError: lengths differ, there is no sample, or ``keep`` is out of range.
@@ -41,14 +40,14 @@ def credible_mask(embeds_ND: Rows, labels_N: NDArray[np.integer], keep: float = 
     """
     labels = np.asarray(labels_N)
     if len(embeds_ND) != len(labels) or not len(labels):
-        raise XcompatError(f"credible samples need one label for each embedding; found {len(embeds_ND)} and {len(labels)}")
+        raise XcompatError(f"credible samples need a label per embedding; found {len(labels)} for {len(embeds_ND)} embeddings")
     if not 0 < keep <= 1:
-        raise XcompatError(f"the credible share of a class is above 0 and at most 1, not {keep}; MixBCT's is 0.9")
+        raise XcompatError(f"the credible share of a class must be above 0 and at most 1, not {keep}; MixBCT uses 0.9")
     codes_N = np.unique(labels, return_inverse=True)[1]
     distances_N = _distances_to_centres(embeds_ND, codes_N)
     readable_N = np.isfinite(distances_N)
     counts_C = np.bincount(codes_N, weights=readable_N).astype(np.int64)
-    # 0.55 * 100 is a little above 55, and its ceiling must not be 56
+    # 0.55 * 100 is slightly above 55, but its ceiling must be 55
     kept_C = np.ceil(np.round(keep * counts_C, 6)).astype(np.int64)
     order_N = np.lexsort((distances_N, codes_N))  # by class, then nearest first, unreadable ones last; stable
     starts_C = np.searchsorted(codes_N[order_N], np.arange(len(counts_C)))
@@ -58,7 +57,7 @@ def credible_mask(embeds_ND: Rows, labels_N: NDArray[np.integer], keep: float = 
 
 
 def _distances_to_centres(embeds_ND: Rows, codes_N: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return each sample's rounded distance to the centre of its class, NaN for unreadable ones, in two passes over the data."""
+    """Return rounded distances to class centres, NaN for unreadable samples."""
     dim, classes = embeds_ND.shape[1], int(codes_N.max()) + 1
     squares_D = np.zeros(dim)
     sums_CD = torch.zeros(classes, dim, dtype=torch.float64)
@@ -80,7 +79,6 @@ def _distances_to_centres(embeds_ND: Rows, codes_N: NDArray[np.int64]) -> NDArra
 
 
 def _unit_blocks(embeds_ND: Rows) -> Iterator[tuple[slice, NDArray[np.float64]]]:
-    """Yield blocks of L2-normalised rows in float64; a row of zeros stays zero."""
     for start in range(0, len(embeds_ND), _ROWS):
         rows = slice(start, start + _ROWS)
         rows_BD = np.asarray(embeds_ND[rows], np.float64)

@@ -1,4 +1,4 @@
-"""A frozen model in the role of the old or the new one, whatever it is made of."""
+"""Frozen models that compute embeddings."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from xcompat.models.old_knowledge import rows_by_class
 
 @dataclass
 class Embedder:
-    """A model that embeds, in one of its spaces: what caches and evaluations need of it (a :class:`FrozenModel`).
+    """Frozen model that embeds in one of its spaces (a :class:`FrozenModel`).
 
-    A compatible model takes this role with what its gallery holds (:meth:`CompatModel.stored`): its view of the old space, or an
-    embedding whose first dimensions are that space, so that galleries of a chain of updates fit together.
+    For a compatible model, this is usually the space of its gallery (:meth:`CompatModel.stored`), so that a chain of updates
+    stays compatible.
 
     Args:
-        model: an encoder, a compatible model, or the penultimate features of one.
+        model: an encoder, a compatible model, or penultimate features.
         processor: its preprocessing.
         fingerprint: its identity in that space.
-        dim: dimension of what :meth:`embed` returns.
-        logit_scale: scale of its own training, if known.
+        dim: dimension of :meth:`embed`.
+        logit_scale: scale of its training, if known.
         compatible_with: versions whose galleries share its space.
-        reads: what it embeds of an image with a caption; a text encoder has captions (BT² §4.7).
-        autocast: half precision to compute in where that loses little; None for the precision of the weights.
-        space: in which :meth:`embed` gives its embeddings.
-        passages: the model with the prompt of passages, if this one has that of queries (:meth:`for_queries`).
+        reads: whether it embeds the image or the caption of a captioned image (captions for text encoders, BT² §4.7).
+        autocast: half precision for computing; None for the dtype of the weights.
+        space: space of :meth:`embed`.
+        passages: the same model with the prompt of passages, if this one is :meth:`for_queries`.
     """
 
     model: Encoder | CompatModel | Penultimate
@@ -59,60 +59,57 @@ class Embedder:
     passages: Embedder | None = None
 
     def __post_init__(self) -> None:
-        """Lay convolutions out as they are fastest; embeddings differ by rounding."""
+        """Use the fastest memory layout of convolutions; embeddings differ by rounding."""
         torch.nn.Module.to(self.model, memory_format=torch.channels_last)
 
     @classmethod
     def of(cls, model: CompatModel, space: Space, autocast: torch.dtype | None = None) -> Embedder:
-        """Take a compatible model by what it embeds itself, or by what its galleries hold.
+        """Return the embedder of a compatible model.
 
         Args:
             model: frozen, in evaluation mode.
-            space: which of the two.
-            autocast: half precision to compute in; None for the precision of the weights.
-
-        Returns:
-            The model in that role.
+            space: ``own`` for the model's embeddings, ``stored`` for its gallery's.
+            autocast: half precision for computing; None for the dtype of the weights.
         """
         if space == "own":
             return cls(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim, autocast=autocast)
-        # queries of a model that maps galleries, and new items of these, are the plain new model's
+        # a model that maps galleries embeds queries and new items like the plain new model
         shared = [] if model.maps_galleries else model.compatible_with
         scale, known = model.config.logit_scale, (model.stored_fingerprint(), model.stored_dim)
         return cls(model, model.processor, *known, scale, shared, autocast=autocast, space="stored")
 
     @property
     def name(self) -> str:
-        """Return what people call the model."""
+        """Return the model's display name."""
         return self.fingerprint.name
 
     @property
     def version(self) -> Fingerprint:
-        """Return the identity of what its galleries store, which are passages."""
+        """Return the fingerprint of stored embeddings, i.e. of passages."""
         return (self.passages or self).fingerprint
 
     @property
     def metric(self) -> Compares:
-        """Return how its embeddings are compared."""
+        """Return the metric of the embeddings."""
         return self.model.metric if isinstance(self.model, CompatModel) else "cosine"
 
     @property
     def device(self) -> torch.device:
-        """Return where the model computes."""
+        """Return the model's device."""
         return next(self.model.parameters()).device
 
     @property
     def classes(self) -> list[str]:
-        """Return the names of the classes that the model learned to tell apart, in the order of its classifier."""
+        """Return the class names in the order of the classifier; empty without classes."""
         return list(getattr(getattr(self.model, "config", None), "classes", None) or [])
 
     @torch.inference_mode()
     def embed(self, batch: Mapping[str, Tensor], space: Space | None = None) -> Tensor:
-        """Embed one batch of images (``pixel_values``) or texts (``input_ids``).
+        """Embed a batch of images (``pixel_values``) or texts (``input_ids``).
 
         Args:
-            batch: from the processor.
-            space: another space than the embedder's own.
+            batch: batch of the processor.
+            space: space of the embeddings, by default the embedder's.
 
         Returns:
             (B, d) float32, L2-normalised.
@@ -122,10 +119,9 @@ class Embedder:
             return self.model.embed(batch, space or self.space).float()
 
     def for_queries(self) -> Embedder:
-        """Return the model with the prompt of queries; itself, unless it puts another before queries than before passages.
+        """Return the model with the prompt of queries, if it differs from that of passages.
 
-        Its embeddings have an identity of their own, so that caches of queries and of passages are kept apart. A gallery's
-        version is that of the passages.
+        Query embeddings have a separate fingerprint for caches. A gallery's version is that of passages.
         """
         processor = self.processor.for_queries()
         if processor is self.processor:
@@ -133,27 +129,27 @@ class Embedder:
         return replace(self, processor=processor, fingerprint=self.fingerprint.derived(QUERIES), passages=self)
 
     def lookup(self, ids: Sequence[str]) -> None:
-        """See :meth:`FrozenModel.lookup`: this model computes."""
+        """Return None, because this model computes embeddings."""
 
     def require_model(self, otherwise: str) -> Embedder:
-        """See :meth:`FrozenModel.require_model`: here it is."""
+        """Return the embedder itself."""
         return self
 
     def require_embeddings(self, method: str) -> None:
-        """See :meth:`FrozenModel.require_embeddings`: whoever computes has them all."""
+        """Do nothing, because this model computes all embeddings."""
 
     def prototypes_of(self, classes: Sequence[str]) -> None:
-        """See :meth:`FrozenModel.prototypes_of`: they are the means of what is embedded."""
+        """Return None, because prototypes are the means of embeddings."""
 
     def classifier_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """See :meth:`FrozenModel.classifier_of`."""
+        """Return classifier rows of ``classes`` (C, d), NaN for missing ones; None without a classifier."""
         classifier = getattr(self.model, "classifier", None)
         if classifier is None or classifier.weight is None or not self.classes:
             return None
         return rows_by_class(classifier.weight, self.classes, classes)
 
     def describe_old(self) -> dict[str, Any]:
-        """Describe this model as the old one of a configuration; versions before it keep their own dimensions."""
+        """Return this model's description for ``CompatConfig.old``; earlier versions keep their dimensions."""
         described = describe_old(self.version, self.dim, self.logit_scale)
         if (revision := getattr(self.model, "description", {}).get("revision")) is not None:
             described["revision"] = revision
@@ -169,11 +165,7 @@ class Embedder:
         return described
 
     def describe_encoder(self) -> dict[str, Any]:
-        """Describe this model as the encoder of a configuration, so that a map over its embeddings can load it later.
-
-        A model that puts another prompt before queries has one fingerprint, that of its passages, and says the ``role`` it was
-        taken in.
-        """
+        """Return this model's description for ``CompatConfig.encoder``: the fingerprint of passages, and ``role`` for queries."""
         model: Any = self.model
         known = {**model.description, "fingerprint": self.version.digest, "dim": self.dim}
         if self.metric == "l2":
@@ -184,15 +176,12 @@ class Embedder:
 def load_embedder(
     source: EncoderSource | str, device: torch.device | str = "cpu", autocast: torch.dtype | None = None
 ) -> Embedder:
-    """Load any model that embeds: an encoder of a supported library, or a checkpoint of this one.
+    """Load a frozen model that embeds: an encoder of a supported library, or an xcompat checkpoint.
 
     Args:
-        source: name, folder (of a model, or of a run that ended with one), or source with revision.
-        device: where to compute.
-        autocast: half precision to compute in; None for the precision of the weights.
-
-    Returns:
-        The frozen model in evaluation mode.
+        source: name, folder of a model or run, or source with revision.
+        device: device of the model.
+        autocast: half precision for computing; None for the dtype of the weights.
     """
     source = require_model(source)
     if is_checkpoint(source.name, source.revision):
@@ -204,39 +193,30 @@ def load_embedder(
 
 
 def load_checkpoint(source: EncoderSource | str) -> CompatModel:
-    """Load a model of this library; the encoder that a map belongs to is loaded when the map first embeds.
+    """Load a frozen xcompat model, without training-only parts. The encoder of a map is loaded on first use.
 
     Args:
-        source: name, folder (of a model, or of a run that ended with one), or source with revision.
-
-    Returns:
-        The frozen model in evaluation mode, without what only training needs.
+        source: name, folder of a model or run, or source with revision.
 
     Raises:
-        XcompatError: there is none.
+        XcompatError: there is no xcompat model.
     """
     source = require_own(source)
     if not is_checkpoint(source.name, source.revision):
         raise XcompatError(f"{source.name} {NOT_OWN}")
     source.require_reads_texts()
     if source.image_size is not None:
-        raise XcompatError(f"{source.name} reads images of the size it was trained with; leave out its image_size")
+        raise XcompatError(f"{source.name} reads images of the size it was trained with; remove image_size")
     with reading_model(source.name, source.revision):
         model: CompatModel = AutoModel.from_pretrained(source.name, revision=source.revision or "main")
     return model.for_inference()
 
 
 def penultimate(embedder: Embedder) -> Embedder:
-    """Embed images by what a model's last linear layer reads, under an identity of its own, so that caches keep both apart.
-
-    Args:
-        embedder: the frozen model.
-
-    Returns:
-        The same model, giving (B, P) features that are not normalised.
+    """Return an embedder of penultimate features (B, P), not normalised, with a separate fingerprint.
 
     Raises:
-        XcompatError: its embedding does not come out of a linear layer.
+        XcompatError: the last layer is not linear.
     """
     model = Penultimate(embedder.model, embedder.name)
     return Embedder(
@@ -245,7 +225,7 @@ def penultimate(embedder: Embedder) -> Embedder:
 
 
 def is_checkpoint(name: str, revision: str | None = None) -> bool:
-    """Return whether a folder or Hub name holds a model of this library (a local folder is not looked up on the Hub).
+    """Return whether a folder or Hub name is an xcompat model.
 
     Args:
         name: folder or Hub name, also ``NAME@REVISION``.
@@ -264,5 +244,5 @@ def is_checkpoint(name: str, revision: str | None = None) -> bool:
         return str(PreTrainedConfig.get_config_dict(name, revision=revision or "main")[0].get("model_type", "")).startswith(
             "xcompat"
         )
-    except OSError:  # not there, or of another library: whoever loads it says so
+    except OSError:  # missing, or another library's; loading the model reports the error
         return False

@@ -1,4 +1,4 @@
-"""A frozen model in a recipe's role (old or new): a model that embeds, or the stored embeddings of a lost one."""
+"""Frozen models in a recipe: a model that embeds, or stored embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xcompat.vectors import is_stored
 
 
 class FrozenModel(Protocol):
-    """The interface of a model whose embeddings do not change, for caches, methods and evaluations.
+    """Interface of a model with fixed embeddings.
 
     :class:`~xcompat.models.embedder.Embedder` computes embeddings; :class:`~xcompat.models.stored.StoredModel` looks them up.
     """
@@ -27,65 +27,62 @@ class FrozenModel(Protocol):
     fingerprint: Fingerprint
     dim: int
     reads: Literal["images", "captions"]
-    """Whether the model embeds the image or the caption of a captioned image."""
+    """Whether to embed the image or the caption of a captioned image."""
 
     @property
     def metric(self) -> Compares:
-        """Return how the model's embeddings are compared."""
+        """Return the metric of the embeddings."""
 
     @property
     def name(self) -> str:
-        """Return the model's name for people."""
+        """Return the model's display name."""
 
     @property
     def classes(self) -> list[str]:
-        """Return the names of the model's classes in its own order; empty if it has none."""
+        """Return the class names in the model's order; empty without classes."""
 
     def lookup(self, ids: Sequence[str]) -> Rows | None:
-        """Find the stored embeddings of images.
+        """Return the stored embeddings of images.
 
         Args:
-            ids: the ids of the images.
+            ids: image ids.
 
         Returns:
-            (len(ids), d) float32, L2-normalised, read when they are asked for; None from a model that computes embeddings.
+            (len(ids), d) float32, L2-normalised, read on demand; None for a model that computes embeddings.
 
         Raises:
             XcompatError: an id has no stored embedding.
         """
 
     def require_model(self, otherwise: str) -> Embedder:
-        """Return the model that embeds, or refuse.
+        """Return the model that embeds, or raise.
 
         Args:
-            otherwise: the error message after the model's name, if only stored embeddings exist.
+            otherwise: error message after the model's name.
 
         Raises:
-            XcompatError: only stored embeddings exist.
+            XcompatError: there are only stored embeddings.
         """
 
     def require_embeddings(self, method: str) -> None:
-        """Refuse a method, by its name, that learns from embeddings if only prototypes are stored."""
+        """Raise for a method that needs embeddings if there are only prototypes."""
 
     def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return stored prototypes in the order of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
+        """Return stored prototypes of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
 
     def classifier_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return the classifier's rows in the order of ``classes`` (C, d), NaN for missing ones; None without a classifier."""
+        """Return classifier rows of ``classes`` (C, d), NaN for missing ones; None without a classifier."""
 
     def describe_old(self) -> dict[str, Any]:
         """Return this model's description for ``CompatConfig.old``."""
 
 
 def load_frozen(source: EncoderSource | str, device: torch.device | str = "cpu") -> FrozenModel:
-    """Load a model that embeds, or the stored embeddings or prototypes of one that is lost.
+    """Load a frozen model: a model that embeds, or a folder of stored embeddings or prototypes.
 
     Args:
-        source: as :func:`~xcompat.models.embedder.load_embedder` takes it, or a folder of embeddings or prototypes.
-        device: where to compute.
-
-    Returns:
-        The frozen model.
+        source: as in :func:`~xcompat.models.embedder.load_embedder`, or the folder.
+        device: device of the model.
     """
     name = source if isinstance(source, str) else source.name
     return StoredModel(name) if is_stored(name) else load_embedder(source, device)

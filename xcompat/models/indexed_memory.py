@@ -1,4 +1,4 @@
-"""Memories of very many entries: they are stored as codes, and a query reads the nearest alone."""
+"""Query memories with many entries: stored as codes, searched with faiss."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_setting
 from xcompat.vectors import CODECS, is_codec
 
 FIRST, NEAREST, PROBES = 128, 256, 128
-"""Dimensions of a key that the index compares, entries that the softmax runs over, and lists that a search visits."""
+"""Default key dimensions in the index, entries in the softmax, and lists per search."""
 _LISTS, _PER_LIST, _ROUNDS = 8192, 50, 10  # most lists, training samples per list, and rounds of k-means
-_SAMPLED = 2**16  # least training samples of the codecs, if there are as many entries
+_SAMPLED = 2**16  # minimum training samples of the codecs, if there are enough entries
 _ROWS = 2**15  # entries read at a time
 IN_NO_GRAPH = (
-    "what these queries remember is looked up by faiss, which no graph holds: keep its entries as they are with --memory-codec "
-    "float32 (memory_codec in a recipe), or leave them out with model.remember(model.memory.metric_alone())"
+    "a compressed query memory uses faiss and cannot be exported: make the map with --memory-codec float32 (memory_codec in a "
+    "recipe), or remove the entries with model.remember(model.memory.metric_alone())"
 )
 Read = Callable[[NDArray[np.int64]], Tensor]
-"""Reads the keys or values (n, dim), float32, of entries given by their numbers (n,), ascending."""
+"""Reads keys or values (n, dim) float32 by ascending entry numbers (n,)."""
 
 
 def described(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryMemory:
-    """Build an empty memory from a configuration's settings.
+    """Build an empty memory from its settings.
 
     Args:
-        settings: as :attr:`QueryMemory.settings` gives them.
+        settings: as in :attr:`QueryMemory.settings`.
         new_dim: D.
         old_dim: d.
 
@@ -44,22 +44,20 @@ def described(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryM
         XcompatError: a setting is unknown, missing or out of range.
     """
     if not isinstance(settings, Mapping):
-        raise XcompatError(f"memory is {settings!r}; it has {', '.join(QueryMemory.LEAST)}")
+        raise XcompatError(f"memory is {settings!r}; it must be a mapping with {', '.join(QueryMemory.LEAST)}")
     kind = IndexedMemory if "codec" in settings else QueryMemory
     refuse_settings(settings, kind.LEAST)
     if kind is IndexedMemory and not is_codec(settings["codec"]):
-        raise XcompatError(f"memory.codec is {settings['codec']!r}; it is {CODECS}")
+        raise XcompatError(f"memory.codec is {settings['codec']!r}; use {CODECS}")
     return kind(new_dim, old_dim, **settings)
 
 
 class IndexedMemory(QueryMemory):
-    """A memory whose softmax runs over the nearest entries alone, which faiss finds in an inverted file of codes.
+    """Memory with a softmax over the nearest entries only, found with a faiss inverted file of codes.
 
-    Keys are rotated onto their principal axes, so that the first dimensions hold most of their variance; the key metric rotates
-    queries likewise. The index sees those first dimensions alone, which takes a fraction of the time; the other dimensions then
-    complete the cosines of the entries it finds. Entries are stored list by list, and the first part of a key is the centroid of
-    its list plus its decoded residual. Faiss reads codes in place; the first search copies codes from a GPU to the CPU.
-    Where faiss is the one for GPUs, these find the lists when a memory is made.
+    Keys are rotated onto their principal axes. The index compares the first dimensions, with most of the variance; the others
+    complete the cosines of the entries found. Entries are stored list by list: the first part of a key is its list's centroid
+    plus a decoded residual. Faiss reads codes in place, on the CPU. With faiss-gpu, GPUs compute the lists.
 
     Args:
         new_dim: D.
@@ -68,11 +66,11 @@ class IndexedMemory(QueryMemory):
         sharpness: β.
         share: λ.
         confident: whether the memory is calibrated (:meth:`confidence`).
-        codec: of keys and values, one of :data:`~xcompat.models.codes.CODECS`.
-        first: most dimensions of a key that the index compares.
+        codec: codec of keys and values in :data:`~xcompat.models.codes.CODECS`.
+        first: maximum key dimensions in the index.
         lists: L, the number of lists.
-        nearest: k, the number of entries that the softmax runs over.
-        probes: the number of lists that a search visits.
+        nearest: k, the number of entries in the softmax.
+        probes: number of lists per search.
     """
 
     LEAST: ClassVar = {**QueryMemory.LEAST, "entries": 1, "codec": None, "first": 1, "lists": 1, "nearest": 1, "probes": 1}
@@ -108,23 +106,19 @@ class IndexedMemory(QueryMemory):
         self._opened_at: tuple[Any, _Opened] | None = None
 
     def _codecs(self) -> dict[str, Codec]:
-        """Return untrained codecs for the first dimensions of keys, the rest of keys, and values."""
         dims = {"first": self.first, "rest": self.dims[0] - self.first, "value": self.dims[1]}
         return {name: Codec(self.codec, dim) for name, dim in dims.items()}
 
     @classmethod
     def of(cls, entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str) -> Self:
-        """Encode entries, which need not fit into memory: after a sample of both, keys are read twice and values once.
+        """Encode entries, which need not fit into memory, with default metric, gate, sharpness and share.
 
         Args:
             entries: K.
-            keys: reads keys, L2-normalised, in the key metric.
+            keys: reads L2-normalised keys in the key metric.
             values: reads values.
-            key_metric: brings queries to the keys' space.
+            key_metric: metric between queries and keys.
             codec: as in the class.
-
-        Returns:
-            The memory, with the default metric, gate, sharpness and share.
 
         Raises:
             XcompatError: there are too few entries for the codec, or it does not fit their dimensions.
@@ -175,10 +169,7 @@ class IndexedMemory(QueryMemory):
         return self._nearest(new_BD)[0]
 
     def _nearest(self, new_BD: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
-        """Return the cosines (B, k) to the nearest keys, in no order, and the rows of their codes.
-
-        Where the visited lists hold fewer than k entries, the first code fills up with a cosine of -1.
-        """
+        """Return unsorted cosines (B, k) to the nearest keys, and their code rows (row 0 and cosine -1 for missing keys)."""
         if torch.compiler.is_exporting():
             raise XcompatError(IN_NO_GRAPH)
         opened, keyed_BD = self._open(), self.key_metric(new_BD).detach().cpu()
@@ -202,7 +193,7 @@ class IndexedMemory(QueryMemory):
 
     @override
     def check(self) -> None:
-        """Refuse codes and lists that do not fit each other; faiss would read beyond their end.
+        """Raise if codes and lists do not match, because faiss would read invalid memory.
 
         Raises:
             XcompatError: a tensor contradicts the settings.
@@ -216,12 +207,12 @@ class IndexedMemory(QueryMemory):
         sizes_L = self.sizes_L
         if not alike or not 0 <= sizes_L.min() <= sizes_L.max() <= self.entries or int(sizes_L.sum()) != self.entries:
             raise XcompatError(
-                f"what these queries remember is damaged: lists and codes of its {self.entries:,} entries do not fit each other; "
-                "bring the checkpoint back as it was"
+                f"the query memory is damaged: lists and codes of its {self.entries:,} entries do not match; "
+                "restore the checkpoint"
             )
 
     def _open(self) -> _Opened:
-        """Return the index and the codecs; they are rebuilt if a tensor has changed."""
+        """Return the index and codecs, rebuilt if a tensor has changed."""
         tensors = {name: tensor for name, tensor in self.named_buffers(recurse=False) if name not in ("gate", "calibration")}
         state = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors.values()]
         if self._opened_at is None or self._opened_at[0] != state:
@@ -236,19 +227,19 @@ class IndexedMemory(QueryMemory):
         return self._opened_at[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out faiss's objects, which :meth:`_open` rebuilds."""
+        """Exclude faiss objects, which :meth:`_open` rebuilds."""
         return self.__dict__ | {"_opened_at": None}
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A memory's searchable index, with the codec and the codes of each part (``first``, ``rest``, ``value``)."""
+    """Searchable index, with the codec and codes of each part (``first``, ``rest``, ``value``)."""
 
     index: Any  # a faiss inverted file, which reads the first codes in place
     codecs: dict[str, Codec]
     codes: dict[str, NDArray[np.uint8]]
 
     def read(self, part: str, rows_Bk: NDArray[np.int64]) -> Tensor:
-        """Decode some rows (B, k) of a part: (B, k, dim) float32."""
+        """Decode rows (B, k) of a part: (B, k, dim) float32."""
         decoded = self.codecs[part].decode(self.codes[part][rows_Bk.ravel()])
         return torch.from_numpy(decoded).view(*rows_Bk.shape, decoded.shape[1])

@@ -1,4 +1,4 @@
-"""The base of maps between two fixed spaces, solved or trained: queries into the old space, or galleries into the new one."""
+"""Base class of maps between two fixed spaces."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class MappedConfig(CompatConfig):
 
 
 class MappedModel(CompatModel):
-    """A map from a source space to a target space; one is the new model's and one the old model's.
+    """Map between the new and the old model's space.
 
     Args:
         config: the configuration.
-        encoder: the frozen new encoder for later inference, not part of the checkpoint.
+        encoder: frozen new encoder for later inference, not part of the checkpoint.
     """
 
     config_class = MappedConfig
@@ -50,42 +50,38 @@ class MappedModel(CompatModel):
     @classmethod
     @override
     def maps_galleries_with(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether the direction is old_to_new."""
         return options.get("direction", cls.config_class.direction) == "old_to_new"
 
     def ordered(self, new: Side, old: Side) -> tuple[Side, Side]:
-        """Return the source's side and the target's side of two things."""
+        """Return the source's and the target's value of a pair."""
         return (old, new) if self.maps_galleries else (new, old)
 
     @abstractmethod
     def map(self, embeds: Tensor) -> Tensor:
-        """Map embeddings of the source (B, S) into the target (B, T), L2-normalised."""
+        """Map source embeddings (B, S) to target embeddings (B, T), L2-normalised."""
 
     @override
     def nearest_view(self, embeds: Tensor) -> Tensor:
-        """Map new embeddings into the old space."""
         return self.map(embeds.to(self.dtype))
 
     @property
     @override
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """Return None, unless a subclass names its layers."""
         return None
 
     @override
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space; with ``new_to_old`` return them unchanged."""
+        """Map stored old embeddings into the new space; unchanged with ``new_to_old``."""
         return self.map(old_embeds.to(self.dtype)) if self.maps_galleries else old_embeds
 
 
 class LearnedMapModel(MappedModel):
-    """A map that is trained."""
+    """Map that is trained."""
 
     loss_of_embeddings = True
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Map the source embeddings."""
         self.require_columns(batch, self.embedded)
         (source,) = self.embedded
         return CompatOutput(image_embeds=self.map(batch[source].to(self.dtype)))

@@ -1,4 +1,4 @@
-"""The old model's knowledge for a method: its embeddings of the training set, its class prototypes, its classifier."""
+"""Knowledge about the old model: training set embeddings, class prototypes and classifier."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from xcompat.core.errors import XcompatError
 
 OldWeights: TypeAlias = Literal["prototypes", "classifier", "both"]
-"""What classifies compatible embeddings."""
+"""Frozen rows that classify compatible embeddings."""
 ROWS = 65536
 ONLY_PROTOTYPES = (
-    "{} needs an old embedding of every training image, and only class prototypes are known; "
-    "give the old model or its embeddings, or take a method that learns from prototypes (bct, oca)"
+    "{} needs an old embedding of every training image, but there are only class prototypes; "
+    "provide the old model or its embeddings, or use a method that trains with prototypes (bct, oca)"
 )
 
 
 class Rows(Protocol):
-    """Embeddings read by row: an array, or a cache on disk that need not fit into memory."""
+    """Embeddings readable by row: an array, or a cache on disk."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,16 +39,14 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class OldKnowledge:
-    """Everything that is known of the old model on the new training set; unknown parts are None.
-
-    A user may have the old model itself, only its stored embeddings, or only a prototype of each class.
+    """Everything known about the old model on the new training set; unknown parts are None.
 
     Args:
-        n_classes: C, the number of classes of the new training set.
-        labels_N: int64 class of every training sample; empty without a label per sample.
-        embeddings_Nd: float32 old embeddings of the training samples, L2-normalised; a row of NaN is an unreadable image.
-        classifier_Cd: rows of the frozen old classifier in the new class order, NaN for classes the old model never learned.
-        given_prototypes_Cd: prototypes given instead of embeddings, NaN for classes without one.
+        n_classes: C, number of classes in the new training set.
+        labels_N: int64 class of every training sample; empty if unknown.
+        embeddings_Nd: float32 old embeddings of the training samples, L2-normalised; rows of NaN are unreadable images.
+        classifier_Cd: rows of the frozen old classifier in the new class order, NaN for new classes.
+        given_prototypes_Cd: prototypes from a file instead of embeddings, NaN for classes without prototype.
     """
 
     n_classes: int
@@ -58,7 +56,7 @@ class OldKnowledge:
     given_prototypes_Cd: NDArray[np.float32] | None = None
 
     def prototypes(self) -> NDArray[np.float32]:
-        """Return each class's mean old embedding (C, d), not normalised, NaN for classes without a readable sample.
+        """Return the mean old embedding per class (C, d), not normalised, NaN for classes without a readable sample.
 
         Raises:
             XcompatError: neither embeddings nor prototypes are known.
@@ -66,18 +64,11 @@ class OldKnowledge:
         if self.given_prototypes_Cd is not None:
             return self.given_prototypes_Cd
         if self.embeddings_Nd is None:
-            raise XcompatError("class prototypes need old embeddings of the training images, or prototypes given as a file")
+            raise XcompatError("class prototypes need old embeddings of the training images, or a file of prototypes")
         return class_means(self.embeddings_Nd, self.labels_N, self.n_classes)
 
     def embeddings(self, method: str) -> Rows:
-        """Return the old embeddings of the training samples (N, d).
-
-        Args:
-            method: the name of the method that needs them, for the error.
-
-        Raises:
-            XcompatError: only prototypes are known.
-        """
+        """Return the old embeddings of the training samples (N, d), or raise with the method's name."""
         if self.embeddings_Nd is None:
             raise XcompatError(ONLY_PROTOTYPES.format(method))
         return self.embeddings_Nd
@@ -86,7 +77,7 @@ class OldKnowledge:
         """Return the frozen rows that classify compatible embeddings.
 
         Args:
-            kind: ``prototypes``, ``classifier``, or ``both``: prototypes stand in for the rows that the classifier lacks.
+            kind: ``prototypes``, ``classifier``, or ``both`` (prototypes replace missing rows of the classifier).
 
         Returns:
             (C, d) float32, NaN for classes without a row.
@@ -98,29 +89,26 @@ class OldKnowledge:
             return torch.from_numpy(np.array(self.prototypes()))
         if self.classifier_Cd is None:
             raise XcompatError(
-                f"old_weights is {kind}, but the old model has no classifier (it is no checkpoint trained on classes); "
+                f"old_weights is {kind}, but the old model has no classifier (it was not trained on classes); "
                 "set options.old_weights to prototypes"
             )
         rows_Cd = torch.from_numpy(np.array(self.classifier_Cd))
         if kind == "classifier":
             return rows_Cd
         lacking_C = rows_Cd.isnan().any(dim=1)
-        # a mean of unit embeddings is shorter than a trained row, and without a scale products depend on lengths
+        # means of unit embeddings are shorter than trained rows, and unscaled products depend on lengths
         length = rows_Cd[~lacking_C].norm(dim=1).mean() if not lacking_C.all() else 1.0
         standing_in_Cd = F.normalize(torch.from_numpy(np.array(self.prototypes())), dim=1) * length
         return torch.where(lacking_C[:, None], standing_in_Cd, rows_Cd)
 
 
 def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> NDArray[np.float32]:
-    """Average embeddings per class, in float64 and in blocks, so that memory-mapped embeddings need not fit into memory.
+    """Return mean embeddings per class (C, d) float32, NaN for empty classes, computed in float64 and in blocks.
 
     Args:
-        embeds_Nd: float embeddings; rows of NaN are left out.
-        labels_N: their classes, in [0, C).
+        embeds_Nd: float embeddings; rows of NaN are skipped.
+        labels_N: classes in [0, C).
         n_classes: C.
-
-    Returns:
-        (C, d) float32, NaN for classes without a sample.
 
     Example:
         >>> class_means(np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.array([0, 0, 2]), 3).tolist()
@@ -138,14 +126,11 @@ def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) ->
 
 
 def samples_of_classes(labels_N: NDArray[np.int64], n_classes: int) -> list[NDArray[np.int64]]:
-    """List the samples of each class, in order.
+    """Return the sample numbers of each class, C arrays in ascending order.
 
     Args:
-        labels_N: classes, in [0, C).
+        labels_N: classes in [0, C).
         n_classes: C.
-
-    Returns:
-        C arrays of indices.
 
     Example:
         >>> [samples.tolist() for samples in samples_of_classes(np.array([2, 0, 2]), 3)]
@@ -156,7 +141,7 @@ def samples_of_classes(labels_N: NDArray[np.int64], n_classes: int) -> list[NDAr
 
 
 def rows_by_class(weights_Kd: Tensor, old_classes: Sequence[str], new_classes: Sequence[str]) -> NDArray[np.float32]:
-    """Bring the rows of an old classifier into the new class order, by name.
+    """Return old classifier rows in the new class order, matched by name.
 
     Args:
         weights_Kd: (K, d) rows of the old classifier.
@@ -164,7 +149,7 @@ def rows_by_class(weights_Kd: Tensor, old_classes: Sequence[str], new_classes: S
         new_classes: C names.
 
     Returns:
-        (C, d) float32, NaN for classes that the old classifier lacks; old classes that are not among the new ones are left out.
+        (C, d) float32, NaN for classes without an old row.
 
     Example:
         >>> rows_by_class(torch.eye(2), ["a", "b"], ["b", "c"]).tolist()

@@ -1,4 +1,4 @@
-"""The contrast of texts with what they search: images, or passages and mined negatives."""
+"""Contrastive loss of texts and searched items."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 def pair_contrast(output: CompatOutput, batch: Batch, scale: Tensor | float) -> Tensor:
-    """Return the contrastive loss of texts with what they search.
+    """Return the contrastive loss of texts and searched items (images, or passages and mined negatives), a scalar.
 
     Args:
         output: embeddings of both.
-        batch: with ``passage_ids`` and perhaps ``negative_ids``, if passages are searched.
+        batch: for passages with ``passage_ids`` and optionally ``negative_ids``.
         scale: factor on cosines.
-
-    Returns:
-        Scalar.
     """
     mined = output.negative_embeds, batch.get("negative_ids")
     return clip_contrastive_loss(output["text_embeds"], output.searched, scale, batch.get("passage_ids"), *mined)

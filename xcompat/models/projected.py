@@ -1,4 +1,4 @@
-"""Models with φ: alone, or on top of an encoder as in XBT and its direct baselines."""
+"""Models with a projection φ, alone or on an encoder (XBT and its baselines)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TrainedPart = Literal["none", "layer_norm", "all"]
 
 
 class PhiModel(CompatModel):
-    """A model whose view of the old space is φ of its embeddings."""
+    """Model whose view of the old space is φ of its embeddings."""
 
     def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -34,7 +34,6 @@ class PhiModel(CompatModel):
 
     @override
     def nearest_view(self, embeds: Tensor) -> Tensor:
-        """Map new embeddings into the old space: φ."""
         return self.projection(embeds)
 
     @property
@@ -47,8 +46,8 @@ class ProjectedConfig(CompatConfig):
     """Configuration of an encoder with φ.
 
     Args:
-        train_encoder: which of the encoder's own weights train in addition to its adapters.
-        train_projection: which weights of φ train.
+        train_encoder: encoder weights to train in addition to adapters.
+        train_projection: weights of φ to train.
     """
 
     train_encoder: TrainedPart = "none"
@@ -56,11 +55,11 @@ class ProjectedConfig(CompatConfig):
 
 
 class ProjectedModel(PhiModel):
-    """An encoder, its adapters and φ; a subclass writes the :meth:`loss`.
+    """Encoder with adapters and φ; subclasses implement :meth:`loss`.
 
     Args:
         config: the configuration.
-        encoder: an encoder already loaded; built without weights from the configuration if None.
+        encoder: loaded encoder; by default built from the configuration, without weights.
     """
 
     config_class = ProjectedConfig
@@ -72,11 +71,10 @@ class ProjectedModel(PhiModel):
     @classmethod
     @override
     def trains_encoder(cls, options: Mapping[str, Any]) -> bool:
-        """Return whether the configuration names some of them."""
         return options.get("train_encoder", cls.config_class.train_encoder) != "none"
 
     def set_trainable(self) -> None:
-        """Freeze everything except adapters, prompts and the parts that the configuration names."""
+        """Freeze everything except adapters, prompts and the configured parts."""
         adapters = {id(parameter) for parameter in self.encoder.adapter_parameters()}
         for part, which in ((self.encoder, self.config.train_encoder), (self.projection, self.config.train_projection)):
             norms = {id(p) for layer in part.modules() if isinstance(layer, nn.LayerNorm) for p in layer.parameters()}
@@ -87,14 +85,13 @@ class ProjectedModel(PhiModel):
 
     @override
     def start_from(self, projection: nn.Module) -> None:
-        """Copy the weights of a pretrained φ."""
         self.projection.load_state_dict(projection.get_submodule("projection").state_dict())
 
     def self_view(self, embeds: Tensor) -> Tensor:
-        """Return φ of own embeddings: the loss trains that space, and the paper's new/new compares in it."""
+        """Return φ of own embeddings, which the loss trains and the paper compares in new/new."""
         return self.projection(embeds)
 
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Return synthetic old embeddings φ(v_new), φ(w_new) (XBT Eqn. 4; see :meth:`CompatModel.embed_batch`)."""
+        """Return synthetic old embeddings φ(v_new), φ(w_new) (XBT Eqn. 4)."""
         own = super().embed_batch(batch)
         return CompatOutput(**{name: self.projection(embeds) for name, embeds in own.items()})

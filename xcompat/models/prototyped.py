@@ -1,4 +1,4 @@
-"""The base of methods that classify new features by the old model's frozen weights: class prototypes or its classifier."""
+"""Base class of methods with frozen old classifier weights: class prototypes or the old model's classifier."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class PrototypedConfig(ClassifiedConfig):
     """Configuration of :class:`PrototypedModel`.
 
     Args:
-        compat_weight: λ, the weight of the loss against the old weights.
-        old_weights: the frozen row of each class: ``prototypes``, its mean old embedding in the new training set;
-            ``classifier``, its row in the old model's classifier; or ``both``, that row, and for classes that the old model never
-            learned their prototype, brought to the rows' mean length. Samples of classes without a row do not enter that loss.
-        old_scale: factor on cosines between features and old weights; None for plain dot products, which also depend on both
-            lengths: prototypes of unit embeddings are shorter than 1. With ``metric: l2`` they are always dot products.
+        compat_weight: λ, weight of the loss against the old weights.
+        old_weights: frozen row of each class: ``prototypes`` (mean old embedding in the new training set), ``classifier`` (row
+            in the old classifier), or ``both`` (classifier row; for classes without one, the prototype with the mean length of
+            the rows). The loss skips samples of classes without a row.
+        old_scale: factor on cosines between features and old weights; None for dot products, which depend on lengths
+            (prototypes of unit embeddings are shorter than 1). Ignored with ``metric: l2``, which always uses dot products.
     """
 
     compat_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -33,7 +33,7 @@ class PrototypedConfig(ClassifiedConfig):
 
 
 class PrototypedModel(ClassifiedModel):
-    """A classified model that holds a frozen row for each class that the old model knows."""
+    """Classified model with a frozen row per class of the old model."""
 
     config_class = PrototypedConfig
     made_by_prepare = ("old_weights_Cd",)
@@ -44,19 +44,18 @@ class PrototypedModel(ClassifiedModel):
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
         yield from super().unread_options(options, on_captions)
         if options["metric"] == "l2":
-            yield "old_scale", "cosines, whose factor it is, do not see the lengths that metric: l2 compares"
+            yield "old_scale", "metric: l2 compares dot products, not cosines"
 
     @property
     def old_scale(self) -> float | None:
-        """Return the factor on cosines with old weights; None for dot products, which see lengths as L2 distances do."""
+        """Return the factor on cosines with old weights; None for dot products."""
         return None if self.metric == "l2" else self.config.old_scale
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Keep the frozen rows."""
         weights_Cd = old.weights(self.config.old_weights)
         if not weights_Cd.isfinite().any():
-            raise XcompatError("no class of the training set is known to the old model; is it the right one?")
+            raise XcompatError("the old model knows no class of the training set; check that it is the right model")
         self.old_weights_Cd = weights_Cd.to(self.device)
 
     def old_classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
@@ -66,5 +65,5 @@ class PrototypedModel(ClassifiedModel):
     def _old_weights(self) -> Tensor:
         if self.old_weights_Cd is None:
             name = type(self).__name__
-            raise XcompatError(f"{name} has not been told what the old model knows; call prepare(OldKnowledge(...)) first")
+            raise XcompatError(f"{name} has no old weights yet; call prepare(OldKnowledge(...)) first")
         return self.old_weights_Cd

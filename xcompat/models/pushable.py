@@ -1,4 +1,4 @@
-"""Sharing a compatible model: transformers' ways to push, with a model card, and without replacing another model."""
+"""Pushing compatible models to the Hub with a model card."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OF_PUSH = (
     "license",
     "tags",
 )
-"""Arguments of ``save_pretrained(push_to_hub=True)`` that belong to the push."""
+"""Arguments of ``save_pretrained(push_to_hub=True)`` for the push."""
 
 
 class PushableModel(LearningModel):
-    """The part of :class:`~xcompat.models.base.CompatModel` that knows the Hub."""
+    """Base class of :class:`~xcompat.models.base.CompatModel` for the Hub."""
 
     @property
     @abstractmethod
@@ -42,7 +42,7 @@ class PushableModel(LearningModel):
         """Return whether the model embeds images."""
 
     def facts(self) -> ModelFacts:
-        """Return the facts for this model's card."""
+        """Return the facts for the model card."""
         config = self.config
         described, old = config.encoder, config.old
         versions = [] if old is None else [old, *(old.get("compatible_with") or [])]
@@ -70,13 +70,13 @@ class PushableModel(LearningModel):
         push_to_hub: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Write the model (see :meth:`CheckpointModel.save_pretrained`), and push it if asked to.
+        """Write the model (:meth:`CheckpointModel.save_pretrained`), and optionally push it.
 
         Args:
-            save_directory: made if missing; ``from_pretrained`` reads it.
-            args: as transformers takes them.
-            push_to_hub: whether the model is pushed too, under the folder's name unless ``repo_id`` is given.
-            kwargs: as transformers and :meth:`push_to_hub` take them.
+            save_directory: output folder for ``from_pretrained``, created if missing.
+            args: as in transformers.
+            push_to_hub: whether to push the model, by default under the folder's name (``repo_id``).
+            kwargs: as in transformers and :meth:`push_to_hub`.
         """
         of_push = {key: kwargs.pop(key) for key in _OF_PUSH if push_to_hub and key in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -94,23 +94,20 @@ class PushableModel(LearningModel):
         max_shard_size: int | str = "50GB",
         **kwargs: Any,  # noqa: ANN401 - the Hub's own
     ) -> str:
-        """Push the model with its preprocessing and a card, as transformers does, without replacing another model.
+        """Push the model with its preprocessing and a card, and return the commit's address.
 
         Args:
             repo_id: ``user/name``.
-            overwrite: whether another model at that address may be replaced.
-            private: whether the repository is private; by default it is if the base is gated or private.
-            license: the licence that the card states.
-            tags: further tags of the card.
-            max_shard_size: of one file of weights.
-            kwargs: as transformers takes them, such as ``revision``, ``token`` and ``commit_message``.
-
-        Returns:
-            The address of the commit.
+            overwrite: whether to replace another model.
+            private: whether the repository is private; by default only if the base is gated or private.
+            license: license on the card.
+            tags: additional tags of the card.
+            max_shard_size: maximum size of a weight file.
+            kwargs: as in transformers, e.g. ``revision``, ``token`` and ``commit_message``.
 
         Raises:
-            XcompatError: the address holds another model, is public where it is to be private or the other way round, or the Hub
-                refuses or cannot be reached.
+            XcompatError: the repository contains another model or has another visibility, or the Hub refuses or cannot be
+                reached.
         """
         return push_model(
             repo_id,

@@ -1,10 +1,9 @@
-"""Queries with a memory: a metric for queries alone, and old embeddings of the training items that a query resembles.
+"""Query metric and query memory.
 
-A linear map of queries cannot express classes, and a trained network overfits to the classes of its training set. A memory looks
-both up: it holds pairs of a new and an old embedding, compares a query with the new ones and moves it towards the old ones of the
-most similar (kernel regression around a map; for classification Tip-Adapter, Zhang et al., ECCV 2022). Nothing is trained, and
-the stored gallery does not change. A map of galleries works the other way round: stored old embeddings take the queries' place,
-keys lie in the old space and values in the new one.
+A memory contains pairs of a new and an old embedding. It compares a query with the new ones and moves it towards the old ones
+of the most similar pairs (kernel regression around a map; for classification Tip-Adapter, Zhang et al., ECCV 2022). Linear maps
+cannot express classes, and trained networks overfit to them. Nothing is trained, and the stored gallery does not change. In a
+map of galleries, stored old embeddings take the place of queries; keys are in the old space and values in the new one.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torch.nn import functional as F
 
 from xcompat.core.errors import XcompatError, nearest
 
-_LEAST_WEIGHT = 1e-30  # smaller weights do not count in float32, and as denormal numbers slow a CPU thirtyfold
-_HELD = 2**24  # numbers held in memory for a block of queries
+_LEAST_WEIGHT = 1e-30  # smaller weights have no effect in float32, and denormal numbers slow down CPUs thirtyfold
+_HELD = 2**24  # maximum numbers in memory for a block of queries
 
 
 class QueryMetric(nn.Module):
     """q ↦ normalise((normalise(q) − μ)·A) with A = (C + ε·tr(C)/d·I)^(−α), symmetric.
 
-    Ranking a gallery by ⟨g, (q − μ)·A⟩ gives less weight to directions in which items of one class differ. Only the query is
+    Ranking a gallery by ⟨g, (q − μ)·A⟩ reduces the weight of directions with large differences within classes. Only queries are
     transformed, so it works with any index.
 
     Args:
@@ -51,14 +50,14 @@ class QueryMetric(nn.Module):
             damping: ε, in units of the mean variance.
 
         Returns:
-            The metric, A divided by its mean eigenvalue.
+            The metric, with A divided by its mean eigenvalue.
 
         Raises:
             XcompatError: the variance is 0, or the damping is not above 0.
         """
         strength = damping * covariance_dd.diagonal().mean()
         if not strength > 0:
-            raise XcompatError("a query metric needs embeddings that differ within their classes, and a damping above 0")
+            raise XcompatError("a query metric needs embeddings with variance within their classes, and a damping above 0")
         values_d, vectors_dd = torch.linalg.eigh(covariance_dd.double())
         scaled_d = (values_d.clamp(min=0) + strength) ** -power
         metric = cls(len(mean_d))
@@ -67,20 +66,20 @@ class QueryMetric(nn.Module):
         return metric
 
     def forward(self, embeds_Bd: Tensor) -> Tensor:
-        """Transform queries (B, d) of any length: (B, d) float32, L2-normalised."""
+        """Transform queries (B, d) of any length to (B, d) float32, L2-normalised."""
         return self.centred(F.normalize(embeds_Bd.float(), dim=-1))
 
     def centred(self, embeds_Bd: Tensor) -> Tensor:
-        """Transform vectors without normalising them first, such as class means, whose length depends on the class's spread."""
+        """Transform vectors without normalising them first, e.g. class means, whose length depends on the spread of the class."""
         return F.normalize((embeds_Bd.float() - self.mean_d.float()) @ self.matrix_dd.float(), dim=-1)
 
 
 class QueryMemory(nn.Module):
     """q ↦ normalise(m(q) + λ·g(x)·Σ_k softmax_k(β·cos(key(x), key_k))·value_k), m and key metrics of the old and the new space.
 
-    x is the query's new embedding and q its mapped one in the old space. The gate g is high if x resembles any entry: it is a
-    logistic function of the largest cosine to a key. Without entries only the metric remains. Here a query is compared with every
-    entry; in an :class:`~xcompat.models.indexed_memory.IndexedMemory`, with the nearest alone.
+    x is the query's new embedding and q its mapped one in the old space. The gate g, a logistic function of the largest cosine
+    to a key, is high if x resembles an entry. Without entries only the metric remains. Queries are compared with every entry,
+    in an :class:`~xcompat.models.indexed_memory.IndexedMemory` only with the nearest.
 
     Args:
         new_dim: D.
@@ -97,7 +96,7 @@ class QueryMemory(nn.Module):
     """
 
     LEAST: ClassVar[Mapping[str, float | None]] = {"entries": 0, "sharpness": 1, "share": 0, "confident": None}
-    """The settings of a memory in a configuration, and the least value of each number."""
+    """Settings in configurations, with the minimum of each number."""
 
     keys_KD: Tensor
     values_Kd: Tensor
@@ -117,42 +116,42 @@ class QueryMemory(nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the memory's settings for a configuration; its contents are weights."""
+        """Return the settings for a configuration. The contents are weights."""
         said = {"entries": self.entries, "sharpness": self.sharpness, "share": self.share}
         return said | ({"confident": True} if self.calibration is not None else {})
 
     def calibrated(self, slope: float, offset: float) -> Self:
-        """Set the logistic function from the length of what a query recalls to its :meth:`confidence`."""
+        """Set the logistic function from the length of the recalled vector to the :meth:`confidence`."""
         self.calibration = torch.tensor([slope, offset], device=self.gate.device)
         return self
 
     def metric_alone(self) -> QueryMemory:
-        """Return a memory with this metric and no entries, from which no training data can be read back."""
+        """Return a memory with this metric and without entries, i.e. without training data."""
         alone = QueryMemory(*self.dims, entries=0, sharpness=self.sharpness, share=self.share)
         alone.metric = self.metric
         return alone
 
     def check(self) -> None:
-        """Refuse loaded weights that contradict each other; here their shapes suffice."""
+        """Raise if loaded weights contradict each other. Here, matching shapes are sufficient."""
 
     def resemblance(self, new_BD: Tensor) -> Tensor:
-        """Return the cosines between queries' new embeddings and keys: all keys (B, K), or in an index the nearest (B, k)."""
+        """Return cosines of new embeddings to keys: all (B, K), or in an index the nearest (B, k)."""
         return self.key_metric(new_BD) @ self.keys_KD.float().T
 
     def familiarity(self, cosines_BK: Tensor) -> Tensor:
-        """Return the gate g (B,) in (0, 1) of queries with these cosines to keys (:meth:`resemblance`)."""
+        """Return the gate g (B,) in (0, 1) for cosines to keys (:meth:`resemblance`)."""
         slope, offset = self.gate.float()
         return torch.sigmoid(slope * cosines_BK.amax(1) + offset)
 
     def confidence(self, new_BD: Tensor) -> Tensor | None:
-        """Return each query's probability to find no less than the old model's query (B,), in (0, 1); None if not calibrated."""
+        """Return the probability (B,) that each query finds no less than the old model's query; None without calibration."""
         if self.calibration is None:
             return None
         slope, offset = self.calibration.float()
         return torch.sigmoid(slope * self.recalled(new_BD).norm(dim=1) + offset)
 
     def forward(self, new_BD: Tensor, queries_Bd: Tensor) -> Tensor:
-        """Apply the metric to queries and move them towards the old embeddings that they recall.
+        """Apply the metric to queries and move them towards the recalled old embeddings.
 
         Args:
             new_BD: new embeddings of the queries.
@@ -164,17 +163,17 @@ class QueryMemory(nn.Module):
         return F.normalize(self.metric(queries_Bd) + self.share * self.recalled(new_BD), dim=-1)
 
     def recalled(self, new_BD: Tensor) -> Tensor:
-        """Return g(x)·Σ_k softmax_k(…)·value_k (B, d), the old embeddings that queries recall; zeros without entries."""
+        """Return g(x)·Σ_k softmax_k(…)·value_k (B, d), the recalled old embeddings; zeros without entries."""
         if not self.entries:
             return new_BD.new_zeros(len(new_BD), self.dims[1], dtype=torch.float32)
         rows = max(1, _HELD // self._held)
-        if torch.compiler.is_exporting() or len(new_BD) <= rows:  # a graph cannot loop over a varying number of queries
+        if torch.compiler.is_exporting() or len(new_BD) <= rows:  # an exported graph cannot loop over blocks
             return self._recalled_at_once(new_BD)
         return torch.cat([self._recalled_at_once(block) for block in new_BD.split(rows)])
 
     @property
     def _held(self) -> int:
-        """Numbers held in memory for one query: here its cosines."""
+        """Numbers in memory per query: here its cosines."""
         return self.entries
 
     def _recalled_at_once(self, new_BD: Tensor) -> Tensor:
@@ -184,23 +183,20 @@ class QueryMemory(nn.Module):
 
 
 def refuse_settings(settings: Mapping[str, Any], least: Mapping[str, float | None]) -> None:
-    """Refuse invalid settings of a memory.
+    """Raise if settings of a memory are unknown, missing or out of range.
 
     Args:
-        settings: from a configuration.
-        least: every known setting, and the least value of each number; None for other types.
-
-    Raises:
-        XcompatError: a setting is unknown, missing or out of range.
+        settings: settings in a configuration.
+        least: known settings, with the minimum of each number; None for other types.
     """
     for name in settings.keys() - least.keys():
         raise XcompatError(f"a query memory has no setting {name!r}; {nearest(name, least)}")
     if not isinstance(confident := settings.get("confident", False), bool):
-        raise XcompatError(f"memory.confident is {confident!r}; give true or false")
+        raise XcompatError(f"memory.confident is {confident!r}; use true or false")
     for name, lowest in least.items():
         value = settings.get(name)
         kind = (int, float) if name in ("sharpness", "share") else int
         if lowest is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kind) or not lowest <= value < float("inf"):
-            raise XcompatError(f"memory.{name} is {value!r}; give a number from {lowest}")
+            raise XcompatError(f"memory.{name} is {value!r}; use a number of at least {lowest}")

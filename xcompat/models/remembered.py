@@ -1,4 +1,4 @@
-"""The contents of a query memory, computed from a training set: its classes, or its captioned images."""
+"""Contents of query memories, computed from classes or captioned images."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.vectors import AS_THEY_ARE
 
 KEY_POWER, KEY_DAMPING = 0.5, 0.1
-"""Power and damping of the key metric, in which queries are compared with keys."""
+"""Power and damping of the key metric."""
 GATED = 5_000
-_TINY = 1e-300  # least length to divide by, in float64
-"""Most samples that a gate is fitted on."""
+"""Maximum number of samples for fitting a gate."""
+_TINY = 1e-300  # minimum norm to divide by, in float64
 MOST, LARGE = 2**24, "SQ8"
-"""Unless a codec is named: most numbers in uncompressed keys (32,768 keys of 512 dimensions), and the codec beyond."""
+"""Maximum numbers in uncompressed keys (32,768 keys of 512 dimensions), and the default codec of larger memories."""
 _GATED_AT_ONCE = 256
 _OPEN = 30.0  # its logistic function is 1 in float32
 
 
 def _holding(entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str | None) -> QueryMemory:
-    """Return a memory of entries; its metric, gate, sharpness and share are still the defaults."""
+    """Return a memory with entries, but default metric, gate, sharpness and share."""
     codec = codec or (AS_THEY_ARE if entries * len(key_metric.mean_d) <= MOST else LARGE)
     if codec != AS_THEY_ARE:
         return IndexedMemory.of(entries, keys, values, key_metric, codec)
@@ -42,13 +42,13 @@ def _holding(entries: int, keys: Read, values: Read, key_metric: QueryMetric, co
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Statistics of labelled embeddings for a metric and a memory, summed in one pass over blocks of rows.
+    """Statistics of labelled embeddings for a metric and a memory.
 
     Args:
-        counts_C: float64 number of readable samples of each class.
-        means_Cd: float64 mean of the normalised embeddings of each class; zeros for a class without samples.
+        counts_C: float64 number of readable samples per class.
+        means_Cd: float64 mean of the normalised embeddings per class; zeros for empty classes.
         mean_d: float64 mean of all samples.
-        within_dd: float64 covariance of the samples around the means of their classes.
+        within_dd: float64 covariance within classes.
     """
 
     counts_C: Tensor
@@ -58,11 +58,11 @@ class ClassStatistics:
 
     @classmethod
     def of(cls, embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> ClassStatistics:
-        """Compute the statistics of embeddings, which need not fit into memory.
+        """Compute the statistics in one pass; embeddings need not fit into memory.
 
         Args:
-            embeds_Nd: float embeddings, normalised here; rows of NaN are unreadable samples and left out.
-            labels_N: their classes, in [0, C).
+            embeds_Nd: float embeddings, normalised here; rows of NaN (unreadable samples) are skipped.
+            labels_N: classes in [0, C).
             n_classes: C.
 
         Raises:
@@ -82,7 +82,7 @@ class ClassStatistics:
             outer_dd += rows_Bd.T @ rows_Bd
         total = counts_C.sum()
         if not total:
-            raise XcompatError("a query memory needs embeddings to remember, and there is no readable one")
+            raise XcompatError("a query memory needs embeddings, but none is readable; check the training images")
         means_Cd = sums_Cd / counts_C.clamp(min=1)[:, None]
         between_dd = (means_Cd * counts_C[:, None]).T @ means_Cd
         return cls(counts_C, means_Cd, sums_Cd.sum(0) / total, (outer_dd - between_dd) / total)
@@ -90,14 +90,13 @@ class ClassStatistics:
 
 @dataclass(frozen=True)
 class RememberedClasses:
-    """A memory's contents from classes, before the queries' metric is chosen.
+    """Memory contents from classes: keys are mean new embeddings, values mean old embeddings.
 
-    A class's key is its mean new embedding, its value its mean old embedding. The gate learns to tell known queries from unknown
-    ones: a sample stands for a known query when its class's mean is taken without it, and for an unknown one when its class is
-    left out.
+    The gate learns to separate known from unknown queries: samples compared with the mean of the rest of their class, and
+    samples compared with other classes only.
 
     Args:
-        key_metric: compares queries with keys.
+        key_metric: metric between queries and keys.
         keys_KD: float32 keys of the K classes with samples.
         gate: float32 (2,), slope and offset.
         old_means_Kd: float64 mean old embeddings.
@@ -115,7 +114,7 @@ class RememberedClasses:
         Args:
             new: statistics of the new embeddings.
             old: statistics of the old embeddings of the same samples.
-            new_ND: the new embeddings; NaN where unreadable.
+            new_ND: new embeddings; NaN for unreadable samples.
             labels_N: their classes.
 
         Raises:
@@ -123,21 +122,21 @@ class RememberedClasses:
         """
         known_K = torch.nonzero((new.counts_C > 0) & (old.counts_C > 0))[:, 0]
         if len(known_K) < 2:
-            raise XcompatError("a memory of classes needs two classes with readable samples at least")
+            raise XcompatError("a memory of classes needs at least two classes with readable samples; add classes")
         metric = QueryMetric.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING)
         keys_KD = metric.centred(new.means_Cd[known_K])
         gate = _fitted_gate(metric, keys_KD, known_K, new, new_ND, labels_N)
         return cls(metric, keys_KD, gate, old.means_Cd[known_K])
 
     def memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory for a metric of queries.
+        """Return the memory with a metric of queries.
 
         Args:
-            metric: of the old space.
+            metric: metric of the old space.
             sharpness: β.
             share: λ.
-            codec: the codec of entries, one of :data:`~xcompat.models.codes.CODECS`, or ``float32`` for none; None chooses
-                ``float32`` up to :data:`MOST` numbers in the keys, and ``SQ8`` beyond.
+            codec: codec of entries in :data:`~xcompat.models.codes.CODECS`, or ``float32`` for none; None chooses ``float32``
+                up to :data:`MOST` numbers in the keys, and ``SQ8`` beyond.
 
         Raises:
             XcompatError: the codec does not fit the entries.
@@ -154,18 +153,16 @@ class RememberedClasses:
 
 @dataclass(frozen=True)
 class RememberedPairs:
-    """A memory's contents from captioned images: a caption's value is its images' old mean, an image's its captions' old mean.
+    """Memory contents from captioned images.
 
-    One memory serves both directions: new embeddings of texts and of images lie apart, so a text query resembles captions and
-    recalls their images, and an image query the reverse. Values are centred for each kind, because a gallery holds one kind.
-    Nothing shows what an unknown query looks like, so the gate is open.
-
-    Embeddings are read when they are needed, and need not fit into memory.
+    A caption's value is its images' mean old embedding; an image's value is its captions'. One memory serves text and image
+    queries, because new embeddings of texts and images are far apart. Values are centred per kind, because a gallery contains
+    one kind. Without examples of unknown queries, the gate is always open. Embeddings need not fit into memory.
 
     Args:
-        new: new embeddings of the captions, and of the images.
-        groups: the groups of the captions, and of the images.
-        old: old means by group of the images (for captions), and of the captions (for images).
+        new: new embeddings of captions and of images.
+        groups: groups of captions and of images.
+        old: old group means of images (for captions) and of captions (for images).
     """
 
     new: tuple[Rows, Rows]
@@ -179,34 +176,24 @@ class RememberedPairs:
         Args:
             new: new embeddings (N, D) of images and (M, D) of captions, all readable.
             old: old embeddings (N, d) of the images and (M, d) of the captions.
-            groups: (N,) and (M,) group numbers from 0; a caption describes the images of its group, and each group has both.
+            groups: (N,) and (M,) group numbers from 0. A caption describes the images of its group; each group has both.
         """
         images, captions = (_GroupMeans.of(old[kind], groups[kind]) for kind in (0, 1))
         return cls((new[1], new[0]), (groups[1], groups[0]), (images, captions))
 
     @classmethod
     def of_items(cls, new_ND: Rows, old_Nd: Rows) -> Self:
-        """Compute the contents from stored items of one kind: the value of each is its own old embedding.
+        """Compute the contents from items of one kind; values are their own old embeddings.
 
         Args:
             new_ND: new embeddings of the items, all readable.
-            old_Nd: old embeddings of the same items, which are searched.
+            old_Nd: old embeddings of the same items.
         """
         each, means = np.arange(len(new_ND)), _GroupMeans.of(old_Nd, np.arange(len(new_ND)))
         return cls((new_ND, new_ND[:0]), (each, each[:0]), (means, means))
 
     def memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory for a metric of queries.
-
-        Args:
-            metric: of the old space.
-            sharpness: β.
-            share: λ.
-            codec: as in :meth:`RememberedClasses.memory`.
-
-        Raises:
-            XcompatError: the codec does not fit the entries.
-        """
+        """Return the memory with a metric of queries; arguments as in :meth:`RememberedClasses.memory`."""
         captions = len(self.new[0])
 
         def of_each_kind(rows_B: NDArray[np.int64], read: Sequence[Read]) -> Tensor:
@@ -233,13 +220,13 @@ class RememberedPairs:
 
 @dataclass(frozen=True)
 class _GroupMeans:
-    """Group means of embeddings, centred at the mean of all.
+    """Group means of readable embeddings, centred at the mean of all.
 
     Args:
-        embeds_Nd: the embeddings, all readable.
+        embeds_Nd: embeddings.
         mean_d: float64 mean of all normalised embeddings.
-        order_N: rows, sorted by group.
-        starts_C: the start of each group in that order, and the end of the last one.
+        order_N: rows sorted by group.
+        starts_C: start of each group in that order, and the end of the last one.
     """
 
     embeds_Nd: Rows
@@ -249,14 +236,14 @@ class _GroupMeans:
 
     @classmethod
     def of(cls, embeds_Nd: Rows, groups_N: NDArray[np.int64]) -> Self:
-        """Compute the mean of embeddings (N, d) in one pass; groups are numbered from 0, and none is empty."""
+        """Compute the means in one pass. Groups are numbered from 0; none is empty."""
         starts = range(0, len(groups_N), ROWS)
         mean_d = torch.stack([_normalised(embeds_Nd[start : start + ROWS]).sum(0) for start in starts]).sum(0) / len(groups_N)
         starts_C = np.concatenate([[0], np.cumsum(np.bincount(groups_N))])
         return cls(embeds_Nd, mean_d, np.argsort(groups_N, kind="stable"), starts_C)
 
     def centred(self, groups_B: NDArray[np.int64]) -> Tensor:
-        """Return the means of some groups minus the mean of all, normalised: (B, d) float32."""
+        """Return centred, normalised means of groups: (B, d) float32."""
         wanted_U, which_B = np.unique(groups_B, return_inverse=True)
         sizes_U = self.starts_C[wanted_U + 1] - self.starts_C[wanted_U]
         ends_U = np.cumsum(sizes_U)
@@ -279,14 +266,14 @@ def _fitted_gate(
     new_ND: Rows,
     labels_N: NDArray[np.int64],
 ) -> Tensor:
-    """Return slope and offset of the logistic function that tells known queries from unknown ones by their largest cosine."""
+    """Return slope and offset of the logistic function from the largest cosine to "known"."""
     from sklearn.linear_model import LogisticRegression
 
     place_C = torch.full((len(new.counts_C),), -1)
     place_C[known_K] = torch.arange(len(known_K))
-    twice_N = np.flatnonzero((new.counts_C[torch.from_numpy(labels_N)] > 1).numpy())  # the class keeps a mean without the sample
+    twice_N = np.flatnonzero((new.counts_C[torch.from_numpy(labels_N)] > 1).numpy())  # classes with a mean of the other samples
     if len(twice_N) == 0:
-        return torch.zeros(2)  # half open: nothing shows what a known query looks like
+        return torch.zeros(2)  # half open, because there are no examples of known queries
     rows_S = np.sort(np.random.default_rng(0).permutation(twice_N)[:GATED])
     samples_SD = torch.from_numpy(np.array(new_ND[rows_S], np.float64))
     labels_S = torch.from_numpy(labels_N[rows_S])

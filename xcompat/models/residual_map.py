@@ -1,4 +1,4 @@
-"""The base of maps that train a network around a solved linear map."""
+"""Base class of maps that train a network around a linear map in closed form."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ResidualMapConfig(MappedConfig):
 
 
 class ResidualMapModel(LearnedMapModel):
-    """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2): A and c are solved and stay fixed, W2 and b2 start at 0."""
+    """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2): A and c are fixed closed-form solutions, W2 and b2 start at 0."""
 
     config_class = ResidualMapConfig
 
     def __init__(self, config: ResidualMapConfig, encoder: Encoder | None = None) -> None:
         if config.hidden < 1:
-            raise XcompatError(f"options.hidden is {config.hidden}; give a number from 1, or leave it out")
+            raise XcompatError(f"options.hidden is {config.hidden}; use 1 or more")
         super().__init__(config, encoder)
         self.skip = nn.Linear(self.source_dim, self.target_dim)
         last = nn.Linear(config.hidden, self.target_dim)
@@ -47,12 +47,11 @@ class ResidualMapModel(LearnedMapModel):
         """Return A (S, T) and c (T,) from the moments of all readable pairs."""
 
     def set_trainable(self) -> None:
-        """Train the network alone; the linear part is solved."""
+        """Train only the network."""
         self.skip.requires_grad_(False)
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Solve the linear part."""
         assert new_ND is not None
         method = self.config.model_type.removeprefix("xcompat-")
         weight_ST, bias_T = self.solve(Moments.of(readable_pairs(*self.ordered(new_ND, old.embeddings(method)))))

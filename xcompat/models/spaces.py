@@ -1,4 +1,4 @@
-"""The part of the contract about older spaces: which ones a model's queries can search, in which form, and fingerprints."""
+"""Older spaces and fingerprints of compatible models."""
 
 from __future__ import annotations
 
@@ -19,55 +19,54 @@ from xcompat.score_scale import CarriedThreshold, ScoreScales, Thresholds
 
 
 class SpacesModel(CheckpointModel):
-    """The part of :class:`~xcompat.models.base.CompatModel` that knows older spaces and fingerprints."""
+    """Base class of :class:`~xcompat.models.base.CompatModel` for older spaces and fingerprints."""
 
     embeds_in_memory: ClassVar[bool] = False
-    """True for maps over cached embeddings: the encoder is not part of the model and is loaded on first use."""
+    """Whether this is a map over cached embeddings, with a separate encoder that is loaded on first use."""
     maps_galleries: bool = False
-    """True for a map of stored old embeddings into the new space (:meth:`upgrade`), which leaves queries unchanged."""
+    """Whether the model maps stored old embeddings into the new space (:meth:`upgrade`), and not queries."""
     compares_by_l2: ClassVar[bool] = False
-    """Whether the method can make embeddings of any length, which are compared by L2 distance."""
+    """Whether the method supports unnormalised embeddings with L2 distance."""
     memory: QueryMemory | None
     _hashed: tuple[Any, str, str] | None = None
 
     @property
     def metric(self) -> Compares:
-        """Return how the model's embeddings are compared."""
+        """Return the metric of the embeddings."""
         return getattr(self.config, "metric", "cosine")
 
     def of_metric(self, embeds: Tensor) -> Tensor:
-        """Return embeddings (B, D) float32 as they are compared: of length 1, unless they are compared by L2 distance."""
+        """Return embeddings (B, D) float32, normalised unless the metric is L2."""
         return embeds.float() if self.metric == "l2" else F.normalize(embeds.float(), dim=-1)
 
     def _require_one_metric(self) -> None:
-        """Refuse embeddings that are compared otherwise than the method, or the old model, compares its own."""
+        """Raise if the metrics of the model and of the old or mapped embeddings differ."""
         sides = {"the old model": self.config.old, "the new model": self.config.encoder if self.embeds_in_memory else None}
         known = {side: described.get("metric", "cosine") for side, described in sides.items() if described is not None}
         if not self.compares_by_l2 and "l2" in (self.metric, *known.values()):
             which = next((side for side, metric in known.items() if metric == "l2"), "its own")
             raise XcompatError(
-                f"{type(self).__name__} gives unit vectors, and embeddings of {which} are to be compared by L2 distance; "
-                "set options.metric of the stage that trains them to cosine"
+                f"{type(self).__name__} gives unit vectors, but the embeddings of {which} need L2 distance; "
+                "set options.metric of their stage to cosine"
             )
         for side, metric in known.items():
             if metric != self.metric:
                 raise XcompatError(
-                    f"embeddings of {side} are compared by {metric}, and those of {type(self).__name__} by {self.metric}; train "
-                    "both with the same options.metric"
+                    f"embeddings of {side} use {metric}, but those of {type(self).__name__} use {self.metric}; train both with "
+                    "the same options.metric"
                 )
 
     def fingerprint(self) -> Fingerprint:
-        """Return the identity of this model: encoder, adapters, heads, preprocessing and memory."""
+        """Return the fingerprint of encoder, adapters, heads, preprocessing and memory."""
         return Fingerprint(self._digests()[1], self._known_as)
 
     @property
     def _known_as(self) -> str:
-        """Return the name of this model's fingerprints."""
         return self.name_or_path or type(self).__name__
 
     def _digests(self) -> tuple[str, str]:
-        """Return the digests of the model without its memory, on which no stored embedding depends, and of the whole model."""
-        # cached: a gallery asks with every query, and hashing gigabytes takes seconds
+        """Return the digests of the model without its memory (the identity of stored embeddings), and of the whole model."""
+        # cached, because galleries need it for every query and hashing gigabytes takes seconds
         state = self._beside_weights(), Fingerprint.state(self)
         if self._hashed is None or self._hashed[0] != state:
             self._hashed = state, *self._hash(self._unrounded(), state[0])
@@ -81,41 +80,37 @@ class SpacesModel(CheckpointModel):
         return plain.digest, plain.derived(Fingerprint.from_module(model.memory, model.memory.settings).digest).digest
 
     def written_fingerprint(self) -> Fingerprint:
-        """Return the identity of what :meth:`save_pretrained` writes; a model read in half precision writes rounded weights."""
+        """Return the fingerprint after :meth:`save_pretrained`; rounded weights of a half-precision model change it."""
         return Fingerprint(self._written_digests()[1], self._known_as)
 
     def _written_digests(self) -> tuple[str, str]:
-        """Return :meth:`_digests` of what :meth:`save_pretrained` writes."""
         return self._digests() if self._read_from is None else self._hash(self, self._beside_weights())
 
     def embeds_written(self) -> list[Fingerprint]:
-        """Return the identities of the embeddings that what :meth:`save_pretrained` writes makes: its own, and stored ones.
-
-        Those of a map are the embeddings that it maps; there are none if its encoder is not known.
-        """
+        """Return the fingerprints of the saved model's own and stored embeddings, or of a map's encoder, if known."""
         if self.embeds_in_memory:
             return [Fingerprint(self.config.encoder["fingerprint"])] if self.config.encoder is not None else []
         own = Fingerprint(self._written_digests()[0])
         return [own, *([own.derived("view")] if self.stores_view else [])]
 
     def _beside_weights(self) -> str:
-        """Return everything but the weights that a fingerprint covers, as JSON."""
+        """Return the other contents of a fingerprint than weights, as JSON."""
         own = {key: getattr(self.config, key, None) for key in ("model_type", "adapters", "embedding_dim")}
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
         own["old"] = [version.digest for version in self.compatible_with]
         if self.metric == "l2":
             own["metric"] = "l2"
-        # digests identify models, whatever their names; an outside encoder's digest covers its preprocessing
+        # the digest of an outside encoder includes its preprocessing
         seen = {} if self.embeds_in_memory else {"processor": self.processor.describe()}
         return json.dumps(own | seen, default=str)
 
     @property
     def compatible_with(self) -> list[Fingerprint]:
-        """Return the versions whose galleries this model's queries can search, the nearest first."""
+        """Return the versions whose galleries this model can search, nearest first."""
         return [version for version, _ in self.version_dims()]
 
     def version_dims(self) -> list[tuple[Fingerprint, int]]:
-        """Return the compatible versions and the dimension of each, the nearest first."""
+        """Return the compatible versions with their dimensions, nearest first."""
         old = self.config.old
         versions = [old, *(old.get("compatible_with") or [])] if old is not None else []
         return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
@@ -125,14 +120,14 @@ class SpacesModel(CheckpointModel):
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
-            version: the gallery's version; None for the old model this one was trained for, the only one that has a memory.
+            version: version of the gallery; None for the old model of the training, the only version with a memory.
 
         Returns:
             (B, d) float32, L2-normalised.
 
         Raises:
-            FingerprintMismatchError: the model was not made compatible with that version.
-            XcompatError: the model maps galleries, not queries, or the embeddings cannot be its own.
+            FingerprintMismatchError: the model is not compatible with that version.
+            XcompatError: the model maps galleries, or the embeddings have a wrong type or shape.
         """
         self.require_version(version)
         if self.maps_galleries:
@@ -142,7 +137,6 @@ class SpacesModel(CheckpointModel):
         return own if self.memory is None or version not in (None, self.compatible_with[0]) else self.memory(embeds, own)
 
     def _require_embeddings(self, embeds: Tensor, what: str, dim: int) -> None:
-        """Refuse an input that cannot be those embeddings."""
         name = type(self).__name__
         if not isinstance(embeds, Tensor):
             mend = "torch.from_numpy(...)" if type(embeds).__module__ == "numpy" else "torch.tensor(...)"
@@ -151,11 +145,11 @@ class SpacesModel(CheckpointModel):
             raise XcompatError(f"{name} takes {what} (B, {dim}), not {tuple(embeds.shape)}")
 
     def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Bring own embeddings into an older space, without the memory: :meth:`nearest_view`, or its first dimensions.
+        """Convert own embeddings to an older space without the memory: :meth:`nearest_view`, or its first dimensions.
 
         Args:
-            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
-            version: one of :attr:`compatible_with`; None for the old model this one was trained for.
+            embeds: (B, D).
+            version: a version in :attr:`compatible_with`; None for the old model of the training.
 
         Returns:
             (B, d) float32, L2-normalised.
@@ -165,32 +159,24 @@ class SpacesModel(CheckpointModel):
         return view if dim == view.shape[1] else self.of_metric(view[:, :dim])
 
     def nearest_view(self, embeds: Tensor) -> Tensor:
-        """Bring own embeddings into the space of the old model; by default their first d dimensions, normalised.
-
-        Args:
-            embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
-
-        Returns:
-            (B, d) float32, L2-normalised.
-        """
+        """Convert own embeddings (B, D) to the old model's space (B, d); by default their first d dimensions, normalised."""
         assert self.config.old is not None
         return self.of_metric(embeds[:, : self.config.old["dim"]])
 
     def remember(self, memory: QueryMemory | None) -> Self:
-        """Give queries a metric and a memory, or take them away; in a map of galleries, the mapped stored embeddings get them.
+        """Set or remove the memory of queries, or of stored embeddings in a map of galleries, and return the model.
+
+        The model's fingerprint changes, but not that of its stored embeddings.
 
         Args:
-            memory: from new dimensions to old ones, for a map of galleries from old to new; None for no memory.
-
-        Returns:
-            The model itself; its fingerprint changes, that of its stored embeddings does not.
+            memory: memory from new to old dimensions (old to new in a map of galleries); None for no memory.
 
         Raises:
             XcompatError: the model has no old space, or the memory has other dimensions.
         """
         dims = self._dims_remembered()
         if memory is not None and self.metric == "l2":
-            raise XcompatError("a memory keeps unit vectors, and these embeddings are compared by L2 distance; leave memory out")
+            raise XcompatError("a memory needs unit vectors, but these embeddings use L2 distance; remove memory")
         if memory is not None and memory.dims != dims:
             raise XcompatError(
                 f"a memory from {memory.dims[0]} to {memory.dims[1]} dimensions does not fit {type(self).__name__}, which maps "
@@ -202,20 +188,19 @@ class SpacesModel(CheckpointModel):
 
     @property
     def score_scales(self) -> ScoreScales | None:
-        """Return how scores against the model's own stored embeddings compare with scores against old ones, if known."""
+        """Return the scales between scores of own and of old gallery embeddings, if known."""
         return ScoreScales.read(self.config.score_scales) if self.config.score_scales is not None else None
 
     def threshold(self, old: float) -> CarriedThreshold:
-        """Return the score at which queries of this model cut off as old queries do at an old threshold.
+        """Return the new score threshold for an old one, for queries of the old gallery without re-ranking.
 
-        The numbers were measured on pairs that were held out when the model was made. They are for searches of the old gallery
-        without re-ranking; ``xcompat evaluate --threshold`` measures all kinds on a test set.
+        It was measured on validation pairs. ``xcompat evaluate --threshold`` measures a test set.
 
         Args:
-            old: cosine at which a service cuts off today.
+            old: the service's cosine threshold.
 
         Raises:
-            XcompatError: nothing is known about this threshold.
+            XcompatError: there is no measurement for this threshold.
 
         Example:
             ``model.threshold(old=0.75).score``
@@ -225,17 +210,16 @@ class SpacesModel(CheckpointModel):
             return found
         reach = "no thresholds" if known is None else f"thresholds from {known.old[0]:g} to {known.old[-1]:g}"
         measure = f"measure it on a test set with `xcompat evaluate --threshold {old:g}`"
-        raise XcompatError(f"{self._known_as} knows {reach}, and not {old:g}; {measure}")
+        raise XcompatError(f"threshold {old:g} is unknown: {self._known_as} has {reach}; {measure}")
 
     def confidence(self, embeds: Tensor) -> Tensor | None:
-        """Return how sure queries of the nearest older gallery are, if the memory was calibrated (`xcompat map`).
+        """Return the probability of each query to find no less than the old query, if the memory is calibrated (`xcompat map`).
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
 
         Returns:
-            (B,) float32 in (0, 1): each query's probability to find no less than the old model's query; None without a
-            calibration, and in a map of galleries, whose queries have no memory.
+            (B,) float32 in (0, 1); None without a calibration, and for a map of galleries.
         """
         return self.memory.confidence(embeds) if self.memory is not None and self.is_confident else None
 
@@ -245,24 +229,24 @@ class SpacesModel(CheckpointModel):
         return self.memory is not None and self.memory.calibration is not None and not self.maps_galleries
 
     def _dims_remembered(self) -> tuple[int, int]:
-        """Return the dimension of the mapped space, in which keys lie, and of its target space."""
+        """Return the dimensions of keys (mapped space) and values (target space)."""
         if self.config.old is None:
-            raise XcompatError(f"{type(self).__name__} brings no queries to an old space: leave memory out")
+            raise XcompatError(f"{type(self).__name__} has no old space for a memory; remove memory")
         new, old = self.config.embedding_dim, int(self.config.old["dim"])
         return (old, new) if self.maps_galleries else (new, old)
 
     def require_version(self, version: Fingerprint | None) -> None:
-        """Refuse a gallery this model was not made compatible with.
+        """Raise if the model is not compatible with a gallery.
 
         Args:
-            version: the gallery's version; None for the old model this one was trained for.
+            version: version of the gallery; None for the old model of the training.
 
         Raises:
-            FingerprintMismatchError: the model is compatible with other versions, which the error names.
-            XcompatError: it is compatible with nothing.
+            FingerprintMismatchError: the model is compatible with other versions, listed in the error.
+            XcompatError: the model has no old model.
         """
         if self.config.old is None:
-            raise XcompatError(f"{type(self).__name__} was trained without an old model: it is compatible with no gallery")
+            raise XcompatError(f"{type(self).__name__} was trained without an old model and cannot search an old gallery")
         if version is not None and version not in (known := self.compatible_with):
             names = ", ".join(map(str, known))
             raise FingerprintMismatchError(
@@ -270,7 +254,7 @@ class SpacesModel(CheckpointModel):
             )
 
     def self_view(self, embeds: Tensor) -> Tensor:
-        """Return the form in which two of this model's own embeddings are compared (new/new); by default unchanged."""
+        """Convert own embeddings for comparison among themselves (new/new); by default unchanged."""
         return embeds
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
@@ -278,13 +262,13 @@ class SpacesModel(CheckpointModel):
 
         Args:
             old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) their stored side-information, for methods that use it.
+            side_info: (B, S) stored side-information, for methods that use it.
 
         Returns:
             The embeddings to store instead.
 
         Raises:
-            XcompatError: the embeddings are of another form than the old model's, or the model maps no galleries.
+            XcompatError: the embeddings have a wrong type or shape.
         """
         if self.maps_galleries:
             self._require_embeddings(old_embeds, "embeddings of the old model", self.config.old["dim"])
@@ -293,73 +277,65 @@ class SpacesModel(CheckpointModel):
 
     @property
     def reads_side_info(self) -> bool:
-        """Return whether a map of galleries also reads side-information."""
+        """Return whether a map of galleries needs side-information."""
         return False
 
     @property
     def writes_side_info(self) -> bool:
-        """Return whether a map of galleries also maps side-information, for the next update (:meth:`upgrade_side`)."""
+        """Return whether a map of galleries also maps side-information for the next update (:meth:`upgrade_side`)."""
         return False
 
     def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
-        """Map stored side-information to the new model's side-information, if :attr:`writes_side_info`.
+        """Map stored side-information to the new model's, if :attr:`writes_side_info`.
 
         Args:
             old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) their stored side-information.
+            side_info: (B, S) stored side-information.
 
         Returns:
             (B, S') float32, L2-normalised.
 
         Raises:
-            XcompatError: this model maps no side-information.
+            XcompatError: this model does not map side-information.
         """
-        raise XcompatError("this model maps no side-information: train it with new_side_info")
+        raise XcompatError("this model does not map side-information: train it with new_side_info")
 
     def own_upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space, without the memory; the identity unless a method maps galleries.
-
-        Args:
-            old_embeds: (B, d) stored embeddings.
-            side_info: (B, S) their stored side-information, for methods that use it.
-
-        Returns:
-            (B, D) float32, L2-normalised, if the method maps galleries.
-        """
+        """Map stored old embeddings (B, d) to (B, D) without the memory; unchanged unless the method maps galleries."""
         return old_embeds
 
     @property
     def view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers whose normalised output is the :meth:`view` for the nearest version (see :attr:`embed_layers`)."""
+        """Return the layers of the nearest :meth:`view`, without normalisation (see :attr:`embed_layers`)."""
         return self.own_view_layers if self.memory is None else None
 
     @property
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers whose normalised output is the :meth:`own_view`."""
+        """Return the layers of :meth:`own_view`, without normalisation."""
         assert self.config.old is not None
         dims = self.config.embedding_dim, self.config.old["dim"]
         return () if dims[0] == dims[1] else (first_dims(*dims),)
 
     @property
     def stores_view(self) -> bool:
-        """Return whether this model's galleries hold its view of the old space, so that a chain of updates shares one space."""
+        """Return whether galleries store the view of the old space, so that a chain of updates shares a space."""
         return bool(self.compatible_with) and not self.maps_galleries
 
     def stored(self, embeds: Tensor) -> Tensor:
-        """Return what a gallery of this model holds; stored embeddings never use the memory."""
+        """Convert own embeddings for storage in a gallery, without the memory."""
         return self.own_view(embeds) if self.stores_view else embeds
 
     def embeds_fingerprint(self) -> Fingerprint:
-        """Return the identity of the model's embeddings: of everything except its memory."""
+        """Return the fingerprint of the model's embeddings, i.e. without its memory."""
         return Fingerprint(self._digests()[0], self._known_as)
 
     def stored_fingerprint(self) -> Fingerprint:
-        """Return the identity of the embeddings that :meth:`stored` returns."""
+        """Return the fingerprint of the embeddings of :meth:`stored`."""
         plain = self.embeds_fingerprint()
         return plain.derived("view") if self.stores_view else plain
 
     @property
     def stored_dim(self) -> int:
-        """Return the dimension of the embeddings that :meth:`stored` returns."""
+        """Return the dimension of the embeddings of :meth:`stored`."""
         assert not self.stores_view or self.config.old is not None
         return self.config.old["dim"] if self.stores_view else self.config.embedding_dim

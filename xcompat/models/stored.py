@@ -1,4 +1,4 @@
-"""A lost old model, known by its stored embeddings or prototypes alone."""
+"""Old models known only by stored embeddings or prototypes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, check_rows, read_v
 
 
 class StoredModel:
-    """Stored embeddings of images by id, or one prototype per class, in the old model's role (a :class:`FrozenModel`).
+    """Old model with stored embeddings by image id, or a prototype per class (a :class:`FrozenModel`).
 
     Args:
-        folder: holds ``image_embeds.npy`` (N, d) and ``image_ids.txt``, or ``prototypes.npy`` (C, d) and ``classes.txt``, one
-            id or class name a line; or a table with both, such as ``image_embeds.parquet`` (see
+        folder: folder with ``image_embeds.npy`` (N, d) and ``image_ids.txt``, with ``prototypes.npy`` (C, d) and
+            ``classes.txt`` (one id or class name per line), or with a table of both, e.g. ``image_embeds.parquet`` (see
             :func:`~xcompat.vectors.read_vectors`).
 
     Raises:
-        XcompatError: a file is missing or no matrix of numbers, or ids or names do not match its rows.
+        XcompatError: a file is missing or not a matrix of numbers, or ids or names do not match its rows.
     """
 
     metric: Compares = "cosine"
@@ -46,7 +46,7 @@ class StoredModel:
         elif (prototypes := stored_at(folder / PROTOTYPES)) is not None:
             self.prototypes_Cd, self.classes = _read(prototypes, folder / CLASSES)
         else:
-            raise XcompatError(f"{folder} holds neither {EMBEDS}.npy nor {PROTOTYPES}.npy: nothing is known of the old model")
+            raise XcompatError(f"{folder} contains neither {EMBEDS}.npy nor {PROTOTYPES}.npy; add the old model's embeddings")
         known = self.embeds_Nd if self.embeds_Nd is not None else self.prototypes_Cd
         assert known is not None
         self.dim = int(known.shape[1])
@@ -58,7 +58,7 @@ class StoredModel:
 
     @property
     def name(self) -> str:
-        """Return the model's name, which is its folder."""
+        """Return the folder."""
         return self.fingerprint.name
 
     def describe_old(self) -> dict[str, Any]:
@@ -66,43 +66,43 @@ class StoredModel:
         return describe_old(self.fingerprint, self.dim)
 
     def require_embeddings(self, method: str) -> None:
-        """Refuse a method, by its name, that learns from embeddings if only prototypes are stored."""
+        """Raise for a method that needs embeddings if there are only prototypes."""
         if self.embeds_Nd is None:
             raise XcompatError(f"{self.name}: {ONLY_PROTOTYPES.format(method)}")
 
     def require_model(self, otherwise: str) -> NoReturn:
-        """Refuse, because no model can embed anything."""
+        """Raise, because there is no model."""
         raise XcompatError(f"{self.name} {otherwise}")
 
     def lookup(self, ids: Sequence[str]) -> Rows:
-        """Find the stored embeddings of images.
+        """Return the stored embeddings of images.
 
         Args:
-            ids: the ids of the images.
+            ids: image ids.
 
         Returns:
-            (len(ids), d) float32, L2-normalised, NaN for rows without a usable embedding; read when they are asked for.
+            (len(ids), d) float32, L2-normalised, NaN for rows without a usable embedding; read on demand.
 
         Raises:
-            XcompatError: only prototypes are stored, or an image, which the error names, has no embedding.
+            XcompatError: there are only prototypes, or an image (named in the error) has no embedding.
         """
         if self.embeds_Nd is None:
             raise XcompatError(
-                f"{self.name} holds class prototypes alone: no model can be judged on an old gallery of which no embedding is "
-                "known; set evaluation to null, or give the embeddings"
+                f"{self.name} contains only class prototypes, but evaluation needs old embeddings; add them, or set "
+                "evaluation to null"
             )
-        ids = ids[:]  # reads a data set's column once, not once per row
+        ids = ids[:]  # reads a data set's column once instead of per row
         place = {name: row for row, name in enumerate(self.ids)}
         missing = [name for name in ids if name not in place]
         if missing:
             raise XcompatError(
-                f"{self.name} has no embedding of {len(missing)} of {len(ids)} images, such as {missing[0]!r}; {IDS} must name "
-                "the same ids as the data"
+                f"{self.name} has no embedding of {len(missing)} of {len(ids)} images, e.g. {missing[0]!r}; {IDS} must contain "
+                "the ids of the data"
             )
         return _Directions(self.embeds_Nd, np.fromiter((place[name] for name in ids), np.int64, len(ids)))
 
     def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return stored prototypes in the order of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
+        """Return stored prototypes of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
         if self.prototypes_Cd is None:
             return None
         rows_Cd = np.array(self.prototypes_Cd, dtype=np.float32)
@@ -110,11 +110,11 @@ class StoredModel:
         return rows_by_class(torch.from_numpy(rows_Cd), self.classes, classes)
 
     def classifier_of(self, classes: Sequence[str]) -> None:
-        """Return None; the classifier is lost with the model."""
+        """Return None, because the classifier is not stored."""
 
 
 class _Directions(SomeRows):
-    """Some stored embeddings, L2-normalised as they are read; a row without a usable one is NaN."""
+    """L2-normalised stored embeddings, NaN for unusable rows."""
 
     @override
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[np.float32]:
@@ -133,5 +133,5 @@ def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
         notice(line)
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise XcompatError(f"{lines}: {twice!r} stands on two lines, so that it has two rows; leave one out")
+        raise XcompatError(f"{lines}: {twice!r} is on two lines and has two rows; remove one")
     return array, names

@@ -1,4 +1,4 @@
-"""The base of models that learn from images alone, without classes, captions or an old model; they make side-information."""
+"""Base class of models that learn from images only, for side-information."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xcompat.models.backbone import BackboneModel
 
 
 class UnlabelledModel(BackboneModel):
-    """A backbone that learns from images alone."""
+    """Backbone that learns from images only."""
 
     columns: ClassVar[tuple[str, ...]] = ("pixel_values",)
     compares_with_old = False
@@ -17,5 +17,5 @@ class UnlabelledModel(BackboneModel):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D: ``dim``, or the backbone's width."""
+        """Return ``dim``, or the backbone's width."""
         return options["dim"] if options.get("dim") is not None else encoder.embedding_dim

@@ -1,1 +1,1 @@
-"""Complete runs with one command: characters with their names, and scientific claims with real text encoders."""
+"""Complete runs with one command, on rendered characters or on scientific claims."""

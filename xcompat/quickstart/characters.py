@@ -1,4 +1,4 @@
-"""The embedded end-to-end run: renders characters, trains two models, and searches the old gallery with the new one."""
+"""Image quickstart: renders characters, trains two models, and searches the old gallery with the new model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xcompat.training.recipe import load_recipe
 
 RECIPE = Path(__file__).with_name("characters.yaml")
 SPLIT_SEED = 1
-"""Another split than 0, on whose test characters every setting of the recipe was chosen."""
+"""Not 0, because the recipe was tuned on the test characters of split 0."""
 
 
 def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
@@ -22,7 +22,7 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
 
     Args:
         output: folder for data, recipe, models, caches and the report.
-        overrides: ``key=value`` settings that override the packaged recipe.
+        overrides: ``key=value`` overrides of the packaged recipe.
 
     Returns:
         The report's folder.
@@ -37,7 +37,7 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
         with atomic_path(recipe) as temporary:
             temporary.write_text(placed, encoding="utf-8")
     elif recipe.read_text(encoding="utf-8") != placed:
-        raise XcompatError(f"{recipe} is another recipe than the quickstart's; name another folder with --output, or delete it")
+        raise XcompatError(f"{recipe} differs from the quickstart's recipe; choose another folder with --output, or delete it")
     from xcompat.training.run import run_recipe
 
     reports = run_recipe(load_recipe(recipe, overrides))
@@ -48,10 +48,10 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def render_data(folder: Path) -> None:
-    """Render the characters and write train, test and text-only data into a folder, unless it exists.
+    """Render the characters, and write train, test and text-only data into a folder unless it exists.
 
-    The folder gets ``old_train``, ``new_train``, ``test`` and ``names.txt``. The test characters are in no training image and no
-    text. The gallery holds the upright regular faces.
+    The folder gets ``old_train``, ``new_train``, ``test`` and ``names.txt``. Test characters appear in no training image or text.
+    The gallery contains the upright regular faces.
     """
     from xcompat.data.glyphs import glyph_parts, render_glyphs, to_dataset, unicode_corpus
 

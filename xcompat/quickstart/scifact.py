@@ -1,4 +1,4 @@
-"""SciFact as a test set: scientific claims that search abstracts (Wadden et al. 2020)."""
+"""SciFact test set: scientific claims that search abstracts (Wadden et al. 2020)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ QUERIES = ("queries.jsonl", "queries.jsonl.gz")
 JUDGEMENTS = ("qrels/test.tsv", "qrels.tsv")
 TEXT_COLUMNS = ["title", "text"]
 SHARD_ROWS = 512
-"""Texts that a killed run embeds again at most: half a minute of work."""
+"""Texts per shard: half a minute of work that a killed run can lose."""
 
 
 def load_scifact(folder: Path | None) -> JudgedTestSet:
     """Load the test claims, the abstracts and the judgements.
 
     Args:
-        folder: a folder in the layout of BEIR; None for the copy on the Hub, which is cached.
+        folder: a folder in BEIR's layout. None for the cached copy from the Hub.
 
     Returns:
-        The claims that have a judgement, all abstracts, and the judgements of these claims.
+        The judged claims, all abstracts, and the judgements.
 
     Raises:
         XcompatError: the Hub cannot be reached, a file is missing, or no query is judged.
@@ -49,7 +49,7 @@ def load_scifact(folder: Path | None) -> JudgedTestSet:
 
 
 def _is_test(metadata: str | None) -> bool:
-    """Return whether a query is in the test split; files without splits hold nothing else."""
+    """Return whether a query is in the test split."""
     return json.loads(metadata or "{}").get("split", "test") == "test"
 
 
@@ -60,7 +60,6 @@ def _load_from_folder(folder: Path) -> tuple[datasets.Dataset, datasets.Dataset,
 
 
 def _find_file(folder: Path, names: Sequence[str]) -> Path:
-    """Return the first of several files that is in a folder."""
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
         raise XcompatError(

@@ -1,4 +1,4 @@
-"""One table of several kinds of queries, each compared with old queries on the old index."""
+"""Table of several kinds of queries, compared with old queries on the old index."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COLUMNS = ("queries", "nDCG@10", "over old queries", "find less", "negative flip
 
 @dataclass(frozen=True)
 class SearchedQueries:
-    """The results of one kind of query.
+    """Results of one kind of query.
 
     Args:
         name: the first column of the table.
         ndcg_Q: nDCG@10 of each query.
-        first_ranks_Q: items before the first relevant one, 0 for a first place.
+        first_ranks_Q: rank of the first relevant item, from 0.
     """
 
     name: str
@@ -37,7 +37,7 @@ class SearchedQueries:
 
     @classmethod
     def of_case(cls, name: str, evaluation: Evaluation, query: str, gallery: str = "old") -> SearchedQueries:
-        """Read the results of one case of an evaluation."""
+        """Read the results of a case from an evaluation."""
         key = query, gallery, TEXT_TO_TEXT
         values_Q = evaluation.average_precision[*key, METRIC].astype(np.float64)
         return cls(name, values_Q, evaluation.ranks[key])
@@ -45,7 +45,7 @@ class SearchedQueries:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row of the table.
+    """Row of the table.
 
     Args:
         queries: the results.
@@ -57,26 +57,26 @@ class Comparison:
 
     @cached_property
     def gain(self) -> PairedDifference:
-        """The gain over old queries with its 95 % interval."""
+        """Gain over old queries with its 95 % interval."""
         return paired_bootstrap(self.queries.ndcg_Q, self.old.ndcg_Q)
 
     @cached_property
     def ci95(self) -> tuple[float, float]:
-        """The 95 % interval of nDCG@10."""
+        """95 % interval of nDCG@10."""
         return bootstrap_interval(self.queries.ndcg_Q)
 
     @property
     def found_less(self) -> int:
-        """The number of queries whose nDCG@10 is below that of the old query."""
+        """Number of queries with a lower nDCG@10 than the old query."""
         return int((self.queries.ndcg_Q < self.old.ndcg_Q - 1e-9).sum())
 
     @property
     def negative_flips(self) -> int:
-        """The number of queries that were right at the first place and are not any more."""
+        """Number of queries that lost a correct first hit."""
         return int(((self.old.first_ranks_Q == 0) & (self.queries.first_ranks_Q > 0)).sum())
 
     def cells(self) -> list[tuple[str, str]]:
-        """Return the row as text: of each column a value, and its interval or share."""
+        """Return the row as text: each column's value with its interval or share."""
         value = f"{100 * self.queries.ndcg_Q.mean():.1f}", interval(self.ci95)
         if self.queries is self.old:
             return [(self.queries.name, ""), value, ("", ""), ("", ""), ("", "")]
@@ -100,7 +100,7 @@ def render_rich(rows: Sequence[Comparison], title: str, best: str) -> Table:
     Args:
         rows: the rows, in order.
         title: the title.
-        best: name of the row that is printed in bold.
+        best: name of the bold row.
     """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in COLUMNS:
@@ -112,7 +112,7 @@ def render_rich(rows: Sequence[Comparison], title: str, best: str) -> Table:
 
 
 def render_markdown(rows: Sequence[Comparison], best: str) -> str:
-    """Return the table as Markdown; arguments as in :func:`render_rich`."""
+    """Return the table as Markdown, with the arguments of :func:`render_rich`."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
     for row in rows:
         cells = [f"{value} ({beside})" if beside else value for value, beside in row.cells()]

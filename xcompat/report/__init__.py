@@ -1,4 +1,4 @@
-"""The report of an evaluation, for people and for programs."""
+"""Report of an evaluation, for people and for programs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name; importing its module, and torch, waits for its first use
     for module, names in _PLACES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""The content of a report in memory: given by the caller, or read from its folder."""
+"""Content of a report in memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class Hit(NamedTuple):
-    """One item that a search found.
+    """Item found by a search.
 
     Args:
-        image: its picture, if it has one.
+        image: its picture, if any.
         caption: its text.
         is_hit: whether it matches the query.
-        gain: how relevant it is judged to be, if hits are graded.
+        gain: its judged relevance, if hits are graded.
     """
 
     image: Image.Image | None
@@ -46,16 +46,16 @@ class Hit(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What is written before a hit that matches: a tick, and the gain if it has one."""
+        """Mark of a matching hit: a tick, and the gain if graded."""
         return "" if not self.is_hit else "✓" if self.gain is None else f"✓ gain {self.gain:g}"
 
 
 class ExampleRow(NamedTuple):
-    """The results of one kind of query, the best first.
+    """Results of one kind of query, best first.
 
     Args:
-        label: such as ``old query`` or ``new query``.
-        hits: the first items of the old gallery.
+        label: e.g. ``old query`` or ``new query``.
+        hits: first items of the old gallery.
     """
 
     label: str
@@ -64,11 +64,11 @@ class ExampleRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """One example search.
+    """Example search.
 
     Args:
         query_text: the query.
-        rows: the results of each kind of query.
+        rows: results of each kind of query.
     """
 
     query_text: str
@@ -76,13 +76,13 @@ class Example:
 
 
 class LossPoint(NamedTuple):
-    """What the Trainer logged of a training.
+    """Training loss as logged by the Trainer.
 
     Args:
-        step: how many steps were done.
-        epoch: how often the training data were seen.
-        loss: the mean over the steps since the point before.
-        learning_rate: that of the step; None if it was not logged.
+        step: steps done.
+        epoch: passes over the training data.
+        loss: mean over the steps since the last point.
+        learning_rate: learning rate of the step; None if not logged.
     """
 
     step: int
@@ -92,19 +92,19 @@ class LossPoint(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What the training of one stage took.
+    """Training cost of one stage.
 
     Args:
-        trained_parameters: how many numbers were trained.
-        parameters: how many the model has.
-        samples: how many were seen, repeated ones counted each time.
-        tokens: how many were seen, without padding; 0 without texts.
-        peak_memory: bytes; on a CUDA device what PyTorch allocated there, else those of the first process.
-        device: such as ``NVIDIA H100``, or ``cpu``.
-        devices: how many.
-        device_hours: hours of training times devices.
-        memory_is_own: whether that is the most since the stage began, and not since the process did, in which earlier stages ran;
-            None if an earlier version wrote it.
+        trained_parameters: trained parameters.
+        parameters: all parameters of the model.
+        samples: samples seen, with repetitions.
+        tokens: tokens seen, without padding; 0 without texts.
+        peak_memory: bytes allocated by PyTorch on a CUDA device, otherwise bytes of the first process.
+        device: e.g. ``NVIDIA H100`` or ``cpu``.
+        devices: number of devices.
+        device_hours: training hours times devices.
+        memory_is_own: whether ``peak_memory`` covers this stage only, not earlier stages of the process; None in reports of
+            earlier versions.
     """
 
     trained_parameters: int
@@ -119,27 +119,27 @@ class Cost(NamedTuple):
 
     @property
     def own_memory(self) -> int | None:
-        """Return the peak of memory of the stage; None if that of earlier stages is in it."""
+        """Peak memory of this stage; None if it includes earlier stages."""
         own = self.memory_is_own if self.memory_is_own is not None else self.device not in ("cpu", "mps")
         return self.peak_memory if own else None
 
 
 @dataclass(frozen=True)
 class ReportContent:
-    """The input of a report.
+    """Input of a report.
 
     Args:
         evaluation: the measured results.
-        contestants: the models that were passed to :func:`xcompat.evaluation.evaluate`.
-        method: such as ``xbt``.
+        contestants: the models passed to :func:`xcompat.evaluation.evaluate`.
+        method: e.g. ``xbt``.
         seconds: stage -> seconds.
         run: versions, machine, command: any JSON.
         examples: example searches in the old gallery.
-        tsne_pairs: image-text pairs, or images, per model in the t-SNE maps; 0 leaves the maps out.
-        seed: seed of the choice of pairs and of t-SNE.
-        training: stage -> the losses of its training.
-        costs: stage -> what its training took.
-        verdict: whether a chosen map was surely at or above old queries on held-out items; None if no map was chosen.
+        tsne_pairs: image-text pairs, or images, per model in the t-SNE maps; 0 for no maps.
+        seed: random seed of the choice of pairs and of t-SNE.
+        training: stage -> training losses.
+        costs: stage -> training cost.
+        verdict: whether the validation split showed a selected map to be at or above old queries; None if no map was selected.
     """
 
     evaluation: Evaluation
@@ -157,12 +157,12 @@ class ReportContent:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model in a report.
+    """Model in a report.
 
     Args:
-        name: the name that people know it by.
+        name: display name.
         fingerprint: 64 hexadecimal digits.
-        dim: dimensions of its embeddings.
+        dim: embedding dimension.
     """
 
     name: str
@@ -171,11 +171,11 @@ class ModelInfo:
 
 
 class Series(NamedTuple):
-    """One cloud of points in a map.
+    """Cloud of points in a map.
 
     Args:
-        label: such as ``old images``.
-        points_N2: float32 ``(N, 2)``; row i of every series of a panel belongs to the same pair, or is the same image.
+        label: e.g. ``old images``.
+        points_N2: float32 ``(N, 2)``; row i of all series of a panel belongs to the same pair or image.
     """
 
     label: str
@@ -183,11 +183,11 @@ class Series(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One t-SNE map: embeddings of one space.
+    """t-SNE map of one embedding space.
 
     Args:
         title: the space.
-        series: the clouds of points.
+        series: clouds of points.
     """
 
     title: str
@@ -196,25 +196,25 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A report as stored on disk: ``report.json`` and the data of its plots.
+    """Report as stored on disk: ``report.json`` and the data of its plots.
 
     Args:
         old: the old model.
         new: the new model.
-        method: such as ``xbt``.
-        cases: the results of each pair of query model and gallery model.
+        method: e.g. ``xbt``.
+        cases: results of each pair of query model and gallery model.
         criterion: the verdict.
         seconds: stage -> seconds.
         run: versions, machine, command, and ``notes`` on the evaluation.
-        ranks: (query, gallery, direction) -> int32 ``(Q,)``, -1 for queries left out.
+        ranks: (query, gallery, direction) -> int32 ``(Q,)``, -1 for excluded queries.
         panels: t-SNE maps.
         examples: example searches.
-        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for queries left out; for labelled images.
-        clusters: direction -> int32 ``(Q,)``, equal for queries about the same item; in other directions queries are independent.
-        confidence: direction -> float32 ``(Q,)``, confidence of new queries, NaN for queries left out.
-        training: stage -> the losses of its training; empty if the stages were solved, or an earlier version trained them.
-        costs: stage -> what its training took, likewise.
-        verdict: whether a chosen map was surely at or above old queries on held-out items; None if no map was chosen.
+        average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for excluded queries; for labelled images.
+        clusters: direction -> int32 ``(Q,)``, equal for queries about one item; no entry if queries are independent.
+        confidence: direction -> float32 ``(Q,)`` confidence of new queries, NaN for excluded queries.
+        training: stage -> training losses; empty for solved stages and reports of earlier versions.
+        costs: stage -> training cost; empty for reports of earlier versions.
+        verdict: as in :class:`ReportContent`.
         thresholds: an old threshold carried over to new queries; empty if none was given.
     """
 
@@ -238,26 +238,26 @@ class Report:
 
     @property
     def directions(self) -> list[str]:
-        """The measured directions, in order of appearance."""
+        """Measured directions, in order of appearance."""
         return list(dict.fromkeys(case.direction for case in self.cases))
 
     @property
     def is_labelled(self) -> bool:
-        """Whether images search images of their class, rather than captions searching images."""
+        """Whether all directions search images by class."""
         return set(self.directions) <= {IMAGE_TO_IMAGE, VERIFICATION, IDENTIFICATION}
 
     @property
     def is_judged(self) -> bool:
-        """Whether passages were searched that are judged relevant to queries, not by captions."""
+        """Whether queries search passages with relevance judgements."""
         return self.directions == [TEXT_TO_TEXT]
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know about the evaluation."""
+        """Notes on the evaluation."""
         return list(self.run.get("notes", []))
 
     def tables(self) -> list[tuple[str, list[str], list[Case]]]:
-        """Return (direction, metric names, cases) per table: of each direction, population of queries, and classification."""
+        """Return (direction, metric names, cases) for each direction, query population and classification."""
         groups: dict[tuple[str, str, str | None], list[Case]] = {}
         for case in self.cases:
             of_texts = next(filter(is_zero_shot, case.metrics), None)
@@ -269,7 +269,7 @@ class Report:
 
 
 def retrieval_metrics(metrics: Iterable[str]) -> list[str]:
-    """Return the names of search metrics for which higher is better: without flips and zero-shot classification.
+    """Return the search metrics for which higher is better, without flips and zero-shot classification.
 
     Example:
         >>> retrieval_metrics(["cmc@1", "map@R", "negative_flip_rate@1"])

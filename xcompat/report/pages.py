@@ -1,4 +1,4 @@
-"""Render a report: as one self-contained HTML file, and as Markdown for a model card."""
+"""Reports as one self-contained HTML file, and as Markdown for a model card."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
 
     Args:
         report: the report.
-        plots: file name -> PNG, as named by :func:`xcompat.report.plots.draw_plots`.
+        plots: file name -> PNG, named as in :func:`xcompat.report.plots.draw_plots`.
     """
     groups = {
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
@@ -52,14 +52,13 @@ def render_markdown(report: Report) -> str:
 
 
 def _said(report: Report) -> dict[str, Any]:
-    """Return what both forms say in words."""
     meanings = metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
     return {"verdicts": verdicts(report), "failed": failed_lines(report), "meanings": meanings}
 
 
-@cache  # compiling a template takes longer than filling it in
+@cache  # compiling a template takes longer than rendering it
 def page_template(name: str) -> Template:
-    """Return a template by its path in this package; texts filled into it are never read as HTML or Markdown."""
+    """Return a template by its path in this package. Inserted texts are escaped."""
     folder = Path(__file__).parent
     environment = markdown_templates(folder) if name.endswith(".md.j2") else templates(folder, autoescape=True)
     environment.filters |= {

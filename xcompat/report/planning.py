@@ -1,4 +1,4 @@
-"""Ways to a new model for an index and its traffic: what each finds, and what it takes."""
+"""Ways to a new model for an index and its traffic, with their quality and cost."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RERANKED_HITS = "reranked_hits"
-"""Key of a report's ``run``: how many hits of a query were re-ranked."""
+"""Key of a report's ``run`` with the number of re-ranked hits per query."""
 CANDIDATES = 20
-"""Hits that a re-ranking embeds, if the report measured none."""
+"""Re-ranked hits per query if the report measured no re-ranking."""
 BYTES = 4
-"""Of a number of a stored embedding, float32."""
+"""Bytes per number of a stored embedding (float32)."""
 CACHED_BESIDE = 48
-"""Bytes beside each embedding that re-ranked searches keep: hash, checksum, time, demand, index entries."""
+"""Extra bytes per cached embedding of re-ranked searches: hash, checksum, time, demand, index entries."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Traffic:
 
     Args:
         items: stored items.
-        queries_per_day: queries.
-        embeds_per_second: items or queries that the new model embeds in a second; None if unknown.
+        queries_per_day: queries per day.
+        embeds_per_second: items or queries that the new model embeds per second; None if unknown.
         price_per_1000: price of 1,000 embeddings; None if unknown.
-        days: how long costs are summed up.
+        days: period of the cost estimate.
     """
 
     items: int
@@ -45,20 +45,20 @@ class Traffic:
 
 
 class Way(NamedTuple):
-    """One way to a new model.
+    """Way to a new model.
 
     Args:
-        name: of the way.
-        case: of the report that measured it.
-        quality: what it finds; None if that was not measured.
-        ci95: its 95 % interval over queries.
-        per_query: embeddings of a query; of a re-ranking at most, as each item is embedded once.
-        at_once: embeddings before it begins.
-        in_all: embeddings in the days of the plan, at most.
-        milliseconds: that embedding takes of a query, at most; None if the rate is unknown.
-        hours: until it is complete; None if the rate is unknown.
-        stored_bytes: of embeddings at the end.
-        price: in the days of the plan, at most; None if the price is unknown.
+        name: display name.
+        case: the report's case that measured it.
+        quality: its metric; None if not measured.
+        ci95: 95 % interval over queries.
+        per_query: embeddings per query; an upper bound for re-ranking, which embeds each item once.
+        at_once: embeddings before the start.
+        in_all: most embeddings in the period.
+        milliseconds: most embedding time per query; None if the rate is unknown.
+        hours: time until it is complete; None if the rate is unknown.
+        stored_bytes: bytes of embeddings at the end.
+        price: highest price in the period; None if unknown.
     """
 
     name: str
@@ -75,14 +75,14 @@ class Way(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All ways, and the metric by which they are compared.
+    """All ways, with the metric that compares them.
 
     Args:
-        direction: of the search.
-        metric: such as ``cmc@1``.
-        ways: in the order of what they change.
-        traffic: what they were computed for.
-        rerank: hits of a query that a re-ranking embeds.
+        direction: search direction.
+        metric: e.g. ``cmc@1``.
+        ways: ordered by the amount of change.
+        traffic: index and traffic of the plan.
+        rerank: re-ranked hits per query.
     """
 
     direction: str
@@ -96,9 +96,9 @@ def plan_ways(report: Report, traffic: Traffic, metric: str | None = None) -> Pl
     """Compare the ways to a new model.
 
     Args:
-        report: what each finds.
-        traffic: of the index.
-        metric: such as ``map``; None for the first one of the report.
+        report: report with their quality.
+        traffic: index and traffic.
+        metric: e.g. ``map``; None for the report's first metric.
 
     Raises:
         XcompatError: the report does not measure old and new queries on the old gallery by this metric.
@@ -145,32 +145,32 @@ def plan_ways(report: Report, traffic: Traffic, metric: str | None = None) -> Pl
 
 
 def sentences(plan: Plan) -> list[str]:
-    """Say what of the backfill's gain the other ways bring, and when a backfill embeds less than a re-ranking."""
+    """Return sentences on the share of a backfill's gain that each way brings, and on the cost of re-ranking."""
     ways = {way.name.partition(" ")[0]: way for way in plan.ways}
     stay, backfill = ways["stay"], ways["backfill"]
-    said = [f"Quality is {metric_name(plan.metric)}, {search_name(plan.direction)}, as the report measured it."]
+    said = [f"Quality is {metric_name(plan.metric)}, {search_name(plan.direction)}, from the report."]
     if stay.quality is not None and backfill.quality is not None:
         whole = backfill.quality - stay.quality
         others = [way for way in plan.ways[1:-1] if way.quality is not None]
         if whole > 0 and others:
             shares = ", ".join(f"{way.name} {100 * (way.quality - stay.quality) / whole:.0f} %" for way in others)  # type: ignore[operator]
-            said.append(f"Of what a complete backfill gains ({percent(whole)[:-2]} points): {shares}.")
+            said.append(f"Share of the gain of a complete backfill ({percent(whole)[:-2]} points): {shares}.")
         elif whole <= 0:
-            said.append("A complete backfill gains nothing over old queries: stay, or try another model.")
+            said.append("A complete backfill gains nothing over old queries: keep the old model, or try another new one.")
     hints = {"re-rank": "evaluate with --rerank", "half-way": "evaluation.slerp in a recipe", "backfill": "--new-own"}
     missing = {name: way for name, way in ways.items() if way.quality is None and name in hints}
     if missing:
         said.append(f"Not measured: {', '.join(f'{way.name} ({hints[name]})' for name, way in missing.items())}.")
     if daily := plan.rerank * plan.traffic.queries_per_day:
         said.append(
-            f"Re-ranking embeds at most {daily:,} items a day, and each item once. It embeds as many as a backfill after "
-            f"{plan.traffic.items / daily:,.1f} days or more, and what it embeds becomes the backfill."
+            f"Re-ranking embeds each item once, at most {daily:,} items a day. It embeds as many items as a backfill after "
+            f"{plan.traffic.items / daily:,.1f} days or more, and you can reuse its embeddings for the backfill."
         )
     return said
 
 
 def draw_plan(plan: Plan) -> Figure:
-    """Draw quality against embeddings in the days of the plan."""
+    """Draw quality against embeddings in the period of the plan."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
     from xcompat.report.plots import new_figure, set_title

@@ -1,4 +1,4 @@
-"""Draw the plots of a report, one per direction or space, so that they stack on a small screen."""
+"""Plots of a report, one per direction or space, so that they stack on a small screen."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _EXTRA_COLOURS = ("#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 _CLOUD_COLOURS = ("#7a828e", "#b8a07a", "#0072b2", "#e69f00")
 _MARKED_PAIRS = 5
 _FEW_POINTS = 20
-"""Most losses that are marked one by one: a line of one or two would not be seen."""
+"""Most points that get markers; a line of one or two points is invisible without."""
 _LEAST_COVERAGE = 5
-"""Smallest percentage of queries for which risk is shown: fewer queries say nothing."""
+"""Smallest percentage of queries for which risk is shown; fewer queries are too noisy."""
 
 
 def draw_plots(report: Report) -> dict[str, Figure]:
-    """Draw every plot that the report has data for.
+    """Draw every plot for which the report has data.
 
     Returns:
         file name -> figure: ``cases-DIRECTION.png``, ``recall-``, ``cmc-`` or ``success-DIRECTION.png``,
@@ -62,22 +62,22 @@ def draw_plots(report: Report) -> dict[str, Figure]:
 
 
 def case_colours(report: Report) -> dict[str, str]:
-    """Return case label -> CSS colour, the same in every plot."""
+    """Return case label -> CSS colour, equal in all plots."""
     extras = [label for label in dict.fromkeys(case.label for case in report.cases) if label not in _COLOURS]
     return _COLOURS | {label: _EXTRA_COLOURS[i % len(_EXTRA_COLOURS)] for i, label in enumerate(extras)}
 
 
 def figure_png(figure: Figure) -> bytes:
-    """Return a figure as the bytes of a PNG file, the same in every run."""
+    """Return a figure as PNG bytes, equal in every run."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure in the report's style, a given number of inches high, and its axes.
+    """Return an empty figure in the report's style, ``height`` inches high, and its axes.
 
-    It changes no global state of matplotlib.
+    Global matplotlib state stays unchanged.
     """
     from matplotlib.figure import Figure
 
@@ -92,12 +92,11 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def set_title(axes: Axes, text: str) -> None:
-    """Write a title in the report's style."""
+    """Set a title in the report's style."""
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold", color="#1f2937", parse_math=False)
 
 
 def _draw_cases(direction: str, metrics: list[str], cases: list[Case], colours: dict[str, str]) -> Figure:
-    """Draw grouped bars with 95 % intervals."""
     figure, axes = new_figure(4.0)
     width = 0.84 / len(cases)
     for place, case in enumerate(cases):
@@ -117,7 +116,7 @@ def _draw_cases(direction: str, metrics: list[str], cases: list[Case], colours: 
 
 
 def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], colours: dict[str, str]) -> Figure:
-    """Draw for every case the share of queries with a match among the first k, against k."""
+    """Draw the share of queries with a match among the first k."""
     from matplotlib.ticker import StrMethodFormatter
 
     figure, axes = new_figure(4.0)
@@ -134,7 +133,7 @@ def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], c
         line.set_zorder(3 if strong else 2)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlabel("k, items looked at", fontsize=9, color="#4a5563")
+    axes.set_xlabel("number of items k", fontsize=9, color="#4a5563")
     axes.set_ylabel(f"{metric_name(f'{kind}@k')}, %", fontsize=9, color="#4a5563")
     axes.set_ylim(0, 101)
     set_title(axes, direction.replace("-", " "))
@@ -143,7 +142,7 @@ def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], c
 
 
 def _draw_risk(report: Report, direction: str) -> Figure:
-    """Draw the share of the surest new queries that find less than old ones, against how many of them are used."""
+    """Draw how many of the most confident new queries are worse than old ones."""
     figure, axes = new_figure(3.4)
     confidence_Q = report.confidence[direction]
     known_Q = np.isfinite(confidence_Q)
@@ -151,10 +150,10 @@ def _draw_risk(report: Report, direction: str) -> Figure:
     risk_Q = 100 * risk_coverage(confidence_Q[known_Q], new_Q < old_Q)
     coverage_Q = 100 * np.arange(1, len(risk_Q) + 1) / len(risk_Q)
     shown_Q = coverage_Q >= _LEAST_COVERAGE
-    axes.plot(coverage_Q[shown_Q], risk_Q[shown_Q], color=_COLOURS["new/old"], linewidth=2.2, label="the surest new queries")
-    axes.axhline(risk_Q[-1], color=_COLOURS["old/old"], linestyle="--", linewidth=1.2, label="drawn at random")
-    axes.set_xlabel("share of the queries that the new model answers, %", fontsize=9, color="#4a5563")
-    axes.set_ylabel("find less than old ones, %", fontsize=9, color="#4a5563")
+    axes.plot(coverage_Q[shown_Q], risk_Q[shown_Q], color=_COLOURS["new/old"], linewidth=2.2, label="most confident new queries")
+    axes.axhline(risk_Q[-1], color=_COLOURS["old/old"], linestyle="--", linewidth=1.2, label="random new queries")
+    axes.set_xlabel("queries answered by the new model, %", fontsize=9, color="#4a5563")
+    axes.set_ylabel("find less than old queries, %", fontsize=9, color="#4a5563")
     axes.set_ylim(bottom=0)
     set_title(axes, direction.replace("-", " "))
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
@@ -162,7 +161,6 @@ def _draw_risk(report: Report, direction: str) -> Figure:
 
 
 def _draw_losses(stage: str, points: list[LossPoint]) -> Figure:
-    """Draw the loss of a stage's training by step."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = new_figure(3.4)
@@ -171,21 +169,21 @@ def _draw_losses(stage: str, points: list[LossPoint]) -> Figure:
         [each.step for each in points], [each.loss for each in points], color=_COLOURS["new/old"], linewidth=1.6, marker=marker
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"step; epochs in all: {points[-1].epoch:.3g}", fontsize=9, color="#4a5563")
+    axes.set_xlabel(f"step ({points[-1].epoch:.3g} epochs in total)", fontsize=9, color="#4a5563")
     axes.set_ylabel("loss", fontsize=9, color="#4a5563")
     set_title(axes, stage)
     return figure
 
 
 def _draw_map(panel: Panel) -> Figure:
-    """Draw a t-SNE map; lines join some pairs of image and text, or of two models' embeddings of the same image."""
+    """Draw a t-SNE map; lines join pairs of image and text, or two models' embeddings of one image."""
     figure, axes = new_figure(4.8)
     with_texts = any(label.startswith("texts") for label, _ in panel.series)
     colours = _CLOUD_COLOURS if with_texts else _CLOUD_COLOURS[::2]  # one colour per model, or per model and kind
     for colour, (label, points_N2) in zip(colours, panel.series, strict=False):
         marker = "o" if label.startswith("images") else "^"
         axes.scatter(points_N2[:, 0], points_N2[:, 1], s=9, marker=marker, color=colour, alpha=0.65, linewidths=0, label=label)
-    for one, other in zip(panel.series[::2], panel.series[1::2], strict=False):  # the images of one model alone have no partner
+    for one, other in zip(panel.series[::2], panel.series[1::2], strict=False):  # the images of a single model have no partner
         for start, end in zip(one.points_N2[:_MARKED_PAIRS], other.points_N2[:_MARKED_PAIRS], strict=True):
             axes.plot([start[0], end[0]], [start[1], end[1]], color="#111827", linewidth=0.7, marker=".", markersize=4)
     axes.set_xticks([])

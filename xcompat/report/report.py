@@ -1,4 +1,4 @@
-"""Turn an evaluation into the folder ``report`` with ``report.json``, ``report.html`` and ``plots/``, written atomically."""
+"""The folder ``report`` of an evaluation: ``report.json``, ``report.html`` and ``plots/``, written atomically."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from xcompat.report.wording import NOT_SHOWN
 HTML_NAME = "report.html"
 PLOTS_NAME = "plots"
 _DRAWN = re.compile(rf"(cases|recall|cmc|success|confidence)-({'|'.join(DIRECTIONS)})\.png|(tsne|loss)-\d+\.png")
-"""Names of plots, of which those of an earlier report give way."""
+"""Names of plots; those of an earlier report are replaced."""
 
 
 def write_report(directory: str | Path, content: ReportContent) -> Path:
     """Write the folder ``report`` atomically: ``report.json``, ``report_data.safetensors``, ``report.html``, ``plots/*.png``.
 
     Args:
-        directory: parent of the folder; made if missing.
+        directory: parent of the folder; created if missing.
         content: the evaluation, its models and examples.
 
     Returns:
@@ -50,7 +50,7 @@ def write_report(directory: str | Path, content: ReportContent) -> Path:
 
 
 def gather(content: ReportContent) -> Report:
-    """Turn an evaluation into a report with t-SNE maps, equal to what :func:`xcompat.report.load_report` reads back."""
+    """Turn an evaluation into a report with t-SNE maps, equal to the result of :func:`xcompat.report.load_report`."""
     evaluation, models = content.evaluation, content.contestants
     return Report(
         old=_model_info(models.old),
@@ -74,16 +74,16 @@ def gather(content: ReportContent) -> Report:
 
 
 def render_report(directory: str | Path) -> Path:
-    """Draw plots and page of a stored report again.
+    """Redraw plots and page of a stored report.
 
     Args:
-        directory: as :func:`xcompat.report.load_report` takes it.
+        directory: as in :func:`xcompat.report.load_report`.
 
     Returns:
         The path of ``report.html``.
 
     Raises:
-        XcompatError: the folder holds no report; see also :func:`require_report_place`.
+        XcompatError: the folder has no report; see also :func:`require_report_place`.
     """
     file = report_file(directory)
     report = load_report(file)
@@ -94,13 +94,7 @@ def render_report(directory: str | Path) -> Path:
 
 
 def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Path:
-    """Write a report's folder in place of an earlier one; files that a user put there stay.
-
-    Args:
-        directory: parent of the folder.
-        report: the report.
-        stored: its data files, to be copied; written anew if there are none.
-    """
+    """Replace a report's folder; keep files of the user. Copy ``stored`` data files, or write new ones."""
     place = directory / FOLDER_NAME
     plots = {name: figure_png(figure) for name, figure in draw_plots(report).items()}
     with atomic_path(place) as folder:
@@ -119,7 +113,6 @@ def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Pa
 
 
 def _of_the_user(place: Path) -> Iterator[Path]:
-    """List what a report's folder and its plots hold beside the report."""
     if place.is_dir():
         yield from (each for each in place.iterdir() if each.name not in (JSON_NAME, DATA_NAME, HTML_NAME, PLOTS_NAME))
     if (place / PLOTS_NAME).is_dir():

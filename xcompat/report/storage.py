@@ -1,4 +1,4 @@
-"""The files of a report: ``report.json`` for programs, ``report_data.safetensors`` for drawing its plots again."""
+"""Files of a report: ``report.json`` for programs, ``report_data.safetensors`` to redraw its plots."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DIRECTIONS = ("image-to-image", "text-to-image", "image-to-text", "text-to-text"
 
 
 class _Run(BaseModel):
-    """The run that a report comes from; unknown fields are shown as they are."""
+    """Run of a report; unknown fields are shown as they are."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -53,7 +53,7 @@ class _Run(BaseModel):
 
 
 class _Document(BaseModel):
-    """The schema of ``report.json``, which catches mistakes of editing by hand."""
+    """Schema of ``report.json``, which catches mistakes of manual edits."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -78,7 +78,7 @@ class _Document(BaseModel):
             if case.population not in POPULATIONS:
                 raise ValueError(f"a case has the population {case.population!r}; known: {', '.join(POPULATIONS)}")
             if missing := case.metrics.keys() - case.ci95.keys():
-                raise ValueError(f"{case.label} has no interval of {min(missing)}")
+                raise ValueError(f"{case.label} has no interval for {min(missing)}")
         return self
 
 
@@ -105,7 +105,7 @@ class _PanelLayout(BaseModel):
 
 
 class _Layout(BaseModel):
-    """The meaning of the numbered tensors in ``report_data.safetensors``."""
+    """Meaning of the numbered tensors in ``report_data.safetensors``."""
 
     ranks: list[RankKey]
     precision: list[ValueKey] = []
@@ -116,7 +116,7 @@ class _Layout(BaseModel):
 
 
 def save_report(folder: Path, report: Report) -> None:
-    """Write ``report.json`` and ``report_data.safetensors`` into a new folder that nobody reads yet."""
+    """Write ``report.json`` and ``report_data.safetensors`` into a new folder without readers."""
     folder.mkdir(parents=True, exist_ok=True)
     _save_data(folder / DATA_NAME, report)
     write_json(
@@ -140,7 +140,6 @@ def save_report(folder: Path, report: Report) -> None:
 
 
 def _described(criterion: Criterion) -> dict[str, Any]:
-    """Return a verdict as JSON, with what follows from its intervals."""
     last = hangs_on(criterion.differences)
     return asdict(criterion) | {
         "differences": [_described_difference(each) for each in criterion.differences],
@@ -150,19 +149,18 @@ def _described(criterion: Criterion) -> dict[str, Any]:
 
 
 def _described_difference(difference: Difference) -> dict[str, Any]:
-    """Return a gain as JSON, with its outcome; its population only if that is not all queries."""
     described = asdict(difference) | {"outcome": difference.outcome}
     return {key: value for key, value in described.items() if key != "population" or value != ALL}
 
 
 def recorded_backfill_losses(model: str) -> list[BackfillLoss]:
-    """Return the losses of a complete backfill that the report beside a model records.
+    """Return the losses of a complete backfill from the report next to a model.
 
     Args:
-        model: name or folder of a model, or the folder of the run that made it.
+        model: name or folder of a model, or folder of its run.
 
     Returns:
-        The losses; none without a report, e.g. for a model of the Hub.
+        The losses; empty without a report, e.g. for a model of the Hub.
 
     Raises:
         XcompatError: the report is damaged.
@@ -193,21 +191,21 @@ def report_file(path: str | Path) -> Path:
 
 
 def is_report_of_map(document: object) -> bool:
-    """Return whether ``report.json`` is that of a map, which has no schema of its own, and not that of an evaluation."""
+    """Return whether ``report.json`` is the report of a map (which has no schema), not of an evaluation."""
     return isinstance(document, dict) and "searched_classes" in document and "schema" not in document
 
 
 def load_report(path: str | Path) -> Report:
-    """Read a report.
+    """Load a report.
 
     Args:
-        path: as :func:`report_file` takes it. Without the data file beside it, curves, maps and examples are empty.
+        path: as in :func:`report_file`. Without the data file next to it, curves, maps and examples are empty.
 
     Returns:
         The report.
 
     Raises:
-        XcompatError: the file is missing, damaged or of another schema.
+        XcompatError: the file is missing, damaged or has another schema.
     """
     file = report_file(path)
     document = read_json(file)
@@ -242,7 +240,7 @@ def load_report(path: str | Path) -> Report:
 
 
 def _save_data(path: Path, report: Report) -> None:
-    """Write values per query, maps and thumbnails into one safetensors file, with a :class:`_Layout` as metadata."""
+    """Write values per query, maps and thumbnails, with a :class:`_Layout` as metadata."""
     from safetensors.numpy import save
 
     tensors = {f"ranks.{i}": ranks_Q.astype(np.int32) for i, ranks_Q in enumerate(report.ranks.values())}
@@ -279,7 +277,7 @@ def _save_data(path: Path, report: Report) -> None:
 
 
 def _load_data(path: Path) -> dict[str, Any]:
-    """Read the fields of a report that its data file holds; none if there is no such file."""
+    """Return the report fields of the data file; empty without a file."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -291,7 +289,9 @@ def _load_data(path: Path) -> dict[str, Any]:
         return _laid_out(layout, tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise XcompatError(f"{path} cannot be read ({reason}); delete it to go without curves, or evaluate again") from None
+        raise XcompatError(
+            f"{path} cannot be read ({reason}); delete it to load the report without curves, or evaluate again"
+        ) from None
 
 
 def _laid_out(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -336,15 +336,15 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def require_report_place(directory: str | Path) -> None:
-    """Raise :class:`XcompatError` if a directory has an entry ``report`` that is no report."""
+    """Raise :class:`XcompatError` if a directory's entry ``report`` is not a report."""
     place = Path(directory) / FOLDER_NAME
     is_other = any(place.iterdir()) and not is_report(place) if place.is_dir() else os.path.lexists(place)
     if is_other or place.is_symlink():
-        raise XcompatError(f"{place} is where the report goes, and is none that could be replaced; move it, or write elsewhere")
+        raise XcompatError(f"{place} exists but is not a report; move it, or choose another output folder")
 
 
 def is_report(folder: Path) -> bool:
-    """Return whether a folder holds a report, perhaps a damaged one."""
+    """Return whether a folder contains a report, intact or damaged."""
     if not (folder / JSON_NAME).is_file():
         return False
     with suppress(XcompatError):

@@ -1,4 +1,4 @@
-"""Print a report in the terminal."""
+"""Terminal output of reports and plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES = {
     **dict.fromkeys(("no", "worse"), "bold red"),
     **dict.fromkeys(("not measured", "cannot tell"), "yellow"),
 }
-WAYS = {"old/old": "old queries, vectors as they are", "new/new": "new queries, all embedded anew"}
+WAYS = {"old/old": "old queries, unchanged vectors", "new/new": "new queries, re-embedded vectors"}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -43,14 +43,14 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def print_ways(report: Report, console: Console, mapped: bool) -> None:
-    """Print what each way to the new model gave on the test set of a run.
+    """Print the result of each way to the new model on a run's test set.
 
     Args:
-        report: of the run.
-        console: where to.
+        report: the run's report.
+        console: output console.
         mapped: whether the run's model maps galleries.
     """
-    names = WAYS | {"new/old": "new queries, vectors mapped" if mapped else "new queries, vectors as they are"}
+    names = WAYS | {"new/old": "new queries, mapped vectors" if mapped else "new queries, unchanged vectors"}
     for direction, metrics, cases in report.tables():
         console.print(_table(direction, metrics, [case for case in cases if case.label in names], names))
 
@@ -77,9 +77,9 @@ def print_examples(examples: Sequence[Example], console: Console, is_judged: boo
     """Print the hits of each kind of query side by side.
 
     Args:
-        examples: the searches.
-        console: where to.
-        is_judged: whether the items are texts with judgements, which are cut to the width of a column.
+        examples: example searches.
+        console: output console.
+        is_judged: whether the items are judged texts, which are cut to the column width.
     """
     for example in examples:
         table = Table(title=f"“{literal(example.query_text)}” in the old gallery", title_justify="left", box=SIMPLE_HEAD)
@@ -96,17 +96,17 @@ def print_examples(examples: Sequence[Example], console: Console, is_judged: boo
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the ways to a new model as a table, with sentences on them.
+    """Print the ways to a new model as a table, with sentences about them.
 
     Args:
         plan: the ways.
-        console: where to.
+        console: output console.
     """
     traffic = plan.traffic
     title = f"{traffic.items:,} items, {traffic.queries_per_day:,} queries a day, {traffic.days} days"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = ["way", metric_name(plan.metric), "embeddings\nper query", f"embeddings\nin {traffic.days} days", "vectors"]
-    columns += ["ms of\na query", "hours until\ncomplete"] if traffic.embeds_per_second is not None else []
+    columns = ["way", metric_name(plan.metric), "embeddings\nper query", f"embeddings\nin {traffic.days} days", "storage"]
+    columns += ["ms per\nquery", "hours until\ncomplete"] if traffic.embeds_per_second is not None else []
     columns += ["price"] if traffic.price_per_1000 is not None else []
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")

@@ -11,14 +11,14 @@ from xcompat.evaluation.scores import as_rows
 from xcompat.report.content import Panel, ReportContent, Series
 
 _FEWEST_PAIRS = 5
-_ITERATIONS = 500  # enough for the clouds of a thousand points to settle
+_ITERATIONS = 500  # enough for clouds of a thousand points
 
 
 def project(content: ReportContent) -> list[Panel]:
-    """Map a sample of pairs to the plane, one panel per space (XBT, Figure 5; t-SNE of van der Maaten and Hinton 2008).
+    """Project a sample of pairs to the plane, one panel per space (XBT, Figure 5; t-SNE of van der Maaten and Hinton 2008).
 
-    Every search compares old embeddings with new ones in the old space, so they share a panel. The independent model has its own
-    space, and points of different spaces have no distance. With fewer than five pairs there are no panels.
+    Old and new embeddings share the old space, so they share a panel. The independent model has its own panel, as distances
+    between spaces mean nothing. With fewer than five pairs there are no panels.
     """
     shown = content.contestants
     rows = sampled_rows(shown.old, content.tsne_pairs, content.seed)
@@ -26,7 +26,7 @@ def project(content: ReportContent) -> list[Panel]:
         return []
     spaces: list[tuple[str, list[tuple[str, Contestant]]]] = []
     if shown.new_view.dim == shown.old.dim:
-        spaces.append(("Old space", [("old", shown.old), ("new, seen from the old space", shown.new_view)]))
+        spaces.append(("Old space", [("old", shown.old), ("new, in the old space", shown.new_view)]))
     if shown.independent is not None:
         spaces.append(("Independent model, own space", [("independent", shown.independent)]))
     panels = []
@@ -42,7 +42,7 @@ def project(content: ReportContent) -> list[Panel]:
 
 
 def sampled_rows(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
-    """Draw the rows to show, as kind -> rows: pairs of image and text, images of the gallery only, or queries only."""
+    """Draw the rows to show as kind -> rows: pairs of image and text, only gallery images, or only queries."""
     generator = np.random.default_rng(seed)
     if not isinstance(model, EmbeddedPairs):
         matrices = model.matrices()
@@ -50,7 +50,7 @@ def sampled_rows(model: Contestant, count: int, seed: int) -> dict[str, np.ndarr
         return {kind: generator.permutation(len(matrices[kind]))[:count]}
     image_ids = as_ids(model.image_ids, len(model.image_ids), "images")
     text_ids = as_ids(model.text_ids, len(model.text_ids), "texts")
-    # texts with distinct ids, each with one image that it describes
+    # texts with distinct ids, and one image for each
     image_of = {image_ids[row]: row for row in generator.permutation(len(image_ids)).tolist()}
     text_of = {text_ids[row]: row for row in generator.permutation(len(text_ids)).tolist() if text_ids[row] in image_of}
     chosen = list(text_of)[:count]
@@ -61,14 +61,14 @@ def sampled_rows(model: Contestant, count: int, seed: int) -> dict[str, np.ndarr
 
 
 def _tsne(rows_ND: np.ndarray, seed: int) -> np.ndarray:
-    """Return float32 ``(N, 2)``, seeded; rows are normalised, so Euclidean neighbours are cosine neighbours."""
+    """Return float32 ``(N, 2)``. Rows are normalised, so Euclidean neighbours are cosine neighbours."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # scikit-learn depends on it
 
     perplexity = min(30.0, (len(rows_ND) - 1) / 3)
-    # t-SNE starts from two principal components, which one-dimensional embeddings do not have.
+    # The start needs two principal components, which one-dimensional embeddings lack.
     start = "pca" if min(rows_ND.shape) >= 2 else "random"
     tsne = TSNE(perplexity=perplexity, init=start, max_iter=_ITERATIONS, random_state=seed)
-    # More threads do not speed up so small a map, and make it ten times slower on shared cores.
+    # More threads do not speed up such a small map, and make it ten times slower on shared cores.
     with threadpool_limits(1):
         return np.asarray(tsne.fit_transform(normalise_rows(rows_ND)), dtype=np.float32)

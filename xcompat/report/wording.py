@@ -1,4 +1,4 @@
-"""The verdict, the cases and the metrics in plain words, for the page and the terminal."""
+"""Sentences about verdicts, cases and metrics, for page and terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xcompat.evaluation.cases import (
 from xcompat.evaluation.intervals import POWER
 from xcompat.report.content import Report
 
-NOT_SHOWN = "It was not shown that queries of this map find as much as old ones: compare them on your own data first."
+NOT_SHOWN = "Validation did not show that queries of this map find as much as old queries. Compare both on your own data first."
 COMPATIBLE_QUESTION = "Backward compatible"
 LUCK_QUESTION = "Statistical comparison with old queries"
 NOT_HURT_QUESTION = "New model unharmed by compatibility training"
@@ -31,85 +31,84 @@ _POPULATIONS = {
     ALL: "",
     KNOWN: "queries of known classes",
     NEW: "queries of new classes",
-    NEW_IN_WHOLE: "queries of new classes in the whole gallery, learned items included",
+    NEW_IN_WHOLE: "queries of new classes, with training items in the gallery",
 }
 _MEANINGS = {
-    "old/old": "old queries, old gallery: what users have today",
-    "independent/old": "a plain new model's queries, old gallery: what happens without compatibility",
-    "slerp/old": "old and new queries mixed, old gallery: what both models find together, each query embedded twice",
-    "fallback/old": "new queries, or old ones where these are not sure, old gallery: some queries embedded twice",
-    "without memory/old": "the same without what is remembered: what the map alone gives",
-    "old+memory/old": "old queries that remember likewise, old gallery: what of it needs no new model",
-    "new/old": "new queries, old gallery: what compatibility gives, with nothing embedded again",
-    "new alone/old": "the same without the old model's queries, which this map was chosen to mix in",
-    "new+rerank/old": "new queries, old gallery, the first hits re-ranked by the new model's embeddings of their originals",
-    "new/backfilled": "new queries, old gallery after a complete backfill: every item re-embedded, in the old space",
-    "mapped/mapped": "old queries and the old gallery, both mapped: what the map makes of the old model by itself",
-    "old/new": "old queries, new gallery, in the space that both share: what old clients find after a backfill",
-    "new/new": "new queries, new gallery: after everything is embedded again",
-    "new+memory/new+memory": "new queries and a new gallery that remember likewise: the ceiling of a gallery that remembers",
-    "independent/independent": "a plain new model on its own gallery: the ceiling",
+    "old/old": "old queries, old gallery: the current system",
+    "independent/old": "independent new queries, old gallery: the result without compatibility training",
+    "slerp/old": "mixture of old and new queries, old gallery; each query is embedded twice",
+    "fallback/old": "new queries, or old ones at low confidence, old gallery; some queries are embedded twice",
+    "without memory/old": "new queries without metric and memory, old gallery: the effect of the map alone",
+    "old+memory/old": "old queries with the same metric and memory, old gallery: the gain that needs no new model",
+    "new/old": "new queries, old gallery: compatible search, nothing re-embedded",
+    "new alone/old": "new queries without the old ones that this map mixes in, old gallery",
+    "new+rerank/old": "new queries, old gallery; the new model embeds the first hits and re-ranks them",
+    "new/backfilled": "new queries, old gallery after a complete backfill: every item re-embedded in the old space",
+    "mapped/mapped": "old queries and old gallery, both mapped: the effect of the map on the old model alone",
+    "old/new": "old queries, new gallery, in the shared space: old clients after a backfill",
+    "new/new": "new queries, new gallery: everything re-embedded",
+    "new+memory/new+memory": "new queries and new gallery with the same kind of memory: the ceiling with memory",
+    "independent/independent": "independent new model on its own gallery: the ceiling",
 }
 _METRICS = {
     "recall@": (
         "R@k",
-        "share of queries with a match among the first k. A match that ties with a wrong item counts as behind it.",
+        "share of queries with a match among the first k. Ties with wrong items count against the query.",
     ),
     "cmc@": (
         "CMC@k",
-        "share of queries with an image of their class among the first k, the query itself left out. An image of the class that "
-        "ties with a wrong one counts as behind it.",
+        "share of queries with another image of their class among the first k. Ties with wrong images count against the query.",
     ),
     "map": (
         "mAP",
-        "average precision over the whole ranking, mean over queries: 100 % when all images of the class come before all others.",
+        "average precision over the whole ranking, mean over queries; 100 % if all images of the class come first.",
     ),
     "map@R": (
         "mAP@R",
-        "the same over the first R items alone, where R is how many images of the query's class there are.",
+        "average precision over the first R items, for R images of the query's class in the gallery; mean over queries.",
     ),
     "tar@far=": (
         "TAR@FAR",
-        "true acceptance rate of verification: share of pairs of one class that are more alike than all but the share FAR of the "
-        "pairs of two. Its interval keeps that threshold and resamples queries, each with all of its pairs.",
+        "true acceptance rate of verification: share of accepted pairs of one class, at the threshold that accepts a share FAR "
+        "of the pairs of two classes. The interval keeps the threshold and resamples queries with all of their pairs.",
     ),
     "tpir@fpir=": (
         "TPIR@FPIR",
-        "true positive identification rate of an open set: share of queries whose first place is of their class and more alike "
-        "than the first places of all but the share FPIR of the queries that have no match. Its interval keeps that threshold.",
+        "true positive identification rate in an open set: share of queries with a correct first place above the threshold. "
+        "A share FPIR of the queries without a match is above it. The interval keeps the threshold.",
     ),
     "tpir@far=": (
         "TPIR@FAR",
-        "share of queries whose match is more alike than all but so many wrong items, over all queries together, as the share "
-        "FAR of the queries is; for a gallery that has every query's subject. Its interval keeps that threshold.",
+        "share of queries with a match above the threshold that FAR wrong items per query exceed, over all queries together. "
+        "Used if the gallery has every query's subject. The interval keeps the threshold.",
     ),
     "negative_flip_rate@1": (
         "NFR@1",
-        "the negative flip rate, share of queries that were right at the first place with the old model and are wrong now; "
-        "lower is better. It is shown, not judged.",
+        "negative flip rate: share of queries whose first place is correct with the old model and wrong with the new one. Lower "
+        "is better. It does not affect the verdict.",
     ),
-    "zero_shot@1": ("Zero-shot top-1", "share of images whose class has the nearest prompt."),
+    "zero_shot@1": ("Zero-shot top-1", "share of images whose nearest class embedding is that of their class."),
 }
 _JUDGED = {
     "ndcg@": (
         "nDCG@k",
-        "gains of the first k passages, each divided by the logarithm of its rank, over those of the best ranking. A passage "
-        "that ties with one of less gain counts as behind it.",
+        "discounted gains of the first k passages, relative to the best ranking; mean over queries. A passage that ties with "
+        "one of lower gain ranks behind it.",
     ),
-    "mrr@": ("MRR@k", "one over the rank of the first relevant passage, 0 where none is among the first k; mean over queries."),
+    "mrr@": ("MRR@k", "reciprocal rank of the first relevant passage, 0 if it is not among the first k; mean over queries."),
     "recall@": ("R@k", "share of a query's relevant passages among the first k, mean over queries."),
     "map": ("mAP", "average precision over the whole ranking, mean over queries."),
 }
-"""What metrics of judged passages mean, where others may have the same name."""
+"""Meanings of the metrics of judged passages; they replace those of the same name."""
 
 
 class Verdict(NamedTuple):
-    """A question and its answer.
+    """Question and its answer.
 
     Args:
         question: in plain words.
         answer: ``yes``, ``no`` or ``not measured``; ``better``, ``worse`` or ``cannot tell``.
-        detail: the reason, in one or two sentences.
+        detail: reason, in one or two sentences.
     """
 
     question: str
@@ -128,7 +127,7 @@ def percent(value: float) -> str:
 
 
 def search_name(direction: str, population: str = ALL) -> str:
-    """Return the direction of a search in words, and its queries where these are not all.
+    """Return the direction of a search in words, with its query population unless that is all queries.
 
     Example:
         >>> search_name("image-to-image"), search_name("image-to-image", "new")
@@ -149,7 +148,7 @@ def interval(ci95: tuple[float, float]) -> str:
 
 
 def spread(mean: float, std: float | None) -> str:
-    """Return a mean of fractions over seeds and its standard deviation in percent; with one seed there is no deviation.
+    """Return mean and standard deviation of fractions over seeds in percent; a single seed has no deviation.
 
     Example:
         >>> spread(0.123, 0.0104), spread(0.5, None)
@@ -179,7 +178,7 @@ def gain(mean: float) -> str:
 
 
 def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (name, meaning) of each kind among the metrics of ``report.json``.
+    """Return (name, meaning) for each kind of metric in ``report.json``.
 
     Example:
         >>> [name for name, _ in metric_meanings(["cmc@1", "cmc@5", "map@R"])]
@@ -193,7 +192,7 @@ def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def case_meaning(label: str) -> str:
-    """Describe in one line what a case, ``query/gallery``, measures.
+    """Return a one-line description of a case ``query/gallery``.
 
     Example:
         >>> case_meaning("ridge/old")
@@ -204,13 +203,13 @@ def case_meaning(label: str) -> str:
 
 
 def verdicts(report: Report) -> list[Verdict]:
-    """Answer the main questions: is the new model backward compatible, is that luck, and did compatibility training hurt it?"""
+    """Return the verdicts on compatibility, statistical outcome, and harm to the new model."""
     criterion = report.criterion
     failed = [each.case for each in failed_comparisons(report.cases)]
     total = len(criterion.differences)
     why = f"New queries find more than old queries on all {total} metrics."
     if not criterion.backward_compatible:
-        why = f"{failed.count('new/old')} of {total} metrics are not above those of old queries."
+        why = f"{failed.count('new/old')} of {total} metrics did not improve over old queries."
     found = [
         Verdict(COMPATIBLE_QUESTION, _yes_or_no(criterion.backward_compatible), why),
         Verdict(LUCK_QUESTION, overall_outcome(criterion.differences), " ".join(_said_of_luck(report))),
@@ -218,16 +217,16 @@ def verdicts(report: Report) -> list[Verdict]:
     if criterion.new_model_not_hurt is None:
         return [*found, Verdict(NOT_HURT_QUESTION, "not measured", _said_of_missing(report))]
     hurt = failed.count("new/new")
-    detail = "On all metrics." if not hurt else f"{hurt} metric{'s' * (hurt != 1)} fell."
+    detail = "No metric fell." if not hurt else f"{hurt} metric{'s' * (hurt != 1)} fell."
     return [*found, Verdict(NOT_HURT_QUESTION, _yes_or_no(criterion.new_model_not_hurt), detail)]
 
 
 def _said_of_missing(report: Report) -> str:
-    """Return a sentence: which embeddings are missing to see whether the new model was hurt, and how they are given."""
+    """Name the embeddings that the third verdict lacks."""
     there, options = {case.label for case in report.cases}, report.method == "embeddings"  # a recipe has none
     needed = {
-        "new/new": ("the new model's own embeddings", " (--new-own FOLDER, of a map what it maps)"),
-        "independent/independent": ("those of the new model without training for compatibility", " (--independent FOLDER)"),
+        "new/new": ("the new model's own embeddings", " (--new-own FOLDER; for a map, its inputs)"),
+        "independent/independent": ("embeddings of the new model without compatibility training", " (--independent FOLDER)"),
     }
     missing = [what + how * options for label, (what, how) in needed.items() if label not in there]
     return f"This needs {' and '.join(missing)}."
@@ -238,7 +237,7 @@ def _yes_or_no(answer: bool) -> str:
 
 
 def _said_of_luck(report: Report) -> Iterator[str]:
-    """Yield sentences: where the intervals of the gains lie, and how many queries would tell if that cannot be told."""
+    """Describe the intervals, and the number of queries needed if the outcome is open."""
     differences = report.criterion.differences
     outcomes = [each.outcome for each in differences]
     places = {"better": "lie above zero", "worse": "lie below zero", "cannot tell": "include zero"}
@@ -258,7 +257,7 @@ def _said_of_luck(report: Report) -> Iterator[str]:
     yield (
         f"About {approximately(each.queries_needed)} queries{now} would {result}: {search_name(*search)} "
         f"{metric_name(each.metric)} ({gain(each.mean)} points) needs the {'fewest' if each.mean < 0 else 'most'}. "
-        f"This estimate has {100 * POWER:.0f} % power, if the gain and its spread are as measured."
+        f"The estimate is for {100 * POWER:.0f} % power, with gain and spread as measured."
     )
 
 
@@ -291,7 +290,7 @@ def backfill_warning(losses: Sequence[BackfillLoss]) -> str:
 
 
 def threshold_lines(thresholds: Sequence[Threshold]) -> list[str]:
-    """Return a sentence on what an old threshold accepts, then one on each threshold that replaces it.
+    """Return one sentence per threshold: acceptance of the old threshold, and its replacements.
 
     Example:
         >>> old = Threshold("old", "text-to-image", "matches", 0.3, (0.3, 0.3), 0.8, 2.5)
@@ -310,7 +309,9 @@ def threshold_lines(thresholds: Sequence[Threshold]) -> list[str]:
             continue
         kept = "true matches" if each.keeps == "matches" else "items per query"
         if each.score is None or each.ci95 is None:
-            lines.append(f"{where}, {each.query} queries: no threshold accepts as many {kept}; all their hits are {accepted}.")
+            lines.append(
+                f"{where}, {each.query} queries: no threshold accepts as many {kept}; all hits together have {accepted}."
+            )
             continue
         low, high = each.ci95
         beside = f"{each.hits:.1f} items per query" if each.keeps == "matches" else accepted
@@ -322,7 +323,7 @@ def threshold_lines(thresholds: Sequence[Threshold]) -> list[str]:
 
 
 def failed_lines(report: Report) -> list[str]:
-    """Return one line per comparison that failed, in percent as the tables have it."""
+    """Return one line per failed comparison, in percent as in the tables."""
     lines = []
     for each in failed_comparisons(report.cases):
         digits = 1 if each.value == each.floor or percent(each.value) != percent(each.floor) else 3

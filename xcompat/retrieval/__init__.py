@@ -1,4 +1,4 @@
-"""Galleries of embeddings on disk, of one model or of several that are compatible."""
+"""Embedding galleries on disk, for one model or several compatible ones."""
 
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.searching import Hit

@@ -1,4 +1,4 @@
-"""Open an adopted faiss index; one that has changed since it was adopted is refused, never searched."""
+"""Adopted faiss indexes, which are refused if they change after adoption."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from xcompat.retrieval.manifest import (
 from xcompat.retrieval.own_ids import LABELS_FILE
 
 SAMPLED, BLOCK_BYTES = 64, 4096
-"""Number and size of the blocks that are compared whenever a file is opened, its head and tail among them."""
-_HEAD = struct.Struct("<4siq")  # the head of every faiss index: its kind, dimension and number of vectors
+"""Number and size of the blocks to compare when opening a file, including its head and tail."""
+_HEAD = struct.Struct("<4siq")  # head of every faiss index: type, dimension and number of vectors
 
 Stamp = tuple[int, int]
-"""Size in bytes and time of the last write in ns."""
+"""Size in bytes, and time of the last write in ns."""
 
 
 class AdoptedIndex(FaissIndex):
-    """An index outside the gallery; a segment may use only its first rows, and each access checks that it is unchanged."""
+    """Index outside the gallery. A segment can use only its first rows; each access checks the file."""
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class AdoptedIndex(FaissIndex):
 
     @override
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
-        """Search only the rows that the segment uses; vectors added later are not found."""
         more = int(self.index.ntotal) - self._known
         if more:
             kept_N = np.ones(self._known, bool) if kept_N is None else kept_N
@@ -75,7 +74,7 @@ class AdoptedIndex(FaissIndex):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Refuse results if the file changes meanwhile: it is memory-mapped, so new bytes are visible at once."""
+        """Raise if the memory-mapped file changes meanwhile."""
         self._require_same()
         yield
         self._require_same()
@@ -86,10 +85,10 @@ class AdoptedIndex(FaissIndex):
 
 
 def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> AdoptedIndex:
-    """Open the adopted index of a segment, if it has not changed.
+    """Open the adopted index of a segment.
 
     Raises:
-        XcompatError: the index is missing, or vectors were added, removed or altered; says which, and how to mend it.
+        XcompatError: the index is missing or has changed; with the fix.
     """
     assert record.adopted is not None
     path = Path(record.adopted)
@@ -103,7 +102,7 @@ def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> Adopte
 
 
 def read_labels(record: SegmentRecord, gallery: Path) -> NDArray[np.int64] | None:
-    """Return the adopted index's own id of each row of a segment; None if these are 0, 1, 2 and so on."""
+    """Return the ids stored inside the index for a segment's rows; None if these are 0, 1, 2 and so on."""
     if LABELS_FILE not in record.files:
         return None
     path = require_whole(gallery, gallery / SEGMENTS / record.name / LABELS_FILE, record.files[LABELS_FILE])
@@ -111,30 +110,34 @@ def read_labels(record: SegmentRecord, gallery: Path) -> NDArray[np.int64] | Non
 
 
 def look_at(path: Path) -> tuple[FileRecord, AdoptedRecord]:
-    """Return size and checksum of an index file, and the facts that are compared whenever it is opened.
+    """Return size and checksum of an index file, and facts to recognise it.
 
     Raises:
-        XcompatError: the file does not exist, or is written to while it is read.
+        XcompatError: the file does not exist, or changes meanwhile.
     """
     stamp = stamp_of(path)
     seen = AdoptedRecord(mtime_ns=stamp[1], sample=sampled_checksum(path), rows=_rows_in(path) or 0)
     whole = _checksum(path, stamp)
     if stamp_of(path) != stamp:
-        raise XcompatError(f"{path} is being written; wait until it is whole, and try again")
+        raise XcompatError(f"{path} is being written; wait until it is complete, and try again")
     return whole, seen
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return size and time of the last write of an adopted index; refuse one that does not exist."""
+    """Return size and last write time of an adopted index.
+
+    Raises:
+        XcompatError: it does not exist.
+    """
     try:
         stat = path.stat()
     except OSError:
-        raise XcompatError(f"{path} does not exist; put the faiss index back where the gallery found it, or roll back") from None
+        raise XcompatError(f"{path} does not exist; restore the faiss index at this path, or roll back") from None
     return stat.st_size, stat.st_mtime_ns
 
 
 def sampled_checksum(path: Path) -> str:
-    """Return XXH3-128 of evenly spaced blocks of a file, its first and last bytes among them."""
+    """Return XXH3-128 of evenly spaced blocks of a file."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -147,17 +150,13 @@ def sampled_checksum(path: Path) -> str:
 
 
 def read_state(folder: Path, generation: int | None) -> Manifest:
-    """Read a state of a gallery; an earlier one gets the newest record of its adopted index.
+    """Read a state of a gallery, with the newest record of its adopted index.
 
-    Rows that were added to the index and taken over leave the rows before them as they are: an earlier state finds its own rows
-    in the longer file.
+    A resync leaves earlier rows unchanged, so earlier states can use the longer file.
 
     Args:
-        folder: the gallery's folder.
+        folder: the gallery folder.
         generation: number of the state; None for the current one.
-
-    Returns:
-        The manifest.
     """
     manifest = read_manifest(folder, generation)
     if generation is None or not any(record.adopted for record in manifest.segments):
@@ -178,7 +177,7 @@ def _newest(record: SegmentRecord, known: list[SegmentRecord]) -> SegmentRecord:
 
 
 def _is_same(path: Path, record: SegmentRecord, stamp: Stamp) -> bool:
-    """Return whether a file is the one that was adopted; it is read in full if its time differs, as a copy's does."""
+    """Compare in full if the time differs, e.g. for a copy."""
     seen, known = record.adopted_seen, record.adopted_file
     if known is None or known.size != stamp[0]:
         return False
@@ -189,25 +188,25 @@ def _is_same(path: Path, record: SegmentRecord, stamp: Stamp) -> bool:
 
 @lru_cache(maxsize=64)
 def _checksum(path: Path, stamp: Stamp) -> FileRecord:
-    """Return size and checksum of a whole file; a process reads it once until its stamp changes."""
+    """Return size and checksum, cached until the stamp changes."""
     return file_record(path)
 
 
 def _change(path: Path, record: SegmentRecord, gallery: Path) -> str:
-    """Describe how an adopted index has changed, and how to mend it."""
     rows, adopted = _rows_in(path), _rows_adopted(record)
-    back = "put the index back as it was"
+    back = "restore the original index"
     if rows is None:
-        return f"{path} is no faiss index any more; {back}"
+        return f"{path} is no longer a faiss index; {back}"
     if rows > adopted:
-        taking = f"take over what was added with `xcompat gallery resync {gallery} --ids FILE`"
-        return f"{path} holds {rows} vectors, {adopted} of which the gallery knows: {taking}, or {back}"
+        taking = f"accept the added vectors with `xcompat gallery resync {gallery} --ids FILE`"
+        return f"{path} holds {rows} vectors, but the gallery knows {adopted}: {taking}, or {back}"
     if rows < adopted:
-        anew = f"or take it as it is with `xcompat gallery resync {gallery}`" if rows >= record.rows else "or adopt it anew"
+        anew = f"or accept it with `xcompat gallery resync {gallery}`" if rows >= record.rows else "or adopt it again"
         return (
-            f"{path} holds {rows} vectors, the gallery knows {adopted}: some were removed, and ids fit no longer; {back}, {anew}"
+            f"{path} holds {rows} vectors, but the gallery knows {adopted}: "
+            f"some were removed, and ids no longer match; {back}, {anew}"
         )
-    return f"{path} still holds {rows} vectors, but its bytes have changed since the gallery adopted it; {back}, or adopt it anew"
+    return f"{path} still holds {rows} vectors, but its bytes have changed since adoption; {back}, or adopt it again"
 
 
 def _rows_adopted(record: SegmentRecord) -> int:
@@ -215,7 +214,7 @@ def _rows_adopted(record: SegmentRecord) -> int:
 
 
 def _rows_in(path: Path) -> int | None:
-    """Return the number of vectors in the head of an index file, read without faiss, which may crash on a damaged one."""
+    """Read the file head without faiss, which can crash on damaged files."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(b"I"):

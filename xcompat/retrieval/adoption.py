@@ -1,4 +1,4 @@
-"""Adopt a faiss index that is already in use, and take over vectors that are added to it later."""
+"""Adoption of existing faiss indexes, and of vectors that are added to them later."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
 
 SIGNATURES_FILE = "signatures.npy"
-"""One number per vector, by which it is recognised: its projection on one random direction."""
+"""One number per vector to recognise it: its projection on a random direction."""
 LOOKED_AT_ONCE = 16384
 Known: TypeAlias = tuple[FileRecord, AdoptedRecord]
-_UNIT, _SHORTENED = 0.05, 0.5  # deviation from length 1 by rounding; least length of unit vectors after quantisation
-_SAME = 1e-5  # relative difference of signatures that another processor's rounding causes
+_UNIT, _SHORTENED = 0.05, 0.5  # largest rounding error of length 1; smallest length of unit vectors after quantisation
+_SAME = 1e-5  # largest relative rounding difference of signatures between processors
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Look:
     """Facts about all vectors of an index.
 
     Args:
-        kind: faiss's name of the index.
+        kind: faiss class.
         dim: d.
-        metric: how a gallery with this index compares embeddings.
-        lengths: least, median and greatest length of the vectors that are not zero.
-        unit: whether the vectors had length 1 before a quantiser shortened them.
+        metric: metric for a gallery.
+        lengths: minimum, median and maximum length of nonzero vectors.
+        unit: whether the vectors had length 1 before quantisation.
         zeros: number of zero vectors.
         signatures_N: (N,) float32, see :data:`SIGNATURES_FILE`.
     """
@@ -72,14 +72,14 @@ class Look:
 
     @property
     def length(self) -> float:
-        """The length to which a model's queries and new embeddings are scaled."""
+        """Length to which queries and new embeddings are scaled."""
         return 1.0 if self.unit else self.lengths[1]
 
 
 def require_index(file: Path) -> None:
-    """Refuse an index that is no file."""
+    """Raise if the index file does not exist."""
     if not file.is_file():
-        raise XcompatError(f"the faiss index {file} does not exist; name its file")
+        raise XcompatError(f"the faiss index {file} does not exist; check the path")
 
 
 def adopt_faiss(
@@ -89,7 +89,7 @@ def adopt_faiss(
     model_or_fingerprint: Model,
     metadata: Sequence[dict[str, Any] | None] | None,
 ) -> tuple[Manifest, Look]:
-    """Make a gallery of a faiss index file (see :meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
+    """Create a gallery from a faiss index file (:meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
     if not was_not_reported(folder):
         require_empty(folder)
     require_index(index_file)
@@ -98,12 +98,14 @@ def adopt_faiss(
     known = look_at(path)
     raw = map_faiss(path)
     own = read_own_ids(raw, index_file)
-    index = _wrap(raw, own.labels_N, path)
+    index = wrap_index(raw, own.labels_N, path)
     ids = match_names(ids, own, index.rows, index_file)
     check_ids(ids)
     version = stored_version(model_or_fingerprint, index.dim)
     if version.dim != index.dim:
-        raise XcompatError(f"{version.fingerprint} makes embeddings of {version.dim} dimensions, {index_file} holds {index.dim}")
+        raise XcompatError(
+            f"{version.fingerprint} makes embeddings of {version.dim} dimensions, but {index_file} has {index.dim}"
+        )
     look = look_through(index, path, known, ids)
     version = version.model_copy(update={"length": look.length})
     items = Items(ids=ids, metadata=as_json(ids, metadata))
@@ -115,7 +117,7 @@ def adopt_faiss(
 
 
 def _the_same(folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: Look) -> Manifest | None:
-    """Return the manifest of the gallery in a folder if adopting the index now would make the same; else None."""
+    """Return the existing manifest if adopting now gives the same."""
     there = read_manifest(folder)
     wanted = there.model_copy(update={"generation": 0, "metric": look.metric, "versions": (version,), "by": "adopt"})
     if there != wanted:
@@ -128,11 +130,11 @@ def _the_same(folder: Path, path: Path, known: Known, items: Items, version: Ver
 
 
 def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence[dict[str, Any] | None] | None) -> None:
-    """Take over vectors added to an adopted index (see :meth:`xcompat.retrieval.gallery.Gallery.resync`)."""
+    """Accept vectors added to an adopted index (:meth:`xcompat.retrieval.gallery.Gallery.resync`)."""
     gallery, manifest = staging.base, staging.base.manifest
     segment = next((segment for segment in gallery.segments if segment.record.adopted is not None), None)
     if segment is None:
-        raise XcompatError(f"{gallery.path} holds no adopted index; what is new in it is added with `xcompat gallery add`")
+        raise XcompatError(f"{gallery.path} holds no adopted index; add new items with `xcompat gallery add`")
     old = segment.record
     path, version = Path(str(old.adopted)), manifest.version(old.version)
     known = look_at(path)
@@ -158,19 +160,16 @@ def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence
 
 
 def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str] | None) -> Look:
-    """Read every vector of an index once: check that it can be searched, and compute lengths and signatures.
+    """Read every vector of an index once, to check and measure it.
 
     Args:
         index: the opened index.
         path: its file.
-        known: the file's record from before it was opened.
+        known: record of the file from before it was opened.
         ids: ids of its vectors, for messages.
 
-    Returns:
-        The facts.
-
     Raises:
-        XcompatError: a vector is not finite, all are zero, the index returns no vectors, or is written to meanwhile.
+        XcompatError: vectors are not finite, all zero or unreadable, or the file changes meanwhile.
     """
     direction_d = np.random.default_rng(0).choice([-1.0, 1.0], index.dim) / np.sqrt(index.dim)
     lengths_N, signatures_N = np.empty(index.rows), np.empty(index.rows, np.float32)
@@ -183,38 +182,38 @@ def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str]
             signatures_N[rows_n] = vectors_nd @ direction_d
             rate_of(bar, task, len(rows_n), "vectors")
     if stamp_of(path) != (known[0].size, known[1].mtime_ns):
-        raise XcompatError(f"{path} is being written; wait until it is whole, and try again")
+        raise XcompatError(f"{path} is being written; wait until it is complete, and try again")
     bad = np.flatnonzero(~np.isfinite(lengths_N))
     if bad.size:
         which = f"vector {bad[0]}" + (f" ({ids[bad[0]]!r})" if ids is not None else "")
-        more = f", and {bad.size - 1} more are like it" if bad.size > 1 else ""
-        raise XcompatError(f"{which} of {path} is not finite{more}; remove it from the index, or embed it again")
+        more = f", like {bad.size - 1} more" if bad.size > 1 else ""
+        raise XcompatError(f"{which} of {path} is not finite{more}; remove it from the index, or re-embed it")
     some_N = lengths_N[lengths_N > 0]
     if not some_N.size:
-        raise XcompatError(f"all {index.rows} vectors of {path} are zero; nothing can be found among them")
+        raise XcompatError(f"all {index.rows} vectors of {path} are zero; rebuild the index")
     least, median, most = float(some_N.min()), float(np.median(some_N)), float(some_N.max())
     unit = max(1 - least, most - 1) < _UNIT
-    if not unit and not _exact(index.index):  # most centroids of a quantiser lie inside the sphere
+    if not unit and not _exact(index.index):  # centroids of quantisers are shorter than 1
         unit = _SHORTENED < median < 1 + _UNIT
     metric: Metric = "l2" if index.metric == "l2" else "cosine" if unit else "ip"
     zeros = index.rows - some_N.size
     return Look(type(index.index).__name__, index.dim, metric, (least, median, most), unit, zeros, signatures_N)
 
 
-def _wrap(raw: Any, labels_N: NDArray[np.int64] | None, path: Path) -> FaissIndex:  # noqa: ANN401 - faiss has no types
-    """Return an index with the metric that it was built for."""
+def wrap_index(raw: Any, labels_N: NDArray[np.int64] | None, path: Path) -> FaissIndex:  # noqa: ANN401 - faiss has no types
+    """Wrap a faiss index with its metric; raise if it is empty."""
     import faiss
 
     if not raw.ntotal:
-        raise XcompatError(f"{path} holds no vectors; there is nothing to adopt")
+        raise XcompatError(f"{path} holds no vectors; there is nothing to read")
     return FaissIndex(raw, "l2" if strip_id_map(raw).metric_type == faiss.METRIC_L2 else "ip", labels_N=labels_N)
 
 
 def _follow_ids(raw: Any, segment: Segment, path: Path) -> tuple[OwnIds, NDArray[np.int64] | None]:  # noqa: ANN401
-    """Bring the ids inside an index into the order of a gallery's rows: known ones first, then those added since.
+    """Sort the ids inside an index like the gallery's rows, then new ones.
 
     Returns:
-        The ids in that order, and the labels of the rows; None if these are 0, 1, 2 and so on.
+        The sorted ids, and row labels; None for 0, 1, 2 and so on.
     """
     own, old_N = read_own_ids(raw, path), read_labels(segment.record, segment.gallery)
     if own.labels_N is None and old_N is None:
@@ -224,8 +223,8 @@ def _follow_ids(raw: Any, segment: Segment, path: Path) -> tuple[OwnIds, NDArray
     gone_N = np.setdiff1d(old_N, labels_N)
     if gone_N.size:
         raise XcompatError(
-            f"{path} no longer holds {gone_N.size} of the vectors that the gallery knows, e.g. the one with the id {gone_N[0]}; "
-            "put the index back as it was, or adopt it again in another folder"
+            f"{path} no longer holds {gone_N.size} of the gallery's vectors, e.g. id {gone_N[0]}; "
+            "restore the original index, or adopt it again in another folder"
         )
     order_N = np.concatenate([old_N, np.setdiff1d(labels_N, old_N)])
     own_names_N = labels_N if own.names_N is None else own.names_N
@@ -238,7 +237,7 @@ def _vectors(index: FaissIndex, rows_n: NDArray[np.int64], path: Path) -> NDArra
     except RuntimeError as error:
         reason = " ".join(str(error).rsplit(": ", 1)[-1].split())[:120]
         raise XcompatError(
-            f"faiss cannot return the vectors of {path} ({reason}): some were not finite, or an index of this kind does not keep "
+            f"faiss cannot return the vectors of {path} ({reason}): some were not finite, or this index type does not store "
             "them; build the index again"
         ) from None
 
@@ -261,7 +260,6 @@ def _write(
     look: Look,
     labels_N: NDArray[np.int64] | None,
 ) -> SegmentRecord:
-    """Write a segment with ids, metadata and signatures; its index stays where it is."""
     name = secrets.token_hex(8)
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
@@ -283,16 +281,16 @@ def _write(
 
 
 def _require_first(index: FaissIndex, look: Look, segment: Segment, version: VersionRecord, path: Path) -> None:
-    """Refuse an index whose first vectors are not those that were adopted, in their order."""
-    back = "put the index back as it was, or adopt it anew in another folder"
+    """Raise if the index does not begin with the adopted vectors."""
+    back = "restore the original index, or adopt it again in another folder"
     if SIGNATURES_FILE not in segment.record.files:
         raise XcompatError(
-            f"{segment.gallery} was made before what is needed to recognise the vectors of {path} was kept; adopt it anew"
+            f"{segment.gallery} was made by an earlier version and cannot recognise the vectors of {path}; adopt it again"
         )
     if index.dim != version.dim or index.rows < segment.record.rows:
         raise XcompatError(
-            f"{path} holds {index.rows} vectors of {index.dim} dimensions, the gallery knows {segment.record.rows} of "
-            f"{version.dim}; where some were removed, ids fit no longer: {back}"
+            f"{path} holds {index.rows} vectors of {index.dim} dimensions, but the gallery knows {segment.record.rows} of "
+            f"{version.dim}; after removals, ids no longer match: {back}"
         )
     old_N = np.load(segment.folder / SIGNATURES_FILE, allow_pickle=False)
     same_N = np.isclose(look.signatures_N[: len(old_N)], old_N, rtol=_SAME, atol=_SAME * version.length)
@@ -300,27 +298,27 @@ def _require_first(index: FaissIndex, look: Look, segment: Segment, version: Ver
         first = np.flatnonzero(~same_N)
         name = segment.ids(first[:1])[0]
         raise XcompatError(
-            f"{path} holds another vector than was adopted at {first.size} of its first {len(old_N)} places, the first that of "
-            f"{name!r}: vectors were removed, altered or put in another order; {back}"
+            f"{first.size} of the first {len(old_N)} vectors of {path} differ from the adopted ones, the first being "
+            f"{name!r}: vectors were removed, altered or reordered; {back}"
         )
 
 
 def _all_names(gallery: Snapshot, segment: Segment, ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -> list[str]:
-    """Return ids of all vectors of a grown index; known vectors keep theirs."""
+    """Return all ids of a grown index; known vectors keep theirs."""
     old_ids, more = segment.ids(np.arange(segment.record.rows)), rows - segment.record.rows
     if ids is None and own.names_N is not None:
         own_names = [str(name) for name in own.names_N.tolist()]
         ids = own_names if own_names[: len(old_ids)] == old_ids else None
     if ids is None or (own.labels_N is None and len(ids) != rows):
         raise XcompatError(
-            f"{more} vectors were added to {path}: give the ids of all {rows}, in order, with --ids, as when it was adopted; "
-            f"there are {len(ids or [])}"
+            f"{more} vectors were added to {path}: set the ids of all {rows}, in order, with --ids, as when it was adopted; "
+            f"got {len(ids or [])}"
         )
     names = match_names(ids, own, rows, path)
     for row, (name, old) in enumerate(zip(names, old_ids, strict=False)):
         if name != old:
             raise XcompatError(
-                f"id {row + 1} is {name!r}, the gallery knows that vector as {old!r}; give the ids in the index's order"
+                f"id {row + 1} is {name!r}, but the gallery knows that vector as {old!r}; list the ids in the index's order"
             )
     added = names[len(old_ids) :]
     check_ids(added)
@@ -331,7 +329,6 @@ def _all_names(gallery: Snapshot, segment: Segment, ids: Sequence[str] | None, o
 
 
 def _all_metadata(segment: Segment, names: list[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
-    """Return metadata of all vectors of a grown index as JSON texts; known vectors keep theirs unless all are given."""
     if metadata is not None:
         return list(as_json(names, metadata))
     known = segment.metadata_text(np.arange(segment.record.rows))

@@ -1,4 +1,4 @@
-"""What ``xcompat gallery`` is asked for, checked before anything that embeds or searches is imported."""
+"""Argument checks of ``xcompat gallery``, before heavy imports."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from xcompat.encoders.model_files import is_own
 
 
 def require_one_search(query: str | None, queries: str | None, two_forms: bool, below_nothing: bool) -> None:
-    """Refuse a search that asks nothing, or two things at once.
+    """Raise unless a search has one kind of query and one output format.
 
     Args:
         query: one query.
-        queries: the source of many.
-        two_forms: whether the result is wanted as JSON and as CSV.
-        below_nothing: whether a confidence is given, and no old model to ask below it.
+        queries: a source of many.
+        two_forms: whether JSON and CSV are requested.
+        below_nothing: whether a confidence is set without an old model.
     """
     if below_nothing:
-        raise XcompatError("--fallback-below says when the old model is asked instead: name it with --fallback")
+        raise XcompatError("--fallback-below needs an old model; set it with --fallback")
     if (query is None) == (queries is None):
         raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
     if two_forms:
@@ -33,7 +33,7 @@ def require_one_search(query: str | None, queries: str | None, two_forms: bool, 
 def require_reranking(
     rerank: int | None, originals: Path | None, rerank_with: str, budget: int | None, record_demand: bool
 ) -> None:
-    """Refuse options of re-ranking without ``--rerank``, and originals or a model that are not there."""
+    """Raise for re-ranking options without ``--rerank``, or missing inputs."""
     given = {
         "--originals": originals is not None,
         "--rerank-with": bool(rerank_with),
@@ -50,20 +50,20 @@ def require_reranking(
 
 
 def require_of_stores(of_galleries: bool, where: list[str]) -> None:
-    """Refuse what a store cannot do.
+    """Raise for options that stores do not support.
 
     Args:
-        of_galleries: whether an option is given that only galleries have.
+        of_galleries: whether an option for galleries only is set.
         where: the conditions.
     """
     if of_galleries:
         raise XcompatError("--fallback, --group-by and --record-demand work with galleries only, not with stores")
     if len(where) > 1:
-        raise XcompatError("a store takes one condition in its own language, which may have several parts: give --where once")
+        raise XcompatError("a store takes one condition in its own query language; use --where only once")
 
 
 def require_asked(query: str | None, queries: str | None) -> None:
-    """Refuse the path of a picture or of a source that is not there."""
+    """Raise if a picture or a source of queries does not exist."""
     if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
         raise XcompatError(f"there is no picture {query}; {nearest_path(query)}")
     if queries is not None:
@@ -71,29 +71,29 @@ def require_asked(query: str | None, queries: str | None) -> None:
 
 
 def require_named(model: str) -> None:
-    """Refuse to go on without a model."""
+    """Raise if no model is set."""
     if not model:
         raise XcompatError("name the model with --model: a run's folder, a checkpoint, or a model by name")
 
 
 def require_models(model: str, *others: str) -> None:
-    """Refuse a model that is not named, and folders that hold none."""
+    """Raise if a model is not set, or a folder contains none."""
     require_named(model)
     for name in filter(None, (model, *others)):
         require_model(name)
 
 
 def require_there(source: Path, model: str) -> None:
-    """Refuse pictures or texts that are not there, and a model that is none, before anything that reads either is imported."""
+    """Raise if the originals or the model do not exist."""
     local_files(str(source))
     require_models(model)
 
 
 def require_map(model: str) -> str:
-    """Return where a model lies that may map what is stored; a name on the Hub passes.
+    """Return the location of a map; Hub names are not checked.
 
     Raises:
-        XcompatError: it is not named, or a folder that holds none.
+        XcompatError: it is not set, or not a map.
     """
     require_named(model)
     source = require_model(model)
@@ -103,7 +103,7 @@ def require_map(model: str) -> str:
 
 
 def refuse_encoder(model: str) -> NoReturn:
-    """Refuse a model that is no map of this library."""
+    """Raise for a model that is not a map of this library."""
     raise XcompatError(
-        f"{model} is a plain encoder and maps nothing; to store its embeddings, name a map or run of it with --backfill"
+        f"{model} is a plain encoder and maps nothing; to re-embed with it, use a map or run of it with --backfill"
     )

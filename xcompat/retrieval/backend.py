@@ -1,4 +1,4 @@
-"""Where the vectors of segments are stored and searched: in faiss index files, or in a Milvus."""
+"""Vector storage and search: faiss index files or Milvus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX_FILE = "index.faiss"
 
 
 class VectorIndex(Protocol):
-    """The vectors of one segment, numbered from 0."""
+    """Vectors of one segment, numbered from 0."""
 
     @property
     def rows(self) -> int:
@@ -32,45 +32,45 @@ class VectorIndex(Protocol):
         """Dimension of the vectors."""
 
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
-        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; only kept rows are found."""
+        """Return (Q, k) scores, best first, and (Q, k) kept rows padded with -1."""
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every vector is compared, so that there is no parameter to set."""
+        """Whether every vector is compared, without a search effort."""
 
     def set_parameters(self, parameters: str) -> None:
         """Set the search effort."""
 
 
 class Backend(Protocol):
-    """Builds, opens and drops the vector indexes of a gallery."""
+    """Factory of a gallery's vector indexes."""
 
     metric: Metric
 
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """Store the vectors of a segment; return the name of the index that searches them."""
+        """Store the vectors of a segment; return the name of the index type."""
 
     def open(self, record: SegmentRecord, folder: Path, as_added: ReadRows | None) -> VectorIndex:
-        """Open the vectors of a segment; ``as_added`` reads those that lie beside an index that does not keep them."""
+        """Open the vectors of a segment; ``as_added`` reads vectors not stored in the index."""
 
     def fewest(self, dim: int) -> int:
-        """Return the fewest vectors of which a segment has the gallery's index, and not an exact one."""
+        """Return the minimum number of vectors for the gallery's index type."""
 
     def keeps(self, index: str) -> bool:
-        """Return whether an index returns its vectors unchanged, so that no copy of them is needed."""
+        """Return whether an index returns its vectors unchanged."""
 
     def drop(self, name: str) -> None:
-        """Delete vectors outside the folder of a segment that no generation names any more."""
+        """Delete an unused segment's vectors outside its folder."""
 
     def damaged(self, record: SegmentRecord) -> list[str]:
         """Return one line if vectors outside the segment's files are missing."""
 
 
 class FaissBackend(Backend):
-    """Index files inside the gallery's folder, compared by ``metric``; ``factory`` is the faiss string of new ones."""
+    """Index files in the gallery folder; ``factory`` is the faiss string of new ones."""
 
     def __init__(self, metric: Metric, factory: str) -> None:
         self.metric, self.factory = metric, factory
@@ -101,12 +101,12 @@ class FaissBackend(Backend):
 
     @override
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """Return nothing: the index is one of the segment's files."""
+        """Return nothing: the segment's files include the index."""
         return []
 
 
 def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str | None:
-    """Check, before a gallery is made, that its vectors can be stored.
+    """Check that vectors can be stored.
 
     Args:
         metric: how vectors are compared.
@@ -115,18 +115,18 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
         milvus: URI of a Milvus; None for faiss.
 
     Returns:
-        The URI as :func:`milvus_uri` returns it; None for faiss.
+        The URI from :func:`milvus_uri`; None for faiss.
 
     Raises:
-        XcompatError: there is no such metric, faiss knows no such index, the URI holds a password, or no Milvus answers.
+        XcompatError: unknown metric or index, a password in the URI, or no answer from Milvus.
     """
     if metric not in get_args(Metric):
-        raise XcompatError(f"there is no metric {metric!r}; {nearest(metric, get_args(Metric))}")
+        raise XcompatError(f"unknown metric {metric!r}; {nearest(metric, get_args(Metric))}")
     if milvus is None:
         make_index(index, dim, metric)
         return None
     if index != EXACT:
-        raise XcompatError(f"{index} is an index of faiss, and Milvus chooses its own; leave index out")
+        raise XcompatError(f"{index} is a faiss index, but Milvus chooses its own; remove index")
     from xcompat.retrieval.milvus_index import connect
 
     uri = milvus_uri(milvus)
@@ -135,23 +135,23 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
 
 
 def milvus_uri(place: str) -> str:
-    """Return the URI of a Milvus as a gallery keeps it; a file's path becomes absolute: it opens from any working folder.
+    """Return a Milvus URI for the manifest, with absolute file paths.
 
     Raises:
-        XcompatError: it holds a user or a password, which everybody could read who reads the gallery.
+        XcompatError: it contains a user or password, visible to every reader.
     """
     if "://" not in place:
         return str(Path(place).resolve())
     if "@" in place:
         raise XcompatError(
-            "a gallery keeps the URI of its Milvus, so no user or password may be in it; write http://host:19530, and put "
+            "the gallery stores the Milvus URI, which must not contain a user or password; use http://host:19530, and put "
             "USER:PASSWORD or a token into the environment variable MILVUS_TOKEN"
         )
     return place
 
 
 def open_backend(manifest: Manifest) -> Backend:
-    """Return the backend that a manifest names."""
+    """Return the backend of a manifest."""
     if manifest.milvus is not None:
         from xcompat.retrieval.milvus_index import MilvusBackend
 

@@ -1,4 +1,4 @@
-"""Re-embed the pictures or texts of a gallery with a newer model, within a budget: what people ask for first."""
+"""Backfill: re-embed a gallery within a budget, frequent hits first."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from xcompat.retrieval.segment import id_hashes
 
 CACHED_AT_ONCE = 4096
 TRIED = 64
-"""Originals that are embedded to estimate the time for all."""
+"""Originals to embed for a time estimate."""
 
 
 class Backfill:
-    """Originals of a gallery that are to be re-embedded.
+    """Re-embedding of a gallery's originals.
 
     Args:
         gallery: the gallery.
-        originals: its pictures or texts, perhaps among others.
+        originals: its pictures or texts, possibly with others.
         embedder: the newer model.
-        budget: most of them to embed; None for all.
+        budget: largest number to embed; None for all.
 
     Raises:
-        XcompatError: none of them is an item of the gallery, or the model embeds no such originals.
+        XcompatError: no original is in the gallery, or the model cannot embed them.
     """
 
     def __init__(self, gallery: Gallery, originals: Originals, embedder: Embedder, budget: int | None = None) -> None:
@@ -50,22 +50,19 @@ class Backfill:
         self.items = min(budget or len(self.to_embed), len(self.to_embed))
 
     def seconds(self) -> float:
-        """Estimate the time from a few of them, without changing the gallery."""
+        """Estimate the time from a few originals."""
         tried, started = self.to_embed[:TRIED], time.perf_counter()
         count = sum(len(rows) for rows, _ in self.originals.embed(self.embedder, tried, BadSamples(1.0, len(tried))))
         return (time.perf_counter() - started) / max(count, 1) * self.items
 
     def run(self, spread: Spread | None = None) -> Added:
-        """Replace old embeddings by new ones until the budget is spent; those that searches have made already cost nothing.
+        """Replace old embeddings until the budget is spent. Cached ones are free.
 
         Args:
-            spread: as :func:`~xcompat.retrieval.ingestion.ingest` takes it.
-
-        Returns:
-            The counts.
+            spread: as in :func:`~xcompat.retrieval.ingestion.ingest`.
 
         Raises:
-            XcompatError: another process writes, or too many cannot be read.
+            XcompatError: another process writes, or too many originals are unreadable.
         """
         rows = from_main_process(lambda: self.to_embed[: self.items])
         by = f"backfill {len(rows) + len(self.cached):,} with {self.embedder.name}"
@@ -77,7 +74,7 @@ class Backfill:
         return added._replace(cached=len(self.cached))
 
     def _take_cached(self, by: str) -> None:
-        """Put embeddings that re-ranked searches have made into the gallery; they are committed with the others."""
+        """Add cached embeddings to the gallery, without a commit."""
         model = asking(self.embedder)
         for start in range(0, len(self.cached), CACHED_AT_ONCE):
             rows = self.cached[start : start + CACHED_AT_ONCE]
@@ -85,7 +82,7 @@ class Backfill:
             assert self._kept is not None
             embeds = self._kept.get(ids, self.gallery.generation)
             about = self.originals.metadata(rows)
-            put = [place for place, name in enumerate(ids) if name in embeds]  # others were replaced or damaged meanwhile
+            put = [place for place, name in enumerate(ids) if name in embeds]  # the rest was replaced or damaged meanwhile
             if put:
                 self.gallery.add(
                     np.stack([embeds[ids[place]] for place in put]),
@@ -100,20 +97,17 @@ class Backfill:
 def remaining_rows(
     gallery: Gallery, originals: Originals, embedder: Embedder, kept: NewEmbeddings | None = None
 ) -> NDArray[np.int64]:
-    """Return the originals of a gallery that another model embedded: those that people ask for first, then a random order.
+    """Return the rows of originals that another model embedded, in demand order, then random order.
 
-    Demand is known if re-ranked searches recorded it. The rest is ordered by hashes of the ids. That order does not depend on
-    the content, and is the same in every call: the next call continues where this one stops. Orders that choose otherwise (folder
-    by folder, hubs, worst mapped first) find less on the way (``benchmarks/studies/mixed_gallery.py``).
+    Re-ranked searches can record demand. The rest is sorted by id hashes, equal in every call, so that the next call continues.
+    Other
+    orders find less during the backfill (``benchmarks/studies/mixed_gallery.py``).
 
     Args:
         gallery: the gallery.
-        originals: as :class:`Backfill` takes them.
+        originals: as in :class:`Backfill`.
         embedder: the newer model.
-        kept: counts the demand; None if nothing does.
-
-    Returns:
-        Row numbers of the originals.
+        kept: cache with the recorded demand.
 
     Raises:
         XcompatError: none of them is in the gallery.
@@ -125,7 +119,7 @@ def remaining_rows(
 
 
 def existing_embeddings(gallery: Path, embedder: Embedder) -> NewEmbeddings | None:
-    """Return the new embeddings that re-ranked searches of a gallery have kept for a model; None if there are none."""
+    """Return the new embeddings that re-ranked searches cached for a model, if any."""
     model = asking(embedder)
     if isinstance(model, CompatModel):
         return NewEmbeddings.find(gallery, model.embeds_fingerprint(), model.config.embedding_dim)

@@ -1,4 +1,4 @@
-"""The verbs of ``xcompat gallery``, with their console output."""
+"""Commands of ``xcompat gallery``, with their console output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHOWN = 10
 
 
 def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
-    """Adopt a faiss index; a model that cannot be loaded is identified by its name alone."""
+    """Adopt a faiss index. If the model cannot be loaded, its name identifies it."""
     names = read_ids(ids) if ids is not None else None
     require_index(index)
     from xcompat.models.embedder import load_embedder
@@ -50,7 +50,7 @@ def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
         version = load_embedder(model)
     except XcompatError:
         version = Fingerprint.from_string(model)
-        console.print(f"[yellow]![/] {literal(model)} cannot be loaded: only queries that claim this very name fit the gallery")
+        console.print(f"[yellow]![/] {literal(model)} cannot be loaded: the gallery accepts only queries under this exact name")
     manifest, look = adopt_faiss(folder, index, names, version, None)
     least, median, most = look.lengths
     console.print(
@@ -58,30 +58,30 @@ def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
     )
     if not look.unit:
         console.print(
-            f"[yellow]![/] these vectors are not of length 1: a model's queries, and what it adds, are brought to "
-            f"{look.length:.3g}; what is asked or added under a bare name stays as it is"
+            f"[yellow]![/] vectors are not of length 1: queries and new items of a loaded model are scaled to length "
+            f"{look.length:.3g}, but not those under a name only"
         )
     if look.zeros:
-        console.print(f"[yellow]![/] {look.zeros:,} vectors are zero: no embedding of anything")
-    console.print(f"[green]✓[/] {manifest.rows:,} vectors of {literal(manifest.versions[0].fingerprint)}, left where they are")
+        console.print(f"[yellow]![/] {look.zeros:,} vectors are zero; re-embed these items")
+    console.print(f"[green]✓[/] {manifest.rows:,} vectors of {literal(manifest.versions[0].fingerprint)}, left in place")
 
 
 def read_ids(file: Path) -> list[str]:
-    """Read one id per line of a UTF-8 file, as :func:`~xcompat.core.arrays.read_lines` does; accept empty lines at the end."""
+    """Read one id per line of a UTF-8 file; ignore empty lines at the end."""
     try:
         names = read_lines(file)
     except OSError as error:
-        raise XcompatError(f"--ids {file} cannot be read ({error}); name a text file with one id a line") from None
+        raise XcompatError(f"--ids {file} cannot be read ({error}); use a text file with one id per line") from None
     while names and not names[-1]:
         names.pop()
     return names
 
 
 def resync(gallery: Gallery, ids: Path | None) -> None:
-    """Take over vectors that were added to an adopted index."""
+    """Accept vectors that were added to an adopted index."""
     before, items = gallery.generation, len(gallery)
     now = gallery.resync(read_ids(ids) if ids is not None else None)
-    done = "as it was" if now == before else f"taken over: {len(gallery) - items:,} more items, generation {now}"
+    done = "unchanged" if now == before else f"synchronized: {len(gallery) - items:,} more items, generation {now}"
     console.print(f"[green]✓[/] the index of {literal(gallery.path)} is {done}; {len(gallery):,} items")
 
 
@@ -93,15 +93,15 @@ def build(
     milvus: str | None,
     side_info: Embedder | None = None,
 ) -> None:
-    """Embed pictures or texts into a new gallery, or continue an unfinished one; no gallery is made if the model embeds none."""
+    """Embed pictures or texts into a new gallery, or continue an unfinished one."""
     from xcompat.retrieval.originals import origins_of
 
     originals.require(embedder)
     if (folder / CURRENT).exists():
         there = Gallery.open(folder)
         _require_place(there.manifest, index, milvus)
-        if len(there):  # else the build was stopped before its first commit
-            origins_of(there, originals, "; name what it was built from, or add these to it (xcompat gallery add)")
+        if len(there):  # 0 if the build was stopped before its first commit
+            origins_of(there, originals, "; use the originals that it was built from, or add these (xcompat gallery add)")
     elif is_main_process():
         Gallery.create(folder, embedder, index=index or EXACT, milvus=milvus)
     barrier()
@@ -109,19 +109,18 @@ def build(
 
 
 def _require_place(manifest: Manifest, index: str | None, milvus: str | None) -> None:
-    """Refuse to continue a gallery that was made with another index or Milvus than the options name."""
     wanted = {"index": index, "milvus": milvus_uri(milvus) if milvus is not None else None}
     for name, value in wanted.items():
         there = getattr(manifest, name)
         if value is not None and value != there:
             raise XcompatError(
-                f"the gallery that is there was made with {name} {there or 'of faiss'}, not {value}; leave --{name} out, "
+                f"the existing gallery was made with {name} {there or 'of faiss'}, not {value}; remove --{name}, "
                 "or choose another folder with --out"
             )
 
 
 def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool, side_info: Embedder | None = None) -> None:
-    """Embed pictures or texts into a gallery; refuse a model that cannot search what is stored: the gallery would be split."""
+    """Embed pictures or texts into a gallery; refuse an incompatible model."""
     from xcompat.embeddings.embed import notice_cut_short
     from xcompat.embeddings.provider import asking
     from xcompat.retrieval.ingestion import ingest
@@ -146,7 +145,7 @@ def search(
     group_by: str | None = None,
     rerank: Reranker | None = None,
 ) -> None:
-    """Show the items nearest to each query, block by block, and the query's confidence if its model has one."""
+    """Show the nearest items of each query, with the confidence if available."""
     for found in answers(gallery, queries, embedder, top_k, where, fallback, group_by, rerank):
         show(found)
     if rerank is not None:
@@ -163,13 +162,13 @@ def answers(
     group_by: str | None = None,
     rerank: Reranker | None = None,
 ) -> Iterator[Found]:
-    """Yield each query with the items nearest to it. The arguments are those of :func:`search`."""
+    """Yield each query with its nearest items; arguments as in :func:`search`."""
     from xcompat.embeddings.provider import asking
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
 
     wanted, model = wanted_metadata(where) or None, asking(embedder)
-    require_views(model, gallery.manifest, gallery.path)  # refuse before anything is embedded
+    require_views(model, gallery.manifest, gallery.path)  # fail before embedding
     if fallback is not None:
         fallback.require(model, gallery.manifest)
     for number, asked in enumerate(followed(queries, embedder)):
@@ -191,7 +190,7 @@ def answers(
         )
         if number == 0 and rerank is not None and hits:
             rerank.notice_other_originals(embedder, gallery, hits[0])
-        if number == 0 and wanted is not None and not any(hits):  # a filter keeps the same items for every query
+        if number == 0 and wanted is not None and not any(hits):  # the filter is the same for every query
             gallery.require_keys(wanted)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
             found = Found(query, text, each)
@@ -201,13 +200,13 @@ def answers(
 
 
 def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread | None = None) -> None:
-    """Map stored embeddings to the space of a newer model; only the first process reads and writes, all of them map.
+    """Map stored embeddings to a newer model's space; all processes map, the main one reads and writes.
 
     Args:
         gallery: the gallery.
         model: the newer model.
-        dry_run: whether only to say what it takes.
-        spread: workers of an engine that map in the place of the processes.
+        dry_run: whether to print only the plan.
+        spread: engine workers that map instead.
     """
     if spread is not None:
         _map_stored(gallery, model, dry_run, spread)
@@ -219,7 +218,7 @@ def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spr
     from xcompat.retrieval.upgrading import plan_upgrade
 
     plan = plan_upgrade(gallery, model)
-    cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} beside the {decimal(_size(gallery))} that are there"
+    cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} in addition to the existing {decimal(_size(gallery))}"
     console.print(f"{plan.items:,} embeddings to map: {cost}")
     if not dry_run:
         done = gallery.upgrade(model, spread=spread)
@@ -236,7 +235,7 @@ def backfill(
     dry_run: bool,
     spread: Spread | None = None,
 ) -> None:
-    """Re-embed what a gallery holds within a budget: items that people ask for first, then a random order that stays the same."""
+    """Re-embed items within a budget: frequent hits first, then a fixed random order."""
     from xcompat.embeddings.embed import notice_cut_short
     from xcompat.embeddings.provider import asking
     from xcompat.retrieval.backfilling import Backfill
@@ -249,12 +248,12 @@ def backfill(
         console.print(f"{len(plan.cached):,} more were embedded by re-ranked searches")
     if not dry_run:
         added = plan.run(spread)
-        console.print(f"[green]✓[/] {added.added:,} embedded anew, {remaining - added.added - added.cached:,} to go")
+        console.print(f"[green]✓[/] {added.added:,} re-embedded, {remaining - added.added - added.cached:,} to go")
         notice_cut_short(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
 def info(gallery: Gallery, embedder: Embedder | None) -> None:
-    """Print a gallery's versions, the queries that fit them, and its history."""
+    """Print the versions, matching queries and history of a gallery."""
     table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
@@ -271,20 +270,20 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
 
 
 def _shared(gallery: Gallery, record: VersionRecord) -> list[str]:
-    """Return whose queries find what a version stores in an older space: the names that the gallery knows, else digests."""
+    """Name models whose queries fit a version's shared spaces."""
     named = {version.digest: short(version.fingerprint) for version in gallery.manifest.versions}
     return [f"those of {named.get(digest, f'the model with the fingerprint {digest[:12]}')}" for digest in record.shares]
 
 
 def alias(gallery: Gallery, name: str) -> None:
-    """Record another name of the model that made a gallery's embeddings."""
+    """Record another fingerprint of the model that made the embeddings."""
     model = find_alias(name)
     version = gallery.add_alias(model)
     console.print(f"[green]✓[/] maps for {literal(model)} fit the {literal(version)} embeddings of {literal(gallery.path)}")
 
 
 def find_alias(name: str) -> Fingerprint:
-    """Return the fingerprint of a model that can be loaded, or that of a name."""
+    """Return the fingerprint of a loadable model, or of a name."""
     from xcompat.encoders import is_loadable
 
     if not is_loadable(name):
@@ -299,7 +298,7 @@ def verify(gallery: Gallery) -> bool:
     """Print damaged files; return whether there are none."""
     try:
         wrong = gallery.damage()
-    except GenerationGoneError:  # verify the state that has replaced this one
+    except GenerationGoneError:  # a newer state has replaced this one
         return verify(Gallery.open(gallery.path))
     for line in wrong:
         console.print(f"[red]✗[/] {literal(line)}")
@@ -309,14 +308,14 @@ def verify(gallery: Gallery) -> bool:
 
 
 def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> bool:
-    """Print which stored embeddings a model made; return whether all were made by the model that their version names."""
+    """Print which embeddings a model made; return whether it made all of its version."""
     from xcompat.retrieval.doctor import examine
 
     return told(examine(gallery, originals, embedder, sample))
 
 
 def told(findings: list[Finding]) -> bool:
-    """Print what the doctor found; return whether nothing is of another origin."""
+    """Print findings of the doctor; return whether there are no foreign embeddings."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_lines(finding) for finding in findings]
     for name in rows[0] if rows else ():
@@ -330,7 +329,6 @@ def told(findings: list[Finding]) -> bool:
 
 
 def _lines(finding: Finding) -> dict[str, str]:
-    """Return the lines of the doctor's table for one version."""
     made = ", ".join(f"{count:,}{f' ({way})' if way else ''}" for way, count in finding.made.items())
     low, high = finding.interval
     seen = {
@@ -345,7 +343,7 @@ def _lines(finding: Finding) -> dict[str, str]:
 
 
 def rollback(gallery: Gallery, generation: int | None) -> None:
-    """Return to an earlier state, by default to the one before the current."""
+    """Return to an earlier state, by default the previous one."""
     before = read_manifest(gallery.path).generation
     now = gallery.rollback(generation)
     console.print(f"[green]✓[/] back at generation {gallery.manifest.restored}, which is now {now}: {len(gallery):,} items")
@@ -353,7 +351,7 @@ def rollback(gallery: Gallery, generation: int | None) -> None:
 
 
 def list_states(gallery: Gallery) -> None:
-    """Print the states that a rollback can return to, the newest first, with the operations that made them."""
+    """Print the states that a rollback can restore, newest first."""
     kept = gallery.generations()
     previous = previous_generation(kept)
     table = Table("generation", "made", "by", "items", "", title=f"states of {literal(gallery.path)}")

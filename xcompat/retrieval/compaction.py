@@ -1,4 +1,4 @@
-"""Compact a gallery: join small segments, drop removed rows, and delete earlier generations."""
+"""Compaction of a gallery."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from xcompat.retrieval.staging import FLUSH_BYTES, Staging
 
 
 def compact_gallery(staging: Staging) -> None:
-    """Join small segments, drop removed rows, and delete earlier generations with the files that only they name.
+    """Join small segments, drop removed rows, and delete earlier generations.
 
-    Memory holds the embeddings of one new segment: ``FLUSH_BYTES`` of them, or up to twice as many as train the index.
+    Memory holds one new segment: ``FLUSH_BYTES``, or up to twice the number that trains the index.
     """
     gallery = staging.base
     untidy = {version.digest: _untidy(gallery, version) for version in gallery.manifest.versions}
@@ -31,7 +31,7 @@ def compact_gallery(staging: Staging) -> None:
                     staging.put(version, items)
                     rate_of(bar, task, len(rows_n), "embeddings")
                     left -= len(rows_n)
-                    if not left or left >= fewest:  # fewer than that would be left to train no index
+                    if not left or left >= fewest:  # else too few would remain to train an index
                         staging.flush_if_large(fewest)
             staging.flush()
     dropped = [segment.record.name for segments in untidy.values() for segment in segments]
@@ -40,13 +40,13 @@ def compact_gallery(staging: Staging) -> None:
 
 
 def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
-    """Return the segments to rewrite: those with removed rows, and small or differently indexed ones that can join others."""
+    """Return segments with removed rows, and small or differently indexed ones that can join others."""
     same = [segment for segment in gallery.segments if segment.record.version == version.digest]
     rows, fewest = sum(map(len, same)), gallery.backend.fewest(version.dim)
     if 0 < rows < fewest:
         notice(
-            f"{rows:,} embeddings of {version.fingerprint} do not train {gallery.manifest.index}, which takes {fewest:,}: "
-            "they are searched exactly; add more, or build the gallery with an index of fewer lists"
+            f"{rows:,} embeddings of {version.fingerprint} are too few to train {gallery.manifest.index}, which needs "
+            f"{fewest:,}: search is exact; add more, or build the gallery with an index of fewer lists"
         )
     found = []
     for segment in same:
@@ -56,11 +56,11 @@ def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
         makeshift = record.adopted is None and record.index != gallery.manifest.index and gallery.manifest.milvus is None
         if record.n_removed or (small and len(same) > 1) or (makeshift and fewest <= rows and len(same) > 1):
             found.append(segment)
-    if 0 < sum(map(len, found)) < fewest:  # a tidy one joins them, that they train an index
+    if 0 < sum(map(len, found)) < fewest:  # add one more segment to train an index
         found += sorted((segment for segment in same if segment not in found and segment.record.adopted is None), key=len)[:1]
     return found
 
 
 def folder_size(folder: Path) -> int:
-    """Return the size of all files of a gallery in bytes."""
+    """Return the total file size of a gallery in bytes."""
     return sum(path.stat().st_size for path in files_below(folder) if path.is_file())

@@ -1,4 +1,4 @@
-"""Find out which model made stored embeddings: embed a sample of what they were made of again and compare."""
+"""Check of the origin of stored embeddings, by re-embedding a sample."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from xcompat.retrieval.preprocessing import Preparation, nearest_preparation, ow
 from xcompat.retrieval.segment import Segment, id_hashes
 
 SAMPLE = 400
-"""Items of each version that are embedded again: if 1 % are of another origin, one sample in 55 misses all of them."""
+"""Items to re-embed per version. If 1 % are foreign, one sample in 55 misses all."""
 SAMPLED, WAYS = 16, 3
-"""Pictures on which other ways of preprocessing are tried, and the most ways that are told apart."""
+"""Pictures for other preprocessing, and the largest number of variants."""
 SAME, EXACT = 0.995, 0.9999
-"""Cosines above which embeddings are the same up to half precision, and above which no difference needs an explanation."""
+"""Cosines from which embeddings are equal in half precision, and from which no explanation is needed."""
 OTHER = 0.98
 """Cosine below which an embedding is another model's, if the model makes the rest exactly."""
 _95 = 1.959964
@@ -34,19 +34,19 @@ _95 = 1.959964
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one stored version.
+    """Result for one stored version.
 
     Args:
-        version: the model under whose name the embeddings are stored.
+        version: model of the stored version.
         items: number of its embeddings.
-        looked_at: number of pictures or texts that were embedded again.
-        claimed: whether the examined model has that name.
-        made: way of preprocessing -> number of embeddings that the model made so; the empty string is the model's own way.
-        cosine: median cosine between the embeddings that the model made and the stored ones; NaN if it made none.
-        limit: cosine from which on an embedding counts as made by the model.
-        foreign: ids of embeddings of another origin than the rest, or than the name says.
+        looked_at: number of re-embedded originals.
+        claimed: whether the examined model has that fingerprint.
+        made: preprocessing ("" for the model's own) -> number of embeddings that the model made with it.
+        cosine: median cosine of these to new embeddings; NaN if none.
+        limit: smallest cosine of the model's embeddings.
+        foreign: ids of embeddings of another origin.
         length: median length of the stored embeddings.
-        note: anything else that the user must know.
+        note: further information.
     """
 
     version: Fingerprint
@@ -62,24 +62,21 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Share of embeddings of another origin in the sample."""
+        """Share of foreign embeddings in the sample."""
         return len(self.foreign) / self.looked_at if self.looked_at else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of that share in all of the version."""
+        """95 % interval of the share of foreign embeddings in the version."""
         return wilson(len(self.foreign), self.looked_at)
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share (Wilson 1927, eq. 4), which holds for shares near 0 too.
+    """Return the 95 % confidence interval of a share (Wilson 1927, eq. 4), also near 0.
 
     Args:
         count: number of hits.
         total: size of the sample.
-
-    Returns:
-        Both ends of the interval.
 
     Example:
         >>> [round(end, 3) for end in wilson(0, 100)], [round(end, 3) for end in wilson(50, 100)]
@@ -94,19 +91,19 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 
 
 def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: int = SAMPLE) -> list[Finding]:
-    """Embed a sample of each stored version again, and find out which embeddings the model made.
+    """Re-embed a sample of each stored version, and find the embeddings that the model made.
 
     Args:
         gallery: the gallery.
-        originals: its pictures or texts, with the ids that they had when the gallery was built.
+        originals: its pictures or texts, with their ids in the gallery.
         embedder: the model.
-        sample: number of originals of each version.
+        sample: originals per version.
 
     Returns:
-        One finding for each version.
+        One finding per version.
 
     Raises:
-        XcompatError: none of the originals is in the gallery, or the model embeds no such originals.
+        XcompatError: no original is in the gallery, or the model cannot embed them.
     """
     originals.require(embedder)
     origins = origins_of(gallery, originals)
@@ -115,9 +112,9 @@ def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: 
         plain = Finding(version, items, claimed=version == embedder.fingerprint)
         dim, rows = gallery.manifest.version(version.digest).dim, np.flatnonzero([origin == version for origin in origins])
         if dim != embedder.dim:
-            findings.append(replace(plain, note=f"of {dim} dimensions, and {embedder.name} makes {embedder.dim}"))
+            findings.append(replace(plain, note=f"{dim} dimensions, but {embedder.name} makes {embedder.dim}"))
         elif not len(rows):
-            findings.append(replace(plain, note=f"none of the {originals.kind} is one of these"))
+            findings.append(replace(plain, note=f"none of the {originals.kind} is in this version"))
         else:
             drawn = np.sort(np.random.default_rng(0).choice(rows, min(sample, len(rows)), replace=False))
             findings.append(judged(plain, Stored.of_gallery(gallery, version, originals, drawn), embedder))
@@ -126,14 +123,14 @@ def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: 
 
 @dataclass(frozen=True)
 class Stored:
-    """Stored embeddings of some originals, to be compared with new ones.
+    """Stored embeddings of some originals.
 
     Args:
         originals: pictures or texts.
-        rows: (n,) the numbers of some of them, ascending.
-        vectors_nd: (n, d) float32, as they are stored.
-        adopted: segments whose index quantises, and the positions in ``rows`` of what they hold.
-        length: that adopted embeddings have.
+        rows: (n,) row numbers, ascending.
+        vectors_nd: (n, d) float32, as stored.
+        adopted: segments with a quantising index, and positions in ``rows``.
+        length: length of adopted embeddings.
     """
 
     originals: Originals
@@ -144,14 +141,14 @@ class Stored:
 
     @classmethod
     def of_gallery(cls, gallery: Gallery, version: Fingerprint, originals: Originals, rows: NDArray[np.int64]) -> Self:
-        """Read what a gallery holds of some originals in one version."""
+        """Read the embeddings of some originals in one version."""
         record, ids = gallery.manifest.version(version.digest), [originals.ids[row] for row in rows.tolist()]
         vectors_nd, adopted, hashes_n = np.empty((len(rows), record.dim), np.float32), [], id_hashes(ids)
         for segment in gallery.segments:
             if segment.record.version == version.digest:
                 places, found = segment.rows_of(ids, hashes_n)
                 vectors_nd[places] = segment.vectors(found) if len(found) else 0
-                if segment.record.adopted is not None:  # other segments store their vectors unquantised
+                if segment.record.adopted is not None:  # other segments also store unquantised vectors
                     adopted.append((segment, places))
         return cls(originals, rows, vectors_nd, adopted, record.length)
 
@@ -161,40 +158,37 @@ class Stored:
         return [self.originals.ids[row] for row in self.rows.tolist()]
 
     def fresh(self, parts: Parts, places: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Bring new embeddings of some originals into the form in which the gallery would store them.
+        """Convert new embeddings to the stored form.
 
         Args:
             parts: the embeddings.
-            places: (n,) positions of the originals in :attr:`rows`.
+            places: (n,) positions in :attr:`rows`.
 
         Returns:
-            (n, d), NaN for originals that cannot be read.
+            (n, d), NaN for unreadable originals.
         """
         fresh_nd = np.full_like(self.vectors_nd, np.nan)
         for kept, embeds in parts:
             fresh_nd[np.searchsorted(self.rows, kept)] = embeds
-        for segment, inside in self.adopted:  # quantise the new embeddings as the stored ones are
+        for segment, inside in self.adopted:  # quantise them like the stored embeddings
             readable = inside[np.isfinite(fresh_nd[inside, 0])]
             assert isinstance(segment.index, FaissIndex)
             fresh_nd[readable] = segment.index.as_stored(self.length * fresh_nd[readable])
         return fresh_nd[places]
 
     def cosines(self, fresh_nd: NDArray[np.float32], places: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the cosines of embeddings with the stored ones at some positions; -1 for embeddings that are NaN."""
+        """Return cosines with the stored embeddings at some positions; -1 for NaN embeddings."""
         one, other = (normalise_rows(rows_nd).astype(np.float64) for rows_nd in (fresh_nd, self.vectors_nd[places]))
         return np.nan_to_num(np.einsum("nd,nd->n", one, other), nan=-1)
 
 
 def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
-    """Compare embeddings, try other ways of preprocessing where they differ, and separate the model's from the rest.
+    """Compare embeddings, try other preprocessing, and separate the model's from others.
 
     Args:
-        plain: what is known without a look.
+        plain: the finding so far.
         stored: a sample.
         embedder: the examined model.
-
-    Returns:
-        The finding.
     """
     originals = stored.originals
     parts = originals.embed(embedder, stored.rows, BadSamples(1.0, len(stored.rows)))
@@ -235,7 +229,7 @@ def _try_other_preparations(
     cosines_n: NDArray[np.float64],
     ways_n: NDArray[np.object_],
 ) -> None:
-    """Prepare otherwise the pictures that the model's own way does not explain, and note cosines and ways where they agree."""
+    """Try other preprocessing for unexplained pictures; update cosines and variants in place."""
 
     def agreement(way: Preparation, places: NDArray[np.int64]) -> NDArray[np.float64]:
         parts = pictures.embed(embedder, stored.rows[places], BadSamples(1.0, len(places)), prepare=way)
@@ -253,7 +247,7 @@ def _try_other_preparations(
         exactly = nearer & (found >= SAME)
         taken = exactly if exactly.any() else nearer
         cosines_n[left[taken]] = found[taken]
-        ways_n[left[taken]] = ("" if exactly.any() else "most nearly: ") + way.unlike(own)
+        ways_n[left[taken]] = ("" if exactly.any() else "closest: ") + way.unlike(own)
         if not exactly.any():
             return
 
@@ -265,21 +259,21 @@ def _other_preparation(
     left: NDArray[np.int64],
     agreement: Callable[[Preparation, NDArray[np.int64]], NDArray[np.float64]],
 ) -> tuple[Preparation, Preparation]:
-    """Return the preprocessing that agrees best with the embeddings left to explain, and the model's own."""
+    """Return the preprocessing that matches unexplained embeddings best, and the model's own."""
     tried = left[np.linspace(0, len(left) - 1, min(SAMPLED, len(left))).astype(np.int64)]
     rows = stored.rows[tried].tolist()
     read: list[list[Image]] = [images for _, images in iterate_images(pictures.dataset, SAMPLED, rows=rows, prepare=list)]
     own = own_preparation(embedder.processor, read[0])
-    # a quantile: some may be another model's
+    # not the minimum: some may be another model's
     return nearest_preparation(own, lambda way: float(np.quantile(agreement(way, tried), 0.75))), own
 
 
 def dividing(cosines_n: NDArray[np.float64], chance: float) -> float:
-    """Return the cosine that separates embeddings that a model made from all others.
+    """Return the cosine that separates the model's embeddings from others.
 
-    If the upper tenth of cosines shows that the model made these exactly, an embedding is another model's when its cosine is
-    below ``OTHER``, or nearer to that of different items than to 1. If even the upper tenth agrees only nearly, because the
-    preprocessing was none of those tried, the limit is the middle between the upper tenth and different items.
+    If the upper tenth matches exactly, the limit is ``OTHER``, or the middle between chance and 1 if higher. If it matches only
+    nearly
+    (unknown preprocessing), the limit is the middle between the upper tenth and chance.
 
     Args:
         cosines_n: (n,) between stored and new embeddings of the same item.

@@ -1,4 +1,4 @@
-"""Queries that are embedded already: read from arrays, tables and folders, with their ids."""
+"""Query embeddings from arrays, tables and folders, with their ids."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ Content = Literal["embeddings", "both", "other"]
 
 
 class EmbeddedQueries:
-    """Embeddings of queries, as the model makes them, with the id of each.
+    """Query embeddings as output by the model, each with an id.
 
     Args:
         source: a ``.npy`` file, a table with ids (Parquet, JSON lines, a folder of these), or a folder with ``query_embeds``,
-            ``text_embeds`` or ``image_embeds``. The ids of ``q.npy`` stand in ``q_ids.txt`` beside it; without that file they are
-            row numbers from 0.
-        max_bad_share: the share of rows that may have no usable embedding. Such rows are named and left out.
+            ``text_embeds`` or ``image_embeds``. The ids of ``q.npy`` are in ``q_ids.txt``, else row numbers.
+        max_bad_share: largest share of rows without a usable embedding, which are printed and skipped.
 
     Raises:
-        XcompatError: the file is damaged or holds no embeddings, or too many rows have none that is usable.
+        XcompatError: the file is damaged, without embeddings, or too many rows are unusable.
     """
 
     def __init__(self, source: str | Path, max_bad_share: float = BAD_SHARE) -> None:
@@ -58,7 +57,8 @@ class EmbeddedQueries:
         vectors = read_vectors(self.file)
         if vectors.rows_ND.ndim != 2:
             raise XcompatError(
-                f"{self.file} has the shape {vectors.rows_ND.shape}; an array of embeddings has a row for each query"
+                f"{self.file} has the shape {vectors.rows_ND.shape}; an array of query embeddings needs two dimensions: "
+                "one row per query"
             )
         ids = _read_ids(self.file, vectors)
         rows_QD = vectors.rows_ND if vectors.rows_ND.dtype.kind == "f" else np.asarray(vectors.rows_ND, np.float32)
@@ -70,42 +70,42 @@ class EmbeddedQueries:
         self.ids = ids
 
     def __len__(self) -> int:
-        """Return the number of queries that have a usable embedding."""
+        """Return the number of usable embeddings."""
         return len(self.rows_Q)
 
     def require_fit(self, model: Model) -> None:
-        """Raise unless the embeddings have the dimension that a model makes.
+        """Raise if the embeddings have another dimension than the model outputs.
 
         Raises:
-            XcompatError: naming both dimensions, and the model that makes the right one.
+            XcompatError: both dimensions, and a model that outputs the right one.
         """
         require_dim(model, self.embeds_QD.shape[1], self.file)
 
     def embedded(self, _: object) -> Iterator[Asked]:
-        """See :class:`~xcompat.retrieval.queries.Queries`."""
+        """Yield the embeddings in blocks; the model is ignored."""
         for start in range(0, len(self), ROWS_AT_ONCE):
             rows_B = self.rows_Q[start : start + ROWS_AT_ONCE]
             names = [str(row) if self.ids is None else self.ids[row] for row in rows_B.tolist()]
             yield Asked(names, [None] * len(rows_B), np.array(self.embeds_QD[rows_B], np.float32))
 
     def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
-        """See :class:`~xcompat.retrieval.queries.Queries`: there is nothing that another model could embed."""
+        """Raise: embeddings cannot be re-embedded with another model."""
         raise XcompatError(
-            f"the fallback embeds queries with the old model, and {self.file} holds embeddings; use texts or pictures, "
+            f"the fallback embeds queries with the old model, but {self.file} holds embeddings; use texts or pictures, "
             "or remove --fallback"
         )
 
 
 def require_dim(model: Model, have: int, where: object) -> None:
-    """Raise unless embeddings have the dimension that a model makes.
+    """Raise if embeddings have another dimension than the model outputs.
 
     Args:
-        model: the model that made them; of a name alone nothing is known.
+        model: the model that made them; a fingerprint is not checked.
         have: their dimension.
-        where: what holds them, for the message.
+        where: their file, for the message.
 
     Raises:
-        XcompatError: naming both dimensions, and the model that makes the right one.
+        XcompatError: both dimensions, and a model that outputs the right one.
     """
     expected = _describe_dim(model)
     if expected is not None and have != expected[0]:
@@ -113,7 +113,7 @@ def require_dim(model: Model, have: int, where: object) -> None:
 
 
 def find_content(source: str | Path) -> Content:
-    """Return whether a source of queries holds embeddings, both texts and embeddings, or anything else, by its names alone."""
+    """Return the content of a query source, judged by file and column names."""
     path = Path(source)
     if path.name.endswith(ARRAY) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS):
         return "embeddings"
@@ -121,7 +121,7 @@ def find_content(source: str | Path) -> Content:
         return "other"
     try:
         names = set(column_names(path))
-    except XcompatError:  # lines that are no objects may be texts, whose reader says what is wrong
+    except XcompatError:  # JSON lines without objects may be texts; their reader reports errors
         return "other"
     if not names & set(EMBEDDING_COLUMNS):
         return "other"
@@ -129,17 +129,15 @@ def find_content(source: str | Path) -> Content:
 
 
 def _find_file(source: Path) -> Path:
-    """Return the file or folder of tables of a source."""
     found = [place for kind in KINDS if (place := stored_at(source / f"{kind}_embeds")) is not None]
     if len(found) > 1:
-        raise XcompatError(f"{source} holds {' and '.join(place.name for place in found)}; choose one, such as {found[0]}")
+        raise XcompatError(f"{source} holds {' and '.join(place.name for place in found)}; choose one, e.g. {found[0]}")
     if not found and not source.name.endswith(SUFFIXES) and not is_table(source):
         raise XcompatError(f"{source} holds no embeddings; use .npy, Parquet, JSON lines, or a folder of them")
     return found[0] if found else source
 
 
 def _read_ids(file: Path, vectors: Vectors) -> list[str] | None:
-    """Return the ids of a table, or those in the file beside an array; None without any."""
     if vectors.ids is not None:
         return vectors.ids
     beside = file.with_name(f"{file.name.removesuffix(ARRAY).removesuffix('_embeds')}_ids.txt")
@@ -152,7 +150,7 @@ def _read_ids(file: Path, vectors: Vectors) -> list[str] | None:
 
 
 def _describe_dim(model: Model) -> tuple[int, Any] | None:
-    """Return the dimension of a model's embeddings, and what to say of another; None if only its name is known."""
+    """Return the dimension and a function for advice; None for a fingerprint."""
     from xcompat.core.fingerprint import Fingerprint
     from xcompat.models.base import CompatModel
 
@@ -164,11 +162,10 @@ def _describe_dim(model: Model) -> tuple[int, Any] | None:
 
 
 def _advise(model: CompatModel, have: int) -> str:
-    """Say which model makes embeddings that a map takes."""
     if model.config.encoder is not None:
         maker = str(model.config.encoder["name"])
     else:
-        maker = "the new model, whose embeddings the map was fitted on" if model.embeds_in_memory else "this model"
+        maker = "the new model that the map was fitted on" if model.embeds_in_memory else "this model"
     looks = [version for version, dim in model.version_dims() if dim == have]
     like = f" ({looks[0].name} has {have}: its queries need no map, search with --model {looks[0].name})" if looks else ""
     return f"embed the queries with {maker}{like}"

@@ -1,4 +1,4 @@
-"""Build a faiss index from a factory string: train it on the first vectors, and add all."""
+"""Construction of faiss indexes from factory strings."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ TRAINED_ON = 200_000  # vectors
 def build_faiss(
     factory: str, dim: int, metric: Metric, chunks: Iterable[NDArray[np.float32]], rows: int
 ) -> tuple[FaissIndex, str]:
-    """Build an index; too few vectors to train it get an exact one, until a compaction joins them with others.
+    """Build an index: train it on the first vectors, then add all.
 
-    Where faiss is the one for GPUs, these find the centroids of an inverted file, and the nearest one of each vector.
+    With too few vectors to train, the index is exact until a compaction. With faiss for GPUs, GPUs find the centroids of an
+    inverted file
+    and assign vectors.
 
     Args:
-        factory: faiss factory string, such as ``Flat``, ``HNSW32``, ``IVF1024,Flat`` or ``IVF1024,PQ64``.
+        factory: faiss factory string, e.g. ``Flat``, ``HNSW32``, ``IVF1024,Flat`` or ``IVF1024,PQ64``.
         dim: d.
         metric: how vectors are compared.
         chunks: blocks of vectors (n, d).
         rows: number of all vectors.
 
     Returns:
-        The index, and the factory string that was used.
+        The index and the factory string used.
 
     Raises:
         XcompatError: faiss does not know the string for this dimension.
@@ -59,27 +61,27 @@ def build_faiss(
 
 
 def _train(index: Any, vectors_nd: NDArray[np.float32]) -> None:  # noqa: ANN401 - faiss has no types
-    """Train an index; GPUs, if there are any, find the centroids of an inverted file."""
+    """Train an index; GPUs find the centroids of an inverted file."""
     import faiss
 
     ivf = faiss.try_extract_index_ivf(index) if faiss.get_num_gpus() else None
     if ivf is None:
         index.train(vectors_nd)
         return
-    nearest = on_gpus(faiss.IndexFlat(ivf.d, ivf.metric_type))  # kept: faiss holds only a pointer to it
+    nearest = on_gpus(faiss.IndexFlat(ivf.d, ivf.metric_type))  # keep a reference: faiss stores only a pointer
     ivf.clustering_index = nearest
     index.train(vectors_nd)
     ivf.clustering_index = None
 
 
 def _adding(index: Any) -> Callable[[NDArray[np.float32]], None]:  # noqa: ANN401
-    """Return what adds vectors to a trained index; GPUs, if there are any, find the lists of an inverted file.
+    """Return a function that adds vectors; GPUs, if any, assign them to lists.
 
-    The CPU encodes: a copy on GPUs would have to fit there whole, and could be written only after a copy back.
+    The CPU encodes, because a GPU copy would need memory and a copy back.
     """
     import faiss
 
-    # other kinds pack their lists in ways of their own, and faiss does not check it
+    # other kinds pack their lists differently, and faiss does not check it
     if not faiss.get_num_gpus() or type(index) not in (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer, faiss.IndexIVFPQ):
         return index.add
     from faiss.contrib.ivf_tools import add_preassigned
@@ -94,7 +96,7 @@ def _adding(index: Any) -> Callable[[NDArray[np.float32]], None]:  # noqa: ANN40
 
 
 def make_index(factory: str, dim: int, metric: Metric) -> Any:  # noqa: ANN401 - faiss has no types
-    """Make an empty faiss index from a factory string.
+    """Create an empty faiss index from a factory string.
 
     Raises:
         XcompatError: faiss does not know the string for this dimension.
@@ -104,22 +106,22 @@ def make_index(factory: str, dim: int, metric: Metric) -> Any:  # noqa: ANN401 -
     try:
         return faiss.index_factory(dim, factory, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise XcompatError(f"faiss makes no index {factory!r} of {dim} dimensions: {reason_of(error)}") from None
+        raise XcompatError(f"faiss cannot create index {factory!r} with {dim} dimensions: {reason_of(error)}") from None
 
 
 def is_lossless(factory: str) -> bool:
-    """Return whether an index returns its vectors unchanged and in order, so that no copy of them is needed.
+    """Return whether an index returns its vectors unchanged and in order.
 
     Example:
         >>> is_lossless("Flat"), is_lossless("HNSW32"), is_lossless("IVF256,Flat"), is_lossless("IVF256,PQ16")
         (True, True, False, False)
     """
-    # IVF stores rows by list: streaming them in order would read the whole file for each block
+    # IVF stores rows by list: reading them in order would read the whole file for each block
     return factory == EXACT or (factory.startswith("HNSW") and ("," not in factory or factory.endswith(",Flat")))
 
 
 def fewest_vectors(index: Any) -> int:  # noqa: ANN401
-    """Return the fewest vectors that train an empty index; 0 if it needs no training."""
+    """Return the minimum number of training vectors of an empty index."""
     import faiss
 
     if index.is_trained:

@@ -1,4 +1,4 @@
-"""The default index of a segment: any faiss index that a factory string names, memory-mapped from disk."""
+"""Memory-mapped faiss index, the default index of a segment."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from xcompat.retrieval.own_ids import RowLabels, strip_id_map
 from xcompat.retrieval.ties import Scored, compare_exactly, search_with_ties
 
 WRITTEN_AT_ONCE = 1 << 22  # bytes
-_DAMAGED = "it is damaged: bring it back as it was, or write it again"
+_DAMAGED = "it is damaged: restore it, or write it again"
 
 
 class FaissIndex:
-    """A faiss index, its rows numbered from 0.
+    """A faiss index with rows numbered from 0.
 
     Args:
-        index: faiss's own index; an ``IndexIDMap`` around it or below its transforms is taken off.
+        index: faiss index; an ``IndexIDMap`` is removed.
         metric: how vectors are compared.
-        as_added: reads vectors as they were added, to compare few of them one by one; None for those that the index gives back.
-        labels_N: (N,) the index's own id of each row; None if these are 0, 1, 2 and so on.
+        as_added: reads the original vectors; None to read the index.
+        labels_N: (N,) id of each row in the index; None for 0, 1, 2 and so on.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class FaissIndex:
         import faiss
 
         _say_if_overwritten()
-        self._alone = Lock()  # two threads must not search on one GPU, or prepare the index, at once
-        self._owner = index  # faiss frees the index inside an IndexIDMap with it
+        self._alone = Lock()  # one thread at a time may search on a GPU or prepare the index
+        self._owner = index  # keep a reference: faiss frees the inner index together with its IndexIDMap
         index = strip_id_map(index)
         self.index, self.metric, self._as_added = index, metric, as_added
         self.labels = None if labels_N is None else RowLabels(labels_N)
@@ -56,10 +56,10 @@ class FaissIndex:
         if index.metric_type != expected:
             kind = "L2" if index.metric_type == faiss.METRIC_L2 else "inner products"
             raise XcompatError(
-                f"the faiss index compares by {kind}, the gallery by {metric}; create it with the metric of the index"
+                f"the faiss index compares by {kind}, the gallery by {metric}; create the gallery with the metric of the index"
             )
         ivf = faiss.try_extract_index_ivf(index)
-        if ivf is not None and ivf.nprobe == 1:  # faiss's default, with a low recall
+        if ivf is not None and ivf.nprobe == 1:  # faiss's default has low recall
             ivf.nprobe = max(1, round(math.sqrt(ivf.nlist)))
 
     @property
@@ -80,10 +80,10 @@ class FaissIndex:
         return isinstance(faiss.downcast_index(self.index), faiss.IndexFlat)
 
     def set_parameters(self, parameters: str) -> None:
-        """Set the search effort, such as ``nprobe=32`` or ``efSearch=128``.
+        """Set the search effort.
 
         Args:
-            parameters: in the syntax of faiss's ``ParameterSpace``, separated by commas.
+            parameters: in the syntax of faiss's ``ParameterSpace``, e.g. ``nprobe=32,efSearch=128``.
 
         Raises:
             XcompatError: faiss does not know them for this index.
@@ -94,36 +94,37 @@ class FaissIndex:
             faiss.ParameterSpace().set_index_parameters(self.index, parameters)
         except RuntimeError as error:
             raise XcompatError(f"search parameters {parameters!r} do not fit the index: {reason_of(error)}") from None
-        self.__dict__.pop("_on_gpus", None)  # make a new copy on GPUs, with these parameters
+        self.__dict__.pop("_on_gpus", None)  # the next search copies the index to GPUs with these parameters
 
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
         """Find the nearest rows.
 
         Args:
             queries_Qd: (Q, d) float32.
-            k: number of rows per query.
-            kept_N: (N,) bool, rows that may be found; None for all.
+            k: rows per query.
+            kept_N: (N,) bool, rows that may be returned; None for all.
 
         Returns:
-            (Q, k) scores, higher is nearer, the best first, and (Q, k) rows, -1 where there are no more. Of equal scores the
-            lowest rows come first.
+            (Q, k) scores, best first, and (Q, k) rows, padded with -1. Ties are sorted by row.
 
         Raises:
-            XcompatError: the index is damaged in a way that only a search shows.
+            XcompatError: the index is damaged.
         """
         import faiss
 
         queries_Qd = np.ascontiguousarray(queries_Qd)
-        if isinstance(faiss.downcast_index(self.index), faiss.IndexRefine):  # what it finds depends on k
+        if isinstance(faiss.downcast_index(self.index), faiss.IndexRefine):  # its results depend on k
             return self._score(queries_Qd, k, kept_N)[:2]
         return search_with_ties(partial(self._score, kept_N=kept_N), queries_Qd, k, self.rows)
 
     def _score(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None) -> Scored:
-        """Return the nearest rows, with scores that do not depend on the batch if the index keeps vectors as they are."""
+        """Return the nearest rows, with batch-independent scores if vectors are readable."""
         try:
             distances_Qk, rows_Qk = self._find(queries_Qd, k, kept_N)
         except (RuntimeError, IndexError) as error:
-            raise XcompatError(f"faiss cannot search the index: {reason_of(error)}; if memory is enough, {_DAMAGED}") from None
+            raise XcompatError(
+                f"faiss cannot search the index: {reason_of(error)}; if memory is sufficient, {_DAMAGED}"
+            ) from None
         if rows_Qk.max(initial=-1) >= self.index.ntotal:
             raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
         scores_Qk = -distances_Qk if self.metric == "l2" else distances_Qk
@@ -133,7 +134,7 @@ class FaissIndex:
 
     @cached_property
     def _reads_exactly(self) -> bool:
-        """Whether the vectors that are compared can be read, unchanged and without a scan of lists."""
+        """Whether vectors can be read unchanged, without scanning lists."""
         import faiss
 
         index = faiss.downcast_index(self.index)
@@ -141,55 +142,53 @@ class FaissIndex:
         return is_plain or (type(index) is faiss.IndexIVFFlat and self._as_added is not None)
 
     def _find(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None) -> Found:
-        """Return faiss's distances and rows."""
-        if kept_N is not None:  # on the CPU: faiss-gpu would leave the filter out of account
+        if kept_N is not None:  # on the CPU, because faiss-gpu ignores the filter
             return search_kept(self.index, queries_Qd, k, kept_N, self._as_added or self._own_vectors, self.labels)
         distances_Qk, rows_Qk = self._find_of_all(queries_Qd, k)
         found = distances_Qk, rows_Qk if self.labels is None else self.labels.find_rows(rows_Qk)
         if not lacking(found[1], self.rows).any():
             return found
-        # the lists that were visited hold fewer than k, or a graph of many equal vectors leads nowhere else
+        # the visited lists hold fewer than k vectors, or a graph with many equal vectors is a dead end
         return completed(self.index, queries_Qd, found, np.arange(self.rows), self._as_added or self._own_vectors)
 
     def _find_of_all(self, queries_Qd: NDArray[np.float32], k: int) -> Found:
         if self._on_gpus is not self.index:
-            with self._alone, suppress(RuntimeError):  # k or nprobe is above what the kernels take, or memory is too small
+            with self._alone, suppress(RuntimeError):  # k or nprobe exceeds the kernels' limits, or memory is too small
                 return self._on_gpus.search(queries_Qd, k)
         return self.index.search(queries_Qd, k)
 
     @cached_property
     def _own_vectors(self) -> ReadRows | None:
-        """What gives the index's own vectors; None if it gives none back, or none have to be given."""
+        """Reader of the index's vectors; None if unsupported or not needed."""
         if self.is_exact:
             return None
         try:
             self.vectors(np.zeros(1, np.int64))
-        except RuntimeError:  # such as one whose transforms cannot be undone
+        except RuntimeError:  # e.g. transforms without an inverse
             return None
         return self.vectors
 
     @cached_property
     def _on_gpus(self) -> Any:  # noqa: ANN401 - faiss has no types
-        """The index on all GPUs; the index itself where it stays on the CPU."""
         return on_gpus(self.index)
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return stored vectors (n, d) float32; a quantised index returns them quantised."""
-        with self._alone:  # two threads must not both make the map
+        """Return stored vectors (n, d) float32, possibly quantised."""
+        with self._alone:  # only one thread may make the map
             places_N = self._places
         return self._reconstruct(self.index, rows_n, places_N)
 
     @cached_property
     def _places(self) -> NDArray[np.int64] | None:
-        """Let an inverted file look up rows, else each call scans every list; return their places if faiss cannot do it."""
+        """Prepare row lookup in an inverted file; return places if faiss cannot do it."""
         import faiss
 
         ivf = faiss.try_extract_index_ivf(self.index)
         if ivf is None:
             return None
-        is_hashed = ivf.direct_map.type == faiss.DirectMap.Hashtable  # a file does not always hold all of its ids
+        is_hashed = ivf.direct_map.type == faiss.DirectMap.Hashtable  # its file may lack some ids
         if self.labels is None and not packs_codes(ivf) and not is_hashed:
-            with suppress(RuntimeError):  # vectors with ids of their own were added later
+            with suppress(RuntimeError):  # vectors with explicit ids were added later
                 if ivf.direct_map.type == faiss.DirectMap.NoMap:
                     ivf.make_direct_map()
                 return None
@@ -204,7 +203,6 @@ class FaissIndex:
         rows_n: NDArray[np.int64],
         places_N: NDArray[np.int64] | None,
     ) -> NDArray[np.float32]:
-        """Return the vectors of rows as an index, or one below its transforms, returns them."""
         import faiss
 
         index = faiss.downcast_index(index)
@@ -220,29 +218,29 @@ class FaissIndex:
         return read_packed(index, places_N[rows_n]) if packs_codes(index) else index.reconstruct_batch(rows_n)
 
     def as_stored(self, vectors_nd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return vectors (n, d) as the index would store and return them: quantised if it quantises."""
+        """Return vectors (n, d) as the index would store them."""
         import faiss
 
         index = faiss.downcast_index(self.index.storage) if isinstance(self.index, faiss.IndexHNSW) else self.index
         try:
             return index.sa_decode(index.sa_encode(np.ascontiguousarray(vectors_nd)))
-        except RuntimeError:  # the index is no codec, such as one that refines
+        except RuntimeError:  # the index is not a codec, e.g. one that refines
             return vectors_nd
 
 
 def open_faiss(path: Path, metric: Metric, as_added: ReadRows | None = None) -> FaissIndex:
-    """Open an index file, mapped into memory; ``as_added`` is that of :class:`FaissIndex`.
+    """Open an index file; ``as_added`` as in :class:`FaissIndex`.
 
     Raises:
         XcompatError: the file is missing or damaged, or the index has another metric.
     """
     if not path.is_file():
-        raise XcompatError(f"{path} does not exist; put the faiss index back, or roll back")
+        raise XcompatError(f"{path} does not exist; restore the faiss index, or roll back")
     return FaissIndex(map_faiss(path), metric, as_added)
 
 
 def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
-    """Map an index file into memory, whatever its metric.
+    """Map an index file into memory.
 
     Raises:
         XcompatError: the file is missing or damaged.
@@ -252,14 +250,14 @@ def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
     try:
         return read_mapped(str(path.resolve()))
     except RuntimeError as error:
-        raise XcompatError(f"{path} is no readable faiss index: {reason_of(error)}") from None
+        raise XcompatError(f"{path} is not a readable faiss index: {reason_of(error)}") from None
 
 
 def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no types
-    """Write an index through a Python file: faiss's own writer only prints an error that occurs when it closes the file.
+    """Write an index through a Python file, because faiss's own writer hides errors on closing.
 
     Raises:
-        OSError: the file cannot be written, for example because the disk is full.
+        OSError: the file cannot be written, e.g. on a full disk.
     """
     import faiss
 
@@ -269,16 +267,16 @@ def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no 
 
 @cache
 def _say_if_overwritten() -> None:
-    """Say that no GPU is used if faiss-cpu, whose module has the same name, was installed over faiss-gpu."""
+    """Print that no GPU is used if faiss-cpu has overwritten faiss-gpu."""
     import faiss
 
     if find_spec("faiss._gpu_build") is not None and not hasattr(faiss, "StandardGpuResources"):
         notice(
             "faiss-cpu has overwritten files of faiss-gpu, so no GPU is used: "
-            "`pip uninstall -y faiss-cpu faiss-gpu && pip install xcompat[gpu]`"
+            'run `pip uninstall -y faiss-cpu faiss-gpu && pip install -e ".[gpu]"` in a clone of xcompat'
         )
 
 
 def reason_of(error: Exception) -> str:
-    """Return faiss's message without the place in its source."""
+    """Return faiss's message without its source location."""
     return " ".join(str(error).split(": ", 1)[-1].split())[:200]

@@ -1,4 +1,4 @@
-"""Probe whether a faiss index can be used; run as a script by its path, so that the process imports only faiss."""
+"""Check of a faiss index file, run as a script by path to import only faiss."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 SAMPLED, QUERIES = 10_000, 4
 FOUND = 3
-"""Exit code of the script if something is wrong with an index."""
+"""Exit code of the script for an unusable index."""
 
 
 def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
-    """Map an index into memory; lists in a file of their own may have moved together with it.
+    """Map an index into memory. A separate file with its lists may have moved with it.
 
     Args:
         path: the file, absolute.
@@ -28,7 +28,7 @@ def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
     except RuntimeError as error:
         if "IO_FLAG_ONDISK_SAME_DIR" not in str(error):
             raise
-    try:  # its lists are in another file, which faiss maps by itself
+    try:  # the lists are in another file, which faiss maps itself
         return faiss.read_index(path, beside)
     except RuntimeError:
         with suppress(RuntimeError):
@@ -37,14 +37,14 @@ def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
 
 
 def look(path: str, vectors: bool) -> str:
-    """Read an index, check that its parts fit each other, and search it.
+    """Read an index, check that its parts are consistent, and search it.
 
     Args:
         path: the file.
         vectors: whether to reconstruct vectors too.
 
     Returns:
-        What is wrong with it; empty if nothing is.
+        The problem found; empty if none.
     """
     import faiss
     import numpy as np
@@ -58,7 +58,7 @@ def look(path: str, vectors: bool) -> str:
         return wrong
     inner = _inner(index)
     if not inner.is_trained:
-        return "it says that it was not trained"
+        return "it is not trained"
     queries_Qd = np.random.default_rng(0).normal(size=(QUERIES, index.d)).astype(np.float32)
     try:
         if (ivf := faiss.try_extract_index_ivf(inner)) is not None:
@@ -70,24 +70,24 @@ def look(path: str, vectors: bool) -> str:
 
 
 def _take_out(index: Any) -> str:  # noqa: ANN401
-    """Reconstruct some vectors of an index; return what is wrong."""
+    """Reconstruct some vectors; return the problem, if any."""
     import faiss
     import numpy as np
 
     ivf = faiss.try_extract_index_ivf(index)
     if ivf is not None and isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFlatDedup):
-        return ""  # it returns none; the caller that needs vectors reports it
+        return ""  # it returns no vectors; callers report that
     packed = ivf is not None and isinstance(
         faiss.downcast_index(ivf), faiss.IndexIVFPQFastScan | faiss.IndexIVFAdditiveQuantizerFastScan
     )
     if packed and not isinstance(index, faiss.IndexRefine):
-        return ""  # faiss would crash; xcompat decodes these codes itself
+        return ""  # faiss would crash here; xcompat decodes these codes itself
     rows_n = np.unique(np.linspace(0, index.ntotal - 1, SAMPLED).astype(np.int64))
-    with suppress(RuntimeError):  # some indexes cannot reconstruct; the caller that needs vectors reports it
+    with suppress(RuntimeError):  # some indexes cannot reconstruct; callers report that
         if ivf is not None:
             try:
                 ivf.make_direct_map()
-            except RuntimeError:  # it has ids of its own
+            except RuntimeError:  # it stores ids
                 return _take_out_of_lists(ivf)
         index.reconstruct_batch(rows_n)
     return ""
@@ -119,14 +119,14 @@ def _inner(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
 
 
 def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
-    """Return which parts of an index, nested ones included, do not fit each other; empty if all do."""
+    """Return inconsistent parts, including nested indexes."""
     import faiss
 
     index = faiss.downcast_index(index)
     if index.metric_type not in (faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2):
-        return f"it compares by faiss's metric {index.metric_type}, and only inner products and L2 are known here"
+        return f"it uses faiss metric {index.metric_type}, but only inner product and L2 are supported"
     if index.d < 1 or index.ntotal < 0:
-        return f"it says that it holds {index.ntotal} vectors of {index.d} dimensions"
+        return f"it claims {index.ntotal} vectors of {index.d} dimensions"
     for kind, look_into in _PARTS.items():
         if isinstance(index, getattr(faiss, kind)) and (wrong := look_into(index)):
             return wrong
@@ -134,18 +134,17 @@ def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
 
 
 def _inside(index: Any) -> str:  # noqa: ANN401
-    """Check an index that wraps another one."""
     inner = index.index
     if inner.ntotal != index.ntotal:
-        return f"it says {index.ntotal} vectors, the index inside it {inner.ntotal}"
+        return f"it claims {index.ntotal} vectors, but its inner index has {inner.ntotal}"
     return _contradiction(inner)
 
 
 def _ids(index: Any) -> str:  # noqa: ANN401
     if index.id_map.size() != index.ntotal:
-        return f"{index.id_map.size()} ids of {index.ntotal} vectors"
+        return f"it has {index.id_map.size()} ids, but {index.ntotal} vectors"
     if index.index.d != index.d:
-        return f"it says {index.d} dimensions, the index inside it {index.index.d}"
+        return f"it claims {index.d} dimensions, but its inner index has {index.index.d}"
     return _inside(index)
 
 
@@ -154,22 +153,21 @@ def _transforms(index: Any) -> str:  # noqa: ANN401
     for place in range(index.chain.size()):
         step = index.chain.at(place)
         if step.d_in != dim:
-            return f"transform {place} takes {step.d_in} dimensions, and is given {dim}"
+            return f"transform {place} takes {step.d_in} dimensions, but gets {dim}"
         dim = step.d_out
     if dim != index.index.d:
-        return f"its transforms lead to {dim} dimensions, the index inside has {index.index.d}"
+        return f"its transforms output {dim} dimensions, but its inner index has {index.index.d}"
     return _inside(index)
 
 
 def _graph(index: Any) -> str:  # noqa: ANN401
-    """Check an HNSW graph and the vectors that it links."""
     if index.storage is None or index.storage.ntotal != index.ntotal or not _is_graph(index.hnsw, index.ntotal):
-        return "the graph's links do not fit its vectors"
+        return "the links of its graph do not match its vectors"
     return _contradiction(index.storage)
 
 
 def _is_graph(hnsw: Any, rows: int) -> bool:  # noqa: ANN401
-    """Return whether levels, offsets and links fit each other, and every link points to a vector."""
+    """Return whether levels, offsets and links are consistent."""
     import faiss
     import numpy as np
 
@@ -186,15 +184,14 @@ def _is_graph(hnsw: Any, rows: int) -> bool:  # noqa: ANN401
 
 
 def _lists(index: Any) -> str:  # noqa: ANN401
-    """Check the lists of an inverted file."""
     import faiss
 
     lists, rows = index.invlists, index.ntotal
     if index.quantizer is None or index.quantizer.ntotal != index.nlist or lists is None or lists.nlist != index.nlist:
-        return "its lists and their centroids are not equally many"
+        return "its numbers of lists and centroids differ"
     packed = isinstance(index, faiss.IndexIVFFastScan)
     if index.quantizer.d != index.d or (lists.code_size != index.code_size and not packed):
-        return "its lists are not of its dimensions"
+        return "the dimension of its lists differs"
     held = sum(lists.list_size(number) for number in range(lists.nlist))
     stores_once = isinstance(index, faiss.IndexIVFFlatDedup)
     if held > rows or (held < rows and not stores_once):
@@ -205,7 +202,7 @@ def _lists(index: Any) -> str:  # noqa: ANN401
 def _codes(index: Any) -> str:  # noqa: ANN401
     wanted = index.ntotal * index.code_size
     held = index.codes.size()
-    return f"it holds {held} bytes of the {wanted} that {index.ntotal} vectors take" if held != wanted else ""
+    return f"it holds {held} bytes, but {index.ntotal} vectors take {wanted}" if held != wanted else ""
 
 
 _PARTS = {

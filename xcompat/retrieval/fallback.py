@@ -1,4 +1,4 @@
-"""Search with the old model too: where the new model is not sure, or always, the old query replaces or joins the new one."""
+"""Search with queries of the old model, instead of or mixed with new ones."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class OldQueries(NamedTuple):
-    """Queries of the old model for some of the queries of a search.
+    """Old-model queries for a search.
 
     Args:
         model: the old model.
-        embeds_Qd: (Q, d) its queries; rows of NaN where only the new query searches.
-        share: the weight of the old query on the arc between both (:func:`xcompat.heads.slerp`), 1 for the old query alone.
+        embeds_Qd: (Q, d) its queries; NaN rows where only the new query searches.
+        share: weight of the old query on the arc between both (:func:`xcompat.heads.slerp`).
     """
 
     model: Model
@@ -43,16 +43,16 @@ class OldQueries(NamedTuple):
     share: float = 1.0
 
     def asked(self) -> NDArray[np.bool_]:
-        """Return which queries have an old one (Q,)."""
+        """Return the mask (Q,) of queries with an old one."""
         return np.isfinite(as_float32(self.embeds_Qd).sum(axis=1))
 
     def among(self, model: Model, version: VersionRecord, queries_Qd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Replace new queries by old ones, or mix both, wherever old queries can search.
+        """Replace new queries by old ones, or mix both, if old queries can search the version.
 
         Args:
             model: the new model.
-            version: the version of the stored embeddings.
-            queries_Qd: (Q, d) the new queries, in the space of that version.
+            version: version of the stored embeddings.
+            queries_Qd: (Q, d) new queries in the version's space.
 
         Returns:
             (Q, d) float32 queries.
@@ -69,7 +69,7 @@ class OldQueries(NamedTuple):
                 return queries_Qd
             raise FingerprintMismatchError(_not_the_old(self.model, version))
         if old_Qd.shape != queries_Qd.shape:
-            raise XcompatError(f"{old_Qd.shape} old queries do not stand beside {queries_Qd.shape} new ones")
+            raise XcompatError(f"old queries have shape {old_Qd.shape}, new ones {queries_Qd.shape}; embed the same queries")
         asked_Q = self.asked()
         chosen_Fd = old_Qd[asked_Q]
         if self.share < 1:
@@ -81,12 +81,12 @@ class OldQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class Fallback:
-    """When the old model's query is used, and with which weight.
+    """Settings of searches with the old model.
 
     Args:
         model: the old model, which embedded the gallery.
-        below: confidence from which on the new query searches alone; None to use every old query.
-        share: the weight of the old query, as in :class:`OldQueries`.
+        below: use the old query below this confidence; None for always.
+        share: weight of the old query, as in :class:`OldQueries`.
     """
 
     model: Embedder
@@ -94,38 +94,37 @@ class Fallback:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse numbers outside (0, 1]."""
         for name in ("share",) if self.below is None else ("below", "share"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise XcompatError(f"fallback: {name} is {value!r}; give a number above 0, and 1 at most")
+                raise XcompatError(f"fallback: {name} is {value!r}; use a number above 0 and at most 1")
 
     @classmethod
     def described(cls, options: Mapping[str, Any], device: torch.device | str) -> Self:
         """Load the old model.
 
         Args:
-            options: ``model``, a name or what ``load_embedder`` returns, and optionally ``below`` and ``share``.
-            device: the device of the old model.
+            options: ``model``, a name or a result of ``load_embedder``, and optionally ``below`` and ``share``.
+            device: its device.
 
         Raises:
-            XcompatError: an option is unknown, or no model is named.
+            XcompatError: an option is unknown, or ``model`` is missing.
         """
         known = [field.name for field in fields(cls)]
         for name in options.keys() - set(known):
             raise XcompatError(f"fallback has no option {name!r}; {nearest(name, known)}")
         if (model := options.get("model")) is None:
-            raise XcompatError("fallback asks the old model: name it as model, the one that embedded the gallery")
+            raise XcompatError("fallback needs the old model; set model to the model that embedded the gallery")
         return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
 
     @classmethod
     def of(cls, model: object, device: torch.device | str, given: Mapping[str, Any] | None = None) -> Self | None:
-        """Load the old model that is given, or that a map was chosen to search together with; None if there is neither.
+        """Load the old model from options or from a map's configuration, if any.
 
         Args:
-            model: what embeds queries.
+            model: the query model, e.g. a map.
             device: the device of the old model.
-            given: options of :meth:`described`; they take precedence over those of the map.
+            given: options of :meth:`described`, which override those of the map.
 
         Raises:
             XcompatError: the old model cannot be loaded.
@@ -134,16 +133,16 @@ class Fallback:
         return cls.described(options, device) if options or given is not None else None
 
     def require(self, model: Model, manifest: Manifest) -> None:
-        """Refuse a query model without confidence, and an old model that did not embed the gallery.
+        """Raise if the fallback does not fit the query model and gallery.
 
         Raises:
-            FingerprintMismatchError: the old model did not make embeddings that the query model searches with its memory.
+            FingerprintMismatchError: the old model did not embed the gallery.
             XcompatError: the query model has no confidence.
         """
         if self.below is not None and not getattr(model, "is_confident", False):
             raise XcompatError(
-                f"queries of {identity(model)} do not say how sure they are: leave the fallback out, or take a model whose "
-                "queries remember, of which enough could be held out to calibrate them"
+                f"queries of {identity(model)} have no confidence; remove the fallback, or use a model with query memory "
+                "and enough validation data to calibrate it"
             )
         for version in manifest.present():
             if takes_old_queries(model, version) and not fits(self.model, version):
@@ -156,16 +155,16 @@ class Fallback:
         embeds_QD: ArrayLike,
         embed: Callable[[list[int]], torch.Tensor | NDArray[np.float32]],
     ) -> NDArray[np.float32]:
-        """Embed with the old model the queries that the new model is not sure of, or all of them.
+        """Embed unsure queries, or all, with the old model.
 
         Args:
             model: the query model.
             manifest: the gallery's state.
-            embeds_QD: (Q, D) query embeddings as the query model outputs them.
-            embed: embeds the queries with some row numbers with the old model.
+            embeds_QD: (Q, D) query embeddings as output by the query model.
+            embed: embeds the queries in the given rows with the old model.
 
         Returns:
-            (Q, d) float32, as :class:`OldQueries` takes them.
+            (Q, d) float32, for :class:`OldQueries`.
         """
         old_Qd = np.full((len(as_float32(embeds_QD)), self.model.dim), np.nan, np.float32)
         if self.below is None:
@@ -179,7 +178,7 @@ class Fallback:
 
 
 def _options_of(model: object) -> dict[str, Any]:
-    """Return the options of a map that was chosen to search together with the old model; none of any other model."""
+    """Return the options of a map that searches together with its old model."""
     config: Any = getattr(getattr(model, "model", model), "config", None)
     if (share := getattr(config, "old_share", None)) is None:
         return {}
@@ -189,4 +188,4 @@ def _options_of(model: object) -> dict[str, Any]:
 
 def _not_the_old(model: Model, version: VersionRecord) -> str:
     made = stored_version(model, version.dim).fingerprint
-    return f"the fallback did not make the {version.fingerprint} embeddings here, its own are {made}: name the model that did"
+    return f"the fallback did not make the {version.fingerprint} embeddings here, it makes {made}; use the model that made them"

@@ -1,4 +1,4 @@
-"""Download pictures from URLs that strangers may choose: only from public addresses, with limits on bytes and time."""
+"""Safe download of pictures from untrusted URLs: public addresses only, limited bytes and time."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as tran
 from xcompat.data.images import UnusableSampleError
 
 PATIENCE = 30.0
-"""Seconds that a picture may take, from resolving its host to its last byte."""
+"""Timeout in seconds per picture, from resolving the host to the last byte."""
 MOST_BYTES = 64 << 20
-"""Bytes that a picture may have."""
+"""Largest picture in bytes."""
 MOST_REDIRECTS = 3
-_CONNECTING = 10.0  # seconds for each address of a host, before the next is tried
+_CONNECTING = 10.0  # seconds per address of a host
 _HEADERS = {"User-Agent": "xcompat", "Accept-Encoding": "identity"}  # some sites refuse clients without a name
 
 
 def fetch(url: str, allow_private_addresses: bool = False) -> bytes:
     """Download a URL.
 
-    A host's name is resolved once, its addresses are checked, and the connection goes to one of these, after a redirect too.
-    Proxies, cookies and passwords of the environment are not used: behind a proxy nobody could say where a request ends up.
+    The host is resolved once, its addresses are checked, and the connection uses one of them; the same holds for redirects.
+    Proxies,
+    cookies and passwords of the environment are ignored.
 
     Args:
         url: ``http://`` or ``https://``.
-        allow_private_addresses: whether the host may be this machine or belong to a private network.
+        allow_private_addresses: whether to allow this machine and private networks.
 
     Returns:
         At most `MOST_BYTES` bytes.
 
     Raises:
-        UnusableSampleError: the download fails, or the address is refused. The message repeats no secrets of the URL.
+        UnusableSampleError: the download failed or was refused; without secrets of the URL.
     """
-    with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running event loop already
+    with ThreadPoolExecutor(1) as thread:  # a notebook's main thread already runs an event loop
         return thread.submit(asyncio.run, _read_in_time(url, allow_private_addresses)).result()
 
 
 def shown_address(url: str) -> str:
-    """Return a URL for messages: without user, password, query and fragment, which may be secrets.
+    """Return a URL for messages, without secrets (user, password, query and fragment).
 
     Example:
         >>> shown_address("https://me:secret@photos.example:8443/shoe.png?X-Amz-Signature=secret")
@@ -57,7 +58,7 @@ def shown_address(url: str) -> str:
 def is_public(address: str) -> bool:
     """Return whether an IPv4 or IPv6 address belongs to the public Internet.
 
-    IPv6 addresses that wrap an IPv4 address count as private: they could lead anywhere.
+    IPv6 addresses that wrap an IPv4 address count as private.
 
     Example:
         >>> [is_public(address) for address in ("1.1.1.1", "127.0.0.1", "169.254.169.254", "::ffff:1.1.1.1")]
@@ -76,13 +77,13 @@ async def _read_in_time(url: str, allow_private_addresses: bool) -> bytes:
     except TimeoutError:
         raise UnusableSampleError(f"it took longer than {PATIENCE:g} seconds") from None
     except (httpx.InvalidURL, UnicodeError):  # their messages repeat parts of the URL
-        raise UnusableSampleError("that is no address") from None
+        raise UnusableSampleError("invalid address") from None
     except httpx.HTTPError as error:
         raise UnusableSampleError(f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
 async def _read(text: str, allow_private_addresses: bool) -> bytes:
-    """Download, checking the address anew after each redirect."""
+    """Download, and check the address again after each redirect."""
     url = httpx.URL(text)
     for _ in range(1 + MOST_REDIRECTS):
         addresses = await _addresses(url, allow_private_addresses)
@@ -95,7 +96,7 @@ async def _read(text: str, allow_private_addresses: bool) -> bytes:
 
 
 async def _addresses(url: Any, allow_private_addresses: bool) -> list[str]:  # noqa: ANN401 - httpx's type has no stable name
-    """Resolve the host, however it is written; refuse it if one of its addresses is not public."""
+    """Resolve the host; refuse it if an address is not public."""
     if url.scheme not in ("http", "https"):
         raise UnusableSampleError(f"{url.scheme} is neither http nor https")
     host = url.raw_host.decode("ascii")
@@ -110,13 +111,13 @@ async def _addresses(url: Any, allow_private_addresses: bool) -> list[str]:  # n
     if inside:
         where = host if inside[0] == host else f"{host} ({inside[0]})"
         raise UnusableSampleError(
-            f"{where} is not a public address; allow_private_addresses=True allows it, where those who name pictures are trusted"
+            f"{where} is not a public address; set allow_private_addresses=True if you trust the source of the URLs"
         )
     return addresses
 
 
 async def _ask(transport: Any, url: Any, addresses: list[str]) -> Any:  # noqa: ANN401
-    """Send the request to the first address that answers, under the URL's host name."""
+    """Send the request to the first address that answers."""
     request = httpx.Request("GET", url, headers=_HEADERS)
     if url.userinfo:
         request = next(httpx.BasicAuth(url.username, url.password).auth_flow(request))
@@ -132,11 +133,11 @@ async def _ask(transport: Any, url: Any, addresses: list[str]) -> Any:  # noqa: 
 
 
 async def _content(response: Any) -> bytes:  # noqa: ANN401 - httpx's
-    """Read a response's body, counting the bytes that arrive, whatever its headers claim."""
+    """Read a body and count its bytes, without trusting headers."""
     if response.status_code != 200:
-        raise UnusableSampleError(f"the server says {response.status_code} {response.reason_phrase}".rstrip())
+        raise UnusableSampleError(f"the server returned {response.status_code} {response.reason_phrase}".rstrip())
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise UnusableSampleError("the server has compressed it, which it was asked not to do")
+        raise UnusableSampleError("the server sent compressed content, which is not supported")
     content = bytearray()
     async for chunk in response.aiter_raw():
         content += chunk

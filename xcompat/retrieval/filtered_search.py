@@ -1,6 +1,8 @@
-"""Search some rows of a faiss index: few of them one by one, more of them with as much more effort as there are more rows.
+"""Filtered search in a faiss index.
 
-What an approximate index leaves out of its answer is compared one by one, whether some rows are asked for or all.
+Few rows are compared one by one. For more rows, the search effort grows with the share of excluded rows. If an approximate
+index
+returns too few rows, all are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ ReadRows: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 Found: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 READ_AT_ONCE, HITS_AT_ONCE = 2**25, 2**22
-"""Bytes of vectors, and hits of several queries, that are in memory at once."""
+"""Largest bytes of vectors, and number of hits, in memory at once."""
 
 
 def search_kept(
@@ -29,20 +31,18 @@ def search_kept(
     vectors: ReadRows | None,
     labels: RowLabels | None = None,
 ) -> Found:
-    """Find the nearest of the rows that are kept: min(k, kept) of them for each query.
-
-    A graph, or the nearest lists, hold few of the kept rows or none if these are few, and faiss looks no further by itself.
+    """Find the nearest kept rows of each query.
 
     Args:
-        index: faiss's own index.
+        index: faiss index.
         queries_Qd: (Q, d) float32.
-        k: number of rows per query.
-        kept_N: (N,) bool, rows that may be found.
-        vectors: gives the vectors of rows; None if nothing does, then fewer rows may be found.
-        labels: the index's own ids of rows; None if these are 0, 1, 2 and so on.
+        k: rows per query.
+        kept_N: (N,) bool, rows that may be returned.
+        vectors: reads the vectors of rows; without it, fewer rows may be returned.
+        labels: ids stored in the index; None for 0, 1, 2 and so on.
 
     Returns:
-        (Q, k) faiss's distances, the best first, and (Q, k) rows, -1 where there are no more.
+        (Q, k) faiss distances, best first, and (Q, k) rows, padded with -1.
 
     Raises:
         RuntimeError: faiss cannot search the index.
@@ -50,12 +50,12 @@ def search_kept(
     rows_n = np.flatnonzero(kept_N)
     if vectors is not None and len(rows_n) <= _as_cheap(index, k, len(rows_n)):
         return _compared(index, queries_Qd, k, rows_n, vectors)
-    # faiss.contrib.torch_utils, which other libraries import, replaces faiss's search by one without `params`
+    # faiss.contrib.torch_utils, imported by other libraries, replaces `search` with a function without `params`
     search = getattr(index, "search_numpy", index.search)
     try:
         distances_Qk, rows_Qk = search(queries_Qd, k, params=_selecting(index, k, kept_N, labels))
         rows_Qk = rows_Qk if labels is None else labels.find_rows(rows_Qk)
-    except RuntimeError:  # some indexes, such as plain product quantisers, cannot filter rows
+    except RuntimeError:  # some indexes cannot filter rows, e.g. plain product quantisers
         if vectors is not None and 2 * len(rows_n) < len(kept_N):
             return _compared(index, queries_Qd, k, rows_n, vectors)
         distances_Qk, rows_Qk = _search_and_drop(index, queries_Qd, k, kept_N, labels)
@@ -63,7 +63,7 @@ def search_kept(
 
 
 def lacking(rows_Qk: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
-    """Return which queries were given fewer rows than there are."""
+    """Return the mask (Q,) of queries that got fewer rows than exist."""
     return (rows_Qk >= 0).sum(axis=1) < min(rows_Qk.shape[1], kept)
 
 
@@ -74,7 +74,7 @@ def completed(
     rows_n: NDArray[np.int64],
     vectors: ReadRows | None,
 ) -> Found:
-    """Compare queries that were given fewer rows than there are with all of these; without ``vectors`` they stay as they are."""
+    """Compare queries with all rows if they got too few, and ``vectors`` is set."""
     distances_Qk, rows_Qk = found
     lacking_Q = lacking(rows_Qk, len(rows_n))
     if vectors is not None and lacking_Q.any():
@@ -84,20 +84,20 @@ def completed(
 
 
 def _as_cheap(index: Any, k: int, kept: int) -> float:  # noqa: ANN401
-    """Return about how many vectors are compared one by one in the time of a search whose effort grows with what is dropped."""
+    """Estimate how many one-by-one comparisons take as long as a filtered search."""
     import faiss
 
     outer, index = index, _searching(index)
-    if isinstance(index, faiss.IndexIVF):  # up to here it would visit every list, and read as many bytes
+    if isinstance(index, faiss.IndexIVF):  # a filtered search may visit every list, and read as many bytes
         return index.ntotal * index.nprobe / index.nlist * index.code_size / (4 * outer.d)
     if isinstance(index, faiss.IndexHNSW):
-        # 100,000 vectors of 64 and 256 dimensions, HNSW32: a step took 3 to 4 µs, as long as 20 to 100 vectors read in order
+        # measured on 100,000 vectors of 64 and 256 dimensions, HNSW32: a step takes 3 to 4 µs, like 20 to 100 vectors in order
         return max(index.hnsw.efSearch, k) * index.ntotal / max(kept, 1) * index.hnsw.nb_neighbors(0)
-    return 0  # it compares every row, whichever are kept
+    return 0  # it always compares every row
 
 
 def _searching(index: Any) -> Any:  # noqa: ANN401
-    """Return the index inside transforms and refinements."""
+    """Return the inner index, without transforms and refinements."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -113,7 +113,6 @@ def _compared(
     rows_n: NDArray[np.int64],
     vectors: ReadRows,
 ) -> Found:
-    """Compare the queries with the vectors of all rows, block by block."""
     import faiss
 
     best = faiss.ResultHeap(len(queries_Qd), k, keep_max=index.metric_type == faiss.METRIC_INNER_PRODUCT)
@@ -133,7 +132,6 @@ def _search_and_drop(
     kept_N: NDArray[np.bool_],
     labels: RowLabels | None,
 ) -> Found:
-    """Find enough rows that k are left after dropping those not kept."""
     more = max(k, min(index.ntotal, k + index.ntotal - int(kept_N.sum())))
     size = max(1, HITS_AT_ONCE // more)
     distances_Qk, rows_Qk = np.empty((len(queries_Qd), k), np.float32), np.empty((len(queries_Qd), k), np.int64)
@@ -149,7 +147,7 @@ def _search_and_drop(
 
 
 def _selecting(index: Any, k: int, kept_N: NDArray[np.bool_], labels: RowLabels | None) -> Any:  # noqa: ANN401
-    """Return search parameters that let an index find only kept rows, and look at as many of them as it does of all."""
+    """Return search parameters that filter rows and increase the effort accordingly."""
     selector = select_bits(kept_N) if labels is None else labels.select(kept_N)
     return _parameters(index, selector, k, len(kept_N) / max(int(kept_N.sum()), 1))
 

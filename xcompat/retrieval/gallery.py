@@ -1,4 +1,4 @@
-"""A gallery: embeddings of one or several models on disk, searchable with any model that is compatible with all of them."""
+"""Embedding gallery on disk, searchable with any model that is compatible with all its embeddings."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ if TYPE_CHECKING:
 
 
 class Gallery(Snapshot):
-    """A folder of embeddings; make one with :meth:`create`, read one with :meth:`open`.
+    """A folder of embeddings. Use :meth:`create` or :meth:`open`.
 
-    The object shows one committed state: the one it opened, and after each of its own commits the new one.
-
-    Changes become visible with :meth:`commit`, to this object and to everyone who opens the gallery later. A process that is
-    killed leaves the last committed state. Any number of processes may read while one writes.
+    The object shows one committed state: the opened one, or that of its own last commit. A killed process leaves the last
+    committed
+    state. Many processes can read while one writes.
 
     Args:
         path: the folder.
@@ -63,7 +62,7 @@ class Gallery(Snapshot):
         self._staging: Staging | None = None
 
     def show(self, manifest: Manifest) -> None:
-        """Show a committed state from now on."""
+        """Switch this object to a committed state."""
         super().__init__(self.path, manifest)
 
     @classmethod
@@ -76,28 +75,24 @@ class Gallery(Snapshot):
         index: str = "Flat",
         milvus: str | None = None,
     ) -> Self:
-        """Make an empty gallery.
+        """Create an empty gallery.
 
         Args:
-            path: a folder that does not exist or is empty.
-            model_or_fingerprint: the model whose embeddings :meth:`add` takes by default.
-            dim: dimension of its embeddings; needed with a fingerprint only.
-            metric: ``cosine``, ``ip`` or ``l2``; None for how the model's embeddings are compared, by cosine if only its
-                fingerprint is known.
-            index: faiss factory string: ``Flat``, ``HNSW32``, ``IVF1024,Flat``, ``IVF1024,PQ64``, ``SQ8`` ...
-            milvus: URI of a Milvus (a file for milvus-lite, or ``http://host:19530``) that holds the vectors; None for faiss.
-
-        Returns:
-            The gallery.
+            path: an empty or new folder.
+            model_or_fingerprint: the default model of :meth:`add`.
+            dim: dimension of its embeddings; required with a fingerprint.
+            metric: ``cosine``, ``ip`` or ``l2``. By default the model's own, or cosine for a fingerprint.
+            index: faiss factory string, e.g. ``Flat``, ``HNSW32``, ``IVF1024,Flat``, ``IVF1024,PQ64`` or ``SQ8``.
+            milvus: URI of a Milvus to store the vectors (a file for milvus-lite, or ``http://host:19530``); None for faiss.
 
         Raises:
-            XcompatError: the folder is not empty, the dimension is unknown, faiss knows no such index, or no Milvus answers.
+            XcompatError: the folder is not empty, the dimension or index is unknown, or Milvus does not answer.
         """
         folder = Path(path)
         require_empty(folder)
         version = stored_version(model_or_fingerprint, dim)
         if dim is not None and dim != version.dim:
-            raise XcompatError(f"{version.fingerprint} stores {version.dim} dimensions, not {dim}; leave dim out")
+            raise XcompatError(f"{version.fingerprint} stores {version.dim} dimensions, not {dim}; remove dim")
         metric = metric or own_metric(model_or_fingerprint)
         require_metric(model_or_fingerprint, metric)
         milvus = check_place(metric, index, version.dim, milvus)
@@ -114,37 +109,34 @@ class Gallery(Snapshot):
         model_or_fingerprint: Model,
         metadata: Sequence[dict[str, Any] | None] | None = None,
     ) -> Self:
-        """Adopt an existing faiss index: it stays where it is, and no vector is copied.
+        """Adopt an existing faiss index in place, without copying vectors.
 
         Args:
-            path: folder of the gallery; it must not exist or be empty.
-            index: the index file. The gallery refuses it once it has changed; :meth:`resync` takes over vectors added to it.
-            ids: the id of each vector, in the order in which they were added to the index; None for the ids inside an index
-                that has its own. For an inverted file with ids of its own, item N is the vector with the id N, and ids that
-                are its own go to their vectors.
+            path: the gallery folder, empty or new.
+            index: the index file. After changes the gallery refuses it; :meth:`resync` accepts added vectors.
+            ids: one id per vector, in the order of addition; None for the ids in the index. For an inverted file with its own
+                ids, item N is
+                the vector with id N, and ids equal to the index's own go to their vectors.
             model_or_fingerprint: the model that made the vectors.
             metadata: one JSON object or None per vector.
 
-        Returns:
-            The gallery.
-
         Raises:
-            XcompatError: the index cannot be read, has another dimension or a vector that is not finite, or ids are missing.
+            XcompatError: the index cannot be read, has another dimension or non-finite vectors, or ids are missing.
         """
         return cls(path, adopt_faiss(Path(path), Path(index), ids, model_or_fingerprint, metadata)[0])
 
     def resync(self, ids: Sequence[str] | None = None, metadata: Sequence[dict[str, Any] | None] | None = None) -> int:
-        """Take over vectors that were added to the adopted index; items removed from the gallery stay removed.
+        """Accept vectors added to the adopted index. Removed items stay removed.
 
         Args:
-            ids: ids of all its vectors, in order; None if no vector was added, for example after copying the file.
-            metadata: metadata of all its vectors; None to keep the known ones and give new vectors none.
+            ids: ids of all its vectors, in order; None if none was added, e.g. for a copied file.
+            metadata: metadata of all its vectors; None to keep the known ones.
 
         Returns:
-            The generation's number; unchanged if nothing was added.
+            The generation number.
 
         Raises:
-            XcompatError: known vectors were removed, altered or moved, ids do not fit, or another process writes.
+            XcompatError: known vectors changed, ids do not match, or another process writes.
         """
         with self._rewriting() as staging:
             resync_faiss(staging, ids, metadata)
@@ -152,28 +144,25 @@ class Gallery(Snapshot):
 
     @classmethod
     def open(cls, path: str | Path, generation: int | None = None) -> Self:
-        """Open a gallery; only its manifest is read at once.
+        """Open a gallery; reads only its manifest.
 
         Args:
             path: its folder.
             generation: number of an earlier state; None for the current one.
-
-        Returns:
-            The gallery.
         """
         return cls(path, read_state(Path(path), generation))
 
     # ------------------------------------------------------------------------------------------------------- writing
 
     def staging(self) -> Staging:
-        """Return the changes that wait for a commit; the first call takes the writer's lock."""
+        """Return the uncommitted changes; the first call takes the writer lock."""
         if self._staging is None:
             self._staging = Staging(self.path)
         return self._staging
 
     @contextmanager
     def _rewriting(self) -> Iterator[Staging]:
-        """Commit waiting changes, hold the writer's lock while the caller rewrites the gallery, and show the result."""
+        """Commit pending changes, hold the writer lock, and show the result."""
         with self:
             self.commit()
             staging = self.staging()
@@ -193,25 +182,24 @@ class Gallery(Snapshot):
         side_info_by: Model | None = None,
         same_originals: bool = False,
     ) -> None:
-        """Add items; they are visible after :meth:`commit`.
+        """Add items; they become visible after :meth:`commit`.
 
         Args:
-            embeds_ND: (N, D) embeddings as the model outputs them; with a fingerprint, as they are to be stored. Vectors do not
-                show which model made them: only `xcompat gallery doctor` detects another model's with the same dimension.
-            ids: N strings, none of which is in the gallery.
-            metadata: N JSON objects or Nones, for filters and in hits.
-            version: the model that made the embeddings; by default the one the gallery was made for.
+            embeds_ND: (N, D) embeddings as output by the model; with a fingerprint, as stored. Their model is not checked; use
+                `xcompat
+                gallery doctor`.
+            ids: N new strings.
+            metadata: N JSON objects or Nones, for filters and hits.
+            version: the model of the embeddings; by default the gallery's first.
             side_info_NS: (N, S) side-information, for methods that map galleries with it.
-            replace: whether to replace items that have the same id.
-            side_info_by: the model that made the side-information; an upgrade by a map for another one is then refused.
-            same_originals: whether replaced items were embedded from the same originals. New embeddings of re-ranked searches
-                stay valid then.
+            replace: whether to replace items with the same id.
+            side_info_by: the model of the side-information; maps for other models are then refused.
+            same_originals: whether replaced items have the same originals, so that their cached new embeddings stay valid.
 
         Raises:
-            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id is in the gallery; embeddings of one model have
-                side-information of different models, or only some of them have any; another process writes.
-            FingerprintMismatchError: no one model could search these embeddings and those in the gallery. With ``replace``, which
-                may replace all of them, :meth:`commit` checks it.
+            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id exists; side-information is incomplete or of
+                different models; another process writes.
+            FingerprintMismatchError: no single model could search all embeddings. With ``replace``, :meth:`commit` checks it.
         """
         record, stored_ND = stored_embeddings(version, embeds_ND, self.manifest.versions)
         if version is not None:
@@ -225,7 +213,7 @@ class Gallery(Snapshot):
         self._change(lambda staging: staging.add(record, items, replace, made_by, same_originals))
 
     def remove(self, ids: Sequence[str]) -> None:
-        """Remove items; they are gone after :meth:`commit`, and back after a rollback.
+        """Remove items after :meth:`commit`; a rollback restores them.
 
         Args:
             ids: ids of the items.
@@ -236,7 +224,7 @@ class Gallery(Snapshot):
         self._change(lambda staging: staging.remove(list(ids)))
 
     def _change(self, change: Callable[[Staging], None]) -> None:
-        """Prepare a change; one that is refused keeps earlier changes, and releases the lock if there are none."""
+        """Prepare a change; if it fails, keep earlier ones, or release the lock."""
         staging = self.staging()
         try:
             change(staging)
@@ -245,17 +233,17 @@ class Gallery(Snapshot):
                 self.close()
 
     def commit(self, by: str = "add") -> int:
-        """Publish all changes since the last commit as one generation.
+        """Publish all changes as one generation.
 
         Args:
-            by: the operation that made it, shown by ``xcompat gallery info``.
+            by: name of the operation, shown by ``xcompat gallery info``.
 
         Returns:
-            The generation's number.
+            The generation number.
 
         Raises:
-            FingerprintMismatchError: no one model could search what replaced some items beside the others. The changes still
-                wait: replace the others too, or discard them with :meth:`close`.
+            FingerprintMismatchError: no single model could search all items. Replace the others too, or discard with
+                :meth:`close`.
         """
         if self._staging is not None:
             self.show(self._staging.commit(by))
@@ -263,7 +251,7 @@ class Gallery(Snapshot):
         return self.generation
 
     def close(self) -> None:
-        """Discard uncommitted changes, and let other processes write."""
+        """Discard uncommitted changes and release the writer lock."""
         if self._staging is not None:
             self._staging.release()
             self._staging = None
@@ -275,16 +263,16 @@ class Gallery(Snapshot):
         self.close()
 
     def rollback(self, generation: int | None = None) -> int:
-        """Return to an earlier state by committing it as a new generation; the states in between are kept too.
+        """Return to an earlier state as a new generation; later states are kept.
 
         Args:
-            generation: number of the earlier state. None undoes the last change; each further call goes one state further back.
+            generation: number of the state; None to undo the last change. Repeat to go further back.
 
         Returns:
-            The new generation's number.
+            The new generation number.
 
         Raises:
-            XcompatError: that state is not kept, or another process writes.
+            XcompatError: the state no longer exists, or another process writes.
         """
         self.close()
         with self:
@@ -292,19 +280,16 @@ class Gallery(Snapshot):
         return self.generation
 
     def add_alias(self, alias: Fingerprint) -> Fingerprint:
-        """Record another identity of the model that made the stored embeddings, as a new generation.
-
-        A map that was fitted for a name fits the model itself afterwards, and the other way round.
+        """Record another fingerprint of the stored embeddings' model, so that maps for either fit.
 
         Args:
-            alias: the other identity, such as ``Fingerprint.from_string("clip-b32")``.
+            alias: the other fingerprint, e.g. ``Fingerprint.from_string("clip-b32")``.
 
         Returns:
-            The version that has the alias now.
+            The version that has the alias.
 
         Raises:
-            XcompatError: the gallery holds embeddings of several models that the alias could mean, or both identities are of
-                weights, which differ; or another process writes.
+            XcompatError: the alias fits several versions, the weights differ, or another process writes.
         """
         with self._rewriting() as staging:
             version = aliased_version(staging.manifest.present() or staging.manifest.versions, alias)
@@ -315,21 +300,21 @@ class Gallery(Snapshot):
         return version.fingerprint
 
     def upgrade(self, model: CompatModel, batch_size: int = 65536, spread: Spread = here) -> int:
-        """Map stored embeddings to the space of a newer model, without images; until a compaction a rollback undoes it.
+        """Map stored embeddings to a newer model's space, without images. A rollback undoes it until a compaction.
 
-        It maps embeddings of the model's old model, and those that compatible models stored in the old model's space.
+        It maps embeddings of the old model, and those that compatible models stored in its space.
 
         Args:
-            model: a model that maps galleries, such as FCT.
-            batch_size: embeddings in memory at a time; with workers, a few times as many.
-            spread: where they are mapped; in this process unless given.
+            model: a model that maps galleries, e.g. FCT.
+            batch_size: embeddings in memory at a time; a few times more with workers.
+            spread: where to run; by default in this process.
 
         Returns:
             The number of mapped embeddings.
 
         Raises:
-            XcompatError: the model maps no galleries, the gallery holds nothing that it maps, or another process writes.
-            FingerprintMismatchError: the gallery holds embeddings that the model neither maps nor searches.
+            XcompatError: the model maps no galleries or nothing in this one, or another process writes.
+            FingerprintMismatchError: the model can neither map nor search some embeddings.
         """
         with self:
             segments_to_map(self, model)  # refuse before waiting changes are committed
@@ -337,12 +322,12 @@ class Gallery(Snapshot):
                 return upgrade_gallery(staging, model, batch_size, spread)
 
     def compact(self) -> int:
-        """Join small segments, drop removed rows, and delete all earlier generations; return the bytes freed."""
+        """Join small segments, drop removed rows and earlier generations; return the bytes freed."""
         before = folder_size(self.path)
         with self._rewriting() as staging:
             compact_gallery(staging)
         return before - folder_size(self.path)
 
     def generations(self) -> list[Manifest]:
-        """Return every state that can be opened or rolled back to, the oldest first."""
+        """Return all states that can be opened or restored, oldest first."""
         return kept_manifests(self.path)

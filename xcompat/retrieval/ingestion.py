@@ -1,4 +1,4 @@
-"""Embed pictures or texts into a gallery on all processes, with commits at intervals; a second run continues a stopped one."""
+"""Ingestion of pictures and texts on all processes, with regular commits and restarts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from xcompat.retrieval.same_names import others
 from xcompat.retrieval.versions import require_like_sides
 
 COMMIT_EVERY = 300.0
-"""Seconds between two commits: the most work that a kill loses."""
+"""Seconds between commits, the largest loss of a killed process."""
 
 
 class Added(NamedTuple):
-    """Counts of pictures or texts.
+    """Counts of originals.
 
     Args:
-        added: those that were embedded.
-        present: those that this model had embedded before.
-        unreadable: those that could not be read.
-        truncated: texts that were longer than the model takes, and lost their end.
-        cached: those whose embeddings re-ranked searches had made before.
+        added: embedded now.
+        present: embedded before by this model.
+        unreadable: unreadable.
+        truncated: texts truncated to the model's limit.
+        cached: embedded before by re-ranked searches.
     """
 
     added: int
@@ -45,8 +45,6 @@ class Added(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows that were embedded together, with their side-information."""
-
     rows: NDArray[np.int64]
     embeds_ND: NDArray[np.float32]
     side_NS: NDArray[np.float32] | None
@@ -63,26 +61,26 @@ def ingest(
     by: str = "add",
     same_originals: bool = False,
 ) -> Added:
-    """Embed originals on all processes and add them under their ids on the first; skip those that this model embedded before.
+    """Embed originals on all processes, add them on the main one, and skip known ones.
 
     Args:
-        gallery: the gallery; processes other than the first see the new items when they open it again.
+        gallery: the gallery; other processes must open it again.
         originals: pictures or texts.
         embedder: the model.
-        replace: whether to replace the embeddings of other models, and of other originals under the same ids.
-        rows: row numbers of the originals to embed, in this order; None for all.
-        spread: workers of an engine that embed in the place of the processes.
-        side_info: the model of side-information, which the processes store beside the embeddings.
-        by: what the gallery's history calls it.
+        replace: whether to replace embeddings of other models, and of changed originals.
+        rows: rows to embed, in this order; None for all.
+        spread: engine workers that embed instead of the processes.
+        side_info: the model of side-information to store.
+        by: name of the operation in the history.
         same_originals: as in :meth:`~xcompat.retrieval.gallery.Gallery.add`.
 
     Returns:
         The counts, on every process.
 
     Raises:
-        XcompatError: an id is taken, and ``replace`` is not set; too many cannot be read; or the model embeds no such originals.
+        XcompatError: an id exists without ``replace``, too many originals are unreadable, or the model cannot embed them.
     """
-    process_state()  # must come first: rows are dealt only to processes that have joined the group
+    process_state()  # must come first: only processes that have joined the group get rows
     for model in (embedder, *([side_info] if side_info is not None else [])):
         originals.require(model)
     wanted = np.arange(len(originals.ids)) if rows is None else rows
@@ -104,7 +102,7 @@ def ingest(
                 if time.monotonic() - committed > COMMIT_EVERY:
                     gallery.commit(by)
                     committed = time.monotonic()
-            if any(gather_objects(interrupts.asked, shared=True)):  # keep what is embedded
+            if any(gather_objects(interrupts.asked, shared=True)):  # save finished embeddings
                 if is_main_process():
                     gallery.commit(by)
                 raise KeyboardInterrupt
@@ -122,7 +120,7 @@ def _missing(
     replace: bool,
     side_info: Embedder | None,
 ) -> NDArray[np.int64]:
-    """Return the wanted rows that this model has not embedded; with ``replace`` also those whose ids stand for others."""
+    """Return rows that this model has not embedded; with ``replace`` also changed originals."""
     originals.require_same(gallery)
     ids = originals.ids
     place = gallery.find([ids[row] for row in wanted.tolist()])
@@ -133,30 +131,30 @@ def _missing(
         if foreign:
             raise XcompatError(
                 f"{ids[foreign[0]]!r} and {len(foreign) - 1} more are in the gallery already, embedded by another model; "
-                "leave them out, or replace their embeddings (--replace)"
+                "remove them from the input, or replace their embeddings (--replace)"
             )
     missing_n = np.array([version != embedder.fingerprint for version in place], dtype=bool)
     if (found := others(gallery, originals, wanted[~missing_n], embedder)) is not None:
         if found.on_side and not replace:
             notice(
                 f"{gallery.path} holds {found.named} on their side, as embedded before EXIF orientation was applied; "
-                "xcompat gallery add --replace embeds them again"
+                "run xcompat gallery add --replace to re-embed them"
             )
         elif not replace:
             raise XcompatError(
                 f"{gallery.path} has other {originals.kind} under the same ids: {found.named}; {originals.tell_apart}, or "
-                "replace what is there (xcompat gallery add --replace)"
+                "replace the stored ones (xcompat gallery add --replace)"
             )
         else:
             missing_n |= np.isin(wanted, found.rows)
     missing = wanted[missing_n]
-    if len(missing) or side_info is not None:  # else nothing is added, and nothing was asked for that is not there
+    if len(missing) or side_info is not None:  # else there is nothing to add
         _require_sides(gallery, embedder, side_info)
     return missing
 
 
 def _require_sides(gallery: Gallery, embedder: Embedder, side_info: Embedder | None) -> None:
-    """Refuse other side-information than what this model embedded has beside it, before hours are spent on embedding."""
+    """Raise before hours of embedding if side-information differs from the gallery's."""
     digest = embedder.fingerprint.digest
     have = {segment.side_dim for segment in gallery.segments if segment.record.version == digest}
     known = next((version for version in gallery.manifest.versions if version.digest == digest), None)
@@ -173,7 +171,7 @@ def _embedded(
     waiting: Waiting,
     side_info: Embedder | None,
 ) -> Iterator[_Part]:
-    """Deal parts of the rows to all processes in turn; every process yields the embeddings of all, in the order of the rows."""
+    """Distribute parts over all processes; each yields all embeddings, in row order."""
     size = originals.part(embedder)
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     mine = np.concatenate([rows[:0], *parts[rank() :: world_size()]])
@@ -188,13 +186,13 @@ def _embedded(
 
 
 def _with_sides(originals: Originals, parts: Parts, side_info: Embedder | None) -> Iterator[_Part]:
-    """Embed the same rows with the model of side-information too; what one model can read, the other can."""
+    """Also embed the rows with the model of side-information."""
     for kept, embeds in parts:
         if side_info is None:
             yield _Part(kept, embeds, None)
             continue
         made = list(originals.embed(side_info, kept))
-        places = np.argsort(np.concatenate([rows for rows, _ in made]))  # texts come back as they were sorted
+        places = np.argsort(np.concatenate([rows for rows, _ in made]))  # texts come back sorted by length
         order = np.empty_like(places)
         order[np.argsort(kept)] = places
         yield _Part(kept, embeds, np.concatenate([sides for _, sides in made])[order])
@@ -203,13 +201,13 @@ def _with_sides(originals: Originals, parts: Parts, side_info: Embedder | None) 
 def _embedded_by_workers(
     embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, spread: Spread
 ) -> Iterator[_Part]:
-    """Send the contents of the same parts to workers, and yield the same embeddings."""
+    """Let workers embed the parts, and yield the embeddings."""
     size = originals.part(embedder)
     parts = (rows[start : start + size] for start in range(0, len(rows), size))
     for part, made in spread(embed_contents, embedder, ((part, originals.contents(part)) for part in parts)):
         for name, reason in made.unread.items():
             bad.add(name, reason)
-        embedder.processor.count_truncated += made.truncated  # in another process
+        embedder.processor.count_truncated += made.truncated  # counted in another process
         read = np.isfinite(made.embeds_ND[:, 0])
         if read.any():
             yield _Part(part[read], made.embeds_ND[read], None)

@@ -1,9 +1,12 @@
-"""Compare each file of a gallery with its checksum before a parser reads it.
+"""Checksum check of gallery files before a parser reads them.
 
-Native parsers (faiss, Arrow) crash on damaged files, and a flipped bit in a vector is a wrong answer that nobody notices. So each
-file is read once in full before it is used, and again only when it has changed. A process remembers the stamps (size, inode,
-times of change) of the files that it compared; ``checked.json`` beside the manifest keeps those of large files for all processes.
-A write to a file changes its stamp. Bits that rot on the disk do not: `xcompat gallery verify` reads everything and finds them.
+Native parsers (faiss, Arrow) crash on damaged files, and a flipped bit silently gives wrong results. Each file is read in full
+before
+first use and after changes. A process remembers the stamps (size, inode, times) of checked files; ``checked.json`` stores those
+of large
+files for all processes.
+
+Bit rot changes no stamp. `xcompat gallery verify` reads every file and finds it.
 """
 
 from __future__ import annotations
@@ -19,19 +22,19 @@ from xcompat.core.files import write_json
 
 CHECKED = "checked.json"
 LARGE = 1 << 26
-"""Bytes from which looking up a stamp is faster than reading the file: comparing 64 MB takes about a hundredth of a second."""
-MENDING = "open the gallery again if it was compacted meanwhile, or see `xcompat gallery verify`"
+"""Bytes from which a stamp is faster than reading. Checking 64 MB takes about 0.01 seconds."""
+MENDING = "open the gallery again if it was compacted in the meantime, or run `xcompat gallery verify`"
 _Stamp: TypeAlias = tuple[int, int, int, int, str]
 _compared: set[_Stamp] = set()
 
 
 def require_whole(gallery: Path, path: Path, record: FileRecord) -> Path:
-    """Refuse a file that differs from its checksum.
+    """Raise if a file differs from its checksum.
 
     Args:
-        gallery: the gallery's folder, where the stamps of large files are kept.
+        gallery: the gallery folder.
         path: a file in it.
-        record: the file's recorded size and checksum.
+        record: its recorded size and checksum.
 
     Returns:
         The path.
@@ -62,7 +65,7 @@ def _stamp(path: Path, record: FileRecord) -> _Stamp | None:
 
 
 def _remembered(gallery: Path) -> dict[str, _Stamp]:
-    """Return the stamps of large files by path; if they cannot be read, the files are compared once more."""
+    """Return the stamps of large files by path; empty if unreadable."""
     try:
         found = json.loads((gallery / CHECKED).read_bytes())
         return {str(name): tuple(stamp) for name, stamp in found.items()}
@@ -73,5 +76,5 @@ def _remembered(gallery: Path) -> dict[str, _Stamp]:
 def _remember(gallery: Path, path: Path, record: FileRecord) -> None:
     there = {name: stamp for name, stamp in _remembered(gallery).items() if (gallery / name).is_file()}
     if (stamp := _stamp(path, record)) is not None:
-        with suppress(OSError):  # a process without the right to write compares the file again next time
+        with suppress(OSError):  # without write access, the next process checks the file again
             write_json(gallery / CHECKED, there | {str(path.relative_to(gallery)): stamp})

@@ -1,4 +1,4 @@
-"""Items that are added to a gallery: checked, and brought into the form in which they are stored."""
+"""Items to add to a gallery: checks, and conversion to the stored form."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from xcompat.core.json_values import JsonColumns
 from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.versions import as_float32
 
-_UNIT = 1e-5  # embeddings whose length differs from 1 by less are stored as they are
-_LONGEST = 1e18  # the square of a longer embedding overflows in float32
+_UNIT = 1e-5  # deviations from length 1 below this are stored unchanged
+_LONGEST = 1e18  # squares of longer embeddings overflow in float32
 _NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and surrogates, which UTF-8 cannot encode
 
 
 @dataclass
 class Items:
-    """Embeddings with their ids, metadata and side-information.
+    """Embeddings with ids, metadata and side-information.
 
     Args:
         embeds: blocks (n, d) float32.
         ids: one per embedding.
         metadata: one JSON text or None per embedding.
-        side_info: blocks (n, S) float32; an empty list for none.
+        side_info: blocks (n, S) float32, possibly none.
     """
 
     embeds: list[NDArray[np.float32]] = field(default_factory=list)
@@ -39,18 +39,17 @@ class Items:
     side_info: list[NDArray[np.float32]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return len(self.ids)
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes of memory the items take: embeddings, side-information, ids and metadata."""
+        """Approximate memory in bytes."""
         texts = sum(map(len, self.ids)) + sum(len(text) for text in self.metadata if text is not None)
         return texts + sum(block.nbytes for block in (*self.embeds, *self.side_info))
 
     @property
     def side_dim(self) -> int:
-        """Dimensions of the side-information; 0 for none."""
+        """Dimension of the side-information; 0 without any."""
         return self.side_info[0].shape[1] if self.side_info else 0
 
 
@@ -61,20 +60,20 @@ def check_items(
     side_info_NS: ArrayLike | None,
     metric: Metric,
 ) -> Items:
-    """Check items that are to be added, and bring them into the form in which they are stored.
+    """Check items to add, and convert them to the stored form.
 
     Args:
-        embeds_ND: (N, d) float32, never changed; with the metric ``cosine`` they are stored with length 1.
+        embeds_ND: (N, d) float32, not modified; stored with length 1 for ``cosine``.
         ids: N strings.
-        metadata: N JSON objects or Nones; None for no metadata at all.
-        side_info_NS: (N, S) side-information stored beside the embeddings, for methods that map galleries.
-        metric: how the gallery compares embeddings.
+        metadata: N JSON objects or Nones; None for no metadata.
+        side_info_NS: (N, S) side-information, for methods that map galleries.
+        metric: metric of the gallery.
 
     Returns:
         One block of items.
 
     Raises:
-        XcompatError: counts differ, an embedding is zero or not finite, an id is empty or occurs twice, or metadata are no JSON.
+        XcompatError: counts differ, an embedding is zero or not finite, an id is empty or repeated, or metadata are not JSON.
     """
     ids = list(ids)
     side = as_float32(side_info_NS).copy() if side_info_NS is not None else None
@@ -86,20 +85,20 @@ def check_items(
     if side is not None:
         side = checked_embeddings(side, "l2", lambda row: f"the side-information of {ids[row]!r}")
     if np.may_share_memory(unit_ND, embeds_ND):
-        unit_ND = unit_ND.copy()  # the caller may change its array before it is written
+        unit_ND = unit_ND.copy()  # the caller may change its array before the write
     return Items([unit_ND], ids, as_json(ids, metadata), [side] if side is not None else [])
 
 
 def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Callable[[int], str]) -> NDArray[np.float32]:
-    """Refuse embeddings that cannot be compared; return them, with length 1 for the metric ``cosine``.
+    """Check that embeddings can be compared; normalise them for ``cosine``.
 
     Args:
         embeds_ND: (N, d) float32.
-        metric: how the gallery compares embeddings.
+        metric: metric of the gallery.
         name: names a row in the error message.
 
     Returns:
-        (N, d) float32; the given array if nothing had to change.
+        (N, d) float32; the given array if unchanged.
 
     Raises:
         XcompatError: an embedding is zero or not finite.
@@ -110,22 +109,22 @@ def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Cal
         length_N = np.sqrt(np.einsum("nd,nd->n", embeds_ND, embeds_ND))
     if metric == "cosine" and not (np.abs(length_N - 1) > _UNIT).any() and np.isfinite(length_N).all():
         return embeds_ND
-    if not np.isfinite(length_N).all() or (length_N == 0).any():  # or the squares of a long or a short row say so
+    if not np.isfinite(length_N).all() or (length_N == 0).any():  # may be overflow or underflow of squares
         length_N = row_lengths(embeds_ND)
     bad = np.flatnonzero(~(length_N < (np.inf if metric == "cosine" else _LONGEST)) | ((length_N == 0) & (metric == "cosine")))
     if bad.size:
         length = length_N[bad[0]]
         what = "is zero and has no direction" if length == 0 else "is not finite"
         if np.isfinite(length) and length:
-            what = f"is too long (length {length:.3g}) to be compared by {metric}, whose squares overflow"
-        more = f" ({bad.size - 1} more are like it)" if bad.size > 1 else ""
-        raise XcompatError(f"{name(int(bad[0]))} {what}{more}; leave it out, or embed it again")
+            what = f"is too long (length {length:.3g}) to be compared by {metric}: its square overflows"
+        more = f" (like {bad.size - 1} more)" if bad.size > 1 else ""
+        raise XcompatError(f"{name(int(bad[0]))} {what}{more}; remove it, or re-embed it")
     return normalise_rows(embeds_ND) if metric == "cosine" else embeds_ND
 
 
 def check_ids(ids: Sequence[object]) -> None:
-    """Refuse values that are no ids, and ids that occur twice."""
-    try:  # checks all at once: one by one would take as long as copying the embeddings
+    """Raise for invalid or repeated ids."""
+    try:  # check all at once: one by one takes as long as copying the embeddings
         if all(map(str.strip, ids)) and not _NO_TEXT.search("".join(ids)) and len(set(ids)) == len(ids):  # type: ignore[arg-type]
             return
     except TypeError:
@@ -133,14 +132,14 @@ def check_ids(ids: Sequence[object]) -> None:
     seen: set[object] = set()
     for name in ids:
         if not isinstance(name, str) or not name.strip() or _NO_TEXT.search(name):
-            raise XcompatError(f"{name!r} is no id: ids are strings of one line that are not empty")
+            raise XcompatError(f"invalid id {name!r}: ids must be non-empty single-line strings")
         if name in seen:
-            raise XcompatError(f"the id {name!r} is given twice; every item needs its own")
+            raise XcompatError(f"the id {name!r} is given twice; every item needs a unique id")
         seen.add(name)
 
 
 def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None) -> list[str | None]:
-    """Return metadata as JSON texts; refuse values that are no JSON objects."""
+    """Return metadata as JSON texts; raise for values other than objects."""
     if metadata is None:
         return [None] * len(ids)
     if len(metadata) != len(ids):
@@ -156,7 +155,6 @@ def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None
 
 
 def _json_text(value: dict[str, Any], columns: JsonColumns) -> str:
-    """Return metadata as JSON, unchanged unless JSON does not have one of the values."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()

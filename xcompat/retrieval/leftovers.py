@@ -1,4 +1,4 @@
-"""Leftovers of killed writers in a gallery: recognised by their names, and deleted by the next writer."""
+"""Cleanup of files that killed writers leave in a gallery."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xcompat.retrieval.lock import LOCK, OWNER, lock_writer
 from xcompat.retrieval.manifest import CURRENT, GENERATIONS, REMOVED, SEGMENTS, read_manifest
 
 BEGUN = ".begun"
-"""Marker file in a folder where a gallery is being made; deleted once the gallery is complete."""
+"""Marker file of an unfinished gallery."""
 _JOURNAL = re.compile(r"upgrade-[0-9a-f]{16}\.json")
 _GENERATION = re.compile(r"\d{8}\.json")
 _SEGMENT = re.compile(r"[0-9a-f]{16}")
@@ -24,17 +24,17 @@ _NAMED = re.compile(r'"([0-9a-f]{16}(?:-\d{8}\.npy)?)"')
 _OLD_TEMPORARY = re.compile(
     r"\.(gallery\.json|upgrade-[0-9a-f]{16}\.json|\d{8}\.json|[0-9a-f]{16}-\d{8}\.npy|([0-9a-f]{16}))\.[a-z0-9_]{8}"
 )
-"""Temporary names of older versions of xcompat, without a suffix; the second group is a segment's name."""
+"""Temporary names of older versions; the second group is a segment name."""
 _EARLIER = ".partial"
-"""Suffix of temporary folders of older versions of xcompat."""
+"""Suffix of temporary folders of older versions."""
 
 
 @contextmanager
 def making(folder: Path) -> Iterator[None]:
-    """Hold the writer's lock while a gallery is made in an empty folder, or in one where making a gallery was interrupted.
+    """Hold the writer lock while a gallery is created in an empty or unfinished folder.
 
     Raises:
-        XcompatError: the folder holds something else, or another process makes a gallery there.
+        XcompatError: the folder contains other files, or another process creates a gallery there.
     """
     make_folder(folder)
     lock = lock_writer(folder)
@@ -51,27 +51,26 @@ def making(folder: Path) -> Iterator[None]:
 
 
 def require_empty(folder: Path) -> None:
-    """Refuse a folder for a new gallery if it holds anything but remains of an unfinished gallery."""
+    """Raise if a folder contains anything but an unfinished gallery."""
     if folder.is_dir():
         foreign = next((entry for entry in sorted(folder.iterdir()) if not _is_begun(entry)), None)
     else:
         foreign = folder if folder.exists() else None
     if foreign is not None:
         raise XcompatError(
-            f"{folder} is not empty (it holds {foreign.name}); choose another folder, or add to the gallery that is there"
+            f"{folder} is not empty (it holds {foreign.name}); choose another folder, or add to the existing gallery"
         )
 
 
 def was_not_reported(folder: Path) -> bool:
-    """Return whether a gallery is complete, but its maker was killed or failed before it could report so.
+    """Return whether a gallery is complete, but its creator was killed before reporting success.
 
-    Nobody has written to it since: the next writer deletes the marker.
+    The next writer deletes the marker.
     """
     return (folder / BEGUN).is_file() and (folder / CURRENT).is_file()
 
 
 def _is_begun(entry: Path) -> bool:
-    """Return whether an entry of a folder belongs to a gallery whose making was interrupted, as the marker shows."""
     if entry.name in (LOCK, OWNER, BEGUN):
         return True
     if not (entry.parent / BEGUN).is_file() or (entry.parent / CURRENT).exists():
@@ -91,10 +90,11 @@ def _clear_begun(folder: Path) -> None:
 
 
 def clear(folder: Path, backend: Backend) -> None:
-    """Delete files that no state of a gallery needs; the caller holds the writer's lock.
+    """Delete files that no state of a gallery needs; the caller holds the writer lock.
 
-    These are temporary files, journals of upgrades that cannot be continued, and segments and removal marks that neither a kept
-    generation nor the journal of a continuable upgrade names. Links stay, and files whose names xcompat does not use.
+    These are temporary files, invalid upgrade journals, and segments and removal files that no generation or valid journal
+    mentions. Links
+    and files with unknown names stay.
 
     Raises:
         XcompatError: its Milvus does not answer.
@@ -111,14 +111,14 @@ def clear(folder: Path, backend: Backend) -> None:
         if name in removed:
             (folder / REMOVED / name).unlink()
         else:
-            backend.drop(name)  # before the folder, without which nobody would know of these vectors
+            backend.drop(name)  # before the folder, which is the only record of these vectors
             if (folder / SEGMENTS / name).is_dir():
                 shutil.rmtree(folder / SEGMENTS / name)
     _clear_temporaries(folder)
 
 
 def _goes_on(folder: Path, journal: Path) -> bool:
-    """Return whether an upgrade can be continued: only in the generation in which it began."""
+    """Return whether an upgrade can continue."""
     try:
         return bool(read_json(journal)["generation"] == read_manifest(folder).generation)
     except (XcompatError, KeyError, TypeError):
@@ -126,13 +126,13 @@ def _goes_on(folder: Path, journal: Path) -> bool:
 
 
 def _unnamed(folder: Path, names: set[str]) -> set[str]:
-    """Return the names that occur in no generation and no journal; reads older generations only while names are left."""
+    """Return names that occur in no generation and no journal."""
     generations = sorted(_ours(folder / GENERATIONS, _GENERATION), reverse=True)
     for file in (folder / CURRENT, *_ours(folder, _JOURNAL), *generations):
         if not names:
             break
         text = file.read_text(encoding="utf-8", errors="replace").rstrip()
-        if not text.endswith("}"):  # truncated: it may have named anything
+        if not text.endswith("}"):  # truncated: missing names are unknown
             return set()
         names = names - set(_NAMED.findall(text))
     return names
@@ -151,7 +151,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _ours(folder: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return the entries whose whole name matches a pattern, without links."""
+    """Return entries whose name matches, without links."""
     return [path for path in _inside(folder) if name.fullmatch(path.name) and not path.is_symlink()]
 
 

@@ -1,4 +1,4 @@
-"""Vectors in the lists of an inverted file whose rows or codes faiss cannot look up itself."""
+"""Vectors in inverted files that faiss cannot look up by row."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 from xcompat.retrieval.own_ids import RowLabels, list_ids
 
 OFFSET_BITS = 32
-"""A place is the number of a list and an offset in it, in one integer as faiss packs them."""
+"""A place packs list number and offset in one integer, as in faiss."""
 
 
 def packs_codes(ivf: Any) -> bool:  # noqa: ANN401 - faiss has no types
-    """Return whether an inverted file holds fast-scan codes on which faiss's own `reconstruct` crashes."""
+    """Return whether an inverted file has fast-scan codes, which crash faiss's `reconstruct`."""
     import faiss
 
     return isinstance(faiss.downcast_index(ivf), faiss.IndexIVFPQFastScan | faiss.IndexIVFAdditiveQuantizerFastScan)
 
 
 def find_places(ivf: Any, labels: RowLabels) -> NDArray[np.int64]:  # noqa: ANN401
-    """Return the place of each row in the lists of an inverted file."""
+    """Return the place of each row in an inverted file."""
     places_N = np.full(len(labels.labels_N), -1, np.int64)
     for number in range(ivf.nlist):
         rows_n = labels.find_rows(list_ids(ivf, number))
@@ -31,7 +31,7 @@ def find_places(ivf: Any, labels: RowLabels) -> NDArray[np.int64]:  # noqa: ANN4
 
 
 def use_places(ivf: Any, places_N: NDArray[np.int64]) -> None:  # noqa: ANN401
-    """Let an inverted file look up vectors by row, and not by its own ids."""
+    """Make an inverted file look up vectors by row instead of by id."""
     import faiss
 
     faiss.copy_array_to_vector(places_N, ivf.direct_map.array)

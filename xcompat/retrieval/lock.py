@@ -1,4 +1,4 @@
-"""The writer's lock of a gallery: one process changes it at a time, even on storage that has no locks."""
+"""Writer lock of a gallery, also for storage without ``flock``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from xcompat.core.errors import XcompatError
 
 LOCK, OWNER = ".lock", ".lock.owner"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Errors of storage without ``flock``, such as some NFS."""
+"""Errors of storage without ``flock``, e.g. some NFS."""
 
 
 def lock_writer(folder: Path) -> BaseFileLock:
-    """Take the writer's lock; it is released when the process ends at the latest.
+    """Take the writer lock, which ends with the process at the latest.
 
-    On storage without ``flock`` the lock is a file that names its owner. If the owner has died, the next writer on the same
-    machine takes the file over, provided that the storage can swap two names; otherwise a person deletes it: the error names it.
+    Without ``flock``, a file names the owner. If the owner has died, the next writer on the same machine takes it over, if the
+    storage can
+    swap two names. Otherwise delete the file that the error names.
 
     Returns:
         The lock; the caller releases it.
@@ -26,7 +27,7 @@ def lock_writer(folder: Path) -> BaseFileLock:
     Raises:
         XcompatError: another process holds it.
     """
-    # of all threads, as one may add and another commit; and filelock's fallback would take the existing file for an owner's
+    # all threads share it: one may add and another commit; filelock's fallback would mistake the existing file for an owner's
     lock = FileLock(folder / LOCK, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -45,14 +46,13 @@ def _owned(folder: Path) -> BaseFileLock:
         lock.acquire(timeout=0)
     except Timeout:
         raise XcompatError(
-            f"another process is writing to {folder}{_owner(folder / OWNER)}, whose storage has no locks: "
-            f"wait until it is done, or delete {folder / OWNER} if it runs no more"
+            f"another process is writing to {folder}{_owner(folder / OWNER)}, on storage without locks; "
+            f"wait until it is done, or delete {folder / OWNER} if it is no longer running"
         ) from None
     return lock
 
 
 def _owner(path: Path) -> str:
-    """Describe the holder of a lock from its file; empty if the file does not name one."""
     try:
         process, host = path.read_text(encoding="utf-8").split()[:2]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The manifest of a gallery: one small file per generation, which names every other file with its checksum."""
+"""Manifest of a gallery: one small file per generation, with the checksums of all other files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REMOVED = "removed"
 Metric = Literal["cosine", "ip", "l2"]
 _GENERATION = re.compile(r"\d{8}\.json")
 _RESTORED = re.compile(r"rollback to (\d{1,8})")
-_NAME = r"^[0-9a-f]{16}$"  # names become paths: a manipulated manifest must not lead out of the gallery's folder
+_NAME = r"^[0-9a-f]{16}$"  # names become paths: a manipulated manifest must not point outside the gallery
 
 
 class _Record(BaseModel):
@@ -33,21 +33,17 @@ class _Record(BaseModel):
 
 
 class VersionRecord(_Record):
-    """A model whose embeddings the gallery holds.
+    """A model with embeddings in the gallery.
 
     Args:
         digest: digest of its fingerprint.
-        name: the name that people know it by.
-        dim: dimension of its stored embeddings.
-        shares: digests of other models whose embedding space these embeddings share, so that their queries can search them:
-            the older ones of a compatible model, or the encoder into whose space a map brought them.
-        length: median length of its stored embeddings; the model's queries and new embeddings are scaled to it. Differs from 1
-            only for an adopted index whose vectors were never normalised.
-        side_info: digest of the model of the side-information beside them; None for none, or if nobody said who made it.
-        scaled_to: digest of the version to whose scores those against these embeddings are brought; None for a version whose
-            scores stay as they are.
-        score_scale: slope and offset that do so for the queries of other models (:class:`~xcompat.score_scale.ScoreScale`); None
-            if unknown.
+        name: its readable name.
+        dim: dimension of its embeddings.
+        shares: digests of other models whose queries can search them: older models of a compatible one, or a map's encoder.
+        length: median length, to which queries and new embeddings are scaled; 1 except for adopted unnormalised vectors.
+        side_info: digest of the model of their side-information; None for none or unknown.
+        scaled_to: digest of the version to which scores are scaled; None for unscaled.
+        score_scale: slope and offset for other models' queries (:class:`~xcompat.score_scale.ScoreScale`); None if unknown.
     """
 
     digest: str
@@ -61,17 +57,17 @@ class VersionRecord(_Record):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The version's identity."""
+        """The version's fingerprint."""
         return Fingerprint(self.digest, self.name)
 
 
 class AdoptedRecord(_Record):
-    """Facts by which an adopted index is recognised without reading all of it.
+    """Facts to recognise an adopted index quickly.
 
     Args:
         mtime_ns: time of its last write.
         sample: XXH3-128 of some of its bytes.
-        rows: number of its vectors; a segment may use only the first of them.
+        rows: number of its vectors; a segment may use the first ones only.
     """
 
     mtime_ns: int
@@ -80,19 +76,19 @@ class AdoptedRecord(_Record):
 
 
 class SegmentRecord(_Record):
-    """Embeddings of one version that were added together; its files never change.
+    """Embeddings of one version added together, in immutable files.
 
     Args:
         name: name of its folder.
-        version: digest of the model that made the embeddings.
-        rows: number of embeddings, removed ones included.
-        index: the index that searches them, a faiss factory string.
+        version: digest of the model.
+        rows: number of embeddings, including removed ones.
+        index: faiss factory string of its index.
         files: file name -> size and checksum.
-        adopted: path of a faiss index outside the gallery; None if the index is one of ``files``.
-        adopted_file: size and checksum of that index when it was adopted.
-        adopted_seen: how it is recognised when it is opened; None in galleries of older versions of xcompat.
-        extends: XXH3-128 of earlier states of the same index, whose rows are its first rows.
-        removed: name of the file that marks removed rows; None if there are none.
+        adopted: path of a faiss index outside the gallery.
+        adopted_file: size and checksum of that index at adoption.
+        adopted_seen: facts to recognise it; None in old galleries.
+        extends: XXH3-128 of earlier states of the index, whose rows come first.
+        removed: name of the file that marks removed rows.
         removed_file: size and checksum of that file.
         n_removed: number of removed rows.
     """
@@ -115,16 +111,16 @@ class Manifest(_Record):
     """A committed state of the gallery.
 
     Args:
-        generation: counts commits, from 0 for the empty gallery.
+        generation: number of commits; 0 for the empty gallery.
         metric: ``cosine``, ``ip`` or ``l2``.
-        index: the faiss factory string for new segments.
-        milvus: URI of the Milvus that holds the vectors; None for faiss.
+        index: faiss factory string for new segments.
+        milvus: URI of the Milvus with the vectors; None for faiss.
         versions: in order of appearance.
         segments: in order of appearance.
         made: time of the commit in UTC.
-        by: the operation that made this generation, such as ``add``.
+        by: the operation, e.g. ``add``.
         schema_version: version of this format.
-        checksum: of all other fields; empty before the first write, and in files of older versions of xcompat.
+        checksum: of all other fields; empty before the first write, and in old files.
     """
 
     generation: int = 0
@@ -143,8 +139,8 @@ class Manifest(_Record):
         return next(version for version in self.versions if version.digest == digest)
 
     def present(self) -> list[VersionRecord]:
-        """Return the versions that still have embeddings."""
-        digests = {segment.version for segment in self.segments}  # no segment remains of a version whose rows were all removed
+        """Return the versions that have embeddings."""
+        digests = {segment.version for segment in self.segments}  # segments without remaining rows are dropped
         return [version for version in self.versions if version.digest in digests]
 
     @property
@@ -154,7 +150,7 @@ class Manifest(_Record):
 
     @property
     def restored(self) -> int | None:
-        """The generation whose state a rollback restored here; None if another operation made this generation."""
+        """Generation that a rollback restored here; None for other operations."""
         match = _RESTORED.fullmatch(self.by)
         return int(match[1]) if match else None
 
@@ -163,14 +159,11 @@ def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
     """Read the current state of a gallery, or an earlier one.
 
     Args:
-        folder: the gallery's folder.
+        folder: the gallery folder.
         generation: number of the state; None for the current one.
 
-    Returns:
-        The manifest.
-
     Raises:
-        XcompatError: there is no gallery or no such generation, or the file is damaged or of another format.
+        XcompatError: the gallery or generation does not exist, or the file is damaged or has another format.
     """
     path = folder / CURRENT if generation is None else _generation_path(folder, generation)
     if generation is not None and generation > read_manifest(folder).generation:  # its commit was interrupted
@@ -190,14 +183,14 @@ def _read(path: Path) -> Manifest:
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, " ".join(str(error).split())[:200]) from None
     if manifest is None:
-        raise XcompatError(f"{path} has format {schema}, this version of xcompat reads {SCHEMA}")
+        raise XcompatError(f"{path} has format {schema}, but this version of xcompat reads {SCHEMA}")
     if manifest.checksum:
         if manifest.checksum != json_checksum(found):
             raise _damaged(path, "it has changed since it was committed")
-    elif path.name == CURRENT:  # written before manifests had checksums: compare it with its copy
+    elif path.name == CURRENT:  # files of older versions have no checksum: compare with the copy
         copy = _generation_path(path.parent, manifest.generation)
         if not _same(copy, path) and copy.is_file() and path.read_bytes() == text:
-            raise _damaged(path, f"it is not what {copy} is, as which it was committed")
+            raise _damaged(path, f"it differs from {copy}, its copy")
     if path.name not in (CURRENT, _generation_path(path.parent, manifest.generation).name):
         raise _damaged(path, f"it is generation {manifest.generation}")
     return manifest
@@ -208,7 +201,7 @@ def _damaged(path: Path, reason: str) -> XcompatError:
 
 
 def json_checksum(fields: dict[str, Any]) -> str:
-    """Return the checksum of a JSON object without its key ``checksum``; layout and order of keys do not matter."""
+    """Return the checksum of a JSON object without ``checksum``, independent of layout and key order."""
     import xxhash
 
     rest = {key: value for key, value in fields.items() if key != "checksum"}
@@ -216,7 +209,7 @@ def json_checksum(fields: dict[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Commit a state, and return it with time and checksum; it counts once the current file is replaced."""
+    """Commit a state; return it with time and checksum."""
     stamped = manifest.model_copy(update={"made": datetime.now(UTC).isoformat(timespec="seconds")})
     stamped = stamped.model_copy(update={"checksum": json_checksum(stamped.model_dump(mode="json"))})
     text = stamped.model_dump_json(indent=1) + "\n"
@@ -227,28 +220,25 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def is_current_whole(folder: Path) -> bool:
-    """Return whether the current manifest equals the copy of its generation, byte for byte."""
+    """Return whether the current manifest equals its copy."""
     while True:
         current = read_manifest(folder)
         kept = _generation_path(folder, current.generation)
         if kept.is_file() and _same(kept, folder / CURRENT):
             return True
-        if read_manifest(folder) == current:  # else a commit replaced it in between: look again
+        if read_manifest(folder) == current:  # else a commit replaced it in between: check again
             return False
 
 
 def known_generations(folder: Path) -> list[int]:
-    """Return the numbers of the generations that can be opened or rolled back to, the oldest first.
-
-    A file with a number above the current one belongs to a commit that was interrupted, and is left out.
-    """
+    """Return the generations that can be restored, oldest first, without interrupted commits."""
     current = read_manifest(folder).generation
     found = sorted(int(path.stem) for path in listed(folder / GENERATIONS, "*.json") if _GENERATION.fullmatch(path.name))
     return [number for number in found if number <= current]
 
 
 def kept_manifests(folder: Path) -> list[Manifest]:
-    """Return the states that can be opened or rolled back to, the oldest first, even while another process writes."""
+    """Return the states that can be restored, oldest first, even while another process writes."""
     while True:
         current = read_manifest(folder).generation
         found = []
@@ -260,15 +250,15 @@ def kept_manifests(folder: Path) -> list[Manifest]:
 
 
 def previous_generation(kept: Sequence[Manifest]) -> int | None:
-    """Return the generation that the next rollback returns to: the state from which the current one was made.
+    """Return the target of the next rollback: the state before the current one was made.
 
-    A rollback restores an older state, so the next one goes back from there: it never repeats what was undone.
+    After a rollback, this is the state before the restored one.
 
     Args:
-        kept: the states that are kept, the oldest first.
+        kept: available states, oldest first.
 
     Returns:
-        The number of the generation that made that state; None if it is not kept.
+        The generation number; None if unavailable.
 
     Example:
         >>> made_by = ["create", "add", "add", "rollback to 1"]
@@ -295,10 +285,7 @@ def require_generation(folder: Path, generation: int) -> None:
 
 
 def forget_earlier(folder: Path, generation: int) -> None:
-    """Delete the manifests of all generations before one, and wait until they are gone from the disk.
-
-    The files that they name are deleted afterwards: no manifest may name a file that is gone.
-    """
+    """Delete earlier manifests and sync to disk, before their files are deleted."""
     for number in known_generations(folder):
         if number < generation:
             _generation_path(folder, number).unlink()
@@ -307,7 +294,7 @@ def forget_earlier(folder: Path, generation: int) -> None:
 
 def _missing(folder: Path, generation: int | None) -> XcompatError:
     if generation is None:
-        return XcompatError(f"{folder} is no gallery: it has no {CURRENT}; make one with `xcompat gallery build`")
+        return XcompatError(f"{folder} is not a gallery: it has no {CURRENT}; make one with `xcompat gallery build`")
     return GenerationGoneError(f"{folder} has no generation {generation}; it keeps {known_generations(folder)}")
 
 

@@ -1,4 +1,4 @@
-"""Vectors in a Milvus: a local file through milvus-lite, or a cluster."""
+"""Vector indexes in Milvus: a local file (milvus-lite) or a cluster."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from xcompat.retrieval.manifest import Metric, SegmentRecord
 from xcompat.retrieval.milvus_lite import load_collection
 
 INDEX = "AUTOINDEX"
-ROWS_PER_CALL = 4096  # keeps messages well below Milvus's limit of 64 MB
+ROWS_PER_CALL = 4096  # messages stay far below Milvus's limit of 64 MB
 FOUND_AT_MOST = 16384  # Milvus's limit of hits per query
 TOKEN = "MILVUS_TOKEN"
-"""The environment variable with a token, or with user and password as ``USER:PASSWORD``."""
-_METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # for cosines, stored vectors have length 1
+"""Environment variable with a token, or ``USER:PASSWORD``."""
+_METRICS: dict[Metric, str] = {"cosine": "IP", "ip": "IP", "l2": "L2"}  # vectors for cosine have length 1
 
 
 P = ParamSpec("P")
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def _answered(asking: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors of pymilvus into an :class:`XcompatError` of one line."""
+    """Turn errors of pymilvus into a one-line :class:`XcompatError`."""
 
     @wraps(asking)
     def asked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,13 +39,13 @@ def _answered(asking: Callable[P, R]) -> Callable[P, R]:
             if not type(error).__module__.startswith("pymilvus"):
                 raise
             said = " ".join(str(error).split())[:200]
-            raise XcompatError(f"Milvus failed ({said}); see that it runs, and do it again") from error
+            raise XcompatError(f"Milvus failed ({said}); check that it is running, and try again") from error
 
     return asked
 
 
 class MilvusBackend:
-    """One collection for each segment; ids, metadata and history stay in the gallery's folder.
+    """Backend with one collection per segment; ids and metadata stay in the gallery folder.
 
     Args:
         metric: how vectors are compared.
@@ -57,7 +57,7 @@ class MilvusBackend:
 
     @_answered
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """Store the vectors of a segment in a new collection; return the name of its index."""
+        """Store the vectors of a segment in a new collection; return the index name."""
         from pymilvus import DataType, MilvusClient
 
         client = connect(self.uri)
@@ -83,7 +83,7 @@ class MilvusBackend:
         return MilvusIndex(self.uri, record, self.metric)
 
     def fewest(self, dim: int) -> int:
-        """Return 0: Milvus itself trains its index."""
+        """Return 0: Milvus trains its own index."""
         return 0
 
     def keeps(self, index: str) -> bool:
@@ -92,26 +92,26 @@ class MilvusBackend:
 
     @_answered
     def drop(self, name: str) -> None:
-        """Drop the collection of a segment that no generation names any more."""
+        """Drop the collection of a segment that no generation uses."""
         client, collection = connect(self.uri), _collection(name)
         if client.has_collection(collection):
             client.drop_collection(collection)
 
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """Return one line if a collection is gone or holds another number of vectors; they are counted, not compared."""
+        """Return one line if a collection is missing or has a wrong number of vectors."""
         try:
             rows = MilvusIndex(self.uri, record, self.metric).rows
         except XcompatError as error:
             return [str(error)]
-        held = f"Milvus holds {rows} vectors in {_collection(record.name)}, it was given {record.rows}"
+        held = f"Milvus holds {rows} vectors in {_collection(record.name)} instead of {record.rows}"
         return [held] if rows != record.rows else []
 
 
 class MilvusIndex:
-    """The collection of one segment.
+    """Collection of one segment.
 
     Raises:
-        XcompatError: there is no such collection.
+        XcompatError: the collection does not exist.
     """
 
     @_answered
@@ -138,14 +138,14 @@ class MilvusIndex:
     is_exact = False
 
     def set_parameters(self, parameters: str) -> None:
-        """Refuse: Milvus chooses its own parameters."""
-        raise XcompatError(f"search parameters {parameters!r} are faiss's; Milvus chooses its own, leave them out")
+        """Raise: Milvus chooses its own parameters."""
+        raise XcompatError(f"search parameters {parameters!r} are for faiss, but Milvus chooses its own; remove them")
 
     @_answered
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
-        """Return (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; Milvus itself finds kept rows."""
+        """Return (Q, k) scores, best first, and (Q, k) kept rows padded with -1."""
         if k > FOUND_AT_MOST:
-            raise XcompatError(f"Milvus finds at most {FOUND_AT_MOST} items for a query, and {k} are asked for; lower top_k")
+            raise XcompatError(f"Milvus finds at most {FOUND_AT_MOST} items per query, but top_k needs {k}; lower top_k")
         chosen: dict[str, Any] = {}
         if kept_N is not None:
             few = kept_N.sum() <= (~kept_N).sum()
@@ -159,7 +159,7 @@ class MilvusIndex:
                 scores_Qk[query, : len(hits)] = [hit["distance"] for hit in hits]
                 rows_Qk[query, : len(hits)] = [hit["row"] for hit in hits]
         scores_Qk = -scores_Qk if self.metric == "l2" else scores_Qk
-        order_Qk = np.lexsort((rows_Qk, np.where(rows_Qk < 0, np.inf, -scores_Qk)))  # of equal scores the lowest rows first
+        order_Qk = np.lexsort((rows_Qk, np.where(rows_Qk < 0, np.inf, -scores_Qk)))  # ties: lowest row first
         return np.take_along_axis(scores_Qk, order_Qk, 1), np.take_along_axis(rows_Qk, order_Qk, 1)
 
     @_answered
@@ -176,9 +176,9 @@ class MilvusIndex:
 
 @cache
 def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
-    """Return a client; there is one per process and URI, as milvus-lite cannot open a file twice.
+    """Return the client of a URI, one per process, because milvus-lite cannot open a file twice.
 
-    Who asks a server stands in ``MILVUS_TOKEN``; galleries of earlier versions may hold user and password in their URI.
+    Credentials come from ``MILVUS_TOKEN``, or in old galleries from the URI.
 
     Raises:
         XcompatError: pymilvus is not installed, or no Milvus answers.
@@ -187,13 +187,15 @@ def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
         from pymilvus import MilvusClient
         from pymilvus.exceptions import MilvusException
     except ImportError:
-        raise XcompatError("a gallery in Milvus needs pymilvus; install it with `pip install xcompat[milvus]`") from None
+        raise XcompatError(
+            'a gallery in Milvus needs pymilvus; install it with `pip install -e ".[milvus]"` in a clone of xcompat'
+        ) from None
     token = os.environ.get(TOKEN, "") if "://" in uri and "@" not in uri else ""
     try:
         return MilvusClient(uri, token=token)
     except (MilvusException, OSError) as error:
         said = " ".join(str(error).split())[:200]
-        raise XcompatError(f"no Milvus answers at {uri} ({said}); name a .db file, or a URI such as http://host:19530") from None
+        raise XcompatError(f"no Milvus answers at {uri} ({said}); use a .db file or a URI, e.g. http://host:19530") from None
 
 
 def _collection(name: str) -> str:

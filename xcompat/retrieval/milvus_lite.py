@@ -1,4 +1,4 @@
-"""What Milvus Lite leaves behind when its process is killed."""
+"""Recovery of Milvus Lite files after a killed process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 def load_collection(client: MilvusClient, collection: str, file: Path | None) -> None:
-    """Load a collection, with indexes made anew where Milvus Lite cannot read those on disk.
+    """Load a collection; rebuild indexes that Milvus Lite cannot read.
 
-    Milvus Lite writes the index of a committed segment in the background, and straight to its place. When the process dies
-    meanwhile, half a file stays there, and the collection cannot be loaded any more. The vectors themselves are whole, in files
-    of their own, and Milvus Lite indexes again what has no index.
+    Milvus Lite writes indexes in the background. If the process dies meanwhile, a partial index file prevents loading. The
+    vectors are
+    intact, and Milvus Lite rebuilds missing indexes.
 
     Args:
-        client: of the file or server.
-        collection: name, or an alias.
-        file: of Milvus Lite; None for a server.
+        client: client of the file or server.
+        collection: name or alias.
+        file: the Milvus Lite file; None for a server.
 
     Raises:
-        MilvusException: it cannot be loaded for another reason.
+        MilvusException: the collection cannot be loaded for another reason.
     """
     from pymilvus.exceptions import MilvusException
 

@@ -1,4 +1,4 @@
-"""New embeddings of items that stay in an old gallery: made once by re-ranked searches, and taken over by a backfill."""
+"""Cache of new embeddings for items of an old gallery."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from xcompat.core.fingerprint import Fingerprint
 FOLDER = "new_embeddings"
 SCHEMA = 1
 LOCK_SECONDS = 10.0
-"""Longest wait for another process that writes."""
+"""Longest wait for another writing process."""
 PER_STATEMENT = 500
-"""Ids of one statement; SQLite takes at most 999 values in old versions."""
+"""Ids per statement; old SQLite versions take at most 999 values."""
 PRUNED_SHARE = 0.1
-"""Share of the oldest embeddings that goes when the file has grown to its limit."""
+"""Share of the oldest embeddings to delete when the file reaches its limit."""
 _VALID = "embedding IS NOT NULL AND valid_from <= ? AND made >= ?"
 _TABLES = f"""
 CREATE TABLE about (model TEXT NOT NULL, dim INTEGER NOT NULL);
@@ -42,19 +42,18 @@ PRAGMA user_version = {SCHEMA};
 
 
 class NewEmbeddings:
-    """Embeddings of one new model for items of a gallery, in an SQLite file beside its segments.
+    """Cache of one new model's embeddings for items of a gallery, in an SQLite file.
 
-    Any number of processes may read and write. A killed process loses only what it has not committed. An embedding belongs to the
-    original of an item: once the item is replaced by another original or removed, its embedding is not used any more.
-
-    Ids are stored as hashes, so the file names nobody's documents.
+    Re-ranked searches fill it and a backfill uses it, from any number of processes. A killed process loses only uncommitted
+    data. Changing
+    or removing an item invalidates its embedding. Ids are stored as hashes, which reveal no names.
 
     Args:
-        gallery: folder of the gallery.
+        gallery: the gallery folder.
         model: fingerprint of the model's own embeddings.
         dim: their dimension.
-        max_bytes: size at which the oldest embeddings are deleted; None for no limit.
-        max_days: age after which an embedding is not used any more; None for no limit.
+        max_bytes: size limit, at which the oldest embeddings are deleted.
+        max_days: age at which an embedding expires.
 
     Raises:
         XcompatError: the file is damaged, or cannot be written.
@@ -89,27 +88,26 @@ class NewEmbeddings:
             schema = self._connection.execute("PRAGMA user_version").fetchone()[0]
             known = self._connection.execute("SELECT model, dim FROM about").fetchone() if schema == SCHEMA else None
         if known != (model.digest, dim):
-            raise XcompatError(f"{self.path} holds other embeddings than {dim} dimensions of {model}; delete the file")
+            raise XcompatError(f"{self.path} does not hold embeddings of {model} with {dim} dimensions; delete the file")
 
     @classmethod
     def find(cls, gallery: Path, model: Fingerprint, dim: int) -> NewEmbeddings | None:
-        """Return the embeddings that a gallery has for a model; None if there are none. The arguments are those of the class."""
+        """Return the existing cache for a model, if any; arguments as in the class."""
         return cls(gallery, model, dim) if (gallery / FOLDER / f"{model.digest[:16]}.sqlite").is_file() else None
 
     def __len__(self) -> int:
-        """Return the number of embeddings."""
         with self._reading() as connection:
             return int(connection.execute("SELECT COUNT(*) FROM items WHERE embedding IS NOT NULL").fetchone()[0])
 
     def get(self, ids: Sequence[str], generation: int) -> dict[str, NDArray[np.float32]]:
-        """Return the embeddings of those items that have one.
+        """Return the valid embeddings of items.
 
         Args:
             ids: ids of items.
-            generation: the state of the gallery that is searched.
+            generation: number of the searched state.
 
         Returns:
-            Id -> (D,) float32. A damaged embedding is left out, and made again.
+            Id -> (D,) float32, without damaged embeddings.
         """
         names = {_hash(name): name for name in ids}
         found: dict[str, NDArray[np.float32]] = {}
@@ -125,7 +123,7 @@ class NewEmbeddings:
         return found
 
     def known(self, ids: Sequence[str], generation: int) -> set[str]:
-        """Return the ids of those items that have an embedding, without reading any. The arguments are those of :meth:`get`."""
+        """Return the ids with a valid embedding; arguments as in :meth:`get`."""
         names = {_hash(name): name for name in ids}
         found: set[str] = set()
         with self._reading() as connection:
@@ -137,7 +135,7 @@ class NewEmbeddings:
 
     @property
     def _oldest(self) -> float:
-        """Time before which an embedding is too old."""
+        """Time before which embeddings are expired."""
         return 0.0 if self.max_days is None else time.time() - 86400 * self.max_days
 
     def put(self, embeds: Mapping[str, NDArray[np.float32]], generation: int) -> None:
@@ -145,7 +143,7 @@ class NewEmbeddings:
 
         Args:
             embeds: id -> (D,).
-            generation: the state of the gallery whose items they are; an item that was replaced since keeps none of them.
+            generation: number of the searched state; items replaced since are skipped.
         """
         now = time.time()
         rows = []
@@ -161,7 +159,6 @@ class NewEmbeddings:
             self._prune(connection)
 
     def _prune(self, connection: sqlite3.Connection) -> None:
-        """Delete embeddings that are too old, and the oldest ones of a file that is too large."""
         if self.max_days is not None:
             connection.execute("UPDATE items SET embedding = NULL WHERE made < ?", (self._oldest,))
         while self.max_bytes is not None and _used_bytes(connection) > self.max_bytes:
@@ -175,7 +172,7 @@ class NewEmbeddings:
             connection.executemany("UPDATE items SET embedding = NULL WHERE id = ?", oldest)
 
     def count_demand(self, ids: Iterable[str]) -> None:
-        """Count items that were among the candidates of a query; nothing of the query is stored."""
+        """Count candidates of a query, without storing the query."""
         with self._explained(), self._writing() as connection:
             connection.executemany(
                 "INSERT INTO items (id, demand) VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET demand = demand + 1",
@@ -183,7 +180,7 @@ class NewEmbeddings:
             )
 
     def demand(self, ids: Sequence[str]) -> NDArray[np.int64]:
-        """Return how often each item was among the candidates of a query, as far as that was counted: (N,)."""
+        """Return how often each item was counted as a candidate: (N,)."""
         with self._reading() as connection:
             counts = dict(connection.execute("SELECT id, demand FROM items WHERE demand > 0"))
         return np.array([counts.get(_hash(name), 0) for name in ids] if counts else np.zeros(len(ids)), np.int64)
@@ -212,12 +209,12 @@ class NewEmbeddings:
 
 
 def forget_items(gallery: Path, ids: Sequence[str], generation: int) -> None:
-    """Make the new embeddings of items invalid before a commit that replaces their originals or removes them.
+    """Invalidate embeddings of items before a commit that removes or replaces them.
 
     Args:
-        gallery: folder of the gallery.
+        gallery: the gallery folder.
         ids: ids of the items.
-        generation: number of the state that is about to be committed.
+        generation: number of the next commit.
     """
     for connection in _all_files(gallery):
         connection.executemany(
@@ -227,12 +224,12 @@ def forget_items(gallery: Path, ids: Sequence[str], generation: int) -> None:
 
 
 def forget_since(gallery: Path, restored: int, generation: int) -> None:
-    """Make the new embeddings of items invalid that were replaced or removed after the state that a rollback restores.
+    """Invalidate embeddings of items that changed after a restored state.
 
     Args:
-        gallery: folder of the gallery.
+        gallery: the gallery folder.
         restored: number of the restored state.
-        generation: number of the state that is about to be committed.
+        generation: number of the next commit.
     """
     for connection in _all_files(gallery):
         connection.execute("UPDATE items SET embedding = NULL, valid_from = ? WHERE valid_from > ?", (generation, restored))
@@ -265,7 +262,6 @@ def _used_bytes(connection: sqlite3.Connection) -> int:
 
 @contextmanager
 def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Commit what the block writes, or nothing of it."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the embeddings of a gallery are made of: pictures or texts, read and embedded alike."""
+"""Originals of embeddings: pictures or texts behind one interface."""
 
 from __future__ import annotations
 
@@ -27,82 +27,80 @@ if TYPE_CHECKING:
     from xcompat.retrieval.gallery import Gallery
 
 UNREADABLE = 0.1
-"""Share of pictures that may be unreadable: more than in training, as a gallery can be given them later, once they are mended."""
-PICTURES_AT_ONCE, PICTURES_OF_A_GPU = 64, 1024  # that a process embeds before it waits for their copy to the CPU
-TEXTS_AT_ONCE, TEXTS_OF_A_GPU = 512, 8192  # the more are sorted at once, the less padding
+"""Largest share of unreadable pictures. Repaired pictures can be added later."""
+PICTURES_AT_ONCE, PICTURES_OF_A_GPU = 64, 1024  # embedded before a copy to the CPU
+TEXTS_AT_ONCE, TEXTS_OF_A_GPU = 512, 8192  # sorting more at once needs less padding
 Parts: TypeAlias = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""Row numbers, and the embeddings of these rows."""
+"""Row numbers, and their embeddings."""
 
 
 class Originals(Protocol):
-    """Pictures or texts, numbered from 0, each with an id."""
+    """Pictures or texts with ids, numbered from 0."""
 
     kind: ClassVar[str]
-    """What messages call them."""
+    """Noun for messages."""
     ids_are: ClassVar[str]
-    """What messages say of their ids."""
+    """Explanation of their ids, for messages."""
     tell_apart: ClassVar[str]
-    """What messages say to do where others have the same ids."""
+    """Fix for conflicting ids, for messages."""
     ids: Sequence[str]
     dataset: hf.Dataset
     max_bad_share: float
-    """Which share of them may be unreadable."""
+    """Largest share that may be unreadable."""
 
     def require(self, embedder: Embedder) -> None:
-        """Refuse a model that does not embed these."""
+        """Raise if the model cannot embed these originals."""
 
     def require_same(self, gallery: Gallery) -> None:
-        """Refuse a gallery that holds other parts of these under the same ids."""
+        """Raise if the gallery has other parts of these originals under the same ids."""
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
-        """Return what a gallery keeps beside the embeddings of rows."""
+        """Return the metadata that a gallery stores for rows."""
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
-        """Read rows, to be embedded by a worker."""
+        """Read rows, for a worker to embed."""
 
     def part(self, embedder: Embedder) -> int:
-        """Return how many rows a process embeds before others get the results."""
+        """Return the number of rows to embed before sharing results."""
 
     def embed(
         self, embedder: Embedder, rows: NDArray[np.int64], bad: BadSamples | None = None, waiting: Waiting | None = None
     ) -> Parts:
-        """Embed rows, in parts of :meth:`part`, leaving out those that cannot be read.
+        """Embed rows, in parts of :meth:`part`, and skip unreadable ones.
 
         Args:
             embedder: the model.
             rows: the rows to embed, in this order.
-            bad: counts what cannot be read.
-            waiting: counts the seconds in which the model waits for data.
+            bad: counts unreadable rows.
+            waiting: counts the seconds that the model waits for data.
         """
 
 
 class Pictures:
-    """Pictures, whose first caption and whose further columns in a captions file become metadata.
+    """Pictures, with the first caption and further columns as metadata.
 
     Args:
         dataset: from :func:`load_pictures`.
-        max_bad_share: which share of them may be unreadable.
+        max_bad_share: largest share that may be unreadable.
     """
 
     kind: ClassVar[str] = "pictures"
-    ids_are: ClassVar[str] = "the paths below the folder that the gallery was built from"
-    tell_apart: ClassVar[str] = "move these into a folder with a name of its own below the one that is named"
+    ids_are: ClassVar[str] = "paths relative to the folder that the gallery was built from"
+    tell_apart: ClassVar[str] = "move these pictures into a subfolder with a new name"
 
     def __init__(self, dataset: hf.Dataset, max_bad_share: float = UNREADABLE) -> None:
         self.dataset, self.ids, self.max_bad_share = dataset, dataset[ID][:], max_bad_share
 
     def require(self, embedder: Embedder) -> None:
-        """See :meth:`Originals.require`."""
+        """Raise if the model embeds texts only."""
         if not any(embedder.processor.image_size):
-            raise XcompatError(
-                f"{embedder.name} embeds texts only, and these are pictures; take an image-text model such as CLIP"
-            )
+            raise XcompatError(f"{embedder.name} embeds texts only, but these are pictures; use an image-text model, e.g. CLIP")
 
     def require_same(self, gallery: Gallery) -> None:
-        """See :meth:`Originals.require_same`: pictures have no parts."""
+        """Do nothing: pictures have no parts."""
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
-        """See :meth:`Originals.metadata`."""
+        """Return caption and further columns of rows."""
         columns = [name for name in (CAPTION, METADATA) if name in self.dataset.column_names]
         held = self.dataset.select_columns(columns)[rows] if columns else {}
         nothing = [None] * len(rows)
@@ -110,11 +108,11 @@ class Pictures:
         return [_about(captions_of(captions), others) for captions, others in told]
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
-        """See :meth:`Originals.contents`: as they are stored, which may be paths alone."""
+        """Return images as stored, possibly as paths only."""
         return Contents(self.dataset.select_columns([IMAGE])[rows][IMAGE], [self.ids[row] for row in rows.tolist()])
 
     def part(self, embedder: Embedder) -> int:
-        """See :meth:`Originals.part`: whole batches."""
+        """Return a number of rows in whole batches."""
         size = images_per_batch(embedder.processor, embedder.device)
         return size * -(-(PICTURES_AT_ONCE if embedder.device.type == "cpu" else PICTURES_OF_A_GPU) // size)
 
@@ -126,7 +124,7 @@ class Pictures:
         waiting: Waiting | None = None,
         prepare: Callable[[list[Image]], torch.Tensor] | None = None,
     ) -> Parts:
-        """See :meth:`Originals.embed`; ``prepare`` is as in :func:`~xcompat.embeddings.embed.embed_rows`."""
+        """Embed rows; ``prepare`` is as in :func:`~xcompat.embeddings.embed.embed_rows`."""
         size = images_per_batch(embedder.processor, embedder.device)
         embedded = embed_rows(embedder, self.dataset, rows.tolist(), size, bad=bad, waiting=waiting, prepare=prepare)
         while made := list(islice(embedded, self.part(embedder) // size)):
@@ -134,7 +132,6 @@ class Pictures:
 
 
 def _about(captions: list[str], others: str | None) -> dict[str, Any] | None:
-    """Return the metadata of a picture, without what it lacks; None if it has none."""
     return ({CAPTION: captions[0]} if captions else {}) | (json.loads(others) if others is not None else {}) or None
 
 
@@ -143,28 +140,27 @@ class Texts:
 
     Args:
         dataset: from :func:`~xcompat.data.load_items_of_text`.
-        cut: whether they are passages of documents, called ``DOCUMENT#0`` and so on.
+        cut: whether they are passages ``DOCUMENT#0``, ``DOCUMENT#1`` and so on.
     """
 
     kind: ClassVar[str] = "texts"
-    ids_are: ClassVar[str] = "what --id-column, --words and --overlap made of the texts that the gallery was built from"
-    tell_apart: ClassVar[str] = "give these ids of their own (--id-column), as rows without one are numbered"
+    ids_are: ClassVar[str] = "set by --id-column, --words and --overlap when the gallery was built"
+    tell_apart: ClassVar[str] = "give these texts unique ids (--id-column), because rows without an id are numbered"
 
-    max_bad_share = 0.0  # texts that cannot be read are refused with their file
+    max_bad_share = 0.0  # loading raises for unreadable texts
 
     def __init__(self, dataset: hf.Dataset, cut: bool = False) -> None:
         self.dataset, self.ids, self.cut = dataset, dataset[ID][:], cut
 
     def require(self, embedder: Embedder) -> None:
-        """See :meth:`Originals.require`."""
+        """Raise if the model embeds pictures only."""
         if not embedder.processor.max_length:
-            raise XcompatError(f"{embedder.name} embeds pictures only, and these are texts; take a model with a text tower")
+            raise XcompatError(f"{embedder.name} embeds pictures only, but these are texts; use a model with a text tower")
 
     def require_same(self, gallery: Gallery) -> None:
-        """Refuse a gallery whose passages were cut otherwise: the same id would stand for another text.
+        """Raise if the gallery's passages were cut differently.
 
-        A build that was killed leaves one document in part. Where several are, or the gallery has passages that these documents
-        have not, they were cut to another length.
+        An interrupted build leaves one partial document. Several, or passages that these documents lack, show another length.
         """
         counts = self._passages()
         others = [name for document, count in counts.items() for name in _others(document, count)]
@@ -174,36 +170,36 @@ class Texts:
         first, last = (gallery.find([pair[place] for pair in ends]) for place in range(2))
         partly = [ends[row][1] for row in range(len(ends)) if first[row] is not None and last[row] is None]
         if foreign or len(partly) > 1:
-            named = f"it has {foreign[0]!r}, these have not" if foreign else f"these have {partly[0]!r}, it has not"
+            named = f"only the gallery has {foreign[0]!r}" if foreign else f"the gallery lacks {partly[0]!r}"
             raise XcompatError(
-                f"{gallery.path} holds these texts cut otherwise ({named}): give --text-column, --words and --overlap as when it "
-                "was built; to cut them anew, build another gallery"
+                f"{gallery.path} holds these texts cut differently ({named}); use --text-column, --words and --overlap as when "
+                "it was built, or build another gallery"
             )
 
     def _passages(self) -> dict[str, int]:
-        """Return the number of passages of each document, 0 for whole texts."""
+        """Return document -> number of passages; 0 for whole texts."""
         if not self.cut:
             return dict.fromkeys(self.ids, 0)
         parts = (name.rpartition("#") for name in self.ids)
-        return {document: int(place) + 1 for document, _, place in parts}  # the last place stays
+        return {document: int(place) + 1 for document, _, place in parts}  # the last passage wins
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
-        """See :meth:`Originals.metadata`."""
+        """Return the stored metadata of rows."""
         found = self.dataset.select_columns([METADATA])[rows][METADATA]
         return [None if about is None else json.loads(about) for about in found]
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
-        """See :meth:`Originals.contents`."""
+        """Return the texts of rows."""
         return Contents(self.dataset.select_columns([TEXT])[rows][TEXT])
 
     def part(self, embedder: Embedder) -> int:
-        """See :meth:`Originals.part`."""
+        """Return a number of texts to sort at once."""
         return TEXTS_AT_ONCE if embedder.device.type == "cpu" else TEXTS_OF_A_GPU
 
     def embed(
         self, embedder: Embedder, rows: NDArray[np.int64], bad: BadSamples | None = None, waiting: Waiting | None = None
     ) -> Parts:
-        """See :meth:`Originals.embed`; each part is sorted by length, or so that its texts share beginnings."""
+        """Embed rows; each part is sorted by length, or by shared beginnings."""
         size, only_texts = self.part(embedder), self.dataset.select_columns([TEXT])
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         embedded = embed_blocks(embedder, (only_texts[part][TEXT] for part in parts), waiting or Waiting())
@@ -213,7 +209,7 @@ class Texts:
 
 
 def _others(document: str, count: int) -> tuple[str, ...]:
-    """Return ids that a gallery has only if it holds other parts of a document: the passage after the last, or the whole."""
+    """Return ids that exist only if a document was cut differently."""
     return (f"{document}#{count}", document) if count else (f"{document}#0",)
 
 
@@ -223,25 +219,25 @@ def load_originals(
     metadata: bool | list[str] = True,
     **options: Any,  # noqa: ANN401 - see below
 ) -> Originals:
-    """Read pictures or texts, whatever a path holds.
+    """Read pictures or texts from a path.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`.
-        max_bad_share: which share of pictures may be unreadable; :data:`UNREADABLE` unless given.
-        metadata: which further columns of a table are kept beside each item; True for all, False for none.
-        options: fields of a text source; if there are any, the path holds texts.
+        max_bad_share: largest share of unreadable pictures; by default :data:`UNREADABLE`.
+        metadata: table columns to store with each item; True for all, False for none.
+        options: fields of a text source; any of them selects texts.
 
     Returns:
         Pictures if there are any, else texts.
 
     Raises:
-        XcompatError: there is neither, something is damaged, or an option does not fit.
+        XcompatError: the path has neither, a file is damaged, or an option does not apply.
     """
     if not options and holds_pictures(str(path)):
         share = UNREADABLE if max_bad_share is None else max_bad_share
         return Pictures(load_pictures(path, share, metadata), share)
     if max_bad_share is not None:
-        raise XcompatError(f"--max-bad-share is of pictures, and {path} is read as texts; leave it out")
+        raise XcompatError(f"--max-bad-share works with pictures only, but {path} contains texts; remove it")
     try:
         source = TextSource(path=str(path), metadata=metadata, **{"keep_text": True, **options})
     except ValidationError as error:
@@ -250,10 +246,10 @@ def load_originals(
 
 
 def together(parts: Sequence[Originals]) -> Originals:
-    """Return pictures or texts of several sources as one; of those with the same id, the first.
+    """Merge several sources into one. If ids repeat, the first source wins.
 
     Args:
-        parts: as :func:`load_originals` reads them.
+        parts: results of :func:`load_originals`.
 
     Raises:
         XcompatError: some are pictures, others texts.
@@ -262,13 +258,11 @@ def together(parts: Sequence[Originals]) -> Originals:
     if len(parts) == 1:
         return first
     if len({part.kind for part in parts}) > 1:
-        raise XcompatError(
-            "--images and --texts name pictures and texts, and a gallery was built from one of them; leave the other out"
-        )
+        raise XcompatError("a gallery contains either pictures or texts; remove --images or --texts")
     named = (CAPTION, IMAGE) if isinstance(first, Pictures) else (METADATA, TEXT)
     columns = [ID, *(name for name in named if any(name in part.dataset.column_names for part in parts))]
     tables = [part.dataset.select_columns([name for name in columns if name in part.dataset.column_names]) for part in parts]
-    if len({str(table.features[CAPTION]) for table in tables if CAPTION in table.column_names}) > 1:  # one a picture, and several
+    if len({str(table.features[CAPTION]) for table in tables if CAPTION in table.column_names}) > 1:  # single captions and lists
         tables = [_with_lists(table) if CAPTION in table.column_names else table for table in tables]
     dataset = hf.concatenate_datasets(tables)
     rows = {name: row for row, name in reversed(list(enumerate(dataset[ID][:])))}
@@ -283,31 +277,35 @@ def _with_lists(table: hf.Dataset) -> hf.Dataset:
 
 
 def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE, metadata: bool | list[str] = True) -> hf.Dataset:
-    """Read pictures, with captions if the source has any.
+    """Read pictures, with captions if available.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource`.
-        max_bad_share: which share of shards, or of their samples, may be unreadable.
-        metadata: which further columns of a captions file are kept; True for all.
+        max_bad_share: largest share of unreadable shards, or of their samples.
+        metadata: further columns of a captions file; True for all.
 
     Returns:
-        A data set with the columns ``image`` and ``id``, ``caption`` if there are captions, and ``metadata`` of a captions file.
+        A data set with the columns ``image`` and ``id``, optionally ``caption`` and ``metadata``.
     """
     try:
         dataset = load_pairs(PairSource(path=str(path), max_bad_share=max_bad_share), metadata=metadata)
-    except XcompatError:  # perhaps there are no captions; any other fault is raised again here
+    except XcompatError:  # captions may be missing; other errors repeat here
         dataset = load_pairs(PairSource(path=str(path), captions=False, max_bad_share=max_bad_share), metadata=metadata)
     assert isinstance(dataset, hf.Dataset)
     return dataset
 
 
 def origins_of(gallery: Gallery, originals: Originals, remedy: str = "") -> list[Fingerprint | None]:
-    """Return the model that embedded each original; refuse originals none of which is in the gallery, and say what to do."""
+    """Return the model that embedded each original.
+
+    Raises:
+        XcompatError: none of the originals is in the gallery, followed by ``remedy``.
+    """
     originals.require_same(gallery)
     origins = gallery.find(originals.ids)
     if all(origin is None for origin in origins):
         raise XcompatError(
-            f"none of the {len(origins)} {originals.kind} is in {gallery.path}: ids are {originals.ids_are}, and the first one "
+            f"none of the {len(origins)} {originals.kind} is in {gallery.path}: ids are {originals.ids_are}, and the first id "
             f"here is {originals.ids[0]!r}{remedy}"
         )
     return origins

@@ -1,4 +1,4 @@
-"""Ids that a faiss index keeps for its vectors, and the gallery rows that they stand for."""
+"""Ids stored inside a faiss index, and the gallery rows that they stand for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from xcompat.core.errors import XcompatError
 
 LABELS_FILE = "labels.npy"
-"""The id that an adopted index gives each row, where these are not 0, 1, 2 and so on."""
+"""Ids of an adopted index for its rows, if not 0, 1, 2 and so on."""
 BITS_PER_ID = 64
-"""A bitmap selects ids if it has at most this many bits for each of them; a hash table would take more memory."""
+"""Largest number of bits per id for a bitmap; above it, a hash table is smaller."""
 
 
 class RowLabels:
-    """Translate between rows and the ids by which a faiss index calls them.
+    """Translation between rows and ids stored in a faiss index.
 
     Args:
         labels_N: (N,) int64, the id of each row.
@@ -57,18 +57,18 @@ def select_bits(bits: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - faiss has no 
 
     packed = np.packbits(bits, bitorder="little")
     selector = faiss.IDSelectorBitmap(len(packed), faiss.swig_ptr(packed))
-    selector.packed = packed  # faiss holds only a pointer to it
+    selector.packed = packed  # keep a reference: faiss stores only a pointer
     return selector
 
 
 class OwnIds(NamedTuple):
-    """Ids inside an index.
+    """Ids inside an index; None for 0, 1, 2 and so on.
 
     Args:
-        names_N: (N,) ids that a search of the index returns; None if these are 0, 1, 2 and so on.
-        labels_N: (N,) ids of the same rows in the index without its id map; None if these are 0, 1, 2 and so on.
-        has_map: whether an id map holds the names; it keeps the order in which vectors were added.
-        is_ordered: whether ascending ids are surely the order in which vectors were added.
+        names_N: (N,) ids that a search returns.
+        labels_N: (N,) ids of the same rows without the id map.
+        has_map: whether an id map holds the names, in the order of addition.
+        is_ordered: whether ascending ids are certainly the order of addition.
     """
 
     names_N: NDArray[np.int64] | None = None
@@ -78,7 +78,7 @@ class OwnIds(NamedTuple):
 
 
 def strip_id_map(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
-    """Return an index without the id map around it or below its transforms; the caller keeps the original alive."""
+    """Return an index without its id map; the caller keeps a reference to the original."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -96,12 +96,11 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
     """Read the ids inside an index.
 
     Args:
-        index: faiss's index, id maps included.
+        index: faiss index, including id maps.
         path: its file, for messages.
 
     Raises:
-        XcompatError: two vectors have the same id in an inverted file, one has faiss's id for "nothing found", or the index
-            stores equal vectors once.
+        XcompatError: an inverted file repeats an id or contains -1, or the index stores equal vectors only once.
     """
     import faiss
 
@@ -111,7 +110,7 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
     if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFlatDedup):
         raise XcompatError(
             f"{path} stores equal vectors once (IndexIVFFlatDedup), and faiss returns no vectors of such an index; build an "
-            f"index of the same embeddings that keeps each, e.g. with the factory string 'IVF{ivf.nlist},Flat'"
+            f"index that stores every vector, e.g. with the factory string 'IVF{ivf.nlist},Flat'"
         )
     listed_N, descents = _listed_ids(ivf)
     labels_N = np.sort(listed_N)
@@ -120,43 +119,43 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
     twice = labels_N[1:][labels_N[1:] == labels_N[:-1]]
     if len(twice):
         raise XcompatError(
-            f"{path} gives {len(np.unique(twice))} ids to more than one vector, e.g. {twice[0]}; give each vector an id of its "
-            "own in the index"
+            f"{path} gives {len(np.unique(twice))} ids to more than one vector, e.g. {twice[0]}; build the index with unique ids"
         )
     if -1 in labels_N:
-        raise XcompatError(f'{path} gives a vector the id -1, by which faiss says "nothing found"; give it another id')
+        raise XcompatError(f'{path} gives a vector the id -1, which means "nothing found" in faiss; use another id')
     if isinstance(strip_id_map(index), faiss.IndexRefine):
         raise XcompatError(
-            f"{path} refines by vectors of other ids than its lists have, because vectors were removed; build the index again"
+            f"{path} refines by vectors with other ids than in its lists, because vectors were removed; build the index again"
         )
-    removed = labels_N[-1] + 1 - len(labels_N)  # if it numbered them 0, 1, 2 ..., and some were removed
+    removed = labels_N[-1] + 1 - len(labels_N)  # if ids were 0, 1, 2 ... before removals
     is_numbered = bool(labels_N[0] >= 0) and descents <= removed <= len(labels_N) and 3 * descents <= len(labels_N)
     return OwnIds(labels_N if names_N is None else names_N, labels_N, names_N is not None, descents == 0 or is_numbered)
 
 
 def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -> list[str]:
-    """Return the id of each row: those that a user gives, or the index's own.
+    """Return the id of each row: given ids, or those in the index.
 
-    Given ids count in this order: if they are the index's own ids in any order, each goes to its vector. Otherwise they are taken
-    in the index's order, or, for an inverted file with ids of its own, id N is line N (from 0).
+    Given ids that equal the index's own go to their vectors. Others are read in index order, or, for an inverted file with its
+    own ids,
+    id N is line N (from 0).
 
     Args:
-        ids: ids that a user gives; None for the index's own.
+        ids: given ids; None for the index's own.
         own: ids inside the index.
         rows: number of its vectors.
         path: its file, for messages.
 
     Raises:
-        XcompatError: there are no ids, or they do not show to which vectors they belong.
+        XcompatError: ids are missing, or cannot be matched to vectors.
     """
     if own.names_N is None:
         if ids is None:
-            raise XcompatError(f"{path} holds no ids of its own; name a file with one id a line with --ids")
+            raise XcompatError(f"{path} holds no ids; use --ids with a text file of one id per line")
         return _counted(ids, rows, path)
     own_names = [str(name) for name in own.names_N.tolist()]
     if ids is None or (len(ids) >= rows and set(own_names) <= set(ids)):
         if len(set(own_names)) < rows:
-            raise XcompatError(f"{path} gives several vectors the same id; name a file with one id a line with --ids")
+            raise XcompatError(f"{path} gives several vectors the same id; use --ids with a text file of one id per line")
         return own_names
     labels_N = own.labels_N
     if labels_N is None or own.has_map:
@@ -166,20 +165,20 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
     names = _counted(ids, rows, path)
     if not own.is_ordered:
         raise XcompatError(
-            f"{path} has ids of its own ({own_names[0]} to {own_names[-1]}), and nothing shows which line of --ids belongs to "
-            "which; remove --ids to use the index's ids"
+            f"{path} has its own ids ({own_names[0]} to {own_names[-1]}), and the lines of --ids cannot be matched to them; "
+            "remove --ids to use the index's ids"
         )
     return names
 
 
 def _counted(ids: Sequence[str], rows: int, path: Path) -> list[str]:
     if len(ids) != rows:
-        raise XcompatError(f"{path} holds {rows} vectors, and there are {len(ids)} ids; give one for each, in order")
+        raise XcompatError(f"{path} holds {rows} vectors, but there are {len(ids)} ids; list one per vector, in order")
     return list(ids)
 
 
 def _id_map(index: Any) -> NDArray[np.int64] | None:  # noqa: ANN401
-    """Return the ids of the id map around an index or below its transforms; None without one."""
+    """Return the ids of an id map around an index or below its transforms."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -197,6 +196,6 @@ def list_ids(ivf: Any, number: int) -> NDArray[np.int64]:  # noqa: ANN401
 
 
 def _listed_ids(ivf: Any) -> tuple[NDArray[np.int64], int]:  # noqa: ANN401
-    """Return the ids in all inverted lists, and how often an id is less than the one before it in its list."""
+    """Return the ids in all lists, and how often an id is smaller than its predecessor."""
     lists = [list_ids(ivf, number) for number in range(ivf.nlist)]
     return np.concatenate(lists), sum(int((ids[1:] < ids[:-1]).sum()) for ids in lists if len(ids))

@@ -1,4 +1,4 @@
-"""The transformers pipeline ``compatible-retrieval``, and compatible models in zero-shot image classification."""
+"""Transformers pipeline ``compatible-retrieval``, and zero-shot image classification."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SEARCH = ("top_k", "where", "merge", "parameters", "group_by")
 
 
 class Found(dict[str, Any]):
-    """A hit as a dictionary whose keys are attributes too; unlike a ``ModelOutput`` it keeps keys whose value is None.
+    """Hit as a dictionary with attributes; unlike ``ModelOutput`` it keeps None values.
 
     Example:
         >>> hit = Found(id="7.png", confidence=None)
@@ -49,7 +49,6 @@ class Found(dict[str, Any]):
     """
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any JSON value
-        """Return the value of a key."""
         try:
             return self[name]
         except KeyError:
@@ -57,25 +56,28 @@ class Found(dict[str, Any]):
 
 
 class CompatibleRetrievalPipeline(Pipeline):
-    """Search a gallery with texts and pictures, by any model that is compatible with the stored embeddings.
+    """Pipeline that searches a gallery with texts and pictures, for any compatible model.
 
-    A query is a text, a picture (PIL, an array or a path), a string that is a picture's path or URL, or a vector: the model's own
-    embedding of a query, as an array, a tensor or a list of floats. A list of queries, or a matrix of vectors, is searched at
-    once, in batches of ``batch_size``. Hits are dictionaries with attributes (:class:`Found`): ``id``, ``score``,
-    ``version``, ``metadata``, ``confidence``, ``group``, ``standing``.
+    A query is a text, a picture (PIL, array, path or URL), or a vector: a query embedding of the model, as an array, tensor or
+    list of
+    floats. Lists of queries and matrices of vectors are searched in batches of ``batch_size``. Hits are dictionaries with
+    attributes
+    (:class:`Found`): ``id``, ``score``, ``version``, ``metadata``, ``confidence``, ``group``, ``standing``.
 
     Args:
         gallery: a gallery, or its folder.
-        fallback: the options ``model``, ``below`` and ``share`` of :class:`~xcompat.retrieval.fallback.Fallback`: the old model
-            that embedded the gallery, used for the queries of which the new model is not sure.
-        allow_private_addresses: whether a URL may lead to this machine or into a private network. Leave it off if strangers
-            choose the pictures; :func:`~xcompat.retrieval.fetching.fetch` says how URLs are downloaded.
-        embed_with: what embeds texts for a map of a service's embeddings: a function, its name, or a
-            :class:`~xcompat.embeddings.provider.Provider`.
-        rerank: how many hits are embedded by the model and ordered by that, such as 20; or a
-            :class:`~xcompat.retrieval.reranking.Reranker`.
-        originals: path of the gallery's pictures or texts for ``rerank``; None for the texts in its metadata.
-        kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by`` become
+        fallback: options ``model``, ``below`` and ``share`` of :class:`~xcompat.retrieval.fallback.Fallback`: the old model,
+            used
+            for queries with low confidence.
+        allow_private_addresses: whether URLs can point to this machine or private networks. Leave it off for untrusted URLs;
+            see
+            :func:`~xcompat.retrieval.fetching.fetch`.
+        embed_with: embeds texts for a map of a service's embeddings: a function, its name, or a
+            :class:`~xcompat.embedding_provider.Provider`.
+        rerank: number of hits to re-rank, e.g. 20; or a :class:`~xcompat.retrieval.reranking.Reranker`.
+        originals: path of the gallery's originals for ``rerank``; None for the texts in its metadata.
+        kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by``
+            become
             defaults for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
     Example:
@@ -99,7 +101,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         if gallery is None:
-            raise XcompatError("a retrieval pipeline searches a gallery: give its folder as gallery=...")
+            raise XcompatError("a retrieval pipeline searches a gallery; set its folder with gallery=...")
         super().__init__(*args, **kwargs)
         self.allow_private_addresses = allow_private_addresses
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery.open(gallery)
@@ -112,7 +114,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         elif isinstance(self.model, CompatModel):
             self.asking = source = self.model.for_inference()
             self._own = self._embed_own
-        else:  # a plain encoder, which searches embeddings that it made itself
+        else:  # a plain encoder searches its own embeddings
             self.asking = source = load_embedder(str(self.model.name_or_path), self.device)
             self._own = partial(_in_order, source.processor, self._run)
         self.rerank = _reranker(source, rerank, originals)
@@ -130,12 +132,12 @@ class CompatibleRetrievalPipeline(Pipeline):
         """Search for one query, or for each of a list.
 
         Args:
-            inputs: a query, or a list of them.
+            inputs: a query, or a list of queries.
             args: none.
             kwargs: ``batch_size``, and arguments of :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
         Returns:
-            A list of hits; for a list of queries, one such list per query.
+            A list of hits, per query for a list of queries.
         """
         batch_size = kwargs.pop("batch_size", None) or self._batch_size or 1
         inputs = as_vectors(inputs)
@@ -167,7 +169,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         return found[0] if model_outputs.get("single") else found
 
     def _read(self, query: Any) -> Any:  # noqa: ANN401 - see the class
-        """Return a query's picture, or the query itself if it is a text."""
+        """Return a query's picture, or the query itself if it is a text or vector."""
         if isinstance(query := as_vectors(query), np.ndarray) and query.ndim == 1:
             require_dim(self.asking, len(query), "a query")
             return query
@@ -175,10 +177,10 @@ class CompatibleRetrievalPipeline(Pipeline):
         return query if picture is None else picture
 
     def _embed(self, queries: Sequence[str | Image.Image | NDArray[np.float32]]) -> dict[str, Tensor]:
-        """Embed queries, and with the old model those of which the new one is not sure; vectors are taken as they are."""
+        """Embed queries, and unsure ones with the old model too; keep vectors unchanged."""
         rows = {row: query for row, query in enumerate(queries) if isinstance(query, np.ndarray)}
         if rows and self.fallback is not None and self.fallback.below is not None:
-            raise XcompatError("the fallback embeds queries with the old model, and a vector is embedded already; use a text")
+            raise XcompatError("the fallback cannot embed a vector with the old model; use a text or a picture as query")
         others = {row: query for row, query in enumerate(queries) if not isinstance(query, np.ndarray)}
         parts = [torch.from_numpy(np.stack([*rows.values()]))] if rows else []
         parts += [self._own([*others.values()])] if others else []
@@ -190,7 +192,7 @@ class CompatibleRetrievalPipeline(Pipeline):
             return _in_order(old.model.processor, old.model.embed, [texts_and_pictures[place] for place in places])
 
         texts_and_pictures, old_Bd = [*others.values()], torch.full((len(queries), old.model.dim), float("nan"))
-        if others:  # nothing can embed vectors again: they search alone
+        if others:  # vectors cannot be re-embedded, so only the new query searches
             asked = [*others]
             found_Bd = old.old_queries(self.asking, self.gallery.manifest, embeds_BD[asked], embed)
             old_Bd[asked] = torch.from_numpy(found_Bd)
@@ -206,7 +208,6 @@ class CompatibleRetrievalPipeline(Pipeline):
 def _reranker(
     source: Embedder | ServedMap | CompatModel, rerank: int | Reranker | None, originals: str | Path | None
 ) -> Reranker | None:
-    """Return what re-ranks hits; None if nothing does."""
     if isinstance(rerank, Reranker) or rerank is None:
         if originals is not None:
             raise XcompatError("originals are for re-ranking; add rerank=20")
@@ -216,7 +217,7 @@ def _reranker(
 
 
 def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor], queries: Sequence[str | Image.Image]) -> Tensor:
-    """Embed texts in one batch and pictures in another; return the embeddings in the order of the queries."""
+    """Embed texts and pictures in two batches; return the embeddings in query order."""
     of_texts = {row: query for row, query in enumerate(queries) if isinstance(query, str)}
     of_images = {row: query for row, query in enumerate(queries) if not isinstance(query, str)}
     parts = []
@@ -225,7 +226,7 @@ def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]
         before = asked.count_truncated
         parts.append(embed(asked.texts(list(of_texts.values()))))
         if asked.count_truncated > before:
-            notice_once(f"queries longer than the {asked.max_length} tokens that the model takes lose their end")
+            notice_once(f"queries truncated to {asked.max_length} tokens")
     if of_images:
         parts.append(embed({"pixel_values": processor.images(list(of_images.values()))}))
     order = np.argsort([*of_texts, *of_images])
@@ -233,7 +234,7 @@ def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor]
 
 
 def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches for
-    """Return a vector as a float32 array, and a matrix of vectors as a list of such; anything else as it is.
+    """Convert a vector to float32, and a matrix to a list of vectors; return anything else unchanged.
 
     Args:
         query: floats as an array or tensor of one or two dimensions, or as a list.
@@ -248,21 +249,18 @@ def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches fo
 
 
 def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
-    """Return a query's picture, read as galleries read theirs; None for a text.
+    """Return a query's picture in mode RGB; None for a text.
 
     Args:
         query: a picture, an array (H, W, 3) uint8, a path, or a string.
         allow_private_addresses: as in :class:`CompatibleRetrievalPipeline`.
-
-    Returns:
-        The picture in mode RGB.
 
     Raises:
         XcompatError: the query is empty or has another type, or its picture cannot be read.
     """
     name, found = str(query), query
     if isinstance(query, str) and not query.strip():
-        raise XcompatError("the query is empty; give a text, or a picture")
+        raise XcompatError("the query is empty; enter a text or a picture")
     try:
         if isinstance(query, np.ndarray):
             name, found = f"of shape {query.shape} and {query.dtype}", _of_array(query)
@@ -286,7 +284,7 @@ def _of_array(array: np.ndarray) -> Image.Image:
 
 
 class EmbeddingPipeline(ImageFeatureExtractionPipeline):
-    """``image-feature-extraction``, which gives a compatible model's own embedding of a picture."""
+    """``image-feature-extraction`` with a compatible model's own embeddings."""
 
     def _forward(self, model_inputs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401 - as its base has it
         if isinstance(self.model, CompatModel):
@@ -295,7 +293,7 @@ class EmbeddingPipeline(ImageFeatureExtractionPipeline):
 
 
 class _ZeroShot(CompatModel):
-    """A compatible model for ``zero-shot-image-classification``: logits of all texts for each image, in the model's own space."""
+    """Compatible model for ``zero-shot-image-classification``, with logits in its own space."""
 
     def forward(  # type: ignore[override]  # as the pipeline calls it
         self,
@@ -321,7 +319,7 @@ class _ZeroShot(CompatModel):
 
 
 def register() -> None:
-    """Register the task, and compatible models for feature extraction and zero-shot classification, with transformers."""
+    """Register with transformers: the task, feature extraction, and zero-shot classification."""
     PIPELINE_REGISTRY.register_pipeline(TASK, CompatibleRetrievalPipeline, pt_model=(AutoModel,), type="multimodal")
     PIPELINE_REGISTRY.supported_tasks["image-feature-extraction"]["impl"] = EmbeddingPipeline
     for name, method in METHODS.items():

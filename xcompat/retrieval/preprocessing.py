@@ -1,4 +1,4 @@
-"""Ways of preprocessing pictures that people confuse, and the search for the one that made stored embeddings."""
+"""Preprocessing variants of pictures, and search for the one behind stored embeddings."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ NORMALISED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "pixels from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 }
 BETTER = 1e-4
-"""How much better another way must agree: on square pictures, for example, cropping and squashing do the same."""
+"""Smallest improvement that counts, because some variants are equal on square pictures."""
 SHAPES = {"squashed": None, "cropped": 1.0, "cropped to 7/8": 0.875}
-"""How a picture becomes a square: the share of the resized shorter side that is kept; None for squashing both sides."""
+"""Kept share of the resized shorter side; None for squashing."""
 FILTERS = ("bicubic", "bilinear", "nearest")
 BACKENDS = ("PIL", "torchvision")
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """One way of preprocessing, from a picture to pixels.
+    """A preprocessing variant, from picture to pixels.
 
     Args:
         size: height and width in pixels.
         normalised: a name of :data:`NORMALISED`, or a phrase for the model's own.
-        mean: mean per channel, subtracted from pixels between 0 and 1.
-        std: deviation per channel, by which they are divided.
+        mean: mean per channel of pixels between 0 and 1.
+        std: standard deviation per channel.
         shape: a name of :data:`SHAPES`.
         filter: interpolation, one of :data:`FILTERS`.
         backend: library that resizes, one of :data:`BACKENDS`.
@@ -51,7 +51,7 @@ class Preparation:
     backend: str = "PIL"
 
     def __call__(self, images: Sequence[Image]) -> Tensor:
-        """Preprocess pictures in mode RGB: (B, 3, H, W) float32."""
+        """Preprocess RGB pictures: (B, 3, H, W) float32."""
         kept, (height, width) = SHAPES[self.shape], self.size
         edge: Any = [height, width] if kept is None else round(min(self.size) / kept)
         steps = [v2.Resize(edge, interpolation=InterpolationMode(self.filter), antialias=True), v2.CenterCrop([height, width])]
@@ -60,7 +60,7 @@ class Preparation:
         return torch.stack([prepare(image) for image in images])
 
     def unlike(self, other: Preparation) -> str:
-        """Describe how this way differs from another.
+        """Describe the differences from another variant.
 
         Example:
             >>> own = Preparation((8, 8), "own", (0.0,) * 3, (1.0,) * 3)
@@ -72,7 +72,7 @@ class Preparation:
 
 
 def own_preparation(processor: Processor, images: Sequence[Image]) -> Preparation:
-    """Return the way whose pixels are nearest to those of a model's own processor, for some pictures in mode RGB."""
+    """Return the variant closest to a model's processor on some RGB pictures."""
     pixels = processor.images(images)
     known = (name for name, values in NORMALISED.items() if np.allclose(values, (processor.mean, processor.std), atol=5e-3))
     plain = Preparation(processor.image_size, next(known, "the model's own normalisation"), processor.mean, processor.std)
@@ -88,18 +88,15 @@ FACTORS: tuple[Callable[[Preparation], list[Preparation]], ...] = (
     lambda way: [replace(way, filter=name) for name in FILTERS],
     lambda way: [replace(way, backend=backend) for backend in BACKENDS],
 )
-"""All choices of one factor each; the factor that changes most comes first."""
+"""All choices of one factor each, largest effect first."""
 
 
 def nearest_preparation(own: Preparation, agreement: Callable[[Preparation], float]) -> Preparation:
-    """Find the way that agrees best with stored embeddings, by changing one factor after the other until nothing improves.
+    """Find the variant that matches stored embeddings best, changing one factor at a time.
 
     Args:
-        own: the model's own way, where the search starts.
-        agreement: measures how well a way agrees; higher is better.
-
-    Returns:
-        The best way.
+        own: the model's own variant, the start.
+        agreement: score of a variant; higher is better.
     """
     best, value = own, agreement(own)
     seen = {own: value}

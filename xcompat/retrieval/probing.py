@@ -1,4 +1,4 @@
-"""Read a foreign faiss index in a separate process first: on a damaged file faiss crashes or hangs."""
+"""Check of foreign faiss indexes in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.retrieval.faiss_probe import FOUND
 
 SECONDS, BYTES_PER_SECOND = 60.0, 20e6
-"""Time limit, fixed and per byte: a slow disk reads a hundred megabytes a second."""
+"""Time limit, fixed and per byte. A slow disk reads a hundred megabytes per second."""
 _BINARY = {
     "IBxF": "IndexBinaryFlat",
     "IBwF": "IndexBinaryIVF",
@@ -25,45 +25,45 @@ _SCRIPT = Path(__file__).with_name("faiss_probe.py")
 
 
 def require_readable(path: Path, vectors: bool = True) -> None:
-    """Refuse a faiss index that would crash this process.
+    """Raise if a faiss index would crash this process.
 
-    Another process, which imports only faiss, reads the file, checks that its parts fit each other, searches it and reconstructs
-    vectors. It cannot notice an altered vector: the file holds no checksum.
+    Another process, which imports only faiss, reads the file, checks and searches it, and reconstructs vectors. Altered vectors
+    are not
+    detected, because the file has no checksum.
 
     Args:
         path: the index file.
         vectors: whether the caller will reconstruct vectors.
 
     Raises:
-        XcompatError: the file cannot be read, contradicts itself, or crashed or blocked that process.
+        XcompatError: the file is unreadable or inconsistent, or the process crashed or timed out.
     """
     _require_floats(path)
     limit = SECONDS + path.stat().st_size / BYTES_PER_SECOND
     try:
         code, said = _look_apart(path, vectors, limit)
     except subprocess.TimeoutExpired:
-        reason = f"faiss does not come to an end with it in {limit:.0f} s"
+        reason = f"faiss did not finish within {limit:.0f} s"
     else:
         if not code:
             return
-        reason = said if code == FOUND and said else f"faiss breaks down on it ({code})"
-    raise XcompatError(f"{path} is no readable faiss index: {reason}; write it again, or take it from a copy")
+        reason = said if code == FOUND and said else f"faiss crashed on it ({code})"
+    raise XcompatError(f"{path} is not a readable faiss index: {reason}; write it again, or restore it from a copy")
 
 
 def _require_floats(path: Path) -> None:
-    """Refuse an index of bits."""
     with path.open("rb") as file:
         head = file.read(4)
     if head.startswith(b"IB"):
         kind = _BINARY.get(head.decode("ascii", "replace"), "IndexBinary")
         raise XcompatError(
-            f"{path} is a binary index ({kind}), which compares bits by their Hamming distance; give the index of the float "
-            "embeddings from which the bits were made"
+            f"{path} is a binary index ({kind}), which compares bits by Hamming distance; use the index of the original "
+            "float embeddings"
         )
 
 
 def _look_apart(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
-    """Probe an index in another process; return its exit code and the last line of its stderr."""
+    """Return the exit code of the probe, and the last line of its stderr."""
     command = [sys.executable, str(_SCRIPT), str(path.resolve()), *["vectors"] * vectors]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False)
     return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]

@@ -1,4 +1,4 @@
-"""What is searched for: one text or picture, or a source of many, embedded block by block."""
+"""Search queries: one text or picture, or a source of many."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
 
 Source: TypeAlias = "Embedder | ServedMap | CompatModel | Fingerprint"
-"""What embeds queries; a map or a name alone where they are embedded already."""
+"""Model that embeds queries; for embedded queries, a map or fingerprint."""
 
 
 class Asked(NamedTuple):
-    """Some queries, embedded.
+    """A block of embedded queries.
 
     Args:
-        ids: what each query is called: its id in the source, or the query itself if it was typed.
-        texts: the text of each; None for pictures and embeddings.
+        ids: id of each query in its source, or the typed query.
+        texts: text of each; None for pictures and embeddings.
         embeds_QD: (Q, D) in the model's own space.
     """
 
@@ -51,20 +51,20 @@ class Asked(NamedTuple):
 
 
 class Queries(Protocol):
-    """Queries in an order."""
+    """Ordered queries."""
 
     def __len__(self) -> int:
-        """Return how many there are, also of those that cannot be read."""
+        """Return their number, including unreadable ones."""
 
     def embedded(self, embedder: Any) -> Iterator[Asked]:  # noqa: ANN401 - see Source
-        """Embed them as queries in the model's own space, block by block; leave out and name pictures that cannot be read."""
+        """Embed the queries in the model's own space, in blocks; print and skip unreadable pictures."""
 
     def again(self, old: Embedder, places: Sequence[int]) -> Tensor | NDArray[np.float32]:
-        """Embed some of the last block with another model, in the space that its galleries hold."""
+        """Embed rows of the last block with another model, in its galleries' space."""
 
 
 class Typed:
-    """One query, as it is typed.
+    """A single typed query.
 
     Args:
         query: a text, or the path of a picture.
@@ -75,19 +75,18 @@ class Typed:
 
     def __init__(self, query: str) -> None:
         if not query.strip():
-            raise XcompatError("the query is empty; give a text, or the path of a picture")
+            raise XcompatError("the query is empty; enter a text or the path of a picture")
         self.query = query
 
     def __len__(self) -> int:
-        """See :class:`Queries`."""
         return 1
 
     def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
-        """See :class:`Queries`."""
+        """Yield the embedded query."""
         yield Asked([self.query], [None if is_file(self.query) else self.query], query_embeddings(embedder, self.query))
 
     def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
-        """See :class:`Queries`."""
+        """Embed the query with another model."""
         return old.embed(_query_batch(old.processor.for_queries(), self.query))
 
 
@@ -102,11 +101,10 @@ class Listed:
         self.originals, self._block = originals, np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        """See :class:`Queries`."""
         return len(self.originals.ids)
 
     def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
-        """See :class:`Queries`."""
+        """Embed all queries, block by block."""
         rows = np.arange(len(self))
         for block, embeds_QD in self._served(embedder) if isinstance(embedder, ServedMap) else self._own(embedder, rows):
             self._block = block
@@ -117,19 +115,17 @@ class Listed:
         """Return each text, or the path of each picture.
 
         Raises:
-            XcompatError: pictures lie in an archive or a table.
+            XcompatError: the pictures are in an archive or a table.
         """
         if isinstance(self.originals, Texts):
             return list(self.originals.dataset[TEXT])
         paths = [picture.get("path") for picture in self.originals.dataset.cast_column(IMAGE, hf.Image(decode=False))[IMAGE]]
         if not all(path and is_file(path) for path in paths):
-            raise XcompatError(
-                "these pictures lie in an archive or a table and cannot be asked one by one; give a folder of pictures"
-            )
+            raise XcompatError("cannot search one by one with pictures in an archive or a table; use a folder of pictures")
         return paths
 
     def again(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`Queries`."""
+        """Embed rows of the last block with another model."""
         asking = replace(old, processor=old.processor.for_queries())
         return np.concatenate([embeds for _, embeds in self.originals.embed(asking, self._block[list(places)])])
 
@@ -143,7 +139,7 @@ class Listed:
 
     def _served(self, service: ServedMap) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         if not isinstance(self.originals, Texts):
-            raise XcompatError(f"{service.provider.name} embeds texts, and these are {self.originals.kind}; name texts")
+            raise XcompatError(f"{service.provider.name} embeds texts, but the queries are {self.originals.kind}; use texts")
         size = service.provider.batch
         for start in range(0, len(self), size):
             block = np.arange(start, min(start + size, len(self)))
@@ -154,11 +150,11 @@ def load_queries(source: str) -> Listed:
     """Read a source of many queries.
 
     Args:
-        source: plain text of one text or one path of a picture a line, which its first line decides; or texts or pictures as
-            :func:`~xcompat.retrieval.originals.load_originals` takes them.
+        source: a ``.txt`` file with one text or picture path per line, decided by its first line, or a source of
+            :func:`~xcompat.retrieval.originals.load_originals`.
 
     Raises:
-        XcompatError: it is not there, or holds nothing that can be asked.
+        XcompatError: the source does not exist or contains no queries.
     """
     if has_suffix(source, (".txt",)) and is_file(source):
         lines = [line for line in read_lines(Path(source)) if line.strip()]
@@ -168,7 +164,7 @@ def load_queries(source: str) -> Listed:
 
 
 def followed(queries: Queries, embedder: Source) -> Iterator[Asked]:
-    """Embed queries block by block, with a bar if there are many."""
+    """Embed queries block by block, with a progress bar if there are several."""
     if len(queries) == 1:
         yield from queries.embedded(embedder)
         return
@@ -188,16 +184,16 @@ def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:
     embeds_1D = embedder.embed(_query_batch(processor, query), "own")
     if processor.count_truncated > before:
         longest = processor.max_length
-        console.print(f"[yellow]![/] the query is longer than the {longest} tokens that the model takes, and lost its end")
+        console.print(f"[yellow]![/] query truncated to {longest} tokens")
     return embeds_1D
 
 
 def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
     if not is_file(query):
         if not processor.max_length:
-            raise XcompatError(f"the model embeds pictures only, and there is no file {query[:80]!r}; give the path of a picture")
+            raise XcompatError(f"the model embeds pictures only, and no file {query[:80]!r} exists; give the path of a picture")
         return processor.texts([query])
     try:
         return {"pixel_values": processor.images([open_image(query)])}
     except UnusableSampleError as error:
-        raise XcompatError(f"{query} is a file, and no picture that can be read ({error}); name a picture, or a text") from None
+        raise XcompatError(f"file {query} is not a readable picture ({error}); use a picture or a text") from None

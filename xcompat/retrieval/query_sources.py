@@ -1,4 +1,4 @@
-"""Choice of what a search reads its queries from, and of the model that embeds them."""
+"""Choice of a search's queries and query model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 def load_embedded(
     queries: str, model: str, known: Sequence[Fingerprint | None], conflict: str | None, max_bad_share: float | None
 ) -> tuple[EmbeddedQueries, CompatModel | Embedder | Fingerprint] | None:
-    """Load queries that are embeddings, and the model that they are of.
+    """Load embedded queries and the model that made them.
 
     Args:
         queries: the source.
-        model: as ``--model`` names it: a map, any model, or a name that the gallery has for one.
-        known: the models whose embeddings are searched.
-        conflict: an option that embeds texts, if one is given.
-        max_bad_share: the share of rows that may have no usable embedding; None for the default.
+        model: value of ``--model``: a map, a model, or a name that the gallery knows.
+        known: the models of the searched embeddings.
+        conflict: an option that embeds texts, if set.
+        max_bad_share: largest share of unusable rows; None for the default.
 
     Returns:
-        Both; None if the queries are texts or pictures, or texts beside embeddings and the model embeds texts.
+        Both; None if the queries, or their texts for a model that embeds texts, must be embedded.
 
     Raises:
         XcompatError: they cannot be read, have another dimension, or an option embeds texts.
@@ -42,7 +42,7 @@ def load_embedded(
     if content != "embeddings":
         return None
     if conflict is not None:
-        raise XcompatError(f"{conflict} embeds queries, and {queries} holds embeddings: remove it, or use texts as queries")
+        raise XcompatError(f"{conflict} embeds queries, but {queries} holds embeddings; remove it, or use texts as queries")
     embedded = EmbeddedQueries(queries, BAD_SHARE if max_bad_share is None else max_bad_share)
     owner = owner if owner is not None else load_owner(model, known)
     embedded.require_fit(owner)
@@ -58,25 +58,25 @@ def load_queries_and_model(
     embed_with: str | None = None,
     max_bad_share: float | None = None,
 ) -> tuple[Queries, Source]:
-    """Load what is searched for, and what embeds it.
+    """Load queries and the model that embeds them.
 
     Args:
         query: one query.
-        queries: the source of many.
+        queries: a source of many.
         model: see :func:`load_embedded`.
         known: see :func:`load_embedded`.
         fallback: the old model.
-        embed_with: the function that embeds texts for a map of a service's embeddings.
+        embed_with: function that embeds texts for a map of a service's embeddings.
         max_bad_share: see :func:`load_embedded`.
 
     Raises:
-        XcompatError: see :func:`load_embedded`; or the model is none.
+        XcompatError: see :func:`load_embedded`; or the model does not exist.
     """
     conflict = "--embed-with" if embed_with is not None else "--fallback" if fallback else None
     if queries is not None and (found := load_embedded(queries, model, known, conflict, max_bad_share)) is not None:
         return found
     if max_bad_share is not None:
-        raise XcompatError("--max-bad-share is about queries that are embeddings; remove it")
+        raise XcompatError("--max-bad-share works with embedded queries only; remove it")
     asked.require_models(model, fallback)
     from xcompat.retrieval.queries import Typed, load_queries
 
@@ -91,7 +91,7 @@ def load_queries_and_model(
 
 
 def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel | Embedder | Fingerprint:
-    """Load the model that made embeddings: a map without its encoder, or a name alone that a gallery has for a model."""
+    """Load the model that made embeddings: a map without its encoder, or a name that the gallery knows."""
     if (name := Fingerprint.from_string(model)) in known:
         return name
     asked.require_models(model)
@@ -109,7 +109,7 @@ def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel |
 
 
 def _takes_embeddings_alone(model: CompatModel | Embedder | Fingerprint) -> bool:
-    """Return whether a model is a map that knows no encoder."""
+    """Return whether the model is a map without a known encoder."""
     from xcompat.models.base import CompatModel
 
     return isinstance(model, CompatModel) and model.embeds_in_memory and model.config.encoder is None

@@ -1,4 +1,4 @@
-"""Re-ranking: the old index finds candidates, and the new model scores them by their originals."""
+"""Re-ranking of hits with new-model embeddings of their originals."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from xcompat.retrieval.queries import Asked, Queries, Source
 
 COMPARED, ALIKE = 8, 0.9
-"""Originals that are compared with what is stored, and the cosine from which on they count as the same."""
+"""Originals to compare with stored embeddings, and the cosine of equal ones."""
 
 
 @dataclass
 class Counts:
-    """Candidates of all searches so far, by where their new embeddings came from.
+    """Candidates of all searches, by the source of their embeddings.
 
     Args:
-        stored: the gallery holds it.
-        cached: an earlier search made it.
-        embedded: it was made now.
-        missing: the original is unknown or cannot be read, or the budget is spent; such a candidate keeps its old score.
+        stored: in the gallery.
+        cached: made by an earlier search.
+        embedded: made now.
+        missing: unknown, unreadable or over budget; the old score is kept.
     """
 
     stored: int = 0
@@ -64,37 +64,38 @@ class Counts:
 
 
 def require_source(source: Source) -> Embedder | ServedMap:
-    """Return a model that embeds originals.
+    """Return a model that can embed originals.
 
     Raises:
-        XcompatError: it is a map whose encoder is unknown, or the name of a model.
+        XcompatError: it is a map with an unknown encoder, or only a model name.
     """
     if isinstance(source, Embedder | ServedMap):
         return source
-    raise XcompatError(f"{source} embeds no originals; name the new model with --rerank-with")
+    raise XcompatError(f"{source} cannot embed originals; set the new model with --rerank-with")
 
 
 class Reranker:
-    """Order the first hits of a search by the new model's embeddings of their originals.
+    """Reordering of the first hits by new-model embeddings of their originals.
 
-    A candidate's score becomes ``(1 - w) · new + w · old``: the similarity of query and original in the new model's own space,
-    and the score by the stored embedding. A candidate whose original cannot be read keeps its old score, moved by the mean
-    difference between both scores of the query's other candidates.
+    A candidate's score becomes ``(1 - w) · new + w · old``, with ``new`` the similarity of query and original in the new
+    model's own space.
+    If an original is unreadable, its old score is shifted by the mean difference of the query's other candidates.
 
-    An embedding is made once and kept in the gallery's folder (:class:`~xcompat.retrieval.new_embeddings.NewEmbeddings`). Later
-    searches use it, and so does ``xcompat gallery upgrade --backfill``.
+    Each embedding is computed once and cached (:class:`~xcompat.retrieval.new_embeddings.NewEmbeddings`), for later searches
+    and
+    ``xcompat gallery upgrade --backfill``.
 
     Args:
-        model: the new model, alone or with the map that belongs to it.
-        originals: pictures or texts of the gallery; None to read the texts that the gallery keeps in its metadata.
-        candidates: hits of a query that are embedded; more if a search asks for more hits.
-        old_weight: w; None for the one that was chosen with the model, or 1/3.
-        budget: most embeddings that this object makes; None for no limit. Further candidates keep their old scores.
-        keep: whether embeddings are kept in the gallery's folder.
-        record_demand: whether to count which items are candidates, so that a backfill begins with those.
+        model: the new model, alone or with its map.
+        originals: pictures or texts of the gallery; None for the texts in its metadata.
+        candidates: hits to re-rank per query; more if a search asks for more hits.
+        old_weight: w; None for the value fitted with the model, or 1/3.
+        budget: largest number of embeddings to compute; further candidates keep their old scores.
+        keep: whether to cache embeddings.
+        record_demand: whether to count candidates, so that a backfill starts with frequent ones.
 
     Raises:
-        XcompatError: a number is out of range, or the model does not embed such originals.
+        XcompatError: a number is out of range, or the model cannot embed the originals.
 
     Example:
         ``gallery.search(embeds, model, top_k=10, rerank=Reranker(load_embedder("runs/map"), load_originals("photos")))``
@@ -111,7 +112,7 @@ class Reranker:
         record_demand: bool = False,
     ) -> None:
         if candidates < 1:
-            raise XcompatError(f"{candidates} candidates cannot be ranked again; use at least 1")
+            raise XcompatError(f"cannot re-rank {candidates} candidates; use at least 1")
         if old_weight is None:
             chosen = getattr(getattr(asking(model), "config", None), "rerank_old_weight", None)
             old_weight = OLD_WEIGHT if chosen is None else chosen
@@ -129,21 +130,21 @@ class Reranker:
         if isinstance(self.source, Embedder):
             originals.require(self.source)
         elif not isinstance(originals, Texts):
-            raise XcompatError(f"{self.source.provider.name} embeds texts, and the originals are {originals.kind}; name texts")
+            raise XcompatError(f"{self.source.provider.name} embeds texts, but the originals are {originals.kind}; use texts")
 
     @cached_property
     def _embedder(self) -> Embedder | None:
-        """The model in its own space, with the prompt of passages; None for a service."""
+        """The model in its own space, with the prompt for passages; None for a service."""
         if isinstance(self.source, ServedMap):
             return None
         embedder = self.source.passages or self.source
         return Embedder.of(embedder.model, "own") if isinstance(embedder.model, CompatModel) else embedder
 
     def embed_again(self, queries: Queries, asked: Asked, source: Source) -> Tensor | NDArray[np.float32] | None:
-        """Embed queries with this model; None if they are its embeddings already.
+        """Embed queries with this model; return None if it embedded them already.
 
         Args:
-            queries: where they come from.
+            queries: their source.
             asked: the last block of them.
             source: the model that embedded them.
 
@@ -153,14 +154,14 @@ class Reranker:
         if source is self.source or (isinstance(source, CompatModel) and source.embeds_in_memory):
             return None
         if all(text is None for text in asked.texts) and isinstance(source, CompatModel | Fingerprint):
-            raise XcompatError(f"{self.fingerprint} cannot embed queries that are embeddings already; use texts or pictures")
+            raise XcompatError(f"{self.fingerprint} cannot embed queries given as embeddings; use texts or pictures")
         if self._embedder is None:
             raise XcompatError(f"{self.fingerprint} is a service and re-ranks its own queries only; search with a map of it")
         return queries.again(self._embedder.for_queries(), range(len(asked.ids)))
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the embeddings that it makes."""
+        """Fingerprint of the new embeddings."""
         if self._embedder is None:
             assert isinstance(self.source, ServedMap)
             return self.source.provider.fingerprint
@@ -168,7 +169,7 @@ class Reranker:
 
     @property
     def dim(self) -> int:
-        """Dimension of the embeddings that it makes."""
+        """Dimension of the new embeddings."""
         model = asking(self.source)
         return model.config.embedding_dim if isinstance(model, CompatModel) else model.dim
 
@@ -187,10 +188,10 @@ class Reranker:
         """Return the hits of each query in their new order.
 
         Args:
-            queries_QD: (Q, D) queries as the new model outputs them.
-            hits_Q: hits of each query, the best first.
-            gallery: where they were found, and where new embeddings are kept; None for a store, where none are.
-            metric: how a store compares vectors; a gallery knows that itself.
+            queries_QD: (Q, D) queries as output by the new model.
+            hits_Q: hits of each query, best first.
+            gallery: the searched gallery with the cache; None for a store.
+            metric: metric of a store.
 
         Raises:
             XcompatError: the queries have another dimension than the model's embeddings.
@@ -217,7 +218,7 @@ class Reranker:
         return ordered
 
     def _own_view(self, embeds_ND: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Bring the model's own embeddings into the form in which they are compared with each other."""
+        """Convert embeddings to the form in which the model compares them."""
         model = asking(self.source)
         if not isinstance(model, CompatModel):
             return normalise_rows(embeds_ND)
@@ -226,10 +227,10 @@ class Reranker:
         return viewed if model.metric == "l2" else normalise_rows(viewed)
 
     def _ordered(self, hits: list[Hit], read: NDArray[np.bool_], new_n: NDArray[np.float32]) -> list[Hit]:
-        """Score one query's candidates again, and sort them; equal scores keep their order."""
+        """Rescore and sort one query's candidates; ties keep their order."""
         if not read.any():
             return hits
-        comparable = all(hit.standing is None for hit in hits)  # else old scores of several versions have scales of their own
+        comparable = all(hit.standing is None for hit in hits)  # else the versions' score scales differ
         weight = self.old_weight if comparable else 0.0
         old_k = np.array([hit.score for hit in hits], np.float32)
         score_k = old_k.copy()
@@ -238,12 +239,12 @@ class Reranker:
         return [hits[place]._replace(score=float(score_k[place]), standing=None) for place in np.argsort(-score_k, kind="stable")]
 
     def notice_other_originals(self, source: Source, gallery: SearchedGallery, hits: Sequence[Hit]) -> None:
-        """Say so if the originals of some hits are not what the gallery stores: their scores would mean nothing.
+        """Print a notice if originals differ from those that the gallery stores.
 
         Args:
-            source: the model of the queries; only the one that made what is stored can tell.
-            gallery: where the hits were found.
-            hits: some of them; the first :data:`COMPARED` are looked at.
+            source: the query model; only the model of the stored embeddings can check this.
+            gallery: the searched gallery.
+            hits: some hits; the first :data:`COMPARED` are checked.
         """
         if self.originals is None or not isinstance(source, Embedder):
             return
@@ -257,14 +258,14 @@ class Reranker:
                 cosines |= dict(zip(names, (normalise_rows(embeds) * kept).sum(axis=1).tolist(), strict=True))
         if other := sorted((cosine, name) for name, cosine in cosines.items() if cosine < ALIKE):
             notice_once(
-                f"{len(other)} of {len(cosines)} originals that were compared are not what the gallery stores, such as "
-                f"{other[0][1]!r} (cosine {other[0][0]:.2f}): are they this gallery's? `xcompat gallery doctor` looks at more"
+                f"{len(other)} of {len(cosines)} compared originals differ from those that the gallery stores, e.g. "
+                f"{other[0][1]!r} (cosine {other[0][0]:.2f}); check --originals, or run `xcompat gallery doctor` for more"
             )
 
     # ------------------------------------------------------------------------------------------------ new embeddings
 
     def _new_embeddings(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
-        """Return the new embeddings of items: stored ones, cached ones, and those of originals that are embedded now."""
+        """Return new embeddings of items: stored, cached, or computed now."""
         known, kept = self._stored(gallery, wanted), self._cache(gallery)
         self.counts.stored += len(known)
         generation = 0 if gallery is None else gallery.generation
@@ -284,23 +285,23 @@ class Reranker:
             try:
                 kept.put(made, generation)
             except XcompatError as error:
-                notice_once(f"{error}; search goes on without it")
+                notice_once(f"{error}; the search continues without it")
         return known | made
 
     def _look_up(
         self, kept: NewEmbeddings, wanted: Mapping[str, Hit], left: list[str], generation: int
     ) -> dict[str, NDArray[np.float32]]:
-        """Return cached embeddings of some candidates, and count all of them if that is wanted."""
+        """Return cached embeddings; count demand if enabled."""
         try:
             if self.record_demand:
                 kept.count_demand(wanted)
             return kept.get(left, generation)
         except XcompatError as error:
-            notice_once(f"{error}; search goes on without it")
+            notice_once(f"{error}; the search continues without it")
             return {}
 
     def _stored(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
-        """Return the embeddings of items that the gallery stores as this model outputs them."""
+        """Return embeddings that the gallery stores as this model outputs them."""
         model = asking(self.source)
         if gallery is None or (isinstance(model, CompatModel) and model.stores_view):
             return {}
@@ -309,7 +310,6 @@ class Reranker:
         return gallery.vectors(names) if names else {}
 
     def _cache(self, gallery: SearchedGallery | None) -> NewEmbeddings | None:
-        """Return the cache in a gallery's folder; None if none is wanted, or it cannot be used."""
         if gallery is None:
             return None
         place = str(gallery.path)
@@ -317,18 +317,18 @@ class Reranker:
             try:
                 self._kept[place] = NewEmbeddings(gallery.path, self.fingerprint, self.dim)
             except XcompatError as error:
-                notice(f"{error}; new embeddings are not kept")
+                notice(f"{error}; new embeddings are not cached")
                 self._kept[place] = None
         return self._kept.get(place)
 
     def _embed(self, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
-        """Embed originals; those that are unknown or cannot be read are left out, and so are all if the model fails."""
+        """Embed originals; skip unreadable ones, and all if the model fails."""
         made: dict[str, NDArray[np.float32]] = {}
         for originals, rows in self._read(wanted):
             try:
                 for part, embeds in self._embedded(originals, rows):
                     made.update(zip([originals.ids[row] for row in part.tolist()], embeds, strict=True))
-            except XcompatError as error:  # such as a service that fails: the old order is better than none
+            except XcompatError as error:  # e.g. a failing service: the old order is better than none
                 notice_once(f"candidates keep their old scores: {error}")
         return {name: embed_D for name, embed_D in made.items() if np.isfinite(embed_D).all() and embed_D.any()}
 
@@ -344,14 +344,14 @@ class Reranker:
             yield part, self.source.embed(originals.contents(part).values).float().cpu().numpy()
 
     def _read(self, wanted: Mapping[str, Hit]) -> Iterator[tuple[Originals, NDArray[np.int64]]]:
-        """Yield originals of items with their row numbers: those that were given, then texts that the gallery keeps."""
+        """Yield the given originals, or texts in the metadata, with row numbers."""
         if self.originals is not None:
             rows = [self._rows[name] for name in wanted if name in self._rows]
             if rows:
                 yield self.originals, np.array(rows)
             elif wanted:
                 notice_once(
-                    f"none of the candidates, such as {next(iter(wanted))!r}, is among the {self.originals.kind}, such as "
+                    f"none of the candidates, e.g. {next(iter(wanted))!r}, is among the {self.originals.kind}, e.g. "
                     f"{self.originals.ids[0]!r}: ids are {self.originals.ids_are}"
                 )
             return
@@ -361,4 +361,4 @@ class Reranker:
             self._require_kind(found)
             yield found, np.arange(len(texts))
         elif wanted:
-            raise XcompatError("this gallery keeps no texts to embed again; give its pictures or texts (--originals)")
+            raise XcompatError("this gallery stores no texts to re-embed; set its pictures or texts (--originals)")

@@ -1,4 +1,4 @@
-"""Originals under ids that a gallery has: whether they are what it embedded, as ids alone do not tell."""
+"""Check that originals with known ids are those that the gallery embedded."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.originals import Originals
 
 LOOKED_AT = 32
-"""Originals that are embedded again where the gallery keeps no content: if a tenth are others, one sample in 29 misses them."""
+"""Sample size without stored texts. If a tenth differ, one sample in 29 misses them."""
 BLOCK = 8192
 
 
 class Others(NamedTuple):
-    """Originals that are not what the gallery has under their ids.
+    """Originals that differ from the embedded ones.
 
     Args:
-        rows: their row numbers; where a sample has shown them, those of all that may be others.
-        named: the first of them and how many they are, for a message.
-        on_side: whether they are photos that an earlier version of xcompat embedded on their side.
+        rows: their row numbers; if a sample found them, all rows that may differ.
+        named: the first id and their number, for a message.
+        on_side: whether they are photos that an earlier version embedded on their side.
     """
 
     rows: NDArray[np.int64]
@@ -35,16 +35,16 @@ class Others(NamedTuple):
 
 
 def others(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder) -> Others | None:
-    """Compare originals with what a model embedded under their ids: by texts that are kept, else by what it makes of a sample.
+    """Find originals that differ from the embedded ones, by stored texts or by re-embedding a sample.
 
     Args:
         gallery: the gallery.
         originals: pictures or texts.
-        rows: (n,) those of them that the model embedded.
+        rows: (n,) rows that the model embedded.
         embedder: the model.
 
     Returns:
-        Those that differ; None if none is known to.
+        The originals that differ; None if none are known to.
     """
     differing_n, kept_n = _by_text(gallery, originals, rows)
     if differing_n.any():
@@ -55,11 +55,11 @@ def others(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embe
     if len(found) and all(_has_orientation(originals, row) for row in found):
         turned = np.array([row for row in unknown if _has_orientation(originals, row)], np.int64)
         return Others(turned, _named(originals, turned), on_side=True)
-    return Others(unknown, _named(originals, found, f" of {len(drawn)} that were looked at")) if len(found) else None
+    return Others(unknown, _named(originals, found, f" of {len(drawn)} checked")) if len(found) else None
 
 
 def _by_text(gallery: Gallery, originals: Originals, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which texts differ from those that are kept, and of which one is kept."""
+    """Return masks of texts that differ from stored ones, and of texts with a stored one."""
     differing_n, kept_n = np.zeros((2, len(rows)), bool)
     for start in range(0, len(rows) if TEXT in originals.dataset.column_names else 0, BLOCK):
         block = rows[start : start + BLOCK]
@@ -72,7 +72,7 @@ def _by_text(gallery: Gallery, originals: Originals, rows: NDArray[np.int64]) ->
 
 
 def _by_embedding(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder) -> NDArray[np.int64]:
-    """Return the originals whose embedding is not what is stored; those that cannot be read are not told."""
+    """Return readable originals whose embedding differs from the stored one."""
     if not len(rows):
         return rows
     stored, every = Stored.of_gallery(gallery, embedder.fingerprint, originals, rows), np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Search stored embeddings of several versions, and merge the hits into one ranking."""
+"""Search across versions of a gallery, with one merged ranking."""
 
 from __future__ import annotations
 
@@ -35,28 +35,30 @@ if TYPE_CHECKING:
 Merge = Literal["calibrated", "standardised", "raw"]
 
 SAMPLE = 2048
-"""Stored embeddings of each version from which mean and deviation of a query's scores are estimated."""
+"""Stored embeddings per version for mean and deviation of a query's scores."""
 FEWEST_SAMPLED = 64
-"""Embeddings from which a version's own mean and deviation are taken as they are; of fewer they lean towards those of all."""
+"""Sample size below which mean and deviation are shrunk towards those of all versions."""
 GROUPED_HITS, GROUPED_AT_MOST = 4, 16384
-"""Hits that are looked through for each group that is asked for, and the most if they are of too few groups (Milvus's limit)."""
+"""Hits to examine per requested group, and the maximum per query (Milvus's limit)."""
 HITS_AT_ONCE = 2**20
-"""Hits of several queries that are in memory at once when they are grouped."""
+"""Largest number of hits in memory while grouping."""
 
 
 class Hit(NamedTuple):
-    """An item that was found.
+    """A search result.
 
     Args:
         id: the item's id.
-        score: a cosine, an inner product, or minus a squared distance: higher is nearer. In a gallery of several versions, scores
-            against newer embeddings are brought to the scale of the oldest, so that one threshold holds for all.
+        score: cosine, inner product, or negative squared distance: higher is nearer. Scores of several versions are scaled to
+            the
+            oldest, so that one threshold works for all.
         version: the model that made the item's embedding.
         metadata: the item's metadata.
-        confidence: probability that the query finds no less than the old model's own query; None if unknown.
-        group: the value of the metadata key by which hits are grouped; None if they are not, or the item has no such key.
-        standing: what ranks hits of several versions whose score scales are unknown: by how many deviations the score exceeds
-            the mean of the query's scores in that version (:func:`merge_candidates`). None if the score itself ranks them.
+        confidence: probability that the query finds no less than the old model's; None if unknown.
+        group: value of the metadata key used for grouping.
+        standing: ranking key if score scales are unknown: deviations by which the score exceeds the query's mean in that
+            version
+            (:func:`merge_candidates`). None if the score ranks the hits.
     """
 
     id: str
@@ -69,7 +71,7 @@ class Hit(NamedTuple):
 
 
 class SearchedGallery(Protocol):
-    """The state of a gallery that was searched: a :class:`~xcompat.retrieval.snapshot.Snapshot`."""
+    """A searched gallery, e.g. a :class:`~xcompat.retrieval.snapshot.Snapshot`."""
 
     path: Path
     manifest: Manifest
@@ -87,10 +89,10 @@ class SearchedGallery(Protocol):
 
 
 class HitOrder(Protocol):
-    """Orders the hits of a search again: a :class:`~xcompat.retrieval.reranking.Reranker`."""
+    """Order of hits, e.g. by a :class:`~xcompat.retrieval.reranking.Reranker`."""
 
     candidates: int
-    """Hits of a query that it wants."""
+    """Number of hits needed per query."""
 
     def order(
         self, queries_QD: ArrayLike, hits_Q: Sequence[Sequence[Hit]], gallery: SearchedGallery | None = None
@@ -102,10 +104,10 @@ class Candidates(NamedTuple):
     """The nearest stored embeddings of one version.
 
     Args:
-        scores_Qk: (Q, k) scores, the best first; -inf where there are no more.
-        segments_Qk: (Q, k) numbers of their segments.
-        rows_Qk: (Q, k) their rows in these segments, -1 where there are no more.
-        sample_QS: (Q, S) scores against a sample of that version's embeddings; needed for ``standardised``.
+        scores_Qk: (Q, k) scores, best first, padded with -inf.
+        segments_Qk: (Q, k) segment numbers.
+        rows_Qk: (Q, k) rows in these segments, padded with -1.
+        sample_QS: (Q, S) scores against a sample of the version; required for ``standardised``.
     """
 
     scores_Qk: NDArray[np.float32]
@@ -115,13 +117,13 @@ class Candidates(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The nearest stored embeddings of all versions, in one ranking.
+    """The nearest stored embeddings of all versions.
 
     Args:
-        scores_Qk: (Q, k) scores as they were computed.
-        segments_Qk: (Q, k) numbers of their segments.
-        rows_Qk: (Q, k) their rows in these segments, -1 where there are no more.
-        keys_Qk: (Q, k) what ranks them, from the highest to the lowest.
+        scores_Qk: (Q, k) computed scores.
+        segments_Qk: (Q, k) segment numbers.
+        rows_Qk: (Q, k) rows in these segments, padded with -1.
+        keys_Qk: (Q, k) ranking keys, descending.
     """
 
     scores_Qk: NDArray[np.float32]
@@ -137,7 +139,7 @@ class Queries(NamedTuple):
         version: the version.
         embeds_Qd: (Q, d) float32, checked.
         sample_QS: as in :class:`Candidates`.
-        scale_Q2: (Q, 2) slopes and offsets that bring their scores to the scale of the oldest version; None for raw scores.
+        scale_Q2: (Q, 2) slopes and offsets of scores; None for raw scores.
     """
 
     version: VersionRecord
@@ -146,17 +148,17 @@ class Queries(NamedTuple):
     scale_Q2: NDArray[np.float32] | None = None
 
     def take(self, rows: NDArray[np.int64]) -> Queries:
-        """Return some of the queries."""
+        """Return the queries in the given rows."""
         parts = (None if part is None else part[rows] for part in self[2:])
         return Queries(self.version, self.embeds_Qd[rows], *parts)
 
     def scaled(self, scores_Qk: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Bring scores (Q, k) to the scale of the oldest version."""
+        """Scale scores (Q, k) to the oldest version."""
         return scores_Qk if self.scale_Q2 is None else scores_Qk * self.scale_Q2[:, :1] + self.scale_Q2[:, 1:]
 
 
 class Search:
-    """Searches one state of a gallery; samples of its versions are cached."""
+    """Search engine of one gallery state; caches samples of its versions."""
 
     def __init__(self, segments: Sequence[Segment], manifest: Manifest, place: object = "GALLERY") -> None:
         self.segments, self.manifest, self.place = segments, manifest, place
@@ -173,9 +175,9 @@ class Search:
         old_queries: OldQueries | None,
         group_by: str | None,
     ) -> list[list[Hit]]:
-        """Search all versions; the arguments are those of :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
+        """Search all versions; arguments as in :meth:`~xcompat.retrieval.snapshot.Snapshot.search`."""
         if top_k < 1:
-            raise XcompatError(f"top_k is {top_k}; ask for at least 1 hit")
+            raise XcompatError(f"top_k is {top_k}; it must be at least 1")
         where = None if where is None else plain_filter(where)
         views = query_views(model, embeds_QD, self.manifest, self.place)
         if not any(takes_old_queries(model, version) for version, _ in views):
@@ -192,7 +194,7 @@ class Search:
                 queries_Qd = old_queries.among(model, version, queries_Qd)
             if queries_Qd.shape[1] != version.dim:
                 raise XcompatError(
-                    f"the queries have {queries_Qd.shape[1]} dimensions, the {version.fingerprint} embeddings {version.dim}"
+                    f"the queries have {queries_Qd.shape[1]} dimensions, but the {version.fingerprint} embeddings {version.dim}"
                 )
             queries_Qd = checked_embeddings(queries_Qd, self.manifest.metric, lambda row: f"query {row}")
             standardised = merge == "standardised" and len(views) > 1
@@ -210,7 +212,6 @@ class Search:
     def _ranked(
         self, asked: list[Queries], k: int, where: dict[str, Any] | None, merge: Merge, parameters: str | None
     ) -> list[list[Hit]]:
-        """Return the k best hits of each query."""
         found = []
         for queries in asked:
             each = self._candidates(queries.version, queries.embeds_Qd, k, where, parameters)
@@ -220,9 +221,9 @@ class Search:
     def _scales(
         self, views: Sequence[tuple[VersionRecord, NDArray[np.float32]]], model: Model, old_queries: OldQueries | None
     ) -> list[NDArray[np.float32]] | None:
-        """Return slopes and offsets (Q, 2) of each version's scores, for new queries and for old ones that replace them.
+        """Return slopes and offsets (Q, 2) per version.
 
-        Queries that are mixed keep the new query's scale, which is fitted on mixed ones if the model was chosen to mix.
+        Mixed queries keep the new query's scale, which was fitted on mixed queries.
         """
         versions, count = [version for version, _ in views], len(views[0][1])
         scales = gallery_scales(model, versions, self.manifest.metric)
@@ -240,7 +241,7 @@ class Search:
     def _grouped(
         self, ranked: Callable[[list[Queries], int], list[list[Hit]]], asked: list[Queries], top_k: int, key: str
     ) -> list[list[Hit]]:
-        """Return each query's best hits of different groups: look through more and more hits until there are enough groups."""
+        """Return each query's best hits of different groups; search deeper until there are enough."""
         best: list[list[Hit]] = [[] for _ in asked[0].embeds_Qd]
         open_n, k, most = np.arange(len(best)), top_k, max(top_k, GROUPED_AT_MOST)
         while len(open_n):
@@ -254,7 +255,7 @@ class Search:
             open_n = np.array(wanting, np.int64)
             if len(open_n) and k == most:
                 notice_once(
-                    f"the {most:,} items nearest to a query have fewer than {top_k} values of {key!r}: no more were looked at"
+                    f"the {most:,} nearest items of a query have fewer than {top_k} values of {key!r}; the search stopped there"
                 )
                 break
         return best
@@ -267,9 +268,9 @@ class Search:
         where: dict[str, Any] | None,
         parameters: str | None,
     ) -> Candidates:
-        """Find the nearest items of one version; a search effort is for the approximate indexes, unless there are none."""
+        """Find the nearest items of one version; parameters apply to approximate indexes."""
         parts = []
-        all_exact = parameters is not None and all(segment.index.is_exact for segment in self.segments)  # these refuse it
+        all_exact = parameters is not None and all(segment.index.is_exact for segment in self.segments)  # then they raise
         for number, segment in enumerate(self.segments):
             if segment.record.version != version.digest:
                 continue
@@ -280,14 +281,13 @@ class Search:
         return Candidates(*merge_candidates([joined], top_k, "raw")[:3])
 
     def _scores(self, queries_Qd: NDArray[np.float32], stored_Sd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the exact scores (Q, S)."""
         products_QS = queries_Qd @ stored_Sd.T
         if self.manifest.metric != "l2":
             return products_QS
         return 2 * products_QS - (queries_Qd**2).sum(axis=1, keepdims=True) - (stored_Sd**2).sum(axis=1)
 
     def _sample(self, version: str) -> NDArray[np.float32]:
-        """Return about ``SAMPLE`` evenly spaced embeddings of a version, without removed ones."""
+        """Return about ``SAMPLE`` evenly spaced embeddings, without removed ones."""
         if version not in self._samples:
             mine = [segment for segment in self.segments if segment.record.version == version]
             total = sum(map(len, mine))
@@ -300,7 +300,6 @@ class Search:
         return self._samples[version]
 
     def _hits(self, ranked: Ranked, with_standing: bool) -> list[list[Hit]]:
-        """Look up ids, metadata and versions of the rows that were found."""
         scores_Qk, segments_Qk, rows_Qk, keys_Qk = ranked
         ids, metadata = np.empty(rows_Qk.shape, object), np.empty(rows_Qk.shape, object)
         versions = [self.manifest.version(segment.record.version).fingerprint for segment in self.segments]
@@ -320,11 +319,11 @@ class Search:
 
 
 def best_of_groups(hits: Sequence[Hit], key: str) -> list[Hit]:
-    """Return the first hit of each group, with its :attr:`Hit.group`; an item without the key is a group of its own.
+    """Return the first hit of each group; an item without the key is its own group.
 
     Args:
-        hits: the best first.
-        key: of the metadata.
+        hits: best first.
+        key: metadata key.
 
     Example:
         >>> about = [{"document": "a"}, {"document": "a"}, None, {"document": "b"}]
@@ -346,22 +345,20 @@ def best_of_groups(hits: Sequence[Hit], key: str) -> list[Hit]:
 def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranked:
     """Merge the candidates of several versions into one ranking.
 
-    ``calibrated`` compares scores that are brought to one scale already (:func:`~xcompat.retrieval.versions.score_scale`), and
-    ``raw`` scores as they are. ``standardised`` subtracts the mean of the query's scores against a sample of the version and
-    divides by their deviation. It assumes that the items of all versions are alike, as they are if a random sample is re-embedded
-    first. A sample of n < 64 scores tells little: its own mean and deviation weigh n / 64, and those of all versions' samples
-    together the rest.
+    - ``calibrated`` compares scores that are already on one scale (:func:`~xcompat.retrieval.versions.score_scale`).
+    - ``raw`` compares scores unchanged.
+    - ``standardised`` subtracts the mean of the query's scores against a sample of the version, and divides by their deviation.
+      It assumes
+      similar items in all versions. With n < 64 sampled scores, their statistics weigh n / 64, and those of all versions the
+      rest.
 
     Args:
         found: candidates, one per version.
         k: number of hits to keep.
         merge: ``calibrated``, ``standardised`` or ``raw``.
 
-    Returns:
-        The ranking.
-
     Raises:
-        XcompatError: ``merge`` is none of these.
+        XcompatError: ``merge`` is unknown.
 
     Example:
         >>> one = Candidates(np.array([[0.9, 0.2]]), np.array([[0, 0]]), np.array([[5, 6]]))
@@ -370,7 +367,7 @@ def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranke
         [[5, 7, 8]]
     """
     if merge not in get_args(Merge):
-        raise XcompatError(f"there is no way {merge!r} to merge scores of several versions; {nearest(merge, get_args(Merge))}")
+        raise XcompatError(f"unknown merge {merge!r} for scores of several versions; {nearest(merge, get_args(Merge))}")
     keys = _keys(found, merge) if len(found) > 1 else [found[0].scores_Qk]
     key_QK = np.concatenate(keys, axis=1)
     scores_QK, segments_QK, rows_QK = (np.concatenate([each[part] for each in found], axis=1) for part in range(3))
@@ -381,22 +378,20 @@ def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranke
 
 
 def _keys(found: Sequence[Candidates], merge: Merge) -> list[NDArray[np.float32]]:
-    """Return what ranks the candidates of each version (Q, k)."""
     if merge != "standardised":
         return [each.scores_Qk for each in found]
     samples = [each.sample_QS for each in found if each.sample_QS is not None]
     keys = []
     for each, (mean_Q1, std_Q1) in zip(found, _means_and_deviations(samples), strict=True):
-        scores_Qk = np.where(each.rows_Qk < 0, -np.inf, each.scores_Qk)  # faiss's lowest float: dividing it overflows
+        scores_Qk = np.where(each.rows_Qk < 0, -np.inf, each.scores_Qk)  # dividing faiss's lowest float overflows
         keys.append(((scores_Qk - mean_Q1) / np.maximum(std_Q1, 1e-6)).astype(np.float32, copy=False))
     return keys
 
 
 def _means_and_deviations(samples: Sequence[NDArray[np.float32]]) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Return mean and deviation (Q, 1) of each version's sample (Q, S); those of few embeddings lean towards those of all.
+    """Return mean and deviation (Q, 1) of each sample (Q, S), shrunk towards all samples if small.
 
-    Of n scores none exceeds their mean by more than sqrt(n - 1) deviations, so that by itself the only item of a version, though
-    it be the very one that is asked for, would stand at 0.
+    No score of n exceeds the mean by more than sqrt(n - 1) deviations, so that a version's only item would always score 0.
     """
     own = [(sample_QS.mean(1, keepdims=True), sample_QS.std(1, keepdims=True)) for sample_QS in samples]
     weights = [min(sample_QS.shape[1] / FEWEST_SAMPLED, 1.0) for sample_QS in samples]

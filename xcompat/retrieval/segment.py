@@ -1,4 +1,4 @@
-"""One segment: embeddings that were added together, with their ids, metadata and index, in files that never change."""
+"""Segment of a gallery: embeddings added together, in immutable files."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ FILTERS_KEPT = 8
 
 
 def write_segment(folder: Path, items: Items, version: str, backend: Backend) -> SegmentRecord:
-    """Write a segment of one or more items, and return its record; it belongs to the gallery once a manifest names it."""
+    """Write a segment and return its record, for a manifest."""
     name = secrets.token_hex(8)
     dim = items.embeds[0].shape[1]
-    make_folder(folder / SEGMENTS / name)  # before Milvus holds its vectors: a folder that no manifest names says what to drop
+    make_folder(folder / SEGMENTS / name)  # before the vectors: a folder without a manifest entry shows what to drop in Milvus
     with atomic_path(folder / SEGMENTS / name) as temporary:
         temporary.mkdir()
         write_rows(temporary, items)
@@ -51,7 +51,7 @@ def write_segment(folder: Path, items: Items, version: str, backend: Backend) ->
 
 
 def write_rows(folder: Path, items: Items) -> None:
-    """Write ids and metadata into a segment's folder, and the sorted hashes by which ids are looked up."""
+    """Write ids, metadata and the sorted hashes for id lookup into a segment folder."""
     import pyarrow as pa
 
     columns = {"id": pa.array(items.ids, pa.large_string()), "metadata": pa.array(items.metadata, pa.large_string())}
@@ -66,19 +66,19 @@ def write_rows(folder: Path, items: Items) -> None:
 
 def _write_blocks(path: Path, blocks: Sequence[NDArray[np.float32]], rows: int) -> None:
     about = {"descr": "<f4", "fortran_order": False, "shape": (rows, blocks[0].shape[1])}
-    with path.open("wb") as file:  # writing to a mapped array would kill the process when the disk is full
+    with path.open("wb") as file:  # a mapped array would kill the process if the disk is full
         np.lib.format.write_array_header_2_0(file, about)
         for block in blocks:
             file.write(np.ascontiguousarray(block, "<f4").data)
 
 
 class Segment:
-    """A segment opened for reading: files are memory-mapped when they are first needed.
+    """A segment opened for reading, with files memory-mapped on first use.
 
     Args:
-        folder: the gallery's folder.
+        folder: the gallery folder.
         record: the segment's record in the manifest.
-        backend: where the vectors are stored and searched.
+        backend: storage and search of the vectors.
     """
 
     def __init__(self, folder: Path, record: SegmentRecord, backend: Backend) -> None:
@@ -90,12 +90,12 @@ class Segment:
         self._last_tuned: tuple[str, VectorIndex] | None = None
 
     def __len__(self) -> int:
-        """Return the number of embeddings, without removed ones."""
+        """Return the number of embeddings that are not removed."""
         return self.record.rows - self.record.n_removed
 
     @cached_property
     def index(self) -> VectorIndex:
-        """The index that searches the vectors."""
+        """Search index of the vectors."""
         return self._open()
 
     def _open(self) -> VectorIndex:
@@ -105,13 +105,13 @@ class Segment:
 
     @property
     def _as_added(self) -> ReadRows | None:
-        """What reads the vectors as they were added; None if they are in the index alone."""
+        """Reader of the original vectors, if stored outside the index."""
         file = self.record.files.get(VECTORS_FILE)
         return None if file is None else partial(_read_rows, self.gallery, self.folder / VECTORS_FILE, file)
 
     def _tuned(self, parameters: str) -> VectorIndex:
-        """Open the index once more for a search effort: searches at the same time may have others. The last one is kept."""
-        tuned = self._last_tuned  # read once: another thread may replace it
+        """Open another index for a search effort, because parallel searches may differ; cache the last one."""
+        tuned = self._last_tuned  # read once, because another thread may replace it
         if tuned is None or tuned[0] != parameters:
             tuned = parameters, self._open()
             tuned[1].set_parameters(parameters)
@@ -119,7 +119,7 @@ class Segment:
         return tuned[1]
 
     def _file(self, name: str) -> Path:
-        """Return a file's path after comparing the file with its checksum."""
+        """Check a file against its checksum and return its path."""
         if name not in self.record.files:
             raise XcompatError(f"{self.folder} was written without {name}; {MENDING}")
         return require_whole(self.gallery, self.folder / name, self.record.files[name])
@@ -132,7 +132,7 @@ class Segment:
 
     @cached_property
     def kept(self) -> NDArray[np.bool_] | None:
-        """Which rows have not been removed, (rows,) bool; None if none has."""
+        """Mask of rows that are not removed, (rows,) bool; None if none is removed."""
         if self.record.removed is None:
             return None
         file = self.gallery / REMOVED / self.record.removed
@@ -142,7 +142,7 @@ class Segment:
         return ~np.unpackbits(packed, count=self.record.rows, bitorder="little").astype(bool)
 
     def present(self) -> NDArray[np.int64]:
-        """Return the numbers of the rows that have not been removed."""
+        """Return the row numbers that are not removed."""
         return np.arange(self.record.rows) if self.kept is None else np.flatnonzero(self.kept)
 
     def ids(self, rows_n: NDArray[np.int64]) -> list[str]:
@@ -160,35 +160,32 @@ class Segment:
     def search(
         self, queries_Qd: NDArray[np.float32], k: int, where: dict[str, Any] | None = None, parameters: str | None = None
     ) -> Found:
-        """Find the nearest rows of those that match a metadata filter and have not been removed.
+        """Find the nearest rows that match a filter and are not removed.
 
         Args:
             queries_Qd: (Q, d) float32.
-            k: most rows per query.
+            k: largest number of rows per query.
             where: as in :meth:`matching`; None for all.
-            parameters: search effort of this search alone; None for that of the index.
+            parameters: search effort; None for the default.
 
         Returns:
-            (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more; k is the segment's rows at most.
+            (Q, k) scores, best first, and (Q, k) rows, padded with -1; k is at most the segment's rows.
         """
         kept_N = self.kept if where is None else self.matching(where)
         index = self.index if parameters is None else self._tuned(parameters)
         return index.search(queries_Qd, min(k, self.record.rows), kept_N)
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
-        """Return which rows match a metadata filter, without removed ones; the answers to the last few filters are cached.
+        """Return the mask (rows,) of rows that match a filter and are not removed; caches the last few.
 
         Args:
-            where: key -> required value, or a list of accepted values, as :func:`plain_filter` returns it.
-
-        Returns:
-            (rows,) bool.
+            where: key -> required value, or list of accepted values, from :func:`plain_filter`.
         """
         asked, known = json.dumps(where, sort_keys=True), self._matched
         if asked in known:
             return known[asked]
         found_N = self._match(where)
-        self._matched = dict([*known.items(), (asked, found_N)][-FILTERS_KEPT:])  # a new one: other threads may read the former
+        self._matched = dict([*known.items(), (asked, found_N)][-FILTERS_KEPT:])  # a new dict: other threads may read the old
         return found_N
 
     def _match(self, where: dict[str, Any]) -> NDArray[np.bool_]:
@@ -199,20 +196,20 @@ class Segment:
         return found_N if self.kept is None else found_N & self.kept
 
     def keys(self) -> set[str]:
-        """Return the keys of the metadata of all rows that have not been removed."""
+        """Return the metadata keys of all rows that are not removed."""
         rows = self.present()
         blocks = (rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK))
         return {key for block in blocks for about in self.metadata(block) for key in about or ()}
 
     def rows_of(self, ids: Sequence[str], hashes_N: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Look up ids in this segment.
+        """Look up ids.
 
         Args:
             ids: N ids.
             hashes_N: their :func:`id_hashes`.
 
         Returns:
-            Positions in ``ids`` of those that were found, and the row of each.
+            Positions in ``ids`` that were found, and their rows.
         """
         sorted_H, order_H = _mapped(self._file(HASHES_FILE)), _mapped(self._file(ORDER_FILE))
         first_N, last_N = np.searchsorted(sorted_H, hashes_N), np.searchsorted(sorted_H, hashes_N, side="right")
@@ -231,11 +228,11 @@ class Segment:
 
     @property
     def side_dim(self) -> int:
-        """Dimensions of the stored side-information; 0 if the segment has none."""
+        """Dimension of the stored side-information; 0 without any."""
         return int(_mapped(self._file(SIDE_FILE)).shape[1]) if SIDE_FILE in self.record.files else 0
 
     def side_info(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return stored side-information (n, S); None if the segment has none."""
+        """Return stored side-information (n, S), if any."""
         return _mapped(self._file(SIDE_FILE))[rows_n] if SIDE_FILE in self.record.files else None
 
     def blocks(self, size: int, rows: NDArray[np.int64] | None = None) -> Iterator[tuple[NDArray[np.int64], Items]]:
@@ -243,10 +240,10 @@ class Segment:
 
         Args:
             size: rows read at a time.
-            rows: the rows to read; None for all that have not been removed.
+            rows: the rows to read; None for all that are not removed.
 
         Yields:
-            Row numbers, and the items, ready to be written to another segment.
+            Row numbers and items.
         """
         rows = self.present() if rows is None else rows
         for start in range(0, len(rows), size):
@@ -256,17 +253,16 @@ class Segment:
             yield rows_n, Items([self.vectors(rows_n)], self.ids(rows_n), self.metadata_text(rows_n), sides)
 
     def missing(self) -> list[str]:
-        """Return one line for each file that is missing or has another size, and one for vectors that Milvus has lost."""
+        """Return one line for each missing or truncated file, and for lost Milvus vectors."""
         gone = [path for path, record in self._written() if not path.is_file() or path.stat().st_size != record.size]
-        return self._backend.damaged(self.record) + [f"{path} is missing or cut short" for path in gone]
+        return self._backend.damaged(self.record) + [f"{path} is missing or truncated" for path in gone]
 
     def damaged(self) -> list[str]:
-        """Compare every file with its checksum; return one line for each that differs."""
+        """Compare every file with its checksum; return one line per difference."""
         wrong = [line for path, record in self._written() for line in difference(path, record)]
         return self._backend.damaged(self.record) + wrong
 
     def _written(self) -> Iterator[tuple[Path, FileRecord]]:
-        """Yield every file that the manifest names, with its recorded size and checksum."""
         for name, record in self.record.files.items():
             yield self.folder / name, record
         if self.record.removed is not None and self.record.removed_file is not None:
@@ -276,7 +272,7 @@ class Segment:
 
 
 def removed_rows(segment: Segment, generation: int, rows_n: NDArray[np.int64]) -> SegmentRecord:
-    """Write a file that marks rows as removed; return the segment's record for the manifest of the coming ``generation``."""
+    """Mark rows as removed; return the segment record for the next ``generation``."""
     folder = segment.gallery / REMOVED
     kept_N = np.ones(segment.record.rows, bool) if segment.kept is None else segment.kept.copy()
     kept_N[rows_n] = False
@@ -288,18 +284,18 @@ def removed_rows(segment: Segment, generation: int, rows_n: NDArray[np.int64]) -
 
 
 def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
-    """Return a hash of each id that is the same in every process."""
+    """Return a hash of each id, equal in every process."""
     import pandas as pd
 
     try:
         return pd.util.hash_array(np.array(ids, dtype=object), categorize=False)
-    except UnicodeEncodeError:  # halves of surrogate pairs, which no item's id has; bytes hash as their texts do
+    except UnicodeEncodeError:  # lone surrogates, which no stored id has; bytes hash like their texts
         encoded = [name.encode("utf-8", "surrogatepass") for name in ids]
         return pd.util.hash_array(np.array(encoded, dtype=object), categorize=False)
 
 
 def _read_rows(gallery: Path, path: Path, record: FileRecord, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Read rows of a file of vectors; an index that keeps this function keeps no segment with it."""
+    """Read vectors. A module-level function, so that an index does not hold a reference to its segment."""
     return _mapped(require_whole(gallery, path, record))[rows_n]
 
 
@@ -318,25 +314,25 @@ def _indices(rows_n: NDArray[np.int64]) -> pa.Array:
 
 
 def plain_filter(where: object) -> dict[str, Any]:
-    """Return a metadata filter in values as metadata hold them: tuples, sets and arrays as lists, numpy's values as Python's.
+    """Return a metadata filter with plain JSON values instead of tuples, sets, arrays and NumPy values.
 
     Args:
         where: key -> required value, or accepted values.
 
     Raises:
-        XcompatError: the filter is no dictionary, or holds what no metadata can be.
+        XcompatError: the filter is not a dictionary, or has invalid values.
 
     Example:
         >>> plain_filter({"colour": ("red", "blue"), "year": np.int64(2020)})
         {'colour': ['red', 'blue'], 'year': 2020}
     """
     if not isinstance(where, dict) or not all(isinstance(key, str) for key in where):
-        raise XcompatError(f"the filter {where!r} is no dictionary of metadata's keys; write such as {{'colour': 'red'}}")
+        raise XcompatError(f"the filter {where!r} is not a dictionary of metadata keys; use e.g. {{'colour': 'red'}}")
     return {key: _plain(value, key) for key, value in where.items()}
 
 
 def _plain(value: Any, key: str) -> Any:  # noqa: ANN401
-    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's scalars too
+    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy scalars too
     if isinstance(value, list | tuple | set | frozenset | range):
         return [_plain(each, key) for each in value]
     if isinstance(value, dict):
@@ -344,12 +340,11 @@ def _plain(value: Any, key: str) -> Any:  # noqa: ANN401
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise XcompatError(
-        f"the filter of {key!r} holds a {type(value).__name__}, which no metadata are; give texts, numbers, True, False or None, "
-        "or a list of these"
+        f"the filter of {key!r} holds a {type(value).__name__}; use texts, numbers, True, False or None, or a list of these"
     )
 
 
 def _matches(metadata: dict[str, Any] | None, where: dict[str, Any]) -> bool:
     found = metadata or {}
-    # a key that is not there is no null: a misspelt key would else match everything
+    # a missing key does not match None, else a misspelt key would match everything
     return all(key in found and found[key] in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())

@@ -1,4 +1,4 @@
-"""Hits for people and for programs: a table, JSON lines, or CSV."""
+"""Output of hits as a table, JSON lines or CSV."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Form: TypeAlias = Literal["table", "json", "csv"]
 COLUMNS = ("query", "text", "rank", "id", "score", "standing", "version", "group", "confidence", "fallback", "metadata")
 """Columns of the CSV."""
 SEVERAL_VERSIONS = (
-    "the hits were embedded by several models, whose scores differ in size: what ranks them is their standing, "
+    "the hits come from several models with different score scales, so they are ranked by standing: "
     "by how many deviations a score exceeds the mean of the query's scores in its version"
 )
 
 
 class Found(NamedTuple):
-    """One query and what it found.
+    """A query and its hits.
 
     Args:
-        query: what it is called.
+        query: its id.
         text: its text; None for a picture or an embedding.
-        hits: the best first.
-        fallback: the old model, if it was asked instead.
+        hits: best first.
+        fallback: the old model, if used instead.
     """
 
     query: str
@@ -44,17 +44,17 @@ class Found(NamedTuple):
 
     @property
     def confidence(self) -> float | None:
-        """Return how probable it is that the old model's query would find no more."""
+        """Return the probability that the old model's query finds no more."""
         return self.hits[0].confidence if self.hits else None
 
 
 def shower(form: Form, group_by: str | None = None, several: bool = False) -> Callable[[Found], None]:
-    """Return what shows one query after the other; JSON lines and CSV go to stdout as they are.
+    """Return a function that shows one query; JSON lines and CSV go to stdout.
 
     Args:
-        form: for people or for which program.
-        group_by: the key of the metadata by which hits are grouped.
-        several: whether there may be several queries, so that a table says whose it is.
+        form: output format.
+        group_by: metadata key used for grouping.
+        several: whether to print the query above its table.
     """
     if form == "json":
         return lambda found: _write(json.dumps(_as_json(found), ensure_ascii=True) + "\n")
@@ -73,13 +73,12 @@ def _as_json(found: Found) -> dict[str, Any]:
     hits = []
     for hit in found.hits:
         about = {**hit._asdict(), "version": str(hit.version)}
-        del about["confidence"]  # is the query's
+        del about["confidence"]  # belongs to the query
         hits.append(about)
     return {**found._asdict(), "confidence": found.confidence, "hits": hits}
 
 
 def _as_rows(found: Found) -> list[list[Any]]:
-    """Return a row for each hit; what is unknown is empty."""
     rows = []
     for rank, hit in enumerate(found.hits, 1):
         about = "" if hit.metadata is None else json.dumps(hit.metadata, ensure_ascii=False)
@@ -94,17 +93,17 @@ def _print(found: Found, group_by: str | None, several: bool) -> None:
         console.print(f"[bold]▸[/] {literal(snippet(found.text or found.query))}", soft_wrap=True)
     console.print(hit_table(found.hits, group_by) if found.hits else "nothing found")
     if found.hits and group_by is not None and all(hit.group is None for hit in found.hits):
-        console.print(f"[yellow]![/] no hit has {literal(repr(group_by))} in its metadata: each stands for itself")
+        console.print(f"[yellow]![/] no hit has {literal(repr(group_by))} in its metadata: hits are not grouped")
     if any(hit.standing is not None for hit in found.hits):
         console.print(f"[dim]{SEVERAL_VERSIONS}[/]")
     if (confidence := found.confidence) is not None:
-        instead = f"; {literal(found.fallback)} was asked instead" if found.fallback is not None else ""
-        said = f"confidence {confidence:.2f}: how probable it is that the old model's query would find no more{instead}"
+        instead = f"; {literal(found.fallback)} was used instead" if found.fallback is not None else ""
+        said = f"confidence {confidence:.2f}: probability that the old model's query finds no more{instead}"
         console.print(said, soft_wrap=True)
 
 
 def hit_table(hits: list[Hit], group_by: str | None) -> Table:
-    """Return the table of hits, with columns only for what there is; nothing of an id is left out."""
+    """Return a table of hits, without empty columns."""
     with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
     apart = {group_by, TEXT if with_text else None}
     abouts = [", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items() if key not in apart) for hit in hits]
@@ -130,15 +129,15 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
 
 
 def short(version: Fingerprint) -> str:
-    """Return a fingerprint with only the last part of its name, which may be a long path."""
+    """Return a fingerprint with only the last part of its name."""
     return str(Fingerprint(version.digest, public_name(version.name)))
 
 
 def wanted_metadata(pairs: Iterable[str]) -> dict[str, list[Any]]:
-    """Return a metadata filter typed as ``KEY=VALUE``: of several values of one key, any; keys must all fit.
+    """Parse ``KEY=VALUE`` filters: any value of a repeated key matches; all keys must match.
 
     Args:
-        pairs: each accepts the text, and what it means as JSON.
+        pairs: filters; each accepts the text and its JSON value.
 
     Raises:
         XcompatError: a filter has no ``=`` or no key.
@@ -151,7 +150,7 @@ def wanted_metadata(pairs: Iterable[str]) -> dict[str, list[Any]]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not (key and equals):
-            raise XcompatError(f"the filter {pair!r} is not KEY=VALUE; write such as colour=red")
+            raise XcompatError(f"the filter {pair!r} is not KEY=VALUE; use e.g. colour=red")
         wanted.setdefault(key, []).append(text)
         with suppress(json.JSONDecodeError):
             wanted[key].append(json.loads(text))

@@ -1,4 +1,4 @@
-"""One query asked by several models of one gallery: what each finds, and what moved between two rankings."""
+"""Comparison of rankings by several models for one query."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from xcompat.retrieval.reranking import Reranker
 
 DEPTH = 100
-"""Hits of each model that are compared: what moved further is called new."""
+"""Hits of each model to compare. A hit that moved further counts as new."""
 
 
 class Placed(NamedTuple):
-    """A hit, and where another ranking has the same item.
+    """A hit and its places in two rankings.
 
     Args:
         hit: the hit.
         place: its place, from 1.
-        other: its place in the other ranking, from 1; None if it is not among what was compared, or there is no other ranking.
+        other: its place in the other ranking; None if not found there.
     """
 
     hit: Hit
@@ -43,17 +43,17 @@ class Placed(NamedTuple):
 
     @property
     def moved(self) -> int | None:
-        """Return how many places higher it is than in the other ranking."""
+        """Return how many places higher the hit is than in the other ranking."""
         return None if self.other is None else self.other - self.place
 
 
 def place(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -> list[Placed]:
-    """Return the first hits of one ranking with their places in another.
+    """Return the first hits of a ranking with their places in another.
 
     Args:
-        hits: the best first.
-        others: those of the other ranking; None if there is none.
-        top_k: how many of ``hits`` are returned.
+        hits: best first.
+        others: hits of the other ranking, if any.
+        top_k: number of hits to return.
 
     Example:
         >>> from xcompat import Fingerprint
@@ -66,7 +66,7 @@ def place(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -> list
 
 
 def embed_query(embedder: Embedder, query: str | Image, space: Space = "own") -> Tensor:
-    """Embed a text as a query, or a picture, in the model's own space or in that of its galleries: (1, D).
+    """Embed a text or picture, in the model's own space or that of its galleries: (1, D).
 
     Raises:
         XcompatError: the model embeds no texts, or no pictures.
@@ -84,15 +84,15 @@ def find(
     where: Mapping[str, Any] | None,
     rerank: Reranker | None = None,
 ) -> list[Hit]:
-    """Return what a model finds in a gallery.
+    """Search a gallery with a model.
 
     Args:
-        gallery: the gallery, in a state that the model searches (:func:`searchable_state`).
+        gallery: the gallery, from :func:`searchable_state`.
         embedder: the model.
-        query: a text, or a picture.
-        top_k: most hits.
+        query: a text or picture.
+        top_k: largest number of hits.
         where: as in :meth:`~xcompat.retrieval.snapshot.Snapshot.search`.
-        rerank: orders the first hits again; None for plain hits.
+        rerank: reorders the first hits.
     """
     model, embeds_1D, old_queries = asking(embedder), embed_query(embedder, query), None
     if isinstance(model, CompatModel) and (old := _old_model(model)) is not None:
@@ -104,15 +104,15 @@ def find(
 
 @lru_cache(maxsize=4)
 def _old_model(model: CompatModel) -> Fallback | None:
-    """Load the old model of a map that was chosen to search together with it, once."""
+    """Load the old model of a map that searches together with it."""
     return Fallback.of(model, device())
 
 
 def searchable_state(path: Path, embedder: Embedder) -> Gallery:
-    """Open the newest state of a gallery that a model searches: the old model's is the one before an upgrade.
+    """Open the newest state that a model can search, e.g. the one before an upgrade for the old model.
 
     Raises:
-        FingerprintMismatchError: the model searches none of the states that are kept.
+        FingerprintMismatchError: the model can search none.
     """
     gallery = Gallery.open(path)
     model = asking(embedder)

@@ -1,4 +1,4 @@
-"""Read one committed state of a gallery: count, look up and search its items, and check its files."""
+"""Read-only view of one committed gallery state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 SAMPLED, FACET_VALUES = 2000, 50
-"""Items of each segment that are looked at for filters, and the most values of a filter."""
+"""Items to read per segment for filter values, and the most values of a key."""
 
 
 class Snapshot:
-    """One committed state of a gallery; it never changes, but a compaction may delete it.
+    """One committed state of a gallery. It never changes, but a compaction may delete it.
 
     Args:
-        path: the gallery's folder.
+        path: the gallery folder.
         manifest: the state.
     """
 
@@ -44,12 +44,11 @@ class Snapshot:
         self._search = Search(self.segments, manifest, self.path)
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return self.manifest.rows
 
     @property
     def generation(self) -> int:
-        """Number of the committed state that this object shows."""
+        """Number of the committed state."""
         return self.manifest.generation
 
     @property
@@ -59,18 +58,18 @@ class Snapshot:
 
     @property
     def versions(self) -> list[Fingerprint]:
-        """The models whose embeddings the gallery holds; while it is empty, the model it was made for."""
+        """The models with embeddings; for an empty gallery, its first model."""
         return [version.fingerprint for version in self.manifest.present() or self.manifest.versions[:1]]
 
     def counts(self) -> dict[Fingerprint, int]:
-        """Return the number of items of each version."""
+        """Return the number of items per version."""
         totals = dict.fromkeys(self.versions, 0)
         for record in self.manifest.segments:
             totals[self.manifest.version(record.version).fingerprint] += record.rows - record.n_removed
         return totals
 
     def find(self, ids: Sequence[str]) -> list[Fingerprint | None]:
-        """Return the model that embedded each item; None for ids that are not in the gallery."""
+        """Return the model that embedded each item; None for unknown ids."""
         found: list[Fingerprint | None] = [None] * len(ids)
         hashes_N = id_hashes(ids)
         for segment in self.segments:
@@ -81,7 +80,7 @@ class Snapshot:
         return found
 
     def metadata(self, ids: Sequence[str]) -> list[dict[str, Any] | None]:
-        """Return the metadata of items; None for items without, and for ids that are not in the gallery."""
+        """Return the metadata of items; None if unknown."""
         found: list[dict[str, Any] | None] = [None] * len(ids)
         hashes_N = id_hashes(ids)
         for segment in self.segments:
@@ -92,7 +91,7 @@ class Snapshot:
         return found
 
     def vectors(self, ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the stored vectors of items, id -> (d,); ids that are not in the gallery are left out."""
+        """Return stored vectors, id -> (d,), without unknown ids."""
         found: dict[str, NDArray[np.float32]] = {}
         hashes_N = id_hashes(ids)
         for segment in self.segments:
@@ -103,11 +102,11 @@ class Snapshot:
         return found
 
     def facets(self, sample: int = SAMPLED, most: int = FACET_VALUES) -> dict[str, list[Any]]:
-        """Return what the metadata can be filtered by: keys whose values repeat, with the values seen, the commonest first.
+        """Return metadata keys with repeated values, with their values, most frequent first.
 
         Args:
-            sample: items of each segment that are looked at, evenly spaced.
-            most: a key with more values than these is no filter.
+            sample: items to read per segment, evenly spaced.
+            most: keys with more values are excluded.
         """
         seen: dict[str, Counter[str]] = {}
         for segment in self.segments:
@@ -121,10 +120,10 @@ class Snapshot:
         return {key: [json.loads(value) for value, _ in counts.most_common()] for key, counts in sorted(kept.items())}
 
     def require_keys(self, wanted: Iterable[str]) -> None:
-        """Refuse keys of a filter that no item's metadata have; every item is read, so ask only once nothing was found.
+        """Raise for filter keys that no item has. It reads every item.
 
         Raises:
-            XcompatError: naming such a key, and those that there are.
+            XcompatError: with the key and the nearest existing keys.
         """
         known: set[str] = set()
         for segment in self.segments:
@@ -137,7 +136,7 @@ class Snapshot:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn a failed read into :class:`GenerationGoneError` if a compaction has deleted this state."""
+        """Raise :class:`GenerationGoneError` for failed reads after a compaction."""
         try:
             yield
         except (XcompatError, OSError):
@@ -157,29 +156,29 @@ class Snapshot:
         rerank: HitOrder | None = None,
         rerank_queries: ArrayLike | None = None,
     ) -> list[list[Hit]]:
-        """Find the nearest items of each query, comparing it with each stored version in the view that both share.
+        """Find the nearest items of each query, in every stored version.
 
         Args:
-            embeds_QD: (Q, D) query embeddings as the model outputs them.
-            model_or_fingerprint: the query model; with a fingerprint, embeddings are compared as they are.
-            top_k: most hits per query.
-            where: keys and values (or lists, tuples, sets or arrays of accepted values) that an item's metadata must have.
-            merge: how to rank hits of several versions, see :func:`~xcompat.retrieval.searching.merge_candidates`.
-            parameters: search effort of approximate indexes in this search, such as ``nprobe=32,efSearch=128``.
-            old_queries: queries of the old model, used where the new model is not sure.
-            group_by: key of the metadata, such as ``document``: of each of its values only the best item is a hit, and items
-                without it are hits of their own. There are ``top_k`` hits if the 16,384 nearest items are of so many groups.
-            rerank: a :class:`~xcompat.retrieval.reranking.Reranker`, which scores hits again by new embeddings of originals: as
-                many as it takes candidates, or ``top_k`` if that is more.
-            rerank_queries: (Q, E) queries as the model of ``rerank`` outputs them; None if that is the query model.
+            embeds_QD: (Q, D) query embeddings as output by the model.
+            model_or_fingerprint: the query model; with a fingerprint, embeddings are compared unchanged.
+            top_k: largest number of hits per query.
+            where: metadata filter: key -> value, or accepted values (list, tuple, set or array).
+            merge: how to rank hits of several versions (:func:`~xcompat.retrieval.searching.merge_candidates`).
+            parameters: search effort of approximate indexes, e.g. ``nprobe=32,efSearch=128``.
+            old_queries: queries of the old model, for low confidence.
+            group_by: metadata key, e.g. ``document``: only the best item per value is a hit; items without the key are single
+                hits. At most
+                the 16,384 nearest items are grouped.
+            rerank: a :class:`~xcompat.retrieval.reranking.Reranker`, which rescores the first hits.
+            rerank_queries: (Q, E) queries as output by the re-ranking model; None if that is the query model.
 
         Returns:
-            Hits for each query, the best first.
+            Hits for each query, best first.
 
         Raises:
             FingerprintMismatchError: the model is not compatible with a stored version.
-            XcompatError: a query is zero, not finite or of another dimension, ``top_k`` is less than 1, or ``where`` holds what
-                no metadata are.
+            XcompatError: a query is zero, not finite or of another dimension, ``top_k`` is less than 1, or ``where`` is
+                invalid.
         """
         depth = top_k if rerank is None else max(top_k, rerank.candidates)
         with self.reading():
@@ -190,16 +189,16 @@ class Snapshot:
         return [each[:top_k] for each in ordered]
 
     def verify(self) -> None:
-        """Compare every file with its checksum; vectors in a Milvus are counted, not compared.
+        """Compare every file with its checksum; only count vectors in a Milvus.
 
         Raises:
-            XcompatError: names each file that is missing, truncated or altered.
+            XcompatError: lists each damaged file.
         """
         if wrong := self.damage():
             raise XcompatError(f"{self.path} is damaged: {'; '.join(wrong)}; roll back, or restore these files from a copy")
 
     def damage(self) -> list[str]:
-        """Return one line for each damaged file, none if the gallery is whole; other processes may write meanwhile.
+        """Return one line per damaged file, even while other processes write.
 
         Raises:
             GenerationGoneError: a compaction deleted this state meanwhile.

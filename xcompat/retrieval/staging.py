@@ -1,4 +1,4 @@
-"""What one writer prepares for the next generation: new segments, and removed rows."""
+"""A writer's uncommitted changes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from xcompat.retrieval.versions import Model
 
 FLUSH_BYTES = 2**27
-"""Bytes of embeddings and metadata that wait in memory before they are written to a segment."""
+"""Bytes of embeddings and metadata to collect before writing a segment."""
 
 
 class Staging:
-    """Uncommitted changes to a gallery. While this object lives, no other process can write.
+    """Uncommitted changes to a gallery. No other process can write while it lives.
 
-    The changes apply to :attr:`base`, the last committed state, which may be newer than the state a reader opened.
+    Changes apply to :attr:`base`, the last committed state, which may be newer than the opened one.
 
     Raises:
         XcompatError: another process is writing.
@@ -50,7 +50,7 @@ class Staging:
         self._lock = lock_writer(folder)
         try:
             self.base = Snapshot(folder, read_manifest(folder))
-            with suppress(XcompatError, OSError):  # the next writer tries again to delete leftovers
+            with suppress(XcompatError, OSError):  # the next writer retries
                 clear(folder, self.base.backend)
         except BaseException:
             self.release()
@@ -68,11 +68,11 @@ class Staging:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits for a commit."""
+        """Whether there is nothing to commit."""
         return not (self._pending_ids or self._written or self._removed)
 
     def present(self) -> list[VersionRecord]:
-        """Return the versions that would have embeddings after a commit."""
+        """Return the versions that will have embeddings after a commit."""
         left = {
             segment.record.version
             for name, segment in self._segments.items()
@@ -82,7 +82,7 @@ class Staging:
         return [version for digest, version in self._versions.items() if digest in left]
 
     def release(self) -> None:
-        """Let other processes write."""
+        """Release the writer lock."""
         self._lock.release()
 
     def add(
@@ -96,16 +96,17 @@ class Staging:
         """Prepare checked items.
 
         Args:
-            version: the model that made their embeddings.
+            version: the model of their embeddings.
             items: one block.
-            replace: whether to replace items that have the same id.
-            model: that model, which has to search what stays in the gallery; None for no such check.
-            same_originals: whether replaced items were embedded from the same originals, whose new embeddings stay valid.
+            replace: whether to replace items with the same id.
+            model: that model, to check that it can search the remaining gallery; None for no check.
+            same_originals: whether replaced items have the same originals, so that their new embeddings stay valid.
 
         Raises:
-            XcompatError: an id is in the gallery already, or the version has another dimension there.
-            FingerprintMismatchError: without ``replace``, the model does not search all present embeddings. With ``replace``,
-                :meth:`commit` checks it.
+            XcompatError: an id exists, or the version has another dimension.
+            FingerprintMismatchError: without ``replace``, the model cannot search all embeddings. With ``replace``,
+                :meth:`commit`
+                checks it.
         """
         if model is not None and not replace:
             present = self.present()
@@ -122,7 +123,7 @@ class Staging:
             name = items.ids[min(int(positions[0]) for positions, _ in taken.values())]
             count = sum(len(rows) for _, rows in taken.values())
             more = f" and {count - 1} more ids are" if count > 1 else " is"
-            raise XcompatError(f"{name!r}{more} in the gallery already; leave them out, or replace them (--replace)")
+            raise XcompatError(f"{name!r}{more} in the gallery already; remove them from the input, or replace them (--replace)")
         for segment, (_, rows) in taken.items():
             self.remove_rows(segment, rows)
         if not same_originals:
@@ -131,7 +132,6 @@ class Staging:
         self.flush_if_large()
 
     def _require_like_sides(self, version: VersionRecord, items: Items) -> None:
-        """Refuse side-information unlike that of the version's other embeddings."""
         known, waiting = self._versions[version.digest], self._pending.get(version.digest)
         have = {each.side_dim for each in self._segments.values() if each.record.version == version.digest}
         have |= {waiting.side_dim} if waiting is not None else set()
@@ -141,7 +141,7 @@ class Staging:
             require_like_sides(known, have, items.side_dim, version.side_info)
 
     def put(self, version: VersionRecord, items: Items) -> None:
-        """Prepare items whose ids are known to be free, such as those of rows that the same commit drops."""
+        """Prepare items with free ids, e.g. of rows that the same commit drops."""
         self._versions.setdefault(version.digest, version)
         waiting = self._pending.setdefault(version.digest, Items())
         waiting.embeds += items.embeds
@@ -152,12 +152,12 @@ class Staging:
         self._pending_bytes += items.nbytes
 
     def flush_if_large(self, fewest: int = 0) -> list[SegmentRecord]:
-        """Write waiting items if they take much memory, and are as many as ``fewest``; return the new segments."""
+        """Write pending items if large, and at least ``fewest``; return the new segments."""
         is_large = self._pending_bytes >= FLUSH_BYTES and sum(map(len, self._pending.values())) >= fewest
         return self.flush() if is_large else []
 
     def _find(self, ids: Sequence[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return where ids are, segment -> (positions in ``ids``, rows), after a flush if one of them is still waiting."""
+        """Return segment -> (positions in ``ids``, rows); flush if an id is pending."""
         if not self._pending_ids.isdisjoint(ids):
             self.flush()
         hashes_N = id_hashes(ids)
@@ -188,7 +188,7 @@ class Staging:
         self._removed[segment] = np.union1d(self._removed.get(segment, np.empty(0, np.int64)), rows_n)
 
     def flush(self) -> list[SegmentRecord]:
-        """Write waiting items; return the new segments."""
+        """Write pending items; return the new segments."""
         written = [
             write_segment(self.folder, items, digest, self.backend) for digest, items in self._pending.items() if len(items)
         ]
@@ -207,14 +207,14 @@ class Staging:
         """Publish all changes as the next generation.
 
         Args:
-            by: the operation that made the generation.
-            dropped: names of segments to leave out.
+            by: name of the operation.
+            dropped: names of segments to drop.
 
         Returns:
-            The manifest; the current one if nothing changed.
+            The manifest, unchanged without changes.
 
         Raises:
-            FingerprintMismatchError: no one model could search all items afterwards; the changes still wait.
+            FingerprintMismatchError: no single model could search all items; the changes stay pending.
         """
         self._require_common_search()
         self.flush()
@@ -235,39 +235,37 @@ class Staging:
         return self.manifest
 
     def _require_common_search(self) -> None:
-        """Refuse a new version whose model does not search everything that stays."""
         present = {version.digest: version for version in self.present()}
         for digest in present.keys() & self._made_by.keys() - {version.digest for version in self.manifest.present()}:
             others = [version for other, version in present.items() if other != digest]
             require_common_search(self._made_by[digest], others, self.folder)
 
     def publish(self, by: str, **state: Any) -> Manifest:  # noqa: ANN401 - fields of a manifest
-        """Write the next generation, made by an operation, with some fields of the manifest changed; return its manifest."""
+        """Write the next generation's manifest with changed fields."""
         update = {**state, "generation": self.manifest.generation + 1, "by": by}
         self.manifest = write_manifest(self.folder, self.manifest.model_copy(update=update))
         return self.manifest
 
     def roll_back(self, generation: int | None) -> Manifest:
-        """Publish an earlier state as the next generation, and return its manifest.
+        """Publish an earlier state as the next generation; return its manifest.
 
         Args:
-            generation: number of the state; None for the one before the current state.
+            generation: number of the state; None for the previous one.
 
         Raises:
-            XcompatError: that state is not kept, or a file that it names is gone.
+            XcompatError: the state, or a file of it, no longer exists.
         """
         if generation is None:
             generation = previous_generation(kept_manifests(self.folder))
         if generation is None:
             raise GenerationGoneError(
-                f"{self.folder} keeps no state before this one; `xcompat gallery rollback {self.folder} --list` shows the states "
-                "that it keeps"
+                f"{self.folder} has no earlier state; run `xcompat gallery rollback {self.folder} --list` to see the states"
             )
         wanted = read_state(self.folder, generation)
         missing = [line for record in wanted.segments for line in Segment(self.folder, record, self.backend).missing()]
         if missing:
             raise XcompatError(
-                f"cannot return to generation {generation} of {self.folder}: {'; '.join(missing)}; put that back, or choose "
+                f"cannot return to generation {generation} of {self.folder}: {'; '.join(missing)}; restore the files, or choose "
                 f"another generation with --to"
             )
         state = {

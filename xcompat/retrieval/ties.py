@@ -1,4 +1,4 @@
-"""Order of items with equal scores: by row, the same for any batch of queries and any number of hits."""
+"""Order of items with equal scores: by row, independent of the batch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 MORE, HITS_AT_ONCE = 4, 2**22
-"""Growth of a search among many equal scores, and hits of several queries that are in memory at once."""
+"""Growth factor of a search with ties, and largest number of hits in memory."""
 ROUNDING = 2.0**-18
-"""Relative error of a float32 score, whichever way it was summed up."""
+"""Relative error of a float32 score, for any order of summation."""
 COMPARED_BYTES = 2**27
 
 
@@ -19,10 +19,10 @@ class Scored(NamedTuple):
     """Nearest rows of some queries.
 
     Args:
-        scores_Qk: (Q, k) scores as the index computed them, the best first.
-        rows_Qk: (Q, k) rows, -1 where there are no more.
-        exact_Qk: (Q, k) scores that are the same in any batch, by which rows are ranked.
-        slack_Q: (Q,) largest difference between computed scores of equal vectors.
+        scores_Qk: (Q, k) scores of the index, best first.
+        rows_Qk: (Q, k) rows, padded with -1.
+        exact_Qk: (Q, k) batch-independent scores, for ranking.
+        slack_Q: (Q,) largest rounding difference of equal vectors' scores.
     """
 
     scores_Qk: NDArray[np.float32]
@@ -37,18 +37,18 @@ Find: TypeAlias = Callable[[NDArray[np.float32], int], Scored]
 def search_with_ties(
     find: Find, queries_Qd: NDArray[np.float32], k: int, rows: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Find the k nearest rows of each query; of equal scores the lowest rows come first.
+    """Find the k nearest rows of each query, with ties sorted by row.
 
-    An index that has more equal scores than hits returns any of them. It is asked for more hits until a lower score ends them.
+    An index returns any of equal scores, so the search is repeated with more hits until a lower score follows.
 
     Args:
         find: returns the k nearest rows of queries.
         queries_Qd: (Q, d) float32.
-        k: number of rows per query.
+        k: rows per query.
         rows: rows of the index.
 
     Returns:
-        (Q, k) scores, the best first, and (Q, k) rows, -1 where there are no more.
+        (Q, k) scores, best first, and (Q, k) rows, padded with -1.
     """
     scores_Qk = np.empty((len(queries_Qd), k), np.float32)
     rows_Qk = np.empty((len(queries_Qd), k), np.int64)
@@ -67,7 +67,7 @@ def search_with_ties(
 
 
 def _may_lack_ties(found: Scored, k: int) -> NDArray[np.bool_]:
-    """Return which queries may have further rows with the score of their last hit."""
+    """Return queries that may have further rows with their last score."""
     last_Q, worst_Q = found.scores_Qk[:, k - 1], found.scores_Qk[:, -1]
     return (found.rows_Qk[:, -1] >= 0) & (worst_Q >= last_Q - found.slack_Q)
 
@@ -79,12 +79,12 @@ def compare_exactly(
     vectors: Callable[[NDArray[np.int64]], NDArray[np.float32]],
     metric: str,
 ) -> Scored:
-    """Compute the scores of found rows in float64, one by one: equal vectors get equal scores in every index and batch.
+    """Recompute scores in float64, so that equal vectors get equal scores in every batch.
 
     Args:
         queries_Qd: (Q, d) float32.
-        rows_Qk: (Q, k) rows, -1 where there are none.
-        scores_Qk: (Q, k) their scores as an index computed them.
+        rows_Qk: (Q, k) rows, padded with -1.
+        scores_Qk: (Q, k) scores of the index.
         vectors: returns the vectors of rows.
         metric: ``l2`` for squared distances, else inner products.
     """

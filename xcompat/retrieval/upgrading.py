@@ -1,4 +1,4 @@
-"""Map a gallery's embeddings to the space of a newer model, in bounded memory; a second run continues a killed one."""
+"""Upgrade of a gallery to a newer model's space, in bounded memory and with restarts."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
 
 ROWS_TRIED = 4096
-"""Embeddings that are mapped to estimate the time for all."""
+"""Embeddings to map for a time estimate."""
 
 
 class Plan(NamedTuple):
-    """The cost of an upgrade.
+    """Cost of an upgrade.
 
     Args:
         items: number of embeddings to map.
-        seconds: estimated time, from a few thousand of them.
-        nbytes: estimated size of the new segments in bytes; the old ones stay until a compaction.
+        seconds: estimated time.
+        nbytes: estimated bytes of the new segments; the old ones stay until a compaction.
     """
 
     items: int
@@ -47,9 +47,9 @@ class Plan(NamedTuple):
 
 
 class _Progress(BaseModel):
-    """The journal of an upgrade: source segment -> first row that is not mapped, and the segments written so far.
+    """Journal of an upgrade: source segment -> first unmapped row, and the new segments.
 
-    It is valid only in the generation in which it began: mapped rows may have been removed since.
+    Valid only in the generation in which it began, because mapped rows could be removed later.
     """
 
     generation: int
@@ -75,7 +75,7 @@ def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
 
 
 def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, spread: Spread = here) -> int:
-    """Map every embedding that the model maps, ``batch_size`` at a time, and commit; return their number.
+    """Map all embeddings of the old space, ``batch_size`` at a time, and commit; return their number.
 
     Raises:
         XcompatError: as :func:`segments_to_map`.
@@ -104,11 +104,11 @@ def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, sprea
 
 
 def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
-    """Return the segments that a model maps: the old model's, and those that compatible models stored in its space.
+    """Return the segments in the space of a model's old model.
 
     Raises:
         XcompatError: the model maps no galleries.
-        FingerprintMismatchError: the gallery holds nothing that the model maps, or embeddings that it neither maps nor searches.
+        FingerprintMismatchError: the model can map nothing here, or can neither map nor search some embeddings.
     """
     if not model.maps_galleries:
         raise XcompatError(
@@ -129,14 +129,13 @@ def segments_to_map(gallery: Snapshot, model: CompatModel) -> list[Segment]:
         raise FingerprintMismatchError(f"{identity(model)} maps embeddings of {nearest}; this gallery holds {found}")
     if left:  # no single model could search these together with the mapped ones
         raise FingerprintMismatchError(
-            f"{identity(model)} neither maps nor searches the {', '.join(map(str, left))} embeddings of this gallery beside "
+            f"{identity(model)} can neither map nor search the {', '.join(map(str, left))} embeddings of this gallery, only "
             f"those of {nearest}; roll back to before they were added, upgrade, and add them again"
         )
     return [segment for segment in gallery.segments if segment.record.version in mapped]
 
 
 def _require_side_info(gallery: Snapshot, model: CompatModel, mapped: set[str]) -> None:
-    """Refuse side-information of another model than the one that the map was trained with."""
     described = getattr(model.config, "side_info", None)
     if not model.reads_side_info or described is None:
         return
@@ -144,18 +143,18 @@ def _require_side_info(gallery: Snapshot, model: CompatModel, mapped: set[str]) 
     for version in gallery.manifest.present():
         if version.digest in mapped and version.side_info not in (None, wanted.digest):
             raise FingerprintMismatchError(
-                f"{identity(model)} was trained with side-information of {wanted}, and that beside the {version.fingerprint} "
-                "embeddings of this gallery is of another model; train the map with that one"
+                f"{identity(model)} was trained with side-information of {wanted}, but the {version.fingerprint} "
+                "embeddings of this gallery have side-information of another model; train the map with that model"
             )
 
 
 class Block(NamedTuple):
-    """Embeddings that are mapped together.
+    """Embeddings to map together.
 
     Args:
         embeds_nd: (n, d) float32.
         side_nS: side-information, or None.
-        unit: whether they are of length 1 already.
+        unit: whether they already have length 1.
     """
 
     embeds_nd: NDArray[np.float32]
@@ -164,7 +163,7 @@ class Block(NamedTuple):
 
 
 def map_block(model: CompatModel, block: Block) -> Block:
-    """Map embeddings to the space of a newer model, and their side-information if the model makes some; else it is dropped."""
+    """Map embeddings to a newer model's space, and their side-information if possible."""
     import torch
 
     with torch.inference_mode():
@@ -177,15 +176,12 @@ def map_block(model: CompatModel, block: Block) -> Block:
 
 
 class _Stored(NamedTuple):
-    """Where a block is from, and its items."""
-
     segment: Segment
     rows_n: NDArray[np.int64]
     items: Items
 
 
 def _left(segment: Segment, progress: _Progress) -> NDArray[np.int64]:
-    """Return the rows of a segment that are not mapped yet."""
     rows = segment.present()
     return rows[rows >= progress.done.get(segment.record.name, 0)]
 
@@ -197,15 +193,13 @@ def _blocks(gallery: Snapshot, left: list[tuple[Segment, NDArray[np.int64]]], ba
 
 
 def _block(items: Items, gallery: Snapshot, segment: Segment) -> Block:
-    """Return what a model maps of some items."""
-    unit = gallery.manifest.version(segment.record.version).length == 1  # else adopted as its owner stored it, never normalised
+    unit = gallery.manifest.version(segment.record.version).length == 1  # adopted vectors may have other lengths
     return Block(items.embeds[0], items.side_info[0] if items.side_info else None, unit)
 
 
 def _items(made: Block, old: Items, gallery: Snapshot, model: CompatModel) -> Items:
-    """Return mapped items, checked."""
     name = type(model).__name__
-    embeds_nd = checked_embeddings(made.embeds_nd, gallery.metric, lambda row: f"what {name} makes of {old.ids[row]!r}")
+    embeds_nd = checked_embeddings(made.embeds_nd, gallery.metric, lambda row: f"the {name} embedding of {old.ids[row]!r}")
     return Items([embeds_nd], old.ids, old.metadata, [made.side_nS] if made.side_nS is not None else [])
 
 
@@ -217,12 +211,12 @@ def _record(journal: Path, progress: _Progress, segment: Segment, row: int, writ
 
 
 def _begun(gallery: Snapshot, journal: Path) -> _Progress:
-    """Read the journal of an upgrade; begin a new one if the gallery has changed since, or a file is damaged or gone."""
+    """Read a valid journal of an upgrade, or start a new one."""
     fresh = _Progress(generation=gallery.generation)
     try:
         told = read_json(journal)
         found = _Progress(**told)
-    except (XcompatError, TypeError, ValueError):  # there is none, or it is damaged
+    except (XcompatError, TypeError, ValueError):  # missing or damaged
         return fresh
     if found.generation != gallery.generation or found.checksum != json_checksum(told):
         return fresh

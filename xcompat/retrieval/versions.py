@@ -1,4 +1,4 @@
-"""Which queries can be compared with which stored embeddings, and in which view."""
+"""Compatibility of query models with stored embeddings."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     Model: TypeAlias = CompatModel | Embedder | Fingerprint
 
 UPGRADED = "upgrade"
-"""Name under which the fingerprint of embeddings mapped from an older version derives from the mapping model's."""
-JOINING = "name a run or map of the new model that is compatible with the old one: it embeds anew, and its queries search both"
+"""Derivation name for fingerprints of mapped embeddings."""
+JOINING = "use a run or map of the new model that is compatible with the old one: its queries search both"
 CHUNK = 8192
 
 
@@ -38,14 +38,11 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
     """Describe the embeddings that a model stores in a gallery.
 
     Args:
-        model: a compatible model, a frozen one as ``load_embedder`` gives it, or the fingerprint of vectors made elsewhere.
-        dim: dimension of the stored embeddings; needed with a fingerprint only.
-
-    Returns:
-        The version.
+        model: a compatible model, a result of ``load_embedder``, or a fingerprint.
+        dim: dimension of the stored embeddings; required with a fingerprint.
 
     Raises:
-        XcompatError: a fingerprint comes without a dimension, or with one below 1.
+        XcompatError: the dimension of a fingerprint is missing or below 1.
     """
     compat = _compat(model)
     if compat is not None:
@@ -59,20 +56,20 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
     version = identity(model)
     own = dim if isinstance(model, Fingerprint) else cast("Embedder", model).dim
     if own is None:
-        raise XcompatError(f"nothing is known of {version} but its name: give the dimension of its embeddings as dim")
+        raise XcompatError(f"dim is required when only the fingerprint {version} is given; set the dimension of its embeddings")
     if own < 1:
-        raise XcompatError(f"embeddings have at least 1 dimension, not {own}")
+        raise XcompatError(f"dim is {own}; it must be at least 1")
     return VersionRecord(digest=version.digest, name=version.name, dim=own)
 
 
 def searchable_versions(model: CompatModel | Embedder) -> list[VersionRecord]:
-    """List the versions that a model's queries search without another map, the one that a new model is for first.
+    """List the versions that a model's queries can search without another map.
 
     Args:
         model: as in :func:`stored_version`.
 
     Returns:
-        The older versions it is compatible with, the nearest first, unless it maps galleries; then what it stores itself.
+        Compatible older versions, nearest first, unless it maps galleries; then its own version.
     """
     own, compat = stored_version(model, None), _compat(model)
     if compat is None or not compat.stores_view:
@@ -81,7 +78,7 @@ def searchable_versions(model: CompatModel | Embedder) -> list[VersionRecord]:
 
 
 def upgraded_version(model: CompatModel) -> VersionRecord:
-    """Describe the embeddings that a model maps from older ones: they stand where the encoder has its own, if that is known."""
+    """Describe the embeddings that a model maps; they share its encoder's space, if known."""
     own = model.fingerprint()
     shares = tuple(encoder.digest for encoder in model.embeds_written()) if model.embeds_in_memory else ()
     digest = own.derived(UPGRADED).digest
@@ -98,60 +95,58 @@ def identity(model: Model) -> Fingerprint:
     from xcompat.models.embedder import Embedder
 
     if isinstance(model, str):
-        raise XcompatError(
-            f"{model!r} is a name: give Fingerprint.from_string({model!r}), or the model as load_embedder loads it"
-        )
+        raise XcompatError(f"{model!r} is a name; use Fingerprint.from_string({model!r}), or load the model with load_embedder")
     return model.fingerprint if isinstance(model, Embedder) else model.fingerprint()
 
 
 def require_like_sides(known: VersionRecord, have: set[int], side_dim: int, by: str | None) -> None:
-    """Refuse side-information beside a part of a model's embeddings only, of two models, or of two widths.
+    """Raise if a version's side-information is incomplete, of two models, or of two dimensions.
 
     Args:
-        known: the version that is stored.
-        have: dimensions of the side-information of its embeddings; 0 where there is none.
-        side_dim: those of what comes to them.
-        by: digest of the model that made that; None if nobody said.
+        known: the stored version.
+        have: dimensions of its side-information; 0 without any.
+        side_dim: dimension of the new side-information.
+        by: digest of the model that made it; None if unknown.
     """
     if {dim > 0 for dim in have} != {side_dim > 0}:
         raise XcompatError(
-            f"what {known.fingerprint} embedded in this gallery has {'no ' if side_dim else ''}side-information, and these items "
-            "differ in that; give it for all or for none (--side-info)"
+            f"the {known.fingerprint} embeddings of this gallery have {'no ' if side_dim else ''}side-information, unlike these "
+            "items; use --side-info for all items or for none"
         )
     if side_dim and known.side_info != by:
         raise XcompatError(
-            f"the side-information beside the {known.fingerprint} embeddings of this gallery is of another model than that of "
-            "these items (--side-info); take the same model"
+            f"the side-information of the {known.fingerprint} embeddings of this gallery is of another model than that of "
+            "these items (--side-info); use the same model"
         )
     if have != {side_dim}:
         raise XcompatError(
-            f"the side-information beside the {known.fingerprint} embeddings of this gallery has {min(have)} dimensions, that of "
-            f"these items {side_dim}; take the same model"
+            f"the side-information of the {known.fingerprint} embeddings of this gallery has {min(have)} dimensions, that of "
+            f"these items {side_dim}; use the same model"
         )
 
 
 def own_metric(model: Model) -> Compares:
-    """Return how a model's embeddings are compared; by cosine if only a fingerprint is known."""
+    """Return how a model's embeddings are compared; cosine for a fingerprint."""
     return "cosine" if isinstance(model, Fingerprint) else model.metric
 
 
 def require_metric(model: Model, metric: Metric) -> None:
-    """Refuse embeddings of any length, which are compared by L2 distance, where a gallery compares otherwise."""
+    """Raise if the model needs L2 distance, but the gallery has another metric."""
     if own_metric(model) == "l2" and metric != "l2":
         raise XcompatError(
-            f"embeddings of {identity(model)} are compared by L2 distance, and this gallery compares by {metric}; make one with "
-            "metric l2, as `xcompat gallery build` does with that model"
+            f"embeddings of {identity(model)} are compared by L2 distance, but this gallery compares by {metric}; make one with "
+            "metric l2, e.g. with `xcompat gallery build` and that model"
         )
 
 
 def stored_embeddings(
     model: Model | None, embeds_ND: ArrayLike, versions: Sequence[VersionRecord]
 ) -> tuple[VersionRecord, NDArray[np.float32]]:
-    """Bring a model's own embeddings into the form in which a gallery stores them.
+    """Convert a model's own embeddings to the stored form.
 
     Args:
-        model: as in :func:`stored_version`; None for the model that the gallery was made for, with embeddings in stored form.
-        embeds_ND: (N, D) embeddings as the model outputs them; an embedder outputs the stored form.
+        model: as in :func:`stored_version`; None for the gallery's first model, with embeddings in stored form.
+        embeds_ND: (N, D) embeddings as output by the model.
         versions: the gallery's versions.
 
     Returns:
@@ -165,27 +160,27 @@ def stored_embeddings(
         stored = _through(compat.stored, stored, compat)
     record = versions[0] if model is None else stored_version(model, stored.shape[-1])
     if stored.ndim == 2 and stored.shape[1] != record.dim:
-        raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, these embeddings have {stored.shape[1]}")
+        raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, but these embeddings have {stored.shape[1]}")
     known = next((version for version in versions if version.digest == record.digest), record)
     return record, stored if model is None else of_length(model, stored, known)
 
 
 def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> NDArray[np.float32] | None:
-    """Bring queries into the space of stored embeddings.
+    """Convert queries to the space of stored embeddings.
 
     Args:
-        model: the query model; with a fingerprint, queries are compared as they are.
-        embeds_QD: (Q, D) query embeddings as the model outputs them.
-        version: the version of the stored embeddings.
+        model: the query model; with a fingerprint, queries are unchanged.
+        embeds_QD: (Q, D) query embeddings as output by the model.
+        version: version of the stored embeddings.
 
     Returns:
-        (Q, d) float32; None if the two cannot be compared.
+        (Q, d) float32; None if not comparable.
     """
     embeds = as_float32(embeds_QD)
     compat = _compat(model)
     if compat is None:
         known = {version.digest, *version.shares}
-        stores = getattr(model, "passages", None) or model  # with the prompt of queries it asks for its passages
+        stores = getattr(model, "passages", None) or model  # an embedder with query prompts searches its passages
         return embeds if identity(stores).digest in known else None
     if compat is not model:  # an embedder outputs the stored form
         shared = {compat.stored_fingerprint().digest}
@@ -196,7 +191,7 @@ def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> ND
 
 
 def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the inputs of a map at length 1, as those it was fitted on; a query without a direction becomes NaN."""
+    """Normalise inputs of a map fitted on unit vectors; zero queries become NaN."""
     if not model.embeds_in_memory or model.metric != "cosine":
         return embeds_QD
     lengths_Q = row_lengths(embeds_QD)
@@ -207,7 +202,7 @@ def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArra
 
 def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
     own = model.stored_fingerprint()
-    if version.digest == own.digest:  # its metric and memory help here as they do among old embeddings
+    if version.digest == own.digest:  # metric and memory help here as for old embeddings
         return _through(model.view if model.stores_view else model.self_view, embeds, model)
     if model.maps_galleries:
         mapped = version.digest == model.fingerprint().derived(UPGRADED).digest
@@ -219,7 +214,7 @@ def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: Versi
 
 
 def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
-    """Return the queries unmapped if a map over embeddings searches a gallery of the encoder that it belongs to."""
+    """Return queries unmapped for a gallery of the map's own encoder."""
     of_encoder = model.embeds_in_memory and (model.config.encoder or {}).get("fingerprint") == version.digest
     return _through(model.self_view, embeds, model) if of_encoder else None
 
@@ -227,19 +222,19 @@ def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionReco
 def query_views(
     model: Model, embeds_QD: ArrayLike, manifest: Manifest, place: object = "GALLERY"
 ) -> list[tuple[VersionRecord, NDArray[np.float32]]]:
-    """Bring queries into the space of each version in a gallery.
+    """Convert queries to the space of each version in a gallery.
 
     Args:
         model: the query model.
-        embeds_QD: (Q, D) query embeddings as the model outputs them.
+        embeds_QD: (Q, D) query embeddings as output by the model.
         manifest: the gallery's state.
-        place: the gallery's folder, for messages.
+        place: the gallery folder, for messages.
 
     Returns:
-        Each version that has embeddings, with the queries in its space.
+        Each version with embeddings, and the queries in its space.
 
     Raises:
-        FingerprintMismatchError: the queries cannot be compared with a version; names the model, the version and the remedy.
+        FingerprintMismatchError: the queries cannot be compared with a version; with the fix.
     """
     views = []
     for version in manifest.present():
@@ -255,16 +250,16 @@ def query_views(
 
 
 def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
-    """Scale a model's embeddings to the length of stored ones that were never normalised; a fingerprint's stay as they are."""
+    """Scale a model's embeddings to the length of unnormalised stored ones."""
     if version.length == 1 or isinstance(model, Fingerprint):
         return embeds_ND
     return normalise_rows(embeds_ND) * np.float32(version.length)
 
 
 def takes_old_queries(model: Model, version: VersionRecord) -> bool:
-    """Return whether old queries may replace or join those of a model among stored embeddings of a version.
+    """Return whether old queries can replace or join a model's queries for a version.
 
-    They may if the model is not its own and searches it with a memory, or was chosen to search together with the old model.
+    True if the model searches it with a memory, or was fitted to search together with the old model.
     """
     compat = _compat(model)
     if compat is None or compat is not model or compat.maps_galleries:
@@ -277,24 +272,24 @@ def takes_old_queries(model: Model, version: VersionRecord) -> bool:
 
 
 def notice_missing_old(model: Model) -> None:
-    """Say once that a model was chosen to search together with the old one, where it searches alone."""
+    """Print a notice if a map that needs old queries searches without them."""
     compat = _compat(model)
     if compat is not None and compat.config.old_share is not None:
         notice_once(
-            f"{identity(model)} was chosen to search half-way with queries of the old model, which are missing here: it may find "
+            f"{identity(model)} was fitted to search together with queries of the old model, which are missing here; it may find "
             "less than old queries"
         )
 
 
 def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
-    """Return the scale of a model's scores against stored embeddings of a version.
+    """Return the scale of a model's scores against a version.
 
     Args:
         model: the query model.
-        version: the version of the stored embeddings.
+        version: version of the stored embeddings.
 
     Returns:
-        The scale to scores against ``version.scaled_to``; None if it is unknown.
+        The scale to scores against ``version.scaled_to``; None if unknown.
     """
     if version.scaled_to is None:
         return ScoreScale()
@@ -306,15 +301,15 @@ def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
 
 
 def gallery_scales(model: Model, versions: Sequence[VersionRecord], metric: Metric) -> list[ScoreScale] | None:
-    """Return the scales that bring a model's scores against all versions of a gallery to that of the oldest.
+    """Return the scales from each version's scores to those of the oldest.
 
     Args:
         model: the query model.
-        versions: those with embeddings, the oldest first.
-        metric: of the gallery; ``l2`` scores of unit vectors are brought to cosines and back.
+        versions: versions with embeddings, oldest first.
+        metric: metric of the gallery.
 
     Returns:
-        A scale for each version, in units of the gallery's scores; None if one is unknown.
+        A scale per version, in units of the gallery's scores; None if one is unknown.
     """
     known = {version.digest: version for version in versions}
 
@@ -337,7 +332,7 @@ def gallery_scales(model: Model, versions: Sequence[VersionRecord], metric: Metr
 
 
 def _in_units(scale: ScoreScale, length: float, length_of_oldest: float, metric: Metric) -> ScoreScale:
-    """Return a scale of cosines as a scale of the gallery's scores, against embeddings of some length."""
+    """Convert a scale of cosines to the gallery's scores."""
     unit = length_of_oldest**2
     slope = scale.slope * unit / length**2
     if metric == "l2":  # a score is 2·length²·(cosine - 1)
@@ -346,16 +341,15 @@ def _in_units(scale: ScoreScale, length: float, length_of_oldest: float, metric:
 
 
 def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> NDArray[np.float32] | None:
-    """Return the model's confidence in its queries, for models whose queries use a memory.
+    """Return a model's confidence in its queries, if they use a memory.
 
     Args:
         model: the query model.
-        embeds_QD: (Q, D) query embeddings as the model outputs them.
+        embeds_QD: (Q, D) query embeddings as output by the model.
         manifest: the gallery's state.
 
     Returns:
-        (Q,) as :meth:`~xcompat.models.base.CompatModel.confidence` returns it; None if the model has no confidence, or searches
-        nothing here with its memory.
+        (Q,) from :meth:`~xcompat.models.base.CompatModel.confidence`; None without confidence, or without use of the memory.
     """
     compat = _compat(model)
     if compat is None or not compat.is_confident or not any(takes_old_queries(model, version) for version in manifest.present()):
@@ -364,33 +358,33 @@ def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> 
 
 
 def require_views(model: Model, manifest: Manifest, place: object = "GALLERY") -> None:
-    """Refuse a model whose queries cannot be compared with every version in a gallery (see :func:`query_views`)."""
+    """Raise if a model cannot search every version (see :func:`query_views`)."""
     query_views(model, _any_query(model), manifest, place)
 
 
 def require_joinable(model: Model, manifest: Manifest, place: object = "GALLERY") -> None:
-    """Refuse a model whose own embeddings would split a gallery: no one model could search them and what is there.
+    """Raise if no single model could search this model's and the stored embeddings.
 
     Raises:
-        FingerprintMismatchError: names the model, the version that it does not search, and the remedy.
+        FingerprintMismatchError: the model cannot search a version; with the fix.
     """
     require_common_search(model, manifest.present(), place)
     require_metric(model, manifest.metric)
 
 
 def require_common_search(model: Model, versions: Iterable[VersionRecord], place: object = "GALLERY") -> None:
-    """Refuse a model whose queries do not search all of some versions (see :func:`require_joinable`)."""
+    """Raise if a model cannot search all versions (see :func:`require_joinable`)."""
     model = _compat(model) or model
     for version in versions:
         if not fits(model, version):
             raise FingerprintMismatchError(
-                f"no one model could search embeddings of {identity(model)} beside the {version.fingerprint} embeddings of this "
+                f"no single model could search embeddings of {identity(model)} and the {version.fingerprint} embeddings of this "
                 f"gallery: {_advice(model, version, place) if _compat(model) is not None else JOINING}"
             )
 
 
 def fits(model: Model, version: VersionRecord) -> bool:
-    """Return whether a model's queries can be compared with stored embeddings of a version."""
+    """Return whether a model's queries can be compared with a version."""
     return query_view(model, _any_query(model), version) is not None
 
 
@@ -400,12 +394,12 @@ def _any_query(model: Model) -> NDArray[np.float32]:
 
 
 def alias_advice(model: Model, version: VersionRecord, place: object) -> str | None:
-    """Return the command that helps if a model and a version may be one under two names; None if they are surely two.
+    """Return the alias command if model and version may be the same; None if they certainly differ.
 
     Args:
         model: the query model.
-        version: stored embeddings that its queries do not fit.
-        place: the gallery's folder, or the address of a store.
+        version: stored embeddings that do not match its queries.
+        place: the gallery folder, or the address of a store.
     """
     compat, own = _compat(model), version.fingerprint
     if compat is not None and compat.maps_galleries:
@@ -422,10 +416,10 @@ def alias_advice(model: Model, version: VersionRecord, place: object) -> str | N
 
 
 def aliased_version(versions: Sequence[VersionRecord], alias: Fingerprint) -> VersionRecord:
-    """Return the version that another identity of its model is for: the only one, or the only one known by name alone.
+    """Return the version of an alias: the only one, or the only one known by name.
 
     Raises:
-        XcompatError: there is no such version, or it is of other weights than the alias.
+        XcompatError: there is no such version, or it has other weights.
     """
     matching = [version for version in versions if alias.is_of_name or version.fingerprint.is_of_name] or list(versions)
     version = matching[0]
@@ -456,7 +450,7 @@ def _advice(model: Model, version: VersionRecord, place: object) -> str:
 
 
 def _compat(model: Model) -> CompatModel | None:
-    """Return the compatible model that a model is, or that an embedder holds."""
+    """Return the compatible model, possibly inside an embedder."""
     if isinstance(model, Fingerprint):  # needs no import of torch
         return None
     from xcompat.models.base import CompatModel
@@ -467,7 +461,7 @@ def _compat(model: Model) -> CompatModel | None:
 
 
 def as_float32(embeds: ArrayLike) -> NDArray[np.float32]:
-    """Return an array or tensor of embeddings as a float32 matrix; one embedding becomes a matrix of one row."""
+    """Return embeddings as a float32 matrix; a single embedding becomes one row."""
     if hasattr(embeds, "detach"):
         embeds = embeds.detach().cpu().float().numpy()
     array = np.ascontiguousarray(embeds, dtype=np.float32)
@@ -475,7 +469,7 @@ def as_float32(embeds: ArrayLike) -> NDArray[np.float32]:
 
 
 def _through(function: Callable[[Tensor], Tensor], embeds: NDArray[np.float32], model: Any) -> NDArray[np.float32]:  # noqa: ANN401
-    """Apply a function of a model to embeddings, a few thousand at a time."""
+    """Apply a model function to embeddings in chunks."""
     import torch
 
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Page to search with old and new queries side by side."""
+"""Web page that searches with old and new queries side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def serve_target(
     target: str, options: Options, model: str | None, old: str | None, sources: Sequence[Path], allow_changes: bool
 ) -> None:
-    """Serve a page until it is interrupted.
+    """Serve a page until interrupted.
 
     Args:
         target: a gallery or a run, as for :func:`~xcompat.serve.target.load_site`.
@@ -27,13 +27,15 @@ def serve_target(
         allow_changes: whether the page may change galleries.
 
     Raises:
-        XcompatError: something is missing, does not fit, or cannot be served.
+        XcompatError: the target, a model or a library is missing, or the page cannot be served.
     """
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        raise XcompatError(f"the page needs {error.name}; install it with `pip install xcompat[serve]`") from None
+        raise XcompatError(
+            f'the page needs {error.name}; install it with `pip install -e ".[serve]"` in a clone of xcompat'
+        ) from None
     from xcompat.serve.app import serve
     from xcompat.serve.target import load_site
 

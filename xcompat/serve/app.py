@@ -1,4 +1,4 @@
-"""The page as a web application: its addresses, and the lanes in which their work is done."""
+"""Web application of the page: routes, and queues for their work."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WAITING = 256
-"""Searches that wait for their turn."""
+"""Maximum searches in the queue."""
 WAIT_SECONDS, WORK_SECONDS = 60.0, 60.0
 OLD_PATH = "/gradio_api/call/search"
-"""Address of a search in earlier versions, for scripts that use it."""
+"""Search path of earlier versions, for existing scripts."""
 
 
 def serve(site: Site, options: Options) -> None:
-    """Serve a page until it is interrupted.
+    """Serve a page until interrupted.
 
     Args:
         site: the page.
-        options: where.
+        options: its address and password.
 
     Raises:
-        XcompatError: the port is taken, or other machines reach the page and it has no password.
+        XcompatError: the port is in use, or other machines can reach the page and it has no password.
     """
     options.require_password()
     sockets = [listen(options)]
@@ -66,10 +66,10 @@ def serve(site: Site, options: Options) -> None:
 
 
 def listen(options: Options) -> socket.socket:
-    """Return a socket that listens at the address of the page.
+    """Return a socket that listens at the page's address.
 
     Raises:
-        XcompatError: it cannot listen there.
+        XcompatError: the address is unavailable.
     """
     try:
         return socket.create_server(
@@ -77,7 +77,7 @@ def listen(options: Options) -> socket.socket:
         )
     except OSError as error:
         raise XcompatError(
-            f"nothing can be served at {options.host}:{options.port} ({error.strerror}); choose another --port or --host"
+            f"cannot listen at {options.host}:{options.port} ({error.strerror}); choose another --port or --host"
         ) from None
 
 
@@ -86,7 +86,7 @@ def make_app(site: Site, options: Options) -> Guard:
 
     Args:
         site: the page.
-        options: its names and its password.
+        options: its host names and password.
     """
     login = None if options.password is None else Login(options.password)
     access = Access(options.host, options.names, login)
@@ -120,7 +120,7 @@ Handler = Callable[["Request"], Awaitable[Response]]
 
 
 def _route(path: str, handler: Handler, method: str = "GET") -> Route:
-    """Return a route whose failures are answered in one line."""
+    """Return a route that answers failures in one line."""
 
     async def answer_request(request: Request) -> Response:
         try:
@@ -135,8 +135,6 @@ def _route(path: str, handler: Handler, method: str = "GET") -> Route:
 
 @dataclass
 class _Handlers:
-    """One method for each address of the page."""
-
     site: Site
     access: Access
     models: Lane = field(default_factory=lambda: Lane(WAITING, WAIT_SECONDS, WORK_SECONDS))
@@ -217,7 +215,7 @@ class _Handlers:
     async def job(self, request: Request) -> Response:
         job = self.jobs.find((await queries.read_json(request, queries.JobQuery)).job)
         if job is None:
-            raise HTTPException(404, "this work is not remembered any more")
+            raise HTTPException(404, "this job has expired")
         return JSONResponse(asdict(job))
 
     async def begin_old_search(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Limits on connections: how many, and how long one may take to send a request or to read an answer."""
+"""Limits on connections: their number, and the time to send a request or read an answer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 CONNECTIONS, OF_ONE_ADDRESS = 512, 256
 REQUEST_SECONDS = 10.0
-"""Longest time between the first byte of a request and the end of its headers."""
+"""Maximum time for the headers of a request."""
 ANSWER_SECONDS = 30.0
-"""Longest time in which a client reads the rest of an answer."""
+"""Maximum time for a client to read the rest of an answer."""
 HEADER_BYTES = 2**16
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 with limits for clients that are slow on purpose."""
+    """HTTP/1.1 with limits against slow clients."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -83,7 +83,7 @@ def _address_of(connection: Any) -> str:  # noqa: ANN401 - any protocol of uvico
 
 
 def make_server(app: ASGIApp) -> Server:
-    """Return the HTTP server of an application: no websockets, no trust in headers of proxies, no header with its name."""
+    """Return the HTTP server of an application, without websockets, trust in proxy headers, or a server header."""
     return Server(
         Config(
             app,

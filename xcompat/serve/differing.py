@@ -1,4 +1,4 @@
-"""Where they differ: the queries of a run's test set, those that lost or gained most first, page by page."""
+"""Test queries that differ most between two models, page by page."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PER_PAGE, HITS = 10, 5
 
 
 def pages(judged: Judged) -> int:
-    """Return how many pages the queries of a direction take."""
+    """Return the number of pages for a direction."""
     return max(1, -(-int(((judged.old_Q >= 0) & (judged.new_Q >= 0)).sum()) // PER_PAGE))
 
 
 def page(site: Site, direction: str, order: Order, number: int) -> str:
-    """Return one page of queries with the hits of both models."""
+    """Return a page of queries with the hits of both models."""
     if direction not in site.judged:
-        raise XcompatError("this page has no such queries")
+        raise XcompatError("this page has no queries for that direction")
     judged = site.judged[direction]
     found = differing(judged.old_Q, judged.new_Q, order)
     number = min(max(1, number), pages(judged))
@@ -46,7 +46,6 @@ def page(site: Site, direction: str, order: Order, number: int) -> str:
 
 
 def _query(site: Site, judged: Judged, number: int) -> dict[str, Any]:
-    """Return what the template shows of one query."""
     questions, row = judged.questions, int(judged.rows_Q[number])
     shelf = site.shelves[questions.gallery]
     try:

@@ -1,4 +1,4 @@
-"""HTML documents of the page, with their scripts and styles inside, and what a browser may load with them."""
+"""HTML documents of the page with inline scripts and styles, and their content security policies."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
     from xcompat.serve.site import Site
 
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'; sandbox"
-"""A report is one file with styles and pictures inside, and no script runs in it."""
+"""Policy for reports: inline styles and pictures, no scripts."""
 
 
 def main_page(site: Site, query: SearchQuery) -> HTMLResponse:
     """Return the page.
 
     Args:
-        site: what it shows.
-        query: first values of the search form.
+        site: content of the page.
+        query: initial values of the search form.
     """
     values = {"site": site, "query": query, "kinds": list_kinds(site), "upload_bytes": UPLOAD_BYTES}
     return _document("page.html.j2", "page.js", **values, longest=LONGEST, longest_filter=LONGEST_FILTER, most=MOST)
 
 
 def login_page() -> HTMLResponse:
-    """Return the page that asks for the password."""
+    """Return the login page."""
     response = _document("login.html.j2", "login.js")
     response.status_code = 401
     return response
 
 
 def report_page(folder: Path) -> HTMLResponse:
-    """Return the report of a run, to be shown in a frame.
+    """Return a run's report, for a frame.
 
     Args:
-        folder: folder with the report.
+        folder: folder of the report.
     """
     report = load_report(folder)
     page = render_html(report, {name: figure_png(figure) for name, figure in draw_plots(report).items()})
@@ -64,7 +64,6 @@ def _document(template: str, script: str, **values: object) -> HTMLResponse:
 
 @cache
 def _policy(style: str, script: str) -> str:
-    """Return what a browser may load: this script, this style, this server's answers, and pictures inside of them."""
     return (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; connect-src 'self'; "
         "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,4 +1,4 @@
-"""Answers to requests that failed: one line for the visitor, and the details in the terminal."""
+"""Answers to failed requests: one line for the visitor, details in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAILED = "something went wrong on the server; its terminal shows the details"
 
 
 def hide_folders(line: str) -> str:
-    """Return a line without the folders of absolute paths, which visitors need not know.
+    """Return a line without the folders of absolute paths, which visitors should not see.
 
     Example:
         >>> hide_folders("/home/me/photos/a.png is missing; see https://example.org/a/b")
@@ -27,10 +27,10 @@ def hide_folders(line: str) -> str:
 
 
 def answer_failure(error: Exception) -> PlainTextResponse:
-    """Return the answer to a request that failed.
+    """Return the answer to a failed request.
 
     Args:
-        error: the reason. A mistake of the visitor is explained to the visitor, a fault of the server in the terminal.
+        error: the reason. Visitors see their own mistakes, and the terminal shows faults of the server.
     """
     if isinstance(error, BusyError):
         return PlainTextResponse(error.line, error.status, headers={"retry-after": "1"})

@@ -1,4 +1,4 @@
-"""Galleries: their content, their states, and the work on a whole gallery."""
+"""Galleries on the page: content, states, and jobs on a whole gallery."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from xcompat.serve.site import Shelf, Site
 
 KEPT = 64
-"""Pieces of work whose results are remembered."""
+"""Maximum jobs whose results are kept."""
 CHANGING = ("upgrade", "backfill", "rollback")
 
 
 def describe_gallery(site: Site, title: str) -> str:
-    """Return the versions and the states of a gallery as HTML."""
+    """Return a gallery's versions and states as HTML."""
     gallery = Gallery.open(site.shelf(title).path)
     versions = []
     for version, items in gallery.counts().items():
@@ -46,18 +46,18 @@ def describe_gallery(site: Site, title: str) -> str:
 
 
 def prepare_work(site: Site, query: WorkQuery) -> Callable[[], object]:
-    """Return the function that does some work on a gallery.
+    """Return the function of a job on a gallery.
 
     Args:
         site: the page.
-        query: the work.
+        query: the job.
 
     Raises:
-        XcompatError: the page may not do it, or there is no such gallery or model.
+        XcompatError: the page does not allow the job, or there is no such gallery or model.
     """
     shelf, embedder = site.shelf(query.gallery), site.sides[-1].embedder
     if query.verb in CHANGING and not site.allow_changes:
-        raise XcompatError("this page changes nothing; start it with --allow-changes")
+        raise XcompatError("this page is read-only; start it with --allow-changes")
     if query.verb == "verify":
         return lambda: commands.verify(_open(shelf))
     if query.verb == "doctor":
@@ -77,7 +77,7 @@ def prepare_work(site: Site, query: WorkQuery) -> Callable[[], object]:
 
 @dataclass
 class Job:
-    """Work on a gallery that was started.
+    """State of a job on a gallery.
 
     Args:
         said: its progress, and at the end its result.
@@ -91,10 +91,10 @@ class Job:
 
 
 class Jobs:
-    """Work on galleries, one after the other; it continues when the visitor who started it has left.
+    """Jobs on galleries, run sequentially. They continue when their visitor leaves.
 
     Args:
-        lane: where the work waits for its turn.
+        lane: queue for the jobs.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -103,13 +103,13 @@ class Jobs:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, client: Client, work: Callable[[], object]) -> str:
-        """Start some work, and return a name by which its progress can be asked.
+        """Start a job and return its id.
 
         Raises:
-            BusyError: too much other work is waiting.
+            BusyError: the queue is full.
         """
         if self.lane.waiting >= self.lane.capacity:
-            raise BusyError(503, "too much work on galleries is waiting; try again later")
+            raise BusyError(503, "too many gallery jobs are waiting; try again later")
         name, job = secrets.token_urlsafe(16), Job()
         for old in [key for key, each in self._jobs.items() if each.done][: max(0, len(self._jobs) + 1 - KEPT)]:
             del self._jobs[old]
@@ -120,7 +120,7 @@ class Jobs:
         return name
 
     def find(self, name: str) -> Job | None:
-        """Return work that was started; None if it is not remembered."""
+        """Return a job, or None if it has expired."""
         return self._jobs.get(name)
 
     async def _run(self, client: Client, work: Callable[[], object], job: Job) -> None:
@@ -132,8 +132,6 @@ class Jobs:
 
 
 def _run_captured(work: Callable[[], object], job: Job) -> str:
-    """Do some work, note its progress, and return what it prints."""
-
     def follow(task: Task) -> None:
         total = f" of {task.total:,.0f}" if task.total else ""
         job.said = f"{Text.from_markup(task.description).plain}: {task.completed:,.0f}{total}, {task.fields['rate']}"

@@ -1,4 +1,4 @@
-"""Checks on every request before the application sees it: host, origin, login, size and time."""
+"""Checks of each request before the application: host, origin, login, size and time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JSON_BYTES = 2**17
 PICTURE_PATH = "/api/search/picture"
 BODY_SECONDS = 30.0
 BODIES_BYTES, OF_ONE_ADDRESS = 128 * 10**6, 64 * 10**6
-"""Most bytes of request bodies in memory, of all clients and of one address."""
+"""Maximum bytes of request bodies in memory, in total and per address."""
 WITHOUT_LOGIN = ("/healthz", "/login")
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -36,18 +36,18 @@ HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
 }
-"""Headers of every answer that does not set them itself."""
+"""Default headers of answers."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Names under which the page is reached, and its login.
+    """Host names and login of the page.
 
     Args:
         host: address that the server listens at.
         names: further host names.
         login: None for a page without a password.
-        cookie: name of the cookie; browsers share cookies between the ports of a machine.
+        cookie: name of the cookie. Browsers share cookies between the ports of a machine.
     """
 
     host: str = "127.0.0.1"
@@ -57,11 +57,11 @@ class Access:
 
 
 class Guard:
-    """Application that passes on only those requests which the page allows.
+    """Application that forwards only allowed requests.
 
     Args:
         app: the application.
-        access: who may ask, and under which names.
+        access: host names and login.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -99,7 +99,6 @@ class Guard:
                 del self._held[address]
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, within a time limit, and call the application."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await _read_body(receive)
@@ -116,22 +115,20 @@ class Guard:
         await self.app(scope, receive_again, send)
 
     def _check_headers(self, request: Request) -> Response | None:
-        """Return the answer to a request that is refused for its headers; None for one that is not."""
         headers = request.headers
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not is_own_host(hosts[0], self.access.host, self.access.names):
-            return _refuse(400, "this page has another name; add the host name with --allow-host when you start it")
+            return _refuse(400, "unknown host name; start the page with --allow-host and this name")
         if not _is_same_site(headers, hosts[0], request.method == "GET" and request.url.path == "/"):
-            return _refuse(403, "a page of another site sent this request; only this page may")
+            return _refuse(403, "requests from pages of other sites are not allowed")
         if "transfer-encoding" in headers:
             return _refuse(411, "the request needs a Content-Length")
         length, most = headers.get("content-length", "0"), UPLOAD_BYTES if request.url.path == PICTURE_PATH else JSON_BYTES
         if not re.fullmatch("[0-9]{1,12}", length) or int(length) > most:
-            return _refuse(413, f"the request is larger than the {most:,} bytes that are read")
-        return _refuse(415, "compressed requests are not read") if "content-encoding" in headers else None
+            return _refuse(413, f"the request is larger than {most:,} bytes")
+        return _refuse(415, "compressed requests are not supported") if "content-encoding" in headers else None
 
     def _check_login(self, request: Request) -> Response | None:
-        """Note who asks; return the answer to those who have to log in first."""
         from xcompat.serve.documents import login_page
 
         token = request.cookies.get(self.access.cookie, "")[:100]
@@ -146,7 +143,7 @@ class Guard:
 
 
 def _is_same_site(headers: Headers, host: str, is_visit: bool) -> bool:
-    """Return whether a request comes from this page or from a program; a visit may come from a link anywhere."""
+    """Return whether a request comes from this page or a program. A visit may follow a link from anywhere."""
     if (origin := headers.get("origin")) is not None:
         try:
             return urlsplit(origin).netloc == host
@@ -156,7 +153,6 @@ def _is_same_site(headers: Headers, host: str, is_visit: bool) -> bool:
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if the client left."""
     body = bytearray()
     while True:
         message = await receive()

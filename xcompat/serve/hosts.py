@@ -1,4 +1,4 @@
-"""Names of the page in `Host` headers, and addresses of its visitors."""
+"""Host names of the page, and addresses of its visitors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
 
 def is_own_host(header: str, host: str, names: Sequence[str] = ()) -> bool:
-    """Return whether a `Host` header names this page: a stranger's name that points at this machine does not.
+    """Return whether a `Host` header names this page, to reject foreign names that point at this machine.
 
     Args:
         header: value of the header.
-        host: address that the server listens at. At all addresses of a machine, any IP address is a name of the page.
+        host: address that the server listens at. If it listens at all addresses, any IP address is valid.
         names: further host names of the page.
 
     Example:
@@ -44,7 +44,7 @@ def _is_address(name: str) -> bool:
 
 
 def client_address(host: str) -> str:
-    """Return the address by which a client is counted: a network of 64 bits for IPv6, where one client has many addresses.
+    """Return the address to count a client by: the 64-bit network for IPv6, where a client has many addresses.
 
     Example:
         >>> client_address("203.0.113.7"), client_address("2001:db8::1:2"), client_address("::ffff:203.0.113.7")

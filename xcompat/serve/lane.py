@@ -1,4 +1,4 @@
-"""Fair queue in front of one worker thread."""
+"""Fair queue for a single worker thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Client(NamedTuple):
     """Sender of a request.
 
     Args:
-        address: network address; an IPv6 network of 64 bits counts as one.
+        address: network address. An IPv6 network of 64 bits counts as one address.
         visitor: session or browser at that address.
     """
 
@@ -39,14 +39,14 @@ class Client(NamedTuple):
 
 
 class Worker:
-    """Thread that does one thing after the other, and does not keep an interrupted server from ending."""
+    """Thread that runs tasks sequentially and does not delay the exit of an interrupted server."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._thread: Thread | None = None
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Return the future result of some work."""
+        """Return the future result of a task."""
         if self._thread is None:
             self._thread = Thread(target=self._work_forever, daemon=True)
             self._thread.start()
@@ -61,16 +61,16 @@ class Worker:
                 result.set_result(work())
             except BaseException as error:
                 result.set_exception(error)
-            del result, work  # which hold a visitor's picture
+            del result, work  # they hold a visitor's picture
 
 
 class Lane:
-    """Worker thread that does one thing at a time; addresses, and visitors of one address, take turns.
+    """Queue for a worker thread. Addresses take turns, and so do visitors of an address.
 
     Args:
-        capacity: most requests that wait. Once it is full, the client with the most waiting requests loses its newest one.
-        wait_seconds: longest wait for a turn; None for no limit.
-        work_seconds: longest wait for the result of the work; None for no limit.
+        capacity: maximum waiting requests. When full, the client with the most waiting requests loses its newest.
+        wait_seconds: maximum wait for a turn. None for no limit.
+        work_seconds: maximum wait for a result. None for no limit.
     """
 
     def __init__(self, capacity: int, wait_seconds: float | None = None, work_seconds: float | None = None) -> None:
@@ -80,15 +80,15 @@ class Lane:
         self._is_busy = False
 
     async def run(self, client: Client, work: Callable[[], T], is_gone: Callable[[], Awaitable[bool]] | None = None) -> T:
-        """Do some work when it is the client's turn.
+        """Run a task at the client's turn.
 
         Args:
             client: sender of the request.
             work: called in the lane's thread.
-            is_gone: tells whether the client has left; its work is skipped then.
+            is_gone: tells whether the client has left, to skip its work.
 
         Raises:
-            BusyError: the queue is full, or the work or the wait took too long.
+            BusyError: the queue is full, or the task or the wait took too long.
         """
         await self._wait_for_turn(client)
         try:
@@ -101,12 +101,12 @@ class Lane:
         working.add_done_callback(self._end)
         await asyncio.wait([working], timeout=self.work_seconds)
         if not working.done():
-            raise BusyError(503, f"this takes longer than {self.work_seconds:g} s; ask for less")
+            raise BusyError(503, f"this takes longer than {self.work_seconds:g} s; request fewer results")
         return working.result()
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for their turn."""
+        """Number of waiting requests."""
         return sum(map(self._count, self._waiting))
 
     def _count(self, address: str) -> int:
@@ -133,7 +133,7 @@ class Lane:
         turn.result()
 
     def _make_room(self, client: Client) -> None:
-        """Refuse the newest request of the client that has the most waiting, which may be the one that asks now."""
+        """Refuse the newest request of the client with the most waiting requests, which may be this client."""
         address = max(self._waiting, key=self._count)
         visitors = self._waiting[address]
         visitor = max(visitors, key=lambda name: len(visitors[name]))
@@ -160,11 +160,11 @@ class Lane:
 
     def _end(self, working: asyncio.Future[T]) -> None:
         if not working.cancelled():
-            working.exception()  # marks it as seen where nobody waits for it any more
+            working.exception()  # marks it as retrieved if nobody waits for it
         self._start_next()
 
     def _start_next(self) -> None:
-        """Give the next address, and its next visitor, a turn; both go to the end of their queue."""
+        """Give the next visitor of the next address a turn, and move both to the end of their queues."""
         if not self._waiting:
             self._is_busy = False
             return

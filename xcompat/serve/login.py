@@ -14,19 +14,19 @@ from xcompat.serve.lane import BusyError
 
 SESSION_SECONDS = 12 * 3600
 SESSIONS = 1000
-"""Most sessions; the oldest ends when there are more."""
+"""Maximum sessions. Beyond it, the oldest session ends."""
 LONGEST_DELAY = 60.0
-"""Most seconds that an address waits after a wrong password."""
+"""Maximum seconds that an address waits after a wrong password."""
 ADDRESSES = 10_000
-"""Most addresses whose wrong passwords are remembered."""
+"""Maximum addresses with recorded wrong passwords."""
 
 
 class Login:
-    """Sessions of visitors who know the password.
+    """Password and sessions of visitors.
 
     Args:
         password: the password.
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, password: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,14 +35,14 @@ class Login:
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def start_session(self, password: str, address: str) -> str | None:
-        """Return the token of a new session; None for a wrong password.
+        """Return the token of a new session, or None for a wrong password.
 
         Args:
-            password: as a visitor typed it.
-            address: of the visitor. Each wrong password doubles its wait.
+            password: the visitor's input.
+            address: the visitor's address. Each wrong password doubles its wait.
 
         Raises:
-            BusyError: the address has to wait after a wrong password.
+            BusyError: the address must wait after a wrong password.
         """
         count, until = self._failures.get(address, (0, 0.0))
         if (left := until - self._clock()) > 0:
@@ -60,7 +60,7 @@ class Login:
         return token
 
     def has_session(self, token: str) -> bool:
-        """Return whether a token belongs to a session that has not ended."""
+        """Return whether a token belongs to an active session."""
         key = _digest(token)
         if self._sessions.get(key, 0.0) <= self._clock():
             self._sessions.pop(key, None)
@@ -68,7 +68,7 @@ class Login:
         return True
 
     def end_session(self, token: str) -> None:
-        """End a session, if there is one."""
+        """End a session if it exists."""
         self._sessions.pop(_digest(token), None)
 
 

@@ -1,4 +1,4 @@
-"""Address of the page, and its password."""
+"""Address and password of the page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ VARIABLE = "XCOMPAT_SERVE_PASSWORD"
 
 
 class Options(NamedTuple):
-    """Address of the page, and its password.
+    """Address and password of the page.
 
     Args:
-        host: address to listen at; other machines reach it unless it is a loopback address.
-        port: port to listen at; 0 for any that is free.
-        password: needed for a host that other machines reach.
+        host: address to listen at. Other machines can reach it unless it is a loopback address.
+        port: port to listen at. 0 for any free port.
+        password: required for a host that other machines can reach.
         browser: whether to open the page in a browser.
-        names: host names by which the page is reached, besides its address.
+        names: further host names of the page.
     """
 
     host: str = "127.0.0.1"
@@ -30,20 +30,19 @@ class Options(NamedTuple):
     names: tuple[str, ...] = ()
 
     def require_password(self) -> None:
-        """Refuse to serve other machines without a password.
+        """Raise if other machines can reach the page and it has no password.
 
         Raises:
-            XcompatError: other machines reach the page and it has no password.
+            XcompatError: a password is missing.
         """
         if self.password is None and self.host not in LOOPBACK:
             raise XcompatError(
-                f"--host {self.host} can be reached from other machines; "
-                f"set a password in {VARIABLE}, or in a file with --password-file"
+                f"other machines can reach --host {self.host}; set a password in {VARIABLE}, or in a file with --password-file"
             )
 
 
 def read_password(file: Path | None) -> str | None:
-    """Return the password from a file, or from the environment, where processes that start later do not find it.
+    """Return the password from a file or the environment, and remove it from the environment of child processes.
 
     Args:
         file: file with the password in its first line.
@@ -58,19 +57,17 @@ def read_password(file: Path | None) -> str | None:
         try:
             given = file.read_text(encoding="utf-8").partition("\n")[0].rstrip("\r")
         except (OSError, ValueError) as error:
-            raise XcompatError(
-                f"{place} cannot be read ({error}); name a text file with the password in its first line"
-            ) from None
+            raise XcompatError(f"{place} cannot be read ({error}); use a text file with the password in its first line") from None
     if given == "":
         raise XcompatError(f"the password of {place} is empty")
     return given
 
 
 def refuse_auth(given: str | None) -> None:
-    """Refuse a password on the command line, as earlier versions took it.
+    """Reject a password on the command line, as earlier versions took it.
 
     Raises:
-        XcompatError: there is one.
+        XcompatError: a password is given.
     """
     if given is not None:
         raise XcompatError(

@@ -1,4 +1,4 @@
-"""Requests of the page's own API: every field has one type and a limit, and there are no others."""
+"""Request models of the page's API: strictly typed, limited fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xcompat.core.progress import snippet
 
 TOP_K, MOST = 10, 50
 LONGEST = 10_000
-"""Most characters of a text or an id."""
+"""Maximum characters of a text or an id."""
 LONGEST_FILTER, FILTERS = 500, 50
 
 Query = Annotated[str, Field(max_length=LONGEST)]
@@ -25,16 +25,16 @@ class _Strict(BaseModel):
 
 
 class SearchQuery(_Strict):
-    """Search of one gallery.
+    """Search of a gallery.
 
     Args:
-        kind: type of the query. The bytes of a picture are sent apart from this.
-        text: the query if it is a text.
-        item: the query if it is an item of the gallery, by its id.
-        gallery: title of the gallery; empty for the first.
+        kind: type of the query. The bytes of a picture are sent separately.
+        text: query text.
+        item: id of the gallery item to search with.
+        gallery: title of the gallery. Empty for the first.
         where: filters `KEY=VALUE`.
         k: number of hits.
-        rerank: whether the new model orders its first hits by their originals, in a column of its own.
+        rerank: whether to show a further column, re-ranked by the new model from the hits' originals.
     """
 
     kind: Literal["text", "picture", "item"]
@@ -47,7 +47,7 @@ class SearchQuery(_Strict):
 
 
 class DifferingQuery(_Strict):
-    """Page of test queries that differ most between the two models."""
+    """Request for a page of the test queries that differ most between the two models."""
 
     direction: Title
     order: Literal["lost", "gained"]
@@ -55,17 +55,17 @@ class DifferingQuery(_Strict):
 
 
 class GalleryQuery(_Strict):
-    """Gallery to look at."""
+    """Request about a gallery."""
 
     gallery: Title
 
 
 class WorkQuery(_Strict):
-    """Work on a whole gallery.
+    """Job on a whole gallery.
 
     Args:
         gallery: title of the gallery.
-        verb: the work.
+        verb: the job.
         side: label of the model, for the doctor.
         budget: number of items to backfill.
         generation: state to return to.
@@ -81,7 +81,7 @@ class WorkQuery(_Strict):
 
 
 class JobQuery(_Strict):
-    """Work that was started before."""
+    """Request for a started job."""
 
     job: Annotated[str, Field(max_length=100)]
 
@@ -93,7 +93,7 @@ class PasswordQuery(_Strict):
 
 
 class OldCall(_Strict):
-    """Search as earlier versions of the page sent it: the values of its form, in order."""
+    """Search request of earlier versions: the values of the form, in order."""
 
     data: list[Any] = Field(min_length=7, max_length=7)
 
@@ -103,7 +103,7 @@ class OldCall(_Strict):
         return self
 
     def query(self) -> SearchQuery:
-        """Return the search; pictures are sent to another address now."""
+        """Return the search. Pictures have another address."""
         kind, text, picture, item, gallery, where, k = self.data
         if picture not in ("", None) or kind == "picture":
             raise ValueError("send the bytes of a picture to /api/search/picture")
@@ -114,10 +114,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[M]) -> M:
-    """Return the body of a request as a model.
+    """Parse the body of a request.
 
     Raises:
-        HTTPException: the body has another type (415), or does not fit the model (422).
+        HTTPException: the body is not JSON (415) or does not fit the model (422).
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "send application/json")
@@ -128,7 +128,7 @@ async def read_json(request: Request, model: type[M]) -> M:
 
 
 def read_parameters(request: Request) -> SearchQuery:
-    """Return the search that the address of a picture's request names.
+    """Return the search in the parameters of a picture request.
 
     Raises:
         HTTPException: a parameter does not fit (422).

@@ -1,4 +1,4 @@
-"""Templates of the page: whatever is filled in is text, and is never read as HTML."""
+"""Templates of the page. All values are text and never HTML."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 SHOWN = 240
-"""Most characters of a text."""
+"""Maximum characters of a text."""
 EDGE = 192
-"""Pixels of the longer side of a picture: a photo as PNG would be six times as large, and take five times as long."""
+"""Pixels of the longer side of a picture. It is sent as JPEG, as PNG is six times as large and five times as slow."""
 
 
 @cache
@@ -44,7 +44,7 @@ def _environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
-    return visible(value) if type(value) is str else value  # not what is marked as HTML
+    return visible(value) if type(value) is str else value  # not its subclass for HTML
 
 
 def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the template fills in
@@ -53,12 +53,12 @@ def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the temp
 
 
 def read(name: str) -> str:
-    """Return a file of this package as it is."""
+    """Return the content of a file of this package."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def picture_uri(image: Image) -> str:
-    """Return a picture, made small, as a ``data:`` URI."""
+    """Return a small picture as a ``data:`` URI."""
     small, buffer = image.convert("RGB"), io.BytesIO()
     small.thumbnail((EDGE, EDGE))
     small.save(buffer, "JPEG", quality=90)
@@ -66,7 +66,7 @@ def picture_uri(image: Image) -> str:
 
 
 def link(values: dict[str, Any]) -> str:
-    """Return the address of a page that is restored from some values; what is empty is left out.
+    """Return the address that restores the given values. Empty values are dropped.
 
     Example:
         >>> link({"kind": "text", "text": "a red shoe", "where": ["colour=red"], "item": ""})
@@ -76,12 +76,12 @@ def link(values: dict[str, Any]) -> str:
 
 
 def words_of(metadata: dict[str, Any] | None) -> str:
-    """Return the text or the caption of an item; empty if it has none."""
+    """Return the text or caption of an item, or an empty string."""
     about = metadata or {}
     return next((str(about[key]) for key in (TEXT, CAPTION) if about.get(key)), "")
 
 
 def rest_of(item: str, metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what is known of an item beside its text, its caption and what its id says."""
+    """Return an item's metadata without its text, its caption and parts of its id."""
     told = (TEXT, CAPTION)
     return {key: value for key, value in (metadata or {}).items() if key not in told and not item.startswith(str(value))}

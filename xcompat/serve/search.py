@@ -1,4 +1,4 @@
-"""Search: one query asked by the old and the new model, side by side on one gallery."""
+"""Search of a gallery with the old and the new model, side by side."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FACETS_SHOWN, ABOUT = 300, 4
 
 
 def list_kinds(site: Site) -> list[str]:
-    """Return the types of queries that at least one model embeds."""
+    """Return the query types that any model supports."""
     texts = any(side.reads_texts for side in site.sides)
     pictures = any(side.reads_pictures for side in site.sides)
     return [*(["text"] if texts else []), *(["picture"] if pictures else []), "item"]
 
 
 def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
-    """Return the search that a link names; what does not fit is left out.
+    """Return the search of a link. Invalid values are dropped.
 
     Args:
         site: the page.
@@ -54,7 +54,7 @@ def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
 
 
 def link_to(query: SearchQuery) -> str:
-    """Return the link that restores a search; empty for a picture, which is kept nowhere."""
+    """Return the link that restores a search. Empty for a picture, which is not stored."""
     if query.kind == "picture":
         return ""
     values = {"kind": query.kind, query.kind: getattr(query, query.kind), "gallery": query.gallery}
@@ -63,9 +63,9 @@ def link_to(query: SearchQuery) -> str:
 
 
 def facets_of(shelf: Shelf) -> list[str]:
-    """Return the filters that a gallery offers, as ``KEY=VALUE``; values that are no texts as JSON, as filters read them."""
+    """Return a gallery's filters as ``KEY=VALUE``, with JSON for values other than text."""
     found = shelf.gallery().facets().items()
-    typed = ((key, values) for key, values in found if "=" not in key)  # which a filter takes for its end
+    typed = ((key, values) for key, values in found if "=" not in key)  # a filter's key ends at the first "="
     plain = [(key, value) for key, values in typed for value in values if not isinstance(value, dict | list)]
     spelled = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain]
     return [each for each in dict.fromkeys(spelled) if len(each) <= LONGEST_FILTER][
@@ -79,7 +79,7 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
     Args:
         site: the page.
         asked: the search.
-        picture: the bytes of the picture, where that is the query.
+        picture: the bytes of a query picture.
 
     Raises:
         XcompatError: the query is empty, unknown or unreadable, or a filter does not fit.
@@ -104,15 +104,15 @@ def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image
         return read_upload(picture)
     if asked.kind == "item":
         if not asked.item.strip():
-            raise XcompatError("give the id of an item, as hits show it")
+            raise XcompatError("enter the id of an item, as shown with a hit")
         return shelf.as_query(asked.item)
     if not asked.text.strip():
-        raise XcompatError("the query is empty; give a text, or a picture")
+        raise XcompatError("the query is empty; enter a text or choose a picture")
     return asked.text
 
 
 def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], keep: bool) -> list[Hit] | str:
-    """Return the hits of one side, or why it cannot ask; new embeddings are kept if the page may change the gallery."""
+    """Return a model's hits, or the reason it cannot search."""
     if isinstance(query, Image) and not side.reads_pictures:
         return f"{side.embedder.name} embeds texts only"
     if isinstance(query, str) and not side.reads_texts:
@@ -124,7 +124,7 @@ def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], 
 
 
 def shown(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
-    """Return what the template of the results fills in."""
+    """Return the template values of the results."""
     newest = shelf.gallery().generation
     lists = {label: hits for label, hits in found.items() if isinstance(hits, list)}
     columns: list[dict[str, Any]] = []
@@ -156,15 +156,12 @@ def shown(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hi
 
 
 def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
-    """Return why hits have no picture, where some are known; empty if all have one or are texts."""
     cards = [card for column in columns for card in column["hits"]]
     lacking = {card["hit"].id for card in cards if card["picture"] is None and TEXT not in (card["hit"].metadata or {})}
     if not (shelf.sources and lacking):
         return ""
     hits = f"{len(lacking)} hit{' has' if len(lacking) == 1 else 's have'} no picture"
-    return (
-        f"{hits}: --images knows only those of {' and '.join(source.path.name for source in shelf.sources)}, if they can be read"
-    )
+    return f"{hits}: --images has only readable pictures of {' and '.join(source.path.name for source in shelf.sources)}"
 
 
 def _card(shelf: Shelf, side: Side, placed: Placed, asked: SearchQuery, compared: bool) -> dict[str, Any]:
@@ -186,7 +183,7 @@ def _card(shelf: Shelf, side: Side, placed: Placed, asked: SearchQuery, compared
 
 
 def _move(placed: Placed, is_new: bool) -> tuple[str, str, str]:
-    """Return a sign for where a hit moved, the same in words, and whether that is better or worse."""
+    """Return a sign for a hit's move, its description, and whether it is better or worse."""
     if not is_new:
         if placed.other is None:
             return "gone", f"not among the first {DEPTH} of the new query", "worse"

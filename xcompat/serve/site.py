@@ -1,4 +1,4 @@
-"""What a page shows: galleries with their pictures, the old and the new model, and the report of a run."""
+"""Content of a page: galleries with their pictures, both models, and a run's report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLD, NEW, RERANKED = "old query", "new query", "re-ranked"
 
 @dataclass
 class Side:
-    """One model that asks.
+    """Model that searches.
 
     Args:
         label: :data:`OLD`, :data:`NEW` or :data:`RERANKED`.
@@ -57,17 +57,17 @@ class Source:
     """Pictures or texts that a gallery was built from.
 
     Args:
-        path: a folder, or whatever else ``gallery build`` takes.
+        path: a folder, or any other input of ``gallery build``.
     """
 
     path: Path
 
     @cached_property
     def originals(self) -> Originals:
-        """What it holds.
+        """Loaded pictures or texts.
 
         Raises:
-            XcompatError: it cannot be read.
+            XcompatError: the source cannot be read.
         """
         return load_originals(self.path)
 
@@ -77,11 +77,11 @@ class Source:
         return {name: row for row, name in enumerate(originals.ids)} if isinstance(originals, Pictures) else {}
 
     def picture(self, item: str, named: Sequence[str]) -> Any:  # noqa: ANN401 - as data sets store images
-        """Return where the picture of an item is, or what a data set holds of it; None if it has none.
+        """Return an item's picture as a file or a data set value, or None.
 
         Args:
             item: its id.
-            named: files that its metadata names.
+            named: files in its metadata.
         """
         if self.path.is_dir():
             inside = (self.path / name for name in (item, *named))
@@ -93,13 +93,13 @@ class Source:
 
 @dataclass
 class Shelf:
-    """A gallery, and what its items look like.
+    """A gallery with the originals of its items.
 
     Args:
-        title: what the page calls it.
+        title: title on the page.
         path: its folder.
-        sources: the pictures or texts it was built from, as far as they are known; an item is looked for in one after the other.
-        show: gives the picture of an item by its id, where a run knows it; None to look for it in ``sources`` and metadata.
+        sources: known pictures or texts that it was built from, searched in order.
+        show: returns the picture of an item by its id, for runs. None to use ``sources`` and metadata.
     """
 
     title: str
@@ -110,7 +110,7 @@ class Shelf:
     _generation: int = -1
 
     def gallery(self, side: Side | None = None) -> Gallery:
-        """Return the newest state, or the newest that a side searches; opened again once another process has committed."""
+        """Return the newest state, or the newest that a model can search. It follows commits of other processes."""
         newest = Gallery.open(self.path)
         if newest.generation != self._generation:
             self._states, self._generation = {}, newest.generation
@@ -123,14 +123,14 @@ class Shelf:
     def search(
         self, side: Side, query: str | Image, top_k: int, where: Mapping[str, Any] | None, keep: bool = False
     ) -> list[Hit]:
-        """Return what one side finds, even if a compaction deletes the state that is searched.
+        """Return a model's hits, even if a compaction deletes the searched state.
 
         Args:
             side: the model.
-            query: a text, or a picture.
-            top_k: most hits.
+            query: a text or a picture.
+            top_k: maximum hits.
             where: filters.
-            keep: whether new embeddings of a re-ranking are kept in the gallery's folder.
+            keep: whether to save new embeddings of a re-ranking in the gallery's folder.
         """
         rerank = None
         if side.label == RERANKED:
@@ -143,17 +143,17 @@ class Shelf:
 
     @cached_property
     def originals(self) -> Originals:
-        """What the gallery was built from.
+        """Originals of the gallery's items.
 
         Raises:
-            XcompatError: that is not known, or cannot be read.
+            XcompatError: they are unknown or cannot be read.
         """
         if not self.sources:
-            raise XcompatError("name what the gallery was built from with --images or --texts when you start the page")
+            raise XcompatError("the gallery's originals are unknown; start the page with --images or --texts")
         return together([source.originals for source in self.sources])
 
     def picture(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
-        """Return the picture of an item; None if it is not known or cannot be read."""
+        """Return an item's picture, or None if it is unknown or unreadable."""
         try:
             found = self.show(item) if self.show is not None else self._file(item, metadata)
             return found if found is None or isinstance(found, Image) else open_image(found)
@@ -161,16 +161,15 @@ class Shelf:
             return None
 
     def _file(self, item: str, metadata: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as data sets store images
-        """Return where the picture of an item is, or what a data set holds of it."""
         named = [metadata[key] for key in IMAGE_COLUMNS if metadata and isinstance(metadata.get(key), str)]
         there = (found for source in self.sources if (found := source.picture(item, named)) is not None)
         return next(there, None) or next((Path(name) for name in named if is_file(name)), None)
 
     def as_query(self, item: str) -> str | Image:
-        """Return what an item is as a query: its picture, or its text.
+        """Return an item's picture or text, to search with.
 
         Raises:
-            XcompatError: there is no such item, or neither is known.
+            XcompatError: there is no such item, or it has neither.
         """
         gallery = self.gallery()
         if gallery.find([item]) == [None]:
@@ -180,22 +179,22 @@ class Shelf:
             return picture
         if text := (about or {}).get(TEXT):
             return str(text)
-        raise XcompatError(f"neither picture nor text of {item!r} is known; name the folder of pictures with --images")
+        raise XcompatError(f"{item!r} has no known picture or text; set the folder of pictures with --images")
 
 
 def _lies_in(file: Path, folder: Path) -> bool:
-    """Return whether a file lies in a folder: ids may be chosen by strangers, and lead elsewhere."""
+    """Return whether a file lies in a folder. Ids may come from strangers and lead elsewhere."""
     return file.resolve().is_relative_to(folder.resolve())
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The queries of one direction of a run's test set, and how they did on the old gallery.
+    """Test queries of a direction, with their results on the old gallery.
 
     Args:
-        questions: what they are.
-        rows_Q: int64 ``(Q,)`` their rows in the test set.
-        old_Q: int ``(Q,)`` rank of the first match with the old query, -1 for queries left out.
+        questions: the queries.
+        rows_Q: int64 ``(Q,)`` rows in the test set.
+        old_Q: int ``(Q,)`` rank of the first match with the old query, -1 for skipped queries.
         new_Q: the same with the new query.
     """
 
@@ -207,15 +206,15 @@ class Judged:
 
 @dataclass
 class Site:
-    """All that a page shows.
+    """Content of a page.
 
     Args:
-        title: what it is about.
+        title: title of the page.
         shelves: the galleries by title.
-        sides: the models that ask: the old one, if there is one, and the new one.
-        report: folder with the report of a run; None without one.
-        judged: the queries of a run's test set, by direction.
-        examples: texts to begin with.
+        sides: the searching models: the old one, if any, and the new one.
+        report: folder of a run's report. None without a report.
+        judged: test queries by direction.
+        examples: suggested texts.
         allow_changes: whether the page may upgrade, backfill and roll back.
     """
 
@@ -228,7 +227,7 @@ class Site:
     allow_changes: bool = False
 
     def shelf(self, title: str) -> Shelf:
-        """Return a gallery by its title; the first one for an empty title.
+        """Return a gallery by its title, or the first for an empty title.
 
         Raises:
             XcompatError: there is no such gallery.
@@ -241,16 +240,16 @@ class Site:
 
     @property
     def knows_originals(self) -> bool:
-        """Whether the pictures or texts of a gallery are known."""
+        """Whether the originals of any gallery are known."""
         return any(shelf.sources for shelf in self.shelves.values())
 
     def asking(self, rerank: bool) -> list[Side]:
-        """Return the models that answer a search; the new one a second time if it re-ranks."""
+        """Return the models for a search. With ``rerank`` the new model answers twice."""
         return [*self.sides, Side(RERANKED, self.sides[-1].embedder)] if rerank else self.sides
 
     @property
     def reranks(self) -> bool:
-        """Whether hits can be embedded again: a gallery may keep its texts, and a run knows its items by their pictures alone."""
+        """Whether hits can be embedded again. A gallery may store its texts, but a run has only pictures by id."""
         return any(shelf.sources or shelf.show is None for shelf in self.shelves.values())
 
     @property

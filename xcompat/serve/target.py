@@ -1,4 +1,4 @@
-"""From what a user names to what a page shows: a gallery with models, or a run."""
+"""Loading of a page from a gallery with models, or from a run."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ EXAMPLES = 8
 
 
 def load_site(target: str, model: str | None, old: str | None, sources: Sequence[Path], allow_changes: bool) -> Site:
-    """Load what a page shows.
+    """Load the content of a page.
 
     Args:
-        target: folder of a gallery, or of a run that ended with a report.
-        model: the new model; needed for a gallery, and the run's own of a run.
-        old: the old model; None to search a gallery with the new one alone.
-        sources: the pictures or texts that a gallery was built from, as far as they are known.
+        target: folder of a gallery, or of a run with a report.
+        model: the new model. Required for a gallery, default is the run's model.
+        old: the old model. None to search a gallery only with the new model.
+        sources: known pictures or texts that a gallery was built from.
         allow_changes: whether the page may change galleries.
 
     Raises:
-        XcompatError: there is no such target, a model is not named, or it searches nothing that is there.
+        XcompatError: the target or a model is missing, or a model cannot search the gallery.
     """
     silence_libraries()
     folder = Path(target)
@@ -50,10 +50,10 @@ def load_site(target: str, model: str | None, old: str | None, sources: Sequence
             site = _of_gallery(folder, model, old, sources)
         else:
             if sources:
-                raise XcompatError("--images and --texts are of a gallery; a run knows its test set: leave them out")
+                raise XcompatError("--images and --texts apply to galleries; remove them, as a run has its own test set")
             site = _of_run(FinishedRun.open(folder), model, old)
     site.allow_changes = allow_changes
-    for side in site.sides:  # a model that does not fit is refused before anything is served
+    for side in site.sides:  # refuse models that do not fit before serving
         for shelf in site.shelves.values():
             _require_searchable(shelf, side, allow_changes)
     return site
@@ -66,12 +66,12 @@ def _require_searchable(shelf: Shelf, side: Side, allow_changes: bool) -> None:
         model = side.embedder.model
         if not (allow_changes and isinstance(model, CompatModel) and model.maps_galleries):
             raise
-        segments_to_map(Gallery.open(shelf.path), model)  # the page is where it is upgraded
+        segments_to_map(Gallery.open(shelf.path), model)  # the page will upgrade the gallery
 
 
 def _of_gallery(folder: Path, model: str | None, old: str | None, sources: Sequence[Path]) -> Site:
     if not model:
-        raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
+        raise XcompatError("set the query model with --model: a run's folder, a checkpoint, or a model name")
     sides = [Side(label, load_embedder(name, device())) for label, name in ((OLD, old), (NEW, model)) if name]
     name = folder.resolve().name
     return Site(name, {name: Shelf(name, folder, list(map(Source, sources)))}, sides)
@@ -82,12 +82,12 @@ def _of_run(run: FinishedRun, model: str | None, old: str | None) -> Site:
     asking = load_embedder(old, device()) if old else embedded
     new = load_embedder(model or run.model, device())
     if not isinstance(new.model, CompatModel):
-        raise XcompatError(f"{new.name} was made compatible with nothing; leave --model out, or name a run's model")
+        raise XcompatError(f"{new.name} is not compatible with any model; remove --model, or use a run's model")
     made = run.galleries(embedded, new.model)
     shelves = {title: Shelf(title, path, show=_pictures(items)) for title, (path, items) in made.items()}
     sides = [Side(OLD, asking)] if isinstance(asking, Embedder) else []
     if not sides:
-        console.print(f"  [yellow]![/] {asking.name} holds embeddings and no model: there are no old queries to compare with")
+        console.print(f"  [yellow]![/] {asking.name} contains embeddings but no model: old queries cannot be compared")
     report = load_report(run.report) if run.report is not None else None
     site = Site(run.folder.resolve().name, shelves, [*sides, Side(NEW, new)], run.report)
     if report is not None and sides:
@@ -97,7 +97,6 @@ def _of_run(run: FinishedRun, model: str | None, old: str | None) -> Site:
 
 
 def _pictures(items: GalleryItems) -> Callable[[str], Image | None]:
-    """Return what gives the picture of an item."""
     rows = {name: row for row, name in enumerate(items.ids)}
 
     def show(item: str) -> Image | None:
@@ -107,21 +106,20 @@ def _pictures(items: GalleryItems) -> Callable[[str], Image | None]:
 
 
 def _judged(run: FinishedRun, old: FrozenModel, report: Report) -> dict[str, Judged]:
-    """Return the test queries with what the report says of each; none where the test set has changed since."""
+    """Return the test queries with their ranks, or none if the test set has changed."""
     rows, found = run.judged_rows(old), {}
     for direction, questions in run.test.questions().items():
         old_Q, new_Q = (report.ranks.get((who, "old", direction)) for who in ("old", "new"))
         if old_Q is None or new_Q is None:
             continue
         if len(old_Q) != len(rows[questions.kind]):
-            notice(f"the test set is not the one of {run.report}: evaluate again to see where queries differ")
+            notice(f"the test set differs from that of {run.report}: evaluate again to see where queries differ")
             return {}
         found[direction] = Judged(questions, rows[questions.kind], old_Q, new_Q)
     return found
 
 
 def _examples(report: Report, site: Site) -> list[str]:
-    """Return texts to begin with: those of the report, and more of the test set."""
     texts: list[str] = []
     for judged in site.judged.values():
         spread = judged.rows_Q[:: max(1, len(judged.rows_Q) // EXAMPLES)].tolist()

@@ -1,4 +1,4 @@
-"""Pictures that visitors send: decoded in memory, within limits, and never written to disk."""
+"""Visitors' pictures, decoded in memory within limits and never written to disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from xcompat.core.errors import XcompatError
 from xcompat.data.images import UnusableSampleError, open_image
 
 UPLOAD_BYTES, UPLOAD_PIXELS = 10 * 10**6, 2**25
-"""Limits of a picture: bytes of its file, and its pixels (33 million)."""
+"""Maximum bytes of a picture's file, and maximum pixels (33 million)."""
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF")
-"""Formats of Pillow that browsers and phones make; its decoders of rare formats are not for strangers."""
+"""Pillow formats that browsers and phones write. Decoders of rare formats are not exposed to strangers."""
 
 
 def read_upload(data: bytes) -> Image.Image:
@@ -26,7 +26,7 @@ def read_upload(data: bytes) -> Image.Image:
         The picture in mode RGB.
 
     Raises:
-        XcompatError: the picture is too large, damaged, or not in one of the formats.
+        XcompatError: the picture is too large, damaged, or of an unsupported format.
     """
     if len(data) > UPLOAD_BYTES:
         raise XcompatError(f"the picture is larger than {decimal(UPLOAD_BYTES)}; make it smaller")
@@ -45,6 +45,6 @@ def _require_format(data: bytes) -> None:
         with Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN]):
             return
     except UnidentifiedImageError:
-        raise UnusableSampleError("its bytes are no image in a known format") from None
-    except Exception as error:  # decoders raise whatever they happen to raise on damaged bytes
+        raise UnusableSampleError("its bytes are not an image in a supported format") from None
+    except Exception as error:  # decoders may raise anything on damaged bytes
         raise UnusableSampleError(f"unreadable image ({type(error).__name__})") from None

@@ -1,4 +1,4 @@
-"""Vectors where they already are: databases that are searched, and brought to a new model, in place."""
+"""Vector databases: search and migrate them in place."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ KINDS = {
     "qdrant": "qdrant",
     "qdrants": "qdrant",
 }
-"""Scheme of a URI, up to ``+`` -> the module of this package whose ``open_store`` opens it; also the extra with its client."""
+"""Scheme of a URI, up to ``+`` -> module of this package with ``open_store``. It is also the name of the extra."""
 
 
 def require_kind(uri: str) -> str:
-    """Return the scheme of an address, up to ``+``, before the client of its store is imported.
+    """Return the scheme of an address, up to ``+``. The client is not imported.
 
     Raises:
-        XcompatError: there is no such kind of store, or the address cannot be split.
+        XcompatError: the address is invalid, or the kind of store is unknown.
     """
     scheme = split(uri).scheme.partition("+")[0]
     if "://" not in uri and scheme in KINDS:
-        raise XcompatError(f"{scheme}: is not followed by //; begin the address with {scheme}://")
+        raise XcompatError(f"the address has {scheme}: without //; start it with {scheme}://")
     if scheme not in KINDS or "://" not in uri:
         what = scheme if "://" in uri else (uri if re.fullmatch(r"[\w./-]+", uri) else "the address")  # it may hold a password
-        raise XcompatError(f"{what} is no kind of store; {nearest(scheme, KINDS)}")
+        raise XcompatError(f"{what} is not a kind of store; {nearest(scheme, KINDS)}")
     return scheme
 
 
@@ -43,13 +43,13 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
     Args:
         uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
             ``qdrant://host:6333/items``, ``milvus://host/db?collection=items``, ``chroma:///folder?collection=items``: a
-            collection; ``lancedb:///folder?table=items``: a table; ``file:///folder``: a gallery. docs/stores.md has them all.
+            collection; ``lancedb:///folder?table=items``: a table; ``file:///folder``: a gallery. See docs/stores.md.
 
     Returns:
-        The store; nothing of it is changed or read yet but what its tables are.
+        The store. Opening it reads only the schema and changes nothing.
 
     Raises:
-        XcompatError: the address is incomplete, its client is not installed, or nothing answers there.
+        XcompatError: the address is incomplete, the client is not installed, or the server does not answer.
 
     Example:
         ``xcompat.stores.open("postgresql://db/shop?table=products").search(view, top_k=5, filter="price < 50")``
@@ -59,7 +59,7 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
         module = import_module(f"xcompat.stores.{KINDS[scheme]}")
     except ModuleNotFoundError as missing:
         raise XcompatError(
-            f"{scheme}:// needs {missing.name}; install it with `pip install xcompat[{KINDS[scheme]}]`"
+            f'{scheme}:// needs {missing.name}; install it with `pip install -e ".[{KINDS[scheme]}]"` in a clone of xcompat'
         ) from missing
     store: Store = module.open_store(uri)
     return store

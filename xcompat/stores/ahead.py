@@ -1,4 +1,4 @@
-"""Work of the next block while the one before is in use."""
+"""Prefetching in a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Yield items, of which a thread makes the next while one is in use.
+    """Prefetch the next item in a thread.
 
     Example:
         >>> list(ahead(iter(range(3))))

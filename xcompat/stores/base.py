@@ -1,4 +1,4 @@
-"""What every store can do: describe itself, stream, search, and hold several spaces of vectors beside each other."""
+"""Base class of stores, and their spaces and rows."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 
 class LostConnectionError(XcompatError):
-    """The store does not answer any more."""
+    """The store no longer answers."""
 
 
 BEFORE = "_before"
-"""Ends the name of the old space after a switch."""
+"""Suffix of the old space after a switch."""
 UNKNOWN = Fingerprint.from_string("unknown")
-"""The version of hits in a space whose model nobody has named."""
+"""Version of hits in a space without a recorded model."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """One set of vectors of a store: a column, a named vector, a collection.
+    """Set of vectors: a column, named vector or collection.
 
     Args:
-        name: in the store.
-        dim: of its vectors; None while it holds none and the store does not say.
-        dtype: how the store keeps their numbers, such as ``float32``.
-        fingerprint: the model that made them; None if nobody has said.
+        name: name in the store.
+        dim: dimension, None if empty and undeclared.
+        dtype: stored number type, e.g. ``float32``.
+        fingerprint: model of the vectors, None if unknown.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Space:
 
 
 class Rows(NamedTuple):
-    """Rows of one space.
+    """Rows of a space.
 
     Args:
-        ids: of the items, as text.
+        ids: item ids as text.
         vectors_ND: (N, D) float32.
-        states: what changes when somebody changes a row; one for each.
-        contents: the values of the field that was asked for, one for each; None unless one was.
-        copies: what else a store writes that keeps each space in a collection of its own, in its client's form; None elsewhere.
+        states: values that change with the rows.
+        contents: values of the requested field, or None.
+        copies: other data to copy, for stores with a collection per space.
     """
 
     ids: list[str]
@@ -79,21 +79,21 @@ class Rows(NamedTuple):
     copies: list[Any] | None = None
 
     def pick(self, numbers: list[int]) -> Rows:
-        """Return some of the rows."""
+        """Return the rows with these numbers."""
         rest: list[Any] = [[part[number] for number in numbers] if part is not None else None for part in self[2:]]
         return Rows([self.ids[number] for number in numbers], self.vectors_ND[numbers], *rest)
 
 
 class Store(ABC):
-    """A database that holds vectors, left where it is.
+    """Database with vectors.
 
     Args:
-        uri: its address.
-        space: the name of the space that is searched.
-        metric: how its vectors are compared.
-        locks: whether :meth:`alone` keeps others out.
-        tells: whether each search tells by the ``version`` of its hits what it has searched. Elsewhere it tells what
-            :meth:`spaces` has seen last, which another process may have switched since.
+        uri: address.
+        space: name of the searched space.
+        metric: metric of searches.
+        locks: whether it can keep other clients out.
+        tells: whether ``version`` in hits is the searched version. Else it is the last seen one, and another process can have
+            switched since.
     """
 
     uri: StoreUri
@@ -103,7 +103,7 @@ class Store(ABC):
     tells: ClassVar[bool] = False
     _known: Space | None = None
     _padded: tuple[Space, int] | None = None
-    """The space whose vectors are padded, and their dimension without padding."""
+    """Space with padded vectors, and their dimension without padding."""
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -113,22 +113,22 @@ class Store(ABC):
 
     @abstractmethod
     def count(self, space: str | None = None, without: str | None = None) -> int:
-        """Return the number of rows: of all, of those with a vector in a space, or of those among them that another lacks.
+        """Return the number of rows.
 
         Args:
-            space: its rows; None for all.
-            without: counts only rows that have no vector in this space, or one of what they were before they changed.
+            space: count only rows with a vector in this space.
+            without: count only rows with a missing or outdated vector in this space.
         """
 
     def count_zeros(self, space: str) -> int:
-        """Return the number of rows whose vector in a space is zero."""
+        """Return the number of zero vectors in a space."""
         return sum(int((~rows.vectors_ND.any(1)).sum()) for rows in self.rows(10_000, space=space))
 
     def ids_without_vector(self, count: int) -> list[str]:
-        """Return the ids of the first rows that have no vector in the space that is searched.
+        """Return ids of rows without a vector in the searched space.
 
         Args:
-            count: most of them.
+            count: maximum number of ids.
         """
         return []
 
@@ -144,12 +144,12 @@ class Store(ABC):
 
         Args:
             vectors_QD: (Q, D) queries in the space.
-            top_k: most hits of a query.
-            filter: in the store's own language.
-            space: another space than the one that is searched.
+            top_k: maximum hits per query.
+            filter: filter in the store's language.
+            space: space to search, default :attr:`space`.
 
         Returns:
-            The hits of each query, the best first.
+            Hits per query, best first.
         """
 
     @abstractmethod
@@ -161,33 +161,31 @@ class Store(ABC):
         space: str | None = None,
         content: str | None = None,
     ) -> Iterator[Rows]:
-        """Read the rows of a space that have a vector, always in the same order.
+        """Read the rows of a space in a fixed order.
 
-        A vector that services wrote into the other space themselves is newer than the row if that is the space that is
-        searched. If not, they wrote it before a rollback, and the row counts as one that has none.
+        Vectors that services wrote into the ``without`` space are current if that space is searched. Else they predate a rollback
+        and count as missing.
 
         Args:
-            batch: rows read at a time.
-            after: the id to begin behind; a store that cannot seek reads all, of which ``without`` leaves out what is done.
-            without: reads only rows that have no vector in this other space, or one of what they were before they changed.
-            space: another space than the one that is searched.
-            content: the field to read with each, such as a text or the path of a picture.
+            batch: rows per block.
+            after: start after this id. Stores without seek ignore it.
+            without: read only rows with a missing or outdated vector in this space.
+            space: space to read, default :attr:`space`.
+            content: field to read too, e.g. a text or an image path.
         """
 
     @abstractmethod
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
-        """Read about so many rows, spread over the store, and their vectors (N, D) in another space.
-
-        Rows that have none there, or one of what they were before they changed, are left out.
+        """Read rows spread over the store, and their current vectors (N, D) in another space.
 
         Args:
-            count: of the rows.
+            count: approximate number of rows.
             other: the other space.
-            content: as in :meth:`rows`.
+            content: field to read too.
         """
 
     def stream(self, batch: int = 10_000) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
-        """Read all ids and vectors (n, D) float32 of the space that is searched."""
+        """Read ids and vectors (n, D) float32 of the searched space."""
         return ((rows.ids, rows.vectors_ND) for rows in self.rows(batch))
 
     def describe(self) -> dict[str, Any]:
@@ -212,23 +210,23 @@ class Store(ABC):
         rerank: Reranker | None = None,
         rerank_queries: ArrayLike | None = None,
     ) -> list[list[Hit]]:
-        """Search with a model's embeddings, which are brought into the space that is searched.
+        """Search with the embeddings of a compatible model.
 
         Args:
-            embeds_QD: (Q, D) as the model outputs them.
-            model: as :meth:`~xcompat.retrieval.Gallery.search` takes it.
-            top_k: most hits of a query.
-            filter: in the store's own language.
-            old_queries: as :meth:`~xcompat.retrieval.Gallery.search` takes them.
-            rerank: as :meth:`~xcompat.retrieval.Gallery.search` takes it. Only galleries keep new embeddings.
-            rerank_queries: as :meth:`~xcompat.retrieval.Gallery.search` takes them.
+            embeds_QD: (Q, D) model outputs.
+            model: as in :meth:`~xcompat.retrieval.Gallery.search`.
+            top_k: maximum hits per query.
+            filter: filter in the store's language.
+            old_queries: as there.
+            rerank: as there. Only galleries cache new embeddings.
+            rerank_queries: as there.
 
         Returns:
-            The hits of each query, the best first.
+            Hits per query, best first.
 
         Raises:
-            XcompatError: nobody has said which model made the stored vectors.
-            FingerprintMismatchError: the queries cannot be compared with them.
+            XcompatError: the model of the stored vectors is unknown.
+            FingerprintMismatchError: the models are not compatible.
         """
         if rerank is not None:
             hits = self.find(embeds_QD, model, max(top_k, rerank.candidates), filter, old_queries)
@@ -244,17 +242,15 @@ class Store(ABC):
             if all(hit.version == own.fingerprint for found in hits for hit in found):
                 return hits
             self._known = None
-        return self.find(embeds_QD, model, top_k, filter, old_queries)  # it was switched, or named, since we looked
+        return self.find(embeds_QD, model, top_k, filter, old_queries)  # switched or named in the meantime
 
     def _look(self) -> Space:
-        """Look at what is searched."""
         self._known = self.spaces()[self.space]
         return self._known
 
     def _viewed(self, embeds_QD: ArrayLike, model: Model, own: Space, old_queries: OldQueries | None = None) -> ArrayLike:
-        """Return a model's queries in a space."""
         if own.fingerprint is None:
-            raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
+            raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {_ADOPT}")
         dim = own.dim if own.dim is not None else as_float32(embeds_QD).shape[-1]
         made = VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=dim)
         view = query_view(model, embeds_QD, made)
@@ -262,9 +258,9 @@ class Store(ABC):
             made = made.model_copy(update={"shares": aliases})
             view = query_view(model, embeds_QD, made)
         if view is None:
-            advice = alias_advice(model, made, self.uri) or "take that model, or one that is compatible with it"
+            advice = alias_advice(model, made, self.uri) or "use that model or a compatible one"
             raise FingerprintMismatchError(
-                f"queries of {identity(model)} cannot be compared with {self.space} of {self.uri}, which {own.fingerprint} made: "
+                f"queries of {identity(model)} cannot be compared with {self.space} in {self.uri}, made by {own.fingerprint}: "
                 f"{advice}"
             )
         if takes_old_queries(model, made):
@@ -275,7 +271,7 @@ class Store(ABC):
         return self._padded_queries(view, own)
 
     def _padded_queries(self, queries_QD: NDArray[np.float32], own: Space) -> NDArray[np.float32]:
-        """Return queries as wide as the stored vectors, where services padded these with zeros."""
+        """Pad queries with zeros if the stored vectors are padded."""
         dim = queries_QD.shape[-1]
         if own.dim is None or dim >= own.dim:
             return queries_QD
@@ -286,60 +282,60 @@ class Store(ABC):
         return pad_vectors(np.atleast_2d(queries_QD), own.dim)
 
     def queries(self, vectors_QD: ArrayLike, own: Space) -> NDArray[np.float32]:
-        """Return queries as (Q, D) float32, one of them as one row.
+        """Return queries as (Q, D) float32.
 
         Args:
             vectors_QD: (Q, D) or (D,).
-            own: the space that they search.
+            own: searched space.
 
         Raises:
-            XcompatError: they have another dimension.
+            XcompatError: the dimension differs.
         """
         queries_QD = as_float32(vectors_QD)
-        if self.metric == "cosine":  # databases square in float32
+        if self.metric == "cosine":  # databases compute squares in float32
             queries_QD = normalise_rows(queries_QD)
         if own.dim is not None and queries_QD.shape[1] != own.dim:
-            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, {own.name} of {self.uri} has {own.dim}")
+            raise XcompatError(f"the queries have {queries_QD.shape[1]} dimensions, but {own.name} in {self.uri} has {own.dim}")
         return queries_QD
 
     # ------------------------------------------------------------------------------------------------- writing
 
     @abstractmethod
     def record(self, key: str) -> dict[str, Any] | None:
-        """Read what xcompat wrote down beside the user's data; None if nothing."""
+        """Read a record of xcompat from the store, or None."""
 
     @abstractmethod
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:
-        """Write it down, or delete it with None."""
+        """Write a record, or delete it with None."""
 
     def added_spaces(self) -> set[str]:
-        """Return the names of spaces that stand beside the user's own because of a migration."""
+        """Return the names of spaces that a migration adds."""
         known = self.record("migration") or {}
         return {known["into"], known["space"] + BEFORE} if known else set()
 
     def name_model(self, space: str, model: Fingerprint) -> None:
-        """Write down in the store which model made a space.
+        """Record the model of a space in the store.
 
         Raises:
-            XcompatError: there is no such space.
+            XcompatError: the space does not exist.
         """
         if space not in (known := self.spaces()):
             raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
         self.set_record("spaces", {**(self.record("spaces") or {}), space: {"digest": model.digest, "name": model.name}})
 
     def aliases(self) -> tuple[str, ...]:
-        """Return the digests of other names of the model that made the searched space."""
+        """Return the digests of other names of the searched space's model."""
         return tuple((self.record("aliases") or {}).get(self.space, ()))
 
     def add_alias(self, alias: Fingerprint) -> Fingerprint:
-        """Write down another identity of the model that made the searched space, and return that model.
+        """Record another identity of the searched space's model, and return the model.
 
         Raises:
-            XcompatError: nobody has said which model made it, or both identities are of weights, which differ.
+            XcompatError: the model is unknown, or the identities are different weights.
         """
         own = self.spaces()[self.space]
         if own.fingerprint is None:
-            raise XcompatError(f"nobody has said which model made {self.space} of {self.uri}; {_ADOPT}")
+            raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {_ADOPT}")
         aliased_version([VersionRecord(digest=own.fingerprint.digest, name=own.fingerprint.name, dim=own.dim or 1)], alias)
         known = dict.fromkeys((*self.aliases(), alias.digest))
         self.set_record("aliases", {**(self.record("aliases") or {}), self.space: list(known)})
@@ -347,68 +343,67 @@ class Store(ABC):
 
     @abstractmethod
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
-        """Add an empty space beside the one that is searched.
+        """Add an empty space.
 
-        A row whose vector changes in the searched space afterwards is one that the new space lacks, for :meth:`rows` and
-        :meth:`count`.
+        Rows whose searched vector changes later count as missing here.
 
         Args:
-            name: of the new space.
-            dim: of its vectors.
-            model: makes them.
-            dtype: how the space keeps their numbers.
+            name: name of the new space.
+            dim: dimension.
+            model: model of its vectors.
+            dtype: stored number type.
 
         Raises:
-            XcompatError: there is something of that name, or the store cannot add or switch to a space here.
+            XcompatError: the name exists, or the store cannot add or switch to a space.
         """
 
-    def check_space(self, dim: int, dtype: str) -> None:  # noqa: B027 - most stores take any
-        """Refuse a space of this dimension and dtype that could not be indexed as the searched one is; nothing is written."""
+    def check_space(self, dim: int, dtype: str) -> None:  # noqa: B027 - most stores accept any
+        """Raise if such a space cannot be indexed."""
 
     def notes(self, dim: int, dtype: str) -> list[str]:
-        """Return what a migration to such a space changes for services, in sentences; nothing is written."""
+        """Return sentences about changes that services would notice."""
         return []
 
     @abstractmethod
     def write(self, space: str, rows: Rows) -> int:
-        """Write vectors into a space; rows that were changed since they were read are still lacking there afterwards.
+        """Write vectors into a space, except for rows that changed since they were read.
 
         Args:
-            space: added by :meth:`add_space`.
-            rows: as :meth:`rows` gave them, with the vectors of this space.
+            space: space from :meth:`add_space`.
+            rows: rows from :meth:`rows`, with new vectors.
 
         Returns:
-            The number of rows that were written.
+            Number of written rows.
         """
 
     def tidy(self, space: str, like: str) -> int:
-        """Delete from a space what another has no more; return how many.
+        """Delete rows that another space no longer has, and return their number.
 
-        What services wrote themselves into the space that is searched stays. Nothing to do where spaces are parts of one row.
+        Rows that services added to the searched space stay. Stores with one row for all spaces do nothing.
         """
         return 0
 
     @abstractmethod
     def index_like(self, space: str) -> list[str]:
-        """Build for a space the approximate indexes that the searched one has; return their names."""
+        """Copy the searched space's approximate indexes to another space. Return the names."""
 
     def missing_indexes(self, space: str, like: str) -> list[str]:
-        """Return the names of the indexes of one space that another lacks; none where a store indexes all it holds."""
+        """Return the indexes of ``like`` that a space lacks."""
         return []
 
     @abstractmethod
     def switch(self, space: str) -> None:
-        """Give a space the name of the one that is searched, at once for all clients; that one is called ``…_before`` then.
+        """Give a space the searched name, atomically for all clients. The old space becomes ``…_before``.
 
-        Called again after it was killed, it goes on, or does nothing.
+        A repeated call completes an interrupted one.
         """
 
     @abstractmethod
     def switch_back(self, space: str) -> None:
-        """Undo :meth:`switch`, also if it was killed half-way; called again, it goes on, or does nothing."""
+        """Undo a complete or interrupted :meth:`switch`. Can be repeated."""
 
-    def settle(self) -> None:  # noqa: B027 - most stores leave nothing
-        """Do what a switch left for when nobody has to wait for it; killed, it is called again."""
+    def settle(self) -> None:  # noqa: B027 - most stores finish at once
+        """Finish slow parts of a switch while clients work. Can be repeated."""
 
     @abstractmethod
     def drop_space(self, name: str) -> None:
@@ -416,26 +411,26 @@ class Store(ABC):
 
     @abstractmethod
     def alone(self) -> AbstractContextManager[None]:
-        """Keep all others from reading and writing, and do what is done inside as a whole, where the store can.
+        """Keep other clients out, and commit the block as a whole.
 
-        Where it cannot, as ``locks`` says, what others write meanwhile is caught up after the switch.
+        If :attr:`locks` is False, concurrent writes are caught up after the switch.
         """
 
     @abstractmethod
     def claimed(self) -> AbstractContextManager[None]:
-        """Refuse a second migration while one runs; a process that is killed gives its claim back."""
+        """Prevent a second migration. The lock ends with the process."""
 
     def renew_claim(self) -> None:
-        """Say that this migration still runs, where a claim ends by itself.
+        """Renew the migration lease, if it can expire.
 
         Raises:
-            XcompatError: it ended, and another process took it.
+            XcompatError: another process took it.
         """
         return
 
     @abstractmethod
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
 
 
-_ADOPT = "say it once with `xcompat migrate plan … --from MODEL`, or store.name_model(space, fingerprint)"
+_ADOPT = "set it with `xcompat migrate plan … --from MODEL` or store.name_model(space, fingerprint)"

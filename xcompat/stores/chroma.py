@@ -1,4 +1,4 @@
-"""Chroma, a folder or a server: spaces are collections, one beside the other."""
+"""Store for Chroma, a folder or a server. Spaces are collections."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from xcompat.stores.uri import StoreUri
 OPTIONS = ("collection", "tenant", "database", "ssl")
 METRICS: dict[str, Metric] = {"cosine": "cosine", "ip": "ip", "l2": "l2"}
 RECORDS = "xcompat_records"
-"""The collection that holds what xcompat knows: a row for each record, whose document is JSON."""
+"""Collection with the records of xcompat, as JSON documents."""
 STATE = "xcompat_state"
-"""Key of the metadata of a copied row: what the row that it was made from was then."""
+"""Metadata key of a copied row: hash of its source row."""
 DOCUMENT = "#document"
-"""What Chroma itself calls the text of a row, where names of metadata are asked for."""
+"""Chroma's key for the text of a row."""
 ROWS: list[Any] = ["embeddings", "metadatas", "documents", "uris"]
 EXAMPLE = '{"price": {"$lt": 50}}'
 MAKING = "_xcompat"
-"""Ends the name of a new collection until it is written down whose it is."""
+"""Suffix of a new collection until its record is written."""
 PIECES = 32
-"""Places of a collection that a sample is read from."""
+"""Positions in a collection to sample from."""
 
 
 class ChromaStore(Store):
-    """One collection, and the copy of it that holds new vectors; rows are added in the order of the old one."""
+    """Chroma collection, and its copy with new vectors."""
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
@@ -48,7 +48,7 @@ class ChromaStore(Store):
         self.space = uri.require("collection")
         self._lease = Lease(self)
         own = self._found(self.space) or (self._found(self.space + BEFORE) if self.record("migration") else None)
-        if own is None:  # and no switch was killed between its two renames
+        if own is None:  # not an interrupted switch either
             with explained(uri):
                 raise self._missing(self.space)
         kinds = [kind for kind in ("hnsw", "spann") if own.configuration_json.get(kind)]
@@ -58,7 +58,7 @@ class ChromaStore(Store):
     # ------------------------------------------------------------------------------------------------- collections
 
     def _found(self, name: str) -> chromadb.Collection | None:
-        """Return a collection, without the function by which it embeds texts; None if there is none."""
+        """Return a collection without its embedding function, or None."""
         with explained(self.uri):
             try:
                 return self.client.get_collection(name, embedding_function=None)
@@ -78,7 +78,7 @@ class ChromaStore(Store):
     def spaces(self) -> dict[str, Space]:
         known = {name: self._found(name) for name in sorted({self.space, *self.added_spaces()})}
         found = {name: (one, self._space(name, one)) for name, one in known.items() if one is not None}
-        into = (self.record("migration") or {}).get("into")  # somebody else's, if no model of it was written down
+        into = (self.record("migration") or {}).get("into")  # not ours without a record of its model
         self._searched = {name: one for name, one in found.items() if name != into or one[1].fingerprint is not None}
         return {name: space for name, (_, space) in self._searched.items()}
 
@@ -89,16 +89,16 @@ class ChromaStore(Store):
         return Space(name, dim, "float32", Fingerprint(model["digest"], model["name"]) if model else None)
 
     def _model(self, collection: chromadb.Collection) -> dict[str, Any] | None:
-        """Return what is known of a collection, whatever its name is now: its model, and the collection that it is a copy of."""
+        """Return the record of a collection: its model and its source collection."""
         return self._row(str(collection.id))
 
     # ------------------------------------------------------------------------------------------------- reading
 
     @override
     def count(self, space: str | None = None, without: str | None = None) -> int:
-        if (found := self._found(name := space or self.space)) is None:  # as while a switch is half done
+        if (found := self._found(name := space or self.space)) is None:  # during a switch
             return 0
-        if without is not None and self.count(without):  # else all lack it
+        if without is not None and self.count(without):  # else no row has one
             return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
         with explained(self.uri):
             return found.count()
@@ -152,9 +152,9 @@ class ChromaStore(Store):
         space: str | None = None,
         content: str | None = None,
     ) -> Iterator[Rows]:
-        """Read by position, as Chroma cannot seek an id: where others delete rows meanwhile, some that follow are missed.
+        """Read by position, because Chroma cannot seek an id. Concurrent deletes can skip rows.
 
-        A migration reads again until nothing is lacking, and once more after the switch, when nobody writes there any more.
+        A migration reads again until all rows are written, and once more after the switch.
         """
         own = self._collection(space or self.space)
         other = self._found(without) if without is not None else None
@@ -177,9 +177,9 @@ class ChromaStore(Store):
         return Rows(page["ids"], vectors_ND, states, contents, copies)
 
     def _lacking(self, other: chromadb.Collection, own: chromadb.Collection, rows: Rows, newer: bool) -> Rows:
-        """Return those rows that another collection has not, or not as they are now; what services wrote there may be newer."""
+        """Return the rows that are missing or outdated in another collection. Services can have newer ones."""
         held = self._held(other, rows.ids)
-        copied = (self._model(other) or {}).get("source") == str(own.id)  # else its states are those of other rows
+        copied = (self._model(other) or {}).get("source") == str(own.id)  # else its states belong to other rows
         known = {None} if newer else set()
         lacks = [
             number
@@ -189,21 +189,21 @@ class ChromaStore(Store):
         return rows.pick(lacks)
 
     def _held(self, collection: chromadb.Collection, ids: list[str]) -> dict[str, str | None]:
-        """Return those ids that a collection has, with the state of each; None if it was not copied."""
+        """Return the existing ids with their states. A state is None if the row is not a copy."""
         held: dict[str, Any] = {}
         for start in range(0, len(ids), self._most):
             found = self._read(collection, ids=ids[start : start + self._most], include=["metadatas"])
             held |= {item: (one or {}).get(STATE) for item, one in zip(found["ids"], found["metadatas"] or [], strict=True)}
         return held
 
-    def _read(self, collection: chromadb.Collection, **asked: Any) -> Any:  # noqa: ANN401 - vectors come as arrays, with all rows
-        """Read rows, again where others delete some of them meanwhile: Chroma gives an error then."""
+    def _read(self, collection: chromadb.Collection, **asked: Any) -> Any:  # noqa: ANN401 - vectors are arrays
+        """Read rows, and retry if concurrent deletes raise an error."""
         with explained(self.uri):
             return RETRYING(collection.get, **asked)
 
     @property
     def _most(self) -> int:
-        """Most rows of one call."""
+        """Maximum rows per call."""
         return self.client.get_max_batch_size()
 
     # ------------------------------------------------------------------------------------------------- writing
@@ -218,10 +218,10 @@ class ChromaStore(Store):
     @override
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         if dtype != "float32":
-            raise XcompatError(f"{self.uri}: Chroma keeps float32 alone; leave --dtype out")
+            raise XcompatError(f"{self.uri}: Chroma only stores float32; remove --dtype")
         for taken in (name, self.space + BEFORE):
             if self._found(taken) is not None:
-                raise XcompatError(f"{self.uri} has a collection {taken!r} already; choose another name, or delete it first")
+                raise XcompatError(f"{self.uri} already has a collection {taken!r}; choose another name or delete it")
         own = self._collection(self.space)
         index: Any = {kind: own.configuration_json[kind] for kind in ("hnsw", "spann") if own.configuration_json.get(kind)}
         making = name + MAKING
@@ -230,7 +230,7 @@ class ChromaStore(Store):
         self._set_row(str(made.id), {"digest": model.digest, "name": model.name, "source": str(own.id)})
         try:
             self._rename(making, name)
-        except XcompatError:  # no name that Chroma takes
+        except XcompatError:  # invalid name for Chroma
             self.drop_space(making)
             raise
 
@@ -243,7 +243,7 @@ class ChromaStore(Store):
             states = [{**one, STATE: state} for one, state in zip(metadatas, rows.states[piece], strict=True)]
             with explained(self.uri):
                 stale = self._read(collection, ids=rows.ids[piece], include=[])["ids"]
-                if stale:  # to change a row would keep what it had
+                if stale:  # an update would keep old fields
                     collection.delete(ids=stale)
                 collection.add(rows.ids[piece], rows.vectors_ND[piece], states, list(documents), uris=list(uris))  # type: ignore[arg-type]
         return len(rows.ids)
@@ -264,12 +264,12 @@ class ChromaStore(Store):
 
     @override
     def index_like(self, space: str) -> list[str]:
-        """Nothing is left to build: Chroma indexes what is written, as the old collection's configuration says."""
+        """Do nothing: Chroma indexes on write, with the copied configuration."""
         return []
 
     @override
     def switch(self, space: str) -> None:
-        """Rename both collections; between the two renames there is none of the name."""
+        """Rename both collections. The name is missing between the two renames."""
         if self._found(self.space + BEFORE) is None:
             self._rename(self.space, self.space + BEFORE)
         if self._found(space) is not None:
@@ -305,7 +305,7 @@ class ChromaStore(Store):
     def claimed(self) -> Iterator[None]:
         with self._lease.held():
             begun = self.record("migration")
-            if begun is not None and self._found(left := begun["into"] + MAKING) is not None:  # by a process that was killed
+            if begun is not None and self._found(left := begun["into"] + MAKING) is not None:  # from a killed process
                 self.client.delete_collection(left)
             yield
 
@@ -336,7 +336,7 @@ class ChromaStore(Store):
             if value is None:
                 records.delete(ids=[name])
             else:
-                records.upsert([name], np.zeros((1, 1), np.float32), documents=[json.dumps(value)])  # a row needs some vector
+                records.upsert([name], np.zeros((1, 1), np.float32), documents=[json.dumps(value)])  # a row needs a vector
 
     @override
     def close(self) -> None:
@@ -344,20 +344,17 @@ class ChromaStore(Store):
 
 
 def _conditions(filter: dict[str, Any] | str | None) -> dict[str, Any]:  # noqa: A002
-    """Return a condition on metadata, and under ``#document`` one on the text, as Chroma takes them."""
+    """Return a filter on metadata, and on the text under ``#document``, for Chroma."""
     try:
         where = dict(json.loads(filter) if isinstance(filter, str) else filter or {})
     except (json.JSONDecodeError, TypeError, ValueError):
-        raise XcompatError(
-            f'{filter!r} is no condition of Chroma; write one as JSON, such as {{"price": {{"$lt": 50}}}}'
-        ) from None
+        raise XcompatError(f'{filter!r} is not a Chroma filter; write JSON, e.g. {{"price": {{"$lt": 50}}}}') from None
     text = where.pop(DOCUMENT, None)
     return {"where": where or None, "where_document": text}
 
 
 def _state(vector_D: NDArray[np.float32], copy: tuple[Any, ...]) -> str:
-    """Return what changes when a row does."""
-    rest = json.dumps(copy, sort_keys=True, default=vars).encode()  # sparse vectors are the only values that JSON has not
+    rest = json.dumps(copy, sort_keys=True, default=vars).encode()  # for sparse vectors
     return xxhash.xxh3_64_hexdigest(vector_D.tobytes() + rest)
 
 

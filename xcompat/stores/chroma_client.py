@@ -1,4 +1,4 @@
-"""Connections to Chroma: errors in one line, and reads that others disturb."""
+"""Connection to Chroma, with plain errors and retried reads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RETRYING = tenacity.Retrying(
     stop=tenacity.stop_after_attempt(20),
     reraise=True,
 )
-"""Reads again what was deleted between the two steps in which Chroma reads."""
+"""Retries reads of rows that are deleted during the read."""
 
 
 def connect(uri: StoreUri) -> Any:  # noqa: ANN401 - chromadb's ClientAPI lacks close()
-    """Open a folder or a server, without telemetry; what a server wants to know of us, chromadb reads from the environment."""
+    """Open a folder or a server without telemetry. Chroma reads credentials from the environment."""
     if uri.parts.username or uri.parts.password:
-        raise XcompatError(f"{uri}: user and password go into CHROMA_CLIENT_AUTH_CREDENTIALS, as chromadb says; leave them out")
+        raise XcompatError(f"{uri}: set CHROMA_CLIENT_AUTH_CREDENTIALS instead of a user and password in the address")
     settings = Settings(anonymized_telemetry=False)
     tenant, database = uri.options.get("tenant", DEFAULT_TENANT), uri.options.get("database", DEFAULT_DATABASE)
     with explained(uri):
@@ -38,18 +38,18 @@ def connect(uri: StoreUri) -> Any:  # noqa: ANN401 - chromadb's ClientAPI lacks 
             return chromadb.HttpClient(uri.parts.hostname, uri.parts.port or 8000, ssl, None, settings, tenant, database)
         folder = Path(uri.parts.path).resolve()
         if not (folder / "chroma.sqlite3").is_file():
-            raise XcompatError(f"{uri}: {folder} holds no Chroma; name the folder of a PersistentClient by its full path")
+            raise XcompatError(f"{uri}: {folder} is not a Chroma folder; use the full path of a PersistentClient's folder")
         return chromadb.PersistentClient(folder, settings, tenant, database)
 
 
 @contextmanager
 def explained(uri: StoreUri) -> Iterator[None]:
-    """Turn the errors of Chroma into one line."""
+    """Raise errors of Chroma as one line."""
     try:
         yield
     except XcompatError:
         raise
     except httpx.TransportError as error:
-        raise LostConnectionError(f"{uri} does not answer ({error}); run it again once it does, and it continues") from error
+        raise LostConnectionError(f"{uri} does not answer ({error}); run the command again later to continue") from error
     except (ChromaError, ValueError, httpx.HTTPError) as error:
         raise XcompatError(f"{uri}: {' '.join(str(error).split())[:300]}") from error

@@ -1,4 +1,4 @@
-"""The verbs of ``xcompat migrate``, with their console output."""
+"""Implementation of ``xcompat migrate`` with its console output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def search(
     old: Fallback | None = None,
     rerank: Reranker | None = None,
 ) -> None:
-    """Show the items of a store that are nearest to each query, block by block; nothing is written."""
+    """Show the nearest items for each query. Nothing is written."""
     for found in answers(store, queries, embedder, top_k, where, old, rerank):
         show(found)
     if rerank is not None:
@@ -52,7 +52,7 @@ def answers(
     old: Fallback | None = None,
     rerank: Reranker | None = None,
 ) -> Iterator[Found]:
-    """Yield each query with the items nearest to it. The arguments are those of :func:`search`."""
+    """Yield each query with its nearest items, with the arguments of :func:`search`."""
     from xcompat.embeddings.provider import asking
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import followed
@@ -68,16 +68,16 @@ def answers(
 
 
 def alias(store: Store, name: str) -> None:
-    """Record another name of the model that made the vectors of a store."""
+    """Record another name of the stored vectors' model."""
     from xcompat.retrieval.commands import find_alias
 
     model = find_alias(name)
     made = store.add_alias(model)
-    console.print(f"[green]✓[/] maps for {literal(model)} fit what {literal(made)} made in {literal(store.uri)}")
+    console.print(f"[green]✓[/] maps for {literal(model)} now work with vectors of {literal(made)} in {literal(store.uri)}")
 
 
 def doctor(uri: str, embedder: Embedder, held: Held, sample: int) -> bool:
-    """Print whether a model made the vectors of a store; return whether nothing is of another origin."""
+    """Print which stored vectors a model made, and return whether it made all."""
     from xcompat.retrieval.commands import told
     from xcompat.stores.doctor import examine_store
 
@@ -85,15 +85,15 @@ def doctor(uri: str, embedder: Embedder, held: Held, sample: int) -> bool:
 
 
 def name_model(store: Store, name: str | None, held: Held | None = None) -> None:
-    """Write down which model made the stored vectors, after a look; one that cannot be loaded is known by its name alone.
+    """Check a sample, then record the model. A model that cannot be loaded is recorded by name.
 
     Args:
         store: the store.
-        name: of the model; None to write nothing.
-        held: where rows hold what their vectors were made of.
+        name: model name, or None to do nothing.
+        held: source data of the vectors.
 
     Raises:
-        XcompatError: the store names another model, or the model clearly did not make the vectors.
+        XcompatError: another model is recorded, or the sample does not match.
     """
     if name is None:
         return
@@ -103,12 +103,10 @@ def name_model(store: Store, name: str | None, held: Held | None = None) -> None
     try:
         embedder = load_embedder(name, device())
     except XcompatError:
-        console.print(
-            f"[yellow]![/] {literal(name)} cannot be loaded: only a map that was made for this very name fits the store"
-        )
+        console.print(f"[yellow]![/] {literal(name)} cannot be loaded: only maps for exactly this name work with the store")
     model = embedder.fingerprint if embedder is not None else Fingerprint.from_string(name)
     if known not in (None, model):
-        raise XcompatError(f"{store.uri} says that {known} made {store.space}, not {name}; leave --from out")
+        raise XcompatError(f"{store.space} in {store.uri} has vectors of {known}, not {name}; remove --from")
     if known is None:
         if embedder is not None:
             _look(store, embedder, held)
@@ -116,7 +114,7 @@ def name_model(store: Store, name: str | None, held: Held | None = None) -> None
 
 
 def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
-    """Compare a sample with what a model makes of it; refuse a model that clearly did not make the vectors."""
+    """Compare a sample with a model's embeddings, and raise if most differ."""
     from xcompat.retrieval.doctor import SAME
     from xcompat.stores.doctor import examine_store
     from xcompat.stores.padding import is_padded
@@ -124,32 +122,32 @@ def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
     own, found = store.spaces()[store.space], examine_store(store, embedder, held)
     if own.dim not in (None, embedder.dim) and not is_padded(store, embedder.dim):
         raise XcompatError(
-            f"{embedder.name} did not make {own.name} of {store.uri}: it is {found.note}; name another with --from"
+            f"{embedder.name} did not make {own.name} in {store.uri}: {found.note}; choose another model with --from"
         )
     if not found.looked_at:
-        why = f"{found.note}; name it with --texts or --images" if held is None else found.note
-        console.print(f"[yellow]![/] nobody has looked whether {literal(embedder.name)} made {literal(own.name)}: {literal(why)}")
+        why = f"{found.note}; choose it with --texts or --images" if held is None else found.note
+        console.print(f"[yellow]![/] did not check that {literal(embedder.name)} made {literal(own.name)}: {literal(why)}")
         return
     same = found.looked_at - len(found.foreign)
-    said = f"{same:,} of {found.looked_at:,} vectors of {own.name} that were looked at"
+    said = f"{same:,} of {found.looked_at:,} sampled vectors of {own.name}"
     if same <= found.looked_at / 2:
         raise XcompatError(
-            f"{embedder.name} made {said}: it is not the model of {store.uri}; name another, `xcompat gallery doctor` helps"
+            f"{embedder.name} made {said}, so it is not the model of {store.uri}; check others with `xcompat gallery doctor`"
         )
     sure = not found.foreign and found.cosine >= SAME
-    mark, rest = ("[green]✓[/]", "") if sure else ("[yellow]![/]", "; `xcompat gallery doctor` says more")
+    mark, rest = ("[green]✓[/]", "") if sure else ("[yellow]![/]", "; see `xcompat gallery doctor`")
     console.print(f"{mark} {literal(embedder.name)} made {literal(said)} (cosine {found.cosine:.4f}){rest}", soft_wrap=True)
 
 
 def plan(store: Store, mapping: Filling, dtype: str, max_bad_share: float | None = None) -> None:
-    """Print what is there and what it takes."""
+    """Print the size and duration of a migration."""
     found = migration.plan(store, mapping, dtype, max_bad_share)
     own = store.spaces()[store.space]
     table = Table("", "rows", "vectors", "dimensions", "numbers", "bytes", show_header=True)
     table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")
     table.add_row("new", "", f"{found.vectors:,}", str(found.dim), dtype, decimal(found.nbytes))
     console.print(table)
-    console.print(f"reading and making them take about {found.seconds / 60:,.1f} minutes, writing comes on top")
+    console.print(f"about {found.seconds / 60:,.1f} minutes to read and compute the vectors, plus time to write them")
     _print_empty(found.rows - found.vectors, found.empty)
     if found.unusable:
         first = "; ".join(f"{item!r} {reason}" for item, reason in list(found.unusable.items())[: migration.SHOWN])
@@ -170,32 +168,30 @@ def _warn(line: str) -> None:
 
 
 def _print_empty(count: int, first: list[str]) -> None:
-    """Print how many rows have no vector, and which are the first."""
     if count:
         named = f" ({', '.join(map(repr, first))}{', …' if count > len(first) else ''})" if first else ""
-        _warn(f"{count:,} rows hold no vector and get none{named}")
+        _warn(f"{count:,} rows have no vector and get none{named}")
 
 
 def _print_skipped(count: int, named: list[str]) -> None:
-    """Print how many old vectors cannot be used, and which are the first."""
     if count:
         more = "; …" if count > len(named) else ""
-        _warn(f"{count:,} rows have no usable vector, and zeros in the new space: {'; '.join(named)}{more}")
+        _warn(f"{count:,} rows have no usable vector and get zeros in the new space: {'; '.join(named)}{more}")
 
 
 def start(store: Store, mapping: Filling, into: str | None, **options: Any) -> None:  # noqa: ANN401
-    """Fill the new space; options are those of :func:`xcompat.stores.migration.start`."""
+    """Fill the new space, with the options of :func:`xcompat.stores.migration.start`."""
     done = migration.start(store, mapping, into, **options)
     console.print(
-        f"[green]✓[/] {literal(done.into)} of {literal(store.uri)} is filled: {done.written:,} rows written; "
-        "`xcompat migrate verify` and `switch` come next"
+        f"[green]✓[/] filled {literal(done.into)} in {literal(store.uri)}: {done.written:,} rows written; "
+        "run `xcompat migrate verify`, then `switch`"
     )
     _print_skipped(done.skipped, done.named)
     _print_empty(store.count() - store.count(store.space), store.ids_without_vector(migration.SHOWN))
 
 
 def status(store: Store) -> None:
-    """Print how far a migration is."""
+    """Print the progress of a migration."""
     found, lacking = migration.status(store)
     done = f"{found.written:,} rows written, {lacking:,} lack a new vector"
     console.print(f"{literal(found.space)} → {literal(found.into)}: {found.state}, {done}")
@@ -203,30 +199,28 @@ def status(store: Store) -> None:
 
 
 def verify(store: Store, mapping: Filling) -> bool:
-    """Check a filled space; return whether it may be switched to."""
+    """Check a filled space, and return whether it is ready for the switch."""
     found = migration.verify(store, mapping)
-    console.print(f"{found.rows:,} rows, {found.missing:,} of them without a new vector")
+    console.print(f"{found.rows:,} rows, {found.missing:,} without a new vector")
     if found.skipped:
-        console.print(f"{found.skipped:,} of them have no usable old vector, and zeros in the new space")
+        console.print(f"{found.skipped:,} rows have no usable old vector and get zeros in the new space")
     if found.filled and found.missing > found.unmade:
         console.print("services wrote these rows after `xcompat migrate start`; `xcompat migrate switch` fills them")
-    console.print(f"{found.compared:,} vectors made anew, {found.wrong:,} differ from what is stored")
+    console.print(f"{found.compared:,} vectors computed again, {found.wrong:,} differ from the stored ones")
     if found.overlap is not None:
         console.print(
-            f"of the first {migration.NEIGHBOURS} hits of {found.searched:,} of them in the old space, "
-            f"{found.overlap:.1%} are hits in the new one"
+            f"{found.overlap:.1%} of the top {migration.NEIGHBOURS} hits in the old space are also hits in the new one "
+            f"({found.searched:,} queries)"
         )
     if found.wrong:
-        console.print("[red]✗[/] vectors are not of what their rows hold: rollback, then start, makes all of them anew")
+        console.print("[red]✗[/] stored vectors do not match their rows; run rollback, then start again")
     elif found.passed:
-        console.print("[green]✓[/] it may be switched")
+        console.print("[green]✓[/] ready; run `xcompat migrate switch`")
     elif found.unmade:
-        console.print(
-            f"[red]✗[/] no vector can be made for {found.unmade:,} of these rows: fix or delete them, then run verify again"
-        )
+        console.print(f"[red]✗[/] cannot compute a vector for {found.unmade:,} rows; fix or delete them, then run verify again")
     else:
-        lacking = f" lacks the index {literal(', '.join(found.unindexed))}" if found.unindexed else " is not complete"
-        console.print(f"[red]✗[/] the new space{lacking}: run start again", soft_wrap=True)
+        lacking = f" has no index {literal(', '.join(found.unindexed))}" if found.unindexed else " is not complete"
+        console.print(f"[red]✗[/] the new space{lacking}; run start again", soft_wrap=True)
     return found.passed
 
 
@@ -234,8 +228,8 @@ def switch(store: Store, mapping: Filling) -> None:
     """Switch to the new space."""
     done = migration.switch(store, mapping)
     console.print(
-        f"[green]✓[/] {literal(done.space)} of {literal(store.uri)} holds the new vectors, {literal(done.before)} the old ones; "
-        "ask it with the new model from now on"
+        f"[green]✓[/] {literal(done.space)} in {literal(store.uri)} has the new vectors, {literal(done.before)} the old ones; "
+        "query it with the new model now"
     )
 
 
@@ -243,15 +237,15 @@ def rollback(store: Store) -> None:
     """Undo the switch, or end the migration."""
     done, lost = migration.rollback(store)
     after = migration.RECORD if store.record(migration.RECORD) is not None else None
-    what = f"{done.space} holds the old vectors again" if after else f"{done.into} is deleted, {done.space} is as it was"
+    what = f"{done.space} has the old vectors again" if after else f"deleted {done.into}; {done.space} is unchanged"
     console.print(f"[green]✓[/] {literal(what)}")
     if lost:
         console.print(
-            f"[yellow]![/] {lost:,} rows came or changed after the switch: they have no vector of the old model and are not found"
+            f"[yellow]![/] {lost:,} rows changed after the switch: they have no vector of the old model, and searches miss them"
         )
 
 
 def finish(store: Store) -> None:
     """Delete the old space."""
     done = migration.finish(store)
-    console.print(f"[green]✓[/] {literal(done.before)} of {literal(store.uri)} is deleted")
+    console.print(f"[green]✓[/] deleted {literal(done.before)} from {literal(store.uri)}")

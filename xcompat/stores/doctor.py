@@ -1,4 +1,4 @@
-"""Find out whether a model made the vectors of a store: embed what a sample of its rows hold again and compare."""
+"""Check of a store's vectors against a model."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from xcompat.stores.padding import is_padded
 
 @dataclass(frozen=True)
 class Held:
-    """Where rows hold what their vectors were made of.
+    """Source data of the vectors.
 
     Args:
-        content: the field with their text, or their picture: bytes, or the path of a file.
-        pictures: the folder that paths of pictures begin at; None where the field holds texts.
+        content: field with a text, image bytes or an image path.
+        pictures: base folder of image paths, or None for texts.
     """
 
     content: str
     pictures: Path | None = None
 
     def originals(self, rows: Rows) -> tuple[Originals, list[int]]:
-        """Return what rows hold, and which of them hold anything."""
+        """Return the contents of rows, and the numbers of the rows that have some."""
         kept, values = list[int](), list[Any]()
         for row, value in enumerate(rows.contents or []):
             try:
@@ -49,31 +49,33 @@ class Held:
 
 
 def examine_store(store: Store, embedder: Embedder, held: Held | None, sample: int = SAMPLE) -> Finding:
-    """Embed a sample of a store's rows again, and find out which vectors of the searched space the model made.
+    """Embed a sample of a store again, and find the vectors of the model.
 
     Args:
         store: the store.
-        embedder: the model; where nobody has said which one made the space, it is taken for the one that is to be.
-        held: what is embedded; None to compare dimensions alone.
+        embedder: the model. It is the expected one if the store records none.
+        held: source data, or None to compare only dimensions.
         sample: number of rows.
 
     Returns:
-        The finding; ``looked_at`` is 0 where nothing could be compared, and the note says why.
+        The finding. If nothing could be compared, ``looked_at`` is 0 and the note has the reason.
 
     Raises:
-        XcompatError: the store is a gallery, or the model embeds no such contents.
+        XcompatError: the store is a gallery, or the model does not support the contents.
     """
     if isinstance(store, GalleryStore):
-        raise XcompatError(f"{store.uri} is a gallery: name its folder, {store.gallery.path}, and what it was built from")
+        raise XcompatError(f"{store.uri} is a gallery; use its folder {store.gallery.path} and its source data")
     own = store.spaces()[store.space]
     found = Finding(own.fingerprint or UNKNOWN, store.count(store.space), claimed=own.fingerprint in (None, embedder.fingerprint))
     if own.dim not in (None, embedder.dim) and not is_padded(store, embedder.dim):
-        return replace(found, note=f"of {own.dim} dimensions, and {embedder.name} makes {embedder.dim}")
+        return replace(found, note=f"{own.dim} dimensions, but {embedder.name} has {embedder.dim}")
     if held is None or not found.items:
-        return replace(found, note="no field was named that holds what they were made of" if found.items else "there are none")
+        return replace(
+            found, note="no field with the source texts or images was given" if found.items else "there are no vectors"
+        )
     rows, _ = store.sample(sample, store.space, held.content)
     originals, kept = held.originals(rows)
     originals.require(embedder)
     if not kept:
-        return replace(found, note=f"no row that was read holds {originals.kind} in {held.content}")
+        return replace(found, note=f"no sampled row has {originals.kind} in {held.content}")
     return judged(found, Stored(originals, np.arange(len(kept)), rows.vectors_ND[kept, : embedder.dim]), embedder)

@@ -1,4 +1,4 @@
-"""New vectors made of what rows hold, where it is there: texts, or the pictures that they name."""
+"""New vectors from the texts or images of the rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from xcompat.stores.filling import Filling
 
 @dataclass(frozen=True)
 class Embedding(Filling[Contents, Embedded]):
-    """A model that embeds rows anew, whichever model made their old vectors.
+    """Model that re-embeds rows.
 
     Args:
         model: the new model.
-        content: the field of a row that holds its text, or its picture: bytes, or the path of a file.
-        pictures: the folder that paths of pictures begin at; None where the field holds texts.
+        content: field with a text, image bytes or an image path.
+        pictures: base folder of image paths, or None for texts.
     """
 
     model: Embedder
@@ -37,25 +37,24 @@ class Embedding(Filling[Contents, Embedded]):
     function = staticmethod(embed_contents)
 
     def __post_init__(self) -> None:
-        """Refuse a model that does not embed these."""
         processor, name = self.model.processor, self.model.name
         if self.pictures is None and not processor.max_length:
-            raise XcompatError(f"{name} embeds pictures only; say where those that {self.content} names are, with --pictures")
+            raise XcompatError(f"{name} only embeds images; set the base folder of the paths in {self.content} with --pictures")
         if self.pictures is not None and not any(processor.image_size):
-            raise XcompatError(f"{name} embeds texts only; leave --pictures out")
+            raise XcompatError(f"{name} only embeds texts; remove --pictures")
 
     @property
     def made(self) -> tuple[Fingerprint, int]:
-        """What the new vectors are, and their dimension."""
+        """Fingerprint and dimension of the new vectors."""
         return self.model.fingerprint, self.model.dim
 
     @property
     def digest(self) -> str:
-        """Identifies the migration's model."""
+        """Digest of the model."""
         return self.model.fingerprint.digest
 
     def require_fit(self, store: Store, dtype: str) -> None:
-        """Refuse a store that cannot take the new vectors; the old ones are not looked at."""
+        """Raise if the store cannot hold the new vectors."""
         store.check_space(self.model.dim, dtype)
 
     @override
@@ -73,7 +72,7 @@ class Embedding(Filling[Contents, Embedded]):
 
     @override
     def taken(self, store: Store, rows: Rows, made: Embedded) -> Rows:
-        """See :meth:`Filling.taken`: of what cannot be read a reason is printed once each."""
+        """Return rows with their new vectors, without unreadable rows. Each reason is printed once."""
         for item, reason in made.unread.items():
             self._tell(store, item, reason)
         notice_cut_short(self.model, made.truncated, len(rows.ids))
@@ -87,18 +86,18 @@ class Embedding(Filling[Contents, Embedded]):
 
 
 def contained(value: Any, pictures: Path | None) -> Any:  # noqa: ANN401
-    """Return a text, or a picture as data sets store it.
+    """Return a text, or an image as in ``datasets``.
 
     Args:
-        value: of a field.
-        pictures: the folder that paths of pictures begin at; None for a text.
+        value: value of a field.
+        pictures: base folder of image paths, or None for texts.
 
     Raises:
-        UnusableSampleError: it is neither.
+        UnusableSampleError: the value is unusable.
     """
     if pictures is None:
         if not isinstance(value, str) or not value.strip():
-            raise UnusableSampleError("it holds no text" if value is None or value == "" else "it is no text")
+            raise UnusableSampleError("it is empty" if value is None or value == "" else "it is not text")
         return value
     if isinstance(value, str):
         return {"bytes": None, "path": str((pictures / value).absolute())}

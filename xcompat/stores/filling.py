@@ -1,4 +1,4 @@
-"""What a new space is filled with, block by block: the part of a migration that a model does, here or on workers."""
+"""Source of the new vectors in a migration."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Made = TypeVar("Made")
 
 
 class Filling(ABC, Generic[Given, Made]):
-    """New vectors of rows.
+    """Source of new vectors, computed in blocks.
 
     Args:
-        model: makes them.
-        content: the field of a row that it reads; None if it reads its vector.
-        tried: rows that are enough to estimate the time for all.
-        function: what :attr:`model` does with a block; of a module, so that workers find it.
+        model: embedding model or map.
+        content: input field, None to map the vectors.
+        tried: rows for a time estimate.
+        function: applies :attr:`model` to a block. Module-level for workers.
     """
 
     model: Any
@@ -32,33 +32,33 @@ class Filling(ABC, Generic[Given, Made]):
     @property
     @abstractmethod
     def made(self) -> tuple[Fingerprint, int]:
-        """What the new vectors are, and their dimension."""
+        """Fingerprint and dimension of the new vectors."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Identifies the migration's model."""
+        """Digest of the model."""
 
     @abstractmethod
     def require_fit(self, store: Store, dtype: str) -> None:
-        """Refuse a store whose vectors the model does not take, or that cannot take new ones."""
+        """Raise if the store does not fit the model or the new vectors."""
 
     @property
     def old_dim(self) -> int | None:
-        """The dimension of the old vectors that it reads, without padding; None if it reads none."""
+        """Dimension of mapped vectors without padding, or None."""
         return None
 
     def dim_for(self, store: Store) -> int:
-        """Return the dimension of a store's new space."""
+        """Return the dimension of the new space."""
         return self.made[1]
 
     def find_unusable(self, rows: Rows) -> dict[str, str]:
-        """Return rows whose old vector has nothing to map, each with the reason. Their new vectors are zeros."""
+        """Return rows with unusable vectors and the reasons. They get zeros."""
         return {}
 
     @abstractmethod
     def given(self, store: Store, rows: Rows) -> tuple[Rows, Given]:
-        """Return the rows that get a new vector, and what the model is given of them.
+        """Return the rows that get a new vector, and the model's input.
 
         Raises:
             XcompatError: a vector cannot be mapped.
@@ -66,15 +66,15 @@ class Filling(ABC, Generic[Given, Made]):
 
     @abstractmethod
     def taken(self, store: Store, rows: Rows, made: Made) -> Rows:
-        """Return rows with what the model made as their vectors, without those of which it made none."""
+        """Return the rows with new vectors."""
 
     def each(self, store: Store, blocks: Iterable[Rows], spread: Spread = here) -> Iterator[tuple[Rows, Rows]]:
-        """Make new vectors of blocks of rows, in their order.
+        """Compute new vectors block by block, in order.
 
         Args:
-            store: where they are from.
-            blocks: as :meth:`~xcompat.stores.Store.rows` reads them, with :attr:`content`.
-            spread: where the model does it.
+            store: store of the rows.
+            blocks: blocks from :meth:`~xcompat.stores.Store.rows`, with :attr:`content`.
+            spread: executor for the model.
 
         Yields:
             Each block, and its rows with new vectors (n, D).
@@ -89,5 +89,5 @@ class Filling(ABC, Generic[Given, Made]):
             yield rows, self.taken(store, kept, made)
 
     def of(self, store: Store, rows: Rows) -> Rows:
-        """Make new vectors of some rows, here."""
+        """Compute the new vectors of rows in this process."""
         return next(self.each(store, [rows]))[1]

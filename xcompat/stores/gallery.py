@@ -1,4 +1,4 @@
-"""xcompat's own galleries: read as other stores are; a new model is brought to them by their own upgrade."""
+"""Store for galleries. They can be searched, but have their own upgrade."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class GalleryStore(Store):
-    """The state of a gallery when it was opened. Its spaces are its versions: what one model made; searched is the newest."""
+    """Gallery in its state at opening. Its spaces are its versions, one per model. The newest is searched."""
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
         if uri.parts.netloc:
-            raise XcompatError(f"{uri} is no absolute path; write file:///GALLERY, with three slashes")
+            raise XcompatError(f"{uri} is not an absolute path; use file:///GALLERY with three slashes")
         self.gallery = Gallery.open(Path(unquote(uri.parts.path)))
         self.metric = self.gallery.metric
         manifest = self.gallery.manifest
@@ -50,7 +50,7 @@ class GalleryStore(Store):
         return len(self.gallery) if space is None else len(self._of(self.versions[space]))
 
     def _of(self, version: VersionRecord) -> Snapshot:
-        """Return what one model made of the gallery."""
+        """Return the vectors of one model."""
         manifest = self.gallery.manifest
         own = tuple(segment for segment in manifest.segments if segment.version == version.digest)
         return Snapshot(self.gallery.path, manifest.model_copy(update={"segments": own}))
@@ -63,13 +63,13 @@ class GalleryStore(Store):
         filter: dict[str, Any] | str | None = None,
         space: str | None = None,
     ) -> list[list[Hit]]:
-        """Find the nearest vectors of one model; :meth:`find` searches those of all.
+        """Find the nearest vectors of one model. :meth:`find` searches all models.
 
         Args:
             vectors_QD: (Q, D) queries in the space.
-            top_k: most hits of a query.
-            filter: as a gallery's ``where``, or ``KEY=VALUE``.
-            space: another version than the newest.
+            top_k: maximum hits per query.
+            filter: a gallery's ``where``, or ``KEY=VALUE``.
+            space: version, by default the newest.
         """
         version = self.versions[space or self.space]
         return self._of(version).search(vectors_QD, version.fingerprint, top_k, _wanted(filter))
@@ -122,8 +122,7 @@ class GalleryStore(Store):
 
     def _refusal(self) -> XcompatError:
         return XcompatError(
-            f"{self.uri} is a gallery, which keeps its generations itself: "
-            f"bring it to a new model with `xcompat gallery upgrade {self.gallery.path} --model RUN`"
+            f"{self.uri} is a gallery and cannot be migrated; use `xcompat gallery upgrade {self.gallery.path} --model RUN`"
         )
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""LanceDB: spaces are columns of vectors of one table, on a disk or an object store."""
+"""Store for LanceDB, on disk or object storage. Spaces are vector columns of one table."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ OPTIONS = ("table", "column", "id", "metric")
 DISTANCES: dict[Metric, str] = {"cosine": "cosine", "ip": "dot", "l2": "l2"}
 TYPES = {"float32": pa.float32(), "float16": pa.float16()}
 STATE = "xcompat_state"
-"""The column beside a new space: a hash of the old vector that each new one was made of, and one of the new one."""
+"""Column beside a new space: hashes of the old and the new vector."""
 HASH = 16
-"""Letters of a hash."""
+"""Characters in a hash."""
 MODEL = b"xcompat:model"
-"""Key of a column's metadata that says which model made it: it goes with the column when that is renamed."""
+"""Metadata key of a column for its model. It survives renames."""
 RECORDS = "_xcompat"
-"""Ends the name of the table, beside the user's own, that holds what xcompat knows of it; there is none without a migration."""
+"""Suffix of the table with the records of xcompat. It exists only during a migration."""
 ALWAYS = timedelta(days=36_500)
-"""Age up to which old versions are kept: which go is the user's decision."""
+"""Age limit that keeps old versions, since their deletion is up to the user."""
 
 
 class LanceStore(Store):
-    """One table. Every write is one version of it; a row that somebody else changes meanwhile is found by its state."""
+    """LanceDB table. Each write is one version. Concurrent changes are detected by row states."""
 
     tells = True
 
@@ -60,8 +60,8 @@ class LanceStore(Store):
         self.lease = Lease(self)
         added = self.added_spaces()
         own = [name for name in self.spaces() if name not in added or name == uri.options.get("column")]
-        self.space = uri.choose("column", own, "a column of vectors of one length, of float32 or float16")
-        self.key = uri.choose("id", self._keys(), "a column of integers or texts that names each row")
+        self.space = uri.choose("column", own, "a column of fixed-size float32 or float16 vectors")
+        self.key = uri.choose("id", self._keys(), "an id column of integers or texts")
         self.key_type = self.table.schema.field(self.key).type
         self.metric = uri.metric() or self._metric()
 
@@ -77,12 +77,12 @@ class LanceStore(Store):
                 raise
 
     def _keys(self) -> list[str]:
-        """Return the columns that may name rows: ``id`` alone if there is one, unless the address says otherwise."""
+        """Return the possible key columns: ``id`` if it exists and the address has no other."""
         known = [field.name for field in self.table.schema if pa.types.is_integer(field.type) or _is_text(field.type)]
         return ["id"] if "id" in known and "id" not in self.uri.options else known
 
     def _metric(self) -> Metric:
-        """Return how vectors are compared: as an index of the column does, else by cosine."""
+        """Return the metric of the column's index, else cosine."""
         made = [self.table.index_stats(index.name).distance_type for index in self._indexes(self.space)]
         return next((metric for metric, distance in DISTANCES.items() if distance in made), "cosine")
 
@@ -149,7 +149,7 @@ class LanceStore(Store):
         both = f"{_quoted(self.space)} IS NOT NULL AND {_quoted(other)} IS NOT NULL"
         with explained(self.uri):
             asked = self.database.open_table(self.name)
-            asked.checkout(asked.version)  # or rows that move are not where they were counted
+            asked.checkout(asked.version)  # pin a version: row positions can change
             known = asked.search().where(both).select([self.key]).with_row_id(True).to_arrow()["_rowid"].to_numpy()
             chosen = known[np.linspace(0, len(known) - 1, min(count, len(known))).astype(int)].tolist()
             columns = {"key": self.key, "vector": self.space, "other": other}
@@ -157,7 +157,7 @@ class LanceStore(Store):
             columns |= {"was": STATE} if other != self.space else {}
             read = {name: _quoted(column) for name, column in columns.items()}
             found = asked.take_row_ids(chosen).select(read).to_arrow()
-        if other != self.space:  # leave out what was written since the other vector was made of it
+        if other != self.space:  # skip rows with an outdated other vector
             made_of = [(was or "")[:HASH] for was in found["was"].to_pylist()]
             same = [state == was for state, was in zip(_states(_array(found["vector"])), made_of, strict=True)]
             found = found.filter(pa.array(same, pa.bool_()))
@@ -184,7 +184,7 @@ class LanceStore(Store):
             yield _rows(waiting)
 
     def _read(self, batch: int, space: str, without: str | None, content: str | None = None) -> Iterator[pa.Table]:
-        """Read the rows that :meth:`rows` gives, all as they were at one moment, with their states."""
+        """Read rows with their states, from one snapshot."""
         read = {"key": self.key, "vector": space} | ({"content": content} if content is not None else {})
         asked = {name: _quoted(column) for name, column in read.items()}
         if without is not None:
@@ -201,7 +201,7 @@ class LanceStore(Store):
                 yield table.select([*read, "state"])
 
     def _followed(self) -> str | None:
-        """Return the space whose vectors have states: the one that the migration writes, whatever it is called now."""
+        """Return the space with states: the migration's space, under its current name."""
         if (known := self.record("migration")) is None:
             return None
         return str(known["into"] if known["into"] in self.table.schema.names else known["space"])
@@ -219,13 +219,11 @@ class LanceStore(Store):
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         for column in (name, STATE):
             if column in self.table.schema.names:
-                raise XcompatError(f"{self.uri} has a column {column!r} already; choose another name, or drop it first")
+                raise XcompatError(f"{self.uri} already has a column {column!r}; choose another name or drop it")
         with explained(self.uri):
             ids = self.table.search().select([self.key]).to_arrow()[self.key]
         if ids.null_count or pc.count_distinct(ids).as_py() < len(ids):
-            raise XcompatError(
-                f"{self.key} of {self.uri} does not name each row: ids are missing or stand twice; name another column with id="
-            )
+            raise XcompatError(f"{self.key} in {self.uri} has missing or duplicate ids; choose another column with id=")
         added = [pa.field(name, pa.list_(TYPES[dtype], dim), metadata=_metadata(model)), pa.field(STATE, pa.string())]
         self._do(self.table.add_columns, added)
 
@@ -241,16 +239,16 @@ class LanceStore(Store):
 
     @override
     def index_like(self, space: str) -> list[str]:
-        """Build the approximate indexes of the searched column for another one too, and bring all indexes up to date."""
+        """Copy the searched column's approximate indexes to another column, and update all indexes."""
         made, dim = [index.name for index in self._indexes(space)], self.spaces()[space].dim
         for index in self._indexes(self.space)[len(made) :]:
-            with explained(self.uri):  # of an earlier migration, the searched column's index has this column's name
+            with explained(self.uri):  # index names survive earlier migrations
                 taken = {other.name for other in self.table.list_indices()}
             name = next(name for number in count() if (name := f"{space}_idx{number or ''}") not in taken)
             distance = self.table.index_stats(index.name).distance_type
             self._do(self.table.create_index, space, config=like(index, distance, dim), name=name)
             made.append(name)
-        if self.table.list_indices():  # rows that were written have moved, out of what indexes of other columns cover
+        if self.table.list_indices():  # written rows moved outside all indexes
             self._do(self.table.optimize, cleanup_older_than=ALWAYS)
         return made
 
@@ -269,7 +267,7 @@ class LanceStore(Store):
             self._rename({self.space: space, self.space + BEFORE: self.space})
 
     def _rename(self, names: dict[str, str]) -> None:
-        """Rename columns in one version of the table."""
+        """Rename columns in one commit."""
         self._do(self.table.alter_columns, *({"path": old, "rename": new} for old, new in names.items()))
 
     @override
@@ -297,7 +295,7 @@ class LanceStore(Store):
             lock.release()
 
     def _clear(self) -> None:
-        """Delete what is left of the records where a process was killed while it made or dropped their table."""
+        """Delete an empty records table of a killed process."""
         records = self._open(self.name + RECORDS)
         with explained(self.uri):
             if records is None or not records.count_rows():
@@ -329,7 +327,7 @@ class LanceStore(Store):
                 records.merge_insert("key").when_matched_update_all().when_not_matched_insert_all().execute(said)
             elif records is not None:
                 records.delete(f"key = '{key}'")
-                if not records.count_rows():  # older versions go first: half dropped, the table would be one of them again
+                if not records.count_rows():  # an interrupted drop would restore an older version
                     records.optimize(cleanup_older_than=timedelta(milliseconds=1), delete_unverified=True)
                     self.database.drop_table(self.name + RECORDS)
 
@@ -338,7 +336,7 @@ class LanceStore(Store):
         return
 
     def _do(self, change: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401
-        """Change the table, again and again while others commit in between."""
+        """Change the table, and retry after concurrent commits."""
         with explained(self.uri):
             return RETRYING(change, *args, **options)
 
@@ -361,7 +359,7 @@ def _ids(column: pa.ChunkedArray) -> list[str]:
 
 
 def _array(column: pa.ChunkedArray) -> NDArray[np.float32]:
-    """Return vectors (N, D) as float32 of their own; missing numbers are not finite."""
+    """Return vectors (N, D) as a float32 copy. Missing numbers are NaN."""
     flat = column.combine_chunks().flatten()
     return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, column.type.list_size)
 
@@ -371,11 +369,12 @@ def _states(vectors_ND: NDArray[np.float32]) -> list[str]:
 
 
 def _lacks(table: pa.Table) -> list[bool]:
-    """Say of each row whether the other space lacks its vector.
+    """Return for each row whether the other space lacks its vector.
 
     Args:
-        table: ``state`` of its vector, whether one is ``there``, what it ``was`` made of if that is known, and what it is ``now``
-            if it is searched: one that services wrote is newer then, else older.
+        table: columns ``state`` (of the vector) and ``there`` (whether the other vector exists). Optionally ``was`` (hashes at
+            the last write) and ``now`` (current other vector, if searched). A vector that differs from ``was`` came from a
+            service and is newer.
     """
     there, states = table["there"].to_pylist(), table["state"].to_pylist()
     if "was" not in table.column_names:

@@ -1,4 +1,4 @@
-"""The client of LanceDB: where tables are, its errors in one line, commits that collide, and indexes like others."""
+"""Connection to LanceDB, with plain errors, retried commits and index settings."""
 
 from __future__ import annotations
 
@@ -22,29 +22,27 @@ RETRYING = tenacity.Retrying(
     stop=tenacity.stop_after_attempt(20),
     reraise=True,
 )
-"""Makes a change again while others commit in between."""
+"""Retries a change after concurrent commits."""
 
 
 def place(uri: StoreUri) -> tuple[str, Path | None]:
-    """Return what goes to ``lancedb.connect``, and the folder if that is one."""
+    """Return the address for ``lancedb.connect``, and the folder if it is local."""
     inner = uri.parts.scheme.partition("+")[2]
     if inner == "db":
-        raise XcompatError(
-            f"{uri} is LanceDB's cloud, which cannot rename columns; tables on disks and object stores can be opened"
-        )
+        raise XcompatError(f"{uri}: LanceDB Cloud cannot rename columns; use a table on disk or object storage")
     if inner:
         return f"{inner}://{uri.parts.netloc}{uri.parts.path}", None
     if uri.parts.netloc:
-        raise XcompatError(f"{uri} is no absolute path; write lancedb:///FOLDER?table=NAME, with three slashes")
+        raise XcompatError(f"{uri} is not an absolute path; use lancedb:///FOLDER?table=NAME with three slashes")
     folder = Path(unquote(uri.parts.path)).resolve()
-    if not folder.is_dir():  # LanceDB would make it
-        raise XcompatError(f"{uri}: there is no folder {folder}")
+    if not folder.is_dir():  # LanceDB would create it
+        raise XcompatError(f"{uri}: folder {folder} does not exist")
     return str(folder), folder
 
 
 @contextmanager
 def explained(uri: StoreUri | str) -> Iterator[None]:
-    """Turn the errors of LanceDB into one line."""
+    """Raise errors of LanceDB as one line."""
     try:
         yield
     except XcompatError:
@@ -53,12 +51,12 @@ def explained(uri: StoreUri | str) -> Iterator[None]:
         plain = " ".join(str(error).split()).removeprefix("lance error: ")
         said = re.sub(r",? ?(Location \{.*|/\S+\.rs:\d+:\d+)", "", plain)[:300]
         if "RetryError" in str(error) or "HttpError" in str(error):
-            raise LostConnectionError(f"{uri} does not answer ({said}); run it again once it does, and it continues") from error
+            raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
         raise XcompatError(f"{uri}: {said}") from error
 
 
 def like(index: Any, distance: str, dim: int | None) -> Any:  # noqa: ANN401
-    """Return the configuration of an index like another one; how many partitions it has is for LanceDB to choose."""
+    """Return the settings of an index. LanceDB chooses the number of partitions."""
     known = index.index_details or {}
     graph, compression = known.get("hnsw") or {}, known.get("compression") or {}
     options = {
@@ -68,6 +66,6 @@ def like(index: Any, distance: str, dim: int | None) -> Any:  # noqa: ANN401
         "num_sub_vectors": compression.get("num_sub_vectors"),
     }
     if options["num_sub_vectors"] and dim and dim % options["num_sub_vectors"]:
-        del options["num_sub_vectors"]  # LanceDB chooses one that divides
+        del options["num_sub_vectors"]  # LanceDB chooses a divisor
     kind = getattr(indexes, index.index_type.replace("IvfHnsw", "Hnsw"))
     return kind(distance_type=distance, **{name: value for name, value in options.items() if value is not None})

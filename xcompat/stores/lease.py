@@ -1,4 +1,4 @@
-"""A claim for databases without locks: a record that ends by itself, and at once where the process that made it is dead."""
+"""Lease for databases without locks. It expires on its own, or immediately if its owner has died."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ if TYPE_CHECKING:
 
 RECORD = "claim"
 SECONDS = 60.0
-"""After so long without :meth:`Lease.renew`, a claim of another machine has ended."""
+"""A lease of another machine expires after this time without :meth:`Lease.renew`."""
 _HELD: set[str] = set()
-"""Owners of the claims that this process holds; one that it lost with a connection is not among them."""
+"""Owners of this process's leases, without leases lost with a connection."""
 
 
 class Lease:
-    """A claim on a store.
+    """Lease on a store.
 
-    Two processes that begin within the same instant may both believe that they have it. The next renewal stops the one whose
-    record the other replaced; until then both write the same vectors.
+    Two processes that start at the same instant can both get it, and write the same vectors. The next renewal stops one.
 
     Args:
         store: holds the record.
-        clock: gives the seconds since 1970.
+        clock: returns the seconds since 1970.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
@@ -39,7 +38,7 @@ class Lease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the claim.
+        """Hold the lease.
 
         Raises:
             XcompatError: another process has it.
@@ -58,7 +57,7 @@ class Lease:
                 self.store.set_record(RECORD, None)
 
     def renew(self) -> None:
-        """Hold it for longer.
+        """Extend the lease.
 
         Raises:
             XcompatError: another process took it.
@@ -76,18 +75,18 @@ class Lease:
         self.store.set_record(RECORD, {**who, "until": self.clock() + SECONDS})
 
     def _lives(self, found: dict[str, Any]) -> bool:
-        """Whether its process may still run: one of this machine can be looked for."""
+        """Return whether the owner can be alive. Processes of this machine are checked."""
         if found["host"] != socket.gethostname():
             return bool(self.clock() < found["until"])
-        if found["pid"] == os.getpid():  # or a process before this one, whose number it has
+        if found["pid"] == os.getpid():  # or an older process with the same number
             return found["owner"] in _HELD
         try:
             os.kill(found["pid"], 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # somebody else's process
+        except PermissionError:  # another user's process
             return True
         return True
 
     def _taken(self) -> XcompatError:
-        return XcompatError(f"{self.store.uri} is being migrated by another process; wait for it, or stop it first")
+        return XcompatError(f"{self.store.uri} is being migrated by another process; wait for it or stop it")

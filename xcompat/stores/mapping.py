@@ -1,4 +1,4 @@
-"""A map of stored vectors, and the vectors that it can map."""
+"""Maps of stored vectors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
 
 UNIT = 1e-2
-"""Largest deviation of a vector's length from 1 under inner products; half precision rounds by less."""
+"""Tolerance of length 1 under inner products. Half precision rounds by less."""
 
 
 @dataclass(frozen=True)
 class Mapping(Filling[Block, Block]):
-    """A map of stored vectors: what a migration writes, and for which model's vectors it was made.
+    """Source of new vectors that maps the stored ones.
 
     Args:
-        model: maps galleries (``direction: old_to_new``, fct, …).
+        model: model that maps galleries (``direction: old_to_new``, fct, …).
     """
 
     model: CompatModel
@@ -40,43 +40,42 @@ class Mapping(Filling[Block, Block]):
     function = staticmethod(map_block)
 
     def __post_init__(self) -> None:
-        """Refuse a model that maps queries, or needs more than vectors."""
         if not self.model.maps_galleries:
             raise XcompatError(
-                f"{identity(self.model)} maps queries, so nothing needs to be written: search with it as the store is "
-                "(`xcompat gallery search URI … --model RUN`)"
+                f"{identity(self.model)} maps queries, so the store stays as it is; search with "
+                "`xcompat gallery search URI … --model RUN`"
             )
         if self.model.metric == "l2":
             raise XcompatError(
-                f"{identity(self.model)} maps embeddings of any length, and only galleries keep these; train its models with "
+                f"{identity(self.model)} maps embeddings of any length, which stores do not support; train its models with "
                 "metric: cosine"
             )
         if self.model.reads_side_info:
-            raise XcompatError(
-                f"{identity(self.model)} also reads side-information, which a store of vectors alone does not hold"
-            )
+            raise XcompatError(f"{identity(self.model)} also needs side-information, which stores do not have; use a gallery")
 
     @property
     def old(self) -> Fingerprint:
-        """The model whose vectors it maps."""
+        """Model of the mapped vectors."""
         return self.model.compatible_with[0]
 
     @property
     def digest(self) -> str:
-        """Identifies the migration's model."""
+        """Digest of the model."""
         return identity(self.model).digest
 
     def require_fit(self, store: Store, dtype: str) -> None:
-        """Refuse a store whose vectors another model made than the map is for, or nobody knows which, or cannot take new ones."""
+        """Raise if the stored vectors have another or unknown model, or the store cannot hold the new ones."""
         own = store.spaces()[store.space]
         if own.fingerprint is None:
-            raise XcompatError(f"nobody has said which model made {store.space} of {store.uri}; say it with --from MODEL")
+            raise XcompatError(f"the model of {store.space} in {store.uri} is unknown; set it with --from MODEL")
         if own.fingerprint != self.old and self.old.digest not in store.aliases():
-            raise FingerprintMismatchError(f"{own.fingerprint} made {store.space} of {store.uri}, and the map is for {self.old}")
+            raise FingerprintMismatchError(
+                f"{store.space} in {store.uri} has vectors of {own.fingerprint}, but the map is for {self.old}"
+            )
         width, dim = self._width(store), self.old_dim
         if width not in (None, dim) and not is_padded(store, dim):
-            padding = "" if width < dim else f" (numbers {dim + 1} to {width} are not only zeros, so they are no padding)"
-            raise XcompatError(f"{store.space} of {store.uri} has {width} dimensions, and the map is for {dim}{padding}")
+            padding = "" if width < dim else f" (numbers {dim + 1} to {width} are not padding: some are not zero)"
+            raise XcompatError(f"{store.space} in {store.uri} has {width} dimensions, but the map is for {dim}{padding}")
         store.check_space(self.dim_for(store), dtype)
 
     @property
@@ -85,34 +84,34 @@ class Mapping(Filling[Block, Block]):
         return int(self.model.config.old["dim"])
 
     def _width(self, store: Store) -> int | None:
-        """Return the dimension of stored vectors, with padding; None if there are none."""
+        """Return the dimension of stored vectors with padding, or None if there are none."""
         own = store.spaces()[store.space]
         return own.dim or next((rows.vectors_ND.shape[1] for rows in store.rows(1)), None)
 
     @override
     def dim_for(self, store: Store) -> int:
-        """Return the dimension of a store's new space: padded vectors stay padded, as services that pad expect it."""
+        """Return the dimension of the new space. Padded vectors stay padded, because services expect it."""
         return self._dim_beside(self._width(store) or self.old_dim)
 
     def _dim_beside(self, width: int) -> int:
-        """Return the dimension of new vectors of rows whose old vectors have ``width`` numbers."""
+        """Return the new dimension for an old one."""
         return max(self.made[1], width if width > self.old_dim else 0)
 
     @property
     def made(self) -> tuple[Fingerprint, int]:
-        """What the mapped vectors are, and their dimension."""
+        """Fingerprint and dimension of the mapped vectors."""
         version = upgraded_version(self.model)
         return Fingerprint(version.digest, version.name), version.dim
 
     def __call__(self, vectors_ND: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Map stored vectors (N, d), of any length, to (N, D) float32, L2-normalised."""
+        """Map stored vectors (N, d) of any length to (N, D) float32, L2-normalised."""
         return map_block(self.model, Block(vectors_ND, unit=False)).embeds_nd
 
     @override
     def find_unusable(self, rows: Rows) -> dict[str, str]:
         vectors_ND, dim = rows.vectors_ND, self.old_dim
         reasons = {
-            f"has other numbers than zeros after its first {dim}": vectors_ND[:, dim:].any(1),
+            f"has non-zero numbers after its first {dim}": vectors_ND[:, dim:].any(1),
             "is zero and has no direction": ~vectors_ND.any(1),
             "is not finite": ~np.isfinite(vectors_ND).all(1),
         }
@@ -121,7 +120,7 @@ class Mapping(Filling[Block, Block]):
     @override
     def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         unusable_N, dim = self._unusable(rows), self.old_dim
-        vectors_ND = np.where(unusable_N[:, None], np.float32(dim**-0.5), rows.vectors_ND[:, :dim])  # any that can be mapped
+        vectors_ND = np.where(unusable_N[:, None], np.float32(dim**-0.5), rows.vectors_ND[:, :dim])  # any usable vector
         return rows, Block(checked(store, rows._replace(vectors_ND=vectors_ND)), unit=False)
 
     @override
@@ -135,12 +134,12 @@ class Mapping(Filling[Block, Block]):
 
 
 def checked(store: Store, rows: Rows) -> NDArray[np.float32]:
-    """Refuse vectors that cannot be mapped: of length 0, which have no direction, and of any but 1 under inner products."""
+    """Raise if a vector cannot be mapped: zeros, or lengths other than 1 under inner products."""
     lengths_N = row_lengths(rows.vectors_ND)
     if store.metric == "ip" and (wrong := np.flatnonzero(np.abs(lengths_N - 1) > UNIT)).size:
         raise XcompatError(
-            f"{store.space} of {store.uri} is compared by inner products, and the vector of {rows.ids[wrong[0]]!r} is of length "
-            f"{lengths_N[wrong[0]]:.3g}: a map keeps directions alone; bring the vectors to length 1 first"
+            f"{store.space} in {store.uri} uses inner products, but the vector of {rows.ids[wrong[0]]!r} has length "
+            f"{lengths_N[wrong[0]]:.3g}; normalise the vectors to length 1, because maps keep only directions"
         )
     return checked_embeddings(
         rows.vectors_ND, "cosine", lambda row: f"the vector of {rows.ids[row]!r} in {store.space} of {store.uri}"

@@ -1,4 +1,4 @@
-"""Bring a store to a new model where it is: beside the old vectors, in steps that can be killed, checked and undone."""
+"""Migrations of a store in place. Every step can be interrupted, checked and undone."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from xcompat.stores.base import BEFORE, Rows, Store
 Filling: TypeAlias = filling.Filling[Any, Any]
 
 RECORD = "migration"
-"""Key of the record that a store holds of its migration."""
+"""Key of the store's record of its migration."""
 BATCH = 10_000
-"""Rows in a transaction."""
+"""Rows per transaction."""
 ASKED, NEIGHBOURS = 1_000, 10
-"""Queries of a verification, and hits that are compared."""
+"""Queries of a verification, and compared hits per query."""
 LONGEST = 60.0
-"""Seconds after which a verification has searched enough: without an index every search reads all rows."""
+"""Maximum seconds for searches of a verification. Without an index, each search reads all rows."""
 ROUNDS, FEW = 3, 1_000
-"""Rounds after which so few rows may be left for the moment of the switch, when nobody else writes."""
+"""After ``ROUNDS`` rounds, up to ``FEW`` rows can wait for the switch."""
 MAX_BAD_SHARE, SHOWN = 0.1, 3
-"""Share of the rows that may have no usable vector, and how many of them are named."""
+"""Maximum share of rows without a usable vector, and the number of examples in messages."""
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
-"""Largest difference of a stored number from what the map gives now."""
+"""Maximum difference between a stored and a recomputed number."""
 
 
 class Migration(BaseModel):
-    """What a store holds of its migration.
+    """Record of a migration in the store.
 
     Args:
-        space: the name of the space that is searched.
-        into: the name of the new space until the switch, and after a rollback.
-        model: the map's digest.
-        state: ``filling`` until the switch, then ``switched``; one that was killed between them is in neither.
-        filled: whether the last ``start`` ended: every row has its new vector, and the indexes are built.
-        verified: whether the last ``verify`` passed, None before the first. Rows that services write afterwards do not matter.
-        after: rows up to this id were seen in the current round.
-        written: rows written so far, in all rounds.
-        skipped: rows met so far whose old vector cannot be used; their new vectors are zeros.
-        named: the first of these rows, with the reasons.
-        max_bad_share: the share of rows that may have no usable vector.
+        space: searched space.
+        into: name of the new space before the switch or after a rollback.
+        model: digest of the map.
+        state: ``filling``, later ``switched``. The others mark an interrupted switch or rollback.
+        filled: whether the last ``start`` finished.
+        verified: result of the last ``verify``, or None. Later writes of services do not change it.
+        after: last id of the current round.
+        written: rows written in all rounds.
+        skipped: rows with an unusable old vector, which get zeros.
+        named: first of these rows, with reasons.
+        max_bad_share: maximum share of rows without a usable vector.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -68,23 +68,23 @@ class Migration(BaseModel):
 
     @property
     def before(self) -> str:
-        """The name of the old space after the switch."""
+        """Name of the old space after the switch."""
         return self.space + BEFORE
 
 
 class Plan(NamedTuple):
-    """What a migration takes.
+    """Estimate of a migration.
 
     Args:
-        rows: of the store.
-        vectors: rows that have a vector.
-        dim: of the new vectors.
-        nbytes: of the new vectors, without an index.
-        seconds: estimated from reading and mapping some rows; writing comes on top.
-        empty: the first rows without a vector, by id.
-        unusable: those of the rows that were read whose vector cannot be used, with the reason.
+        rows: number of rows.
+        vectors: rows with a vector.
+        dim: dimension of the new vectors.
+        nbytes: their size without indexes.
+        seconds: time to read and compute, without writes.
+        empty: first ids without a vector.
+        unusable: sampled rows with an unusable vector, with reasons.
         width: dimension of the old vectors, with padding.
-        notes: what changes for services, in sentences.
+        notes: sentences about changes that services would notice.
     """
 
     rows: int
@@ -99,19 +99,19 @@ class Plan(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What a verification found.
+    """Result of a verification.
 
     Args:
         rows: rows with an old vector.
-        missing: of these, rows without a new one. After ``start``, services wrote these, and ``switch`` fills them.
-        unmade: of some of these, how many no vector can be made for.
-        compared: new vectors that were made again.
-        wrong: of these, how many differ from what is stored.
-        searched: with how many of these both spaces were searched.
-        overlap: the mean share of the first ten hits of those in both spaces; None if nothing was compared.
-        skipped: rows whose old vector cannot be used: zeros in the new space.
-        filled: whether ``start`` ended.
-        unindexed: indexes of the old space that the new one lacks.
+        missing: rows without a new vector. After ``start``, ``switch`` fills these writes of services.
+        unmade: sampled missing rows that get no vector.
+        compared: vectors computed again.
+        wrong: vectors that differ.
+        searched: queries in both spaces.
+        overlap: mean overlap of their top 10 hits, or None.
+        skipped: rows with an unusable old vector.
+        filled: whether ``start`` finished.
+        unindexed: missing indexes of the new space.
     """
 
     rows: int
@@ -127,25 +127,24 @@ class Checked(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether ``switch`` can complete the new space, and nothing differs in it."""
+        """Whether ``switch`` can use the new space."""
         return self.filled and not self.unmade and not self.unindexed and not self.wrong and self.compared > 0
 
 
 def plan(store: Store, mapping: Filling, dtype: str = "float32", max_bad_share: float | None = None) -> Plan:
-    """Estimate a migration from some rows; nothing is written.
+    """Estimate a migration from a few rows. Nothing is written.
 
     Args:
         store: the store.
-        mapping: the map, or the model that embeds anew.
-        dtype: of the new vectors.
-        max_bad_share: share of the rows that may have no usable vector; :data:`MAX_BAD_SHARE` by default.
+        mapping: map or embedding model.
+        dtype: dtype of the new vectors.
+        max_bad_share: maximum share of rows without a usable vector, default :data:`MAX_BAD_SHARE`.
 
     Raises:
-        FingerprintMismatchError: the map is for another model's vectors.
-        XcompatError: nobody has said which model made the vectors, the new ones could not be indexed as they are, or too many
-            rows have no usable vector.
+        FingerprintMismatchError: the map is for another model.
+        XcompatError: the old model is unknown, the new vectors cannot be indexed, or too many rows are unusable.
     """
-    store.record(RECORD)  # refused where nothing can be migrated
+    store.record(RECORD)  # galleries raise here
     mapping.require_fit(store, dtype)
     share = MAX_BAD_SHARE if max_bad_share is None else max_bad_share
     _require_vectors(store, mapping, share)
@@ -172,33 +171,33 @@ def start(
     max_bad_share: float | None = None,
     spread: Spread = here,
 ) -> Migration:
-    """Fill a new space beside the old one, until no row lacks its vector; started again, it continues.
+    """Fill a new space until every row has its vector. Another call continues.
 
-    Rows that others insert or change meanwhile lack theirs again, and the next round finds them.
+    Rows that change meanwhile are filled in the next round.
 
     Args:
         store: the store.
-        mapping: the map, or the model that embeds anew.
-        into: the name of the new space; that of the old one with ``_new`` unless given.
-        batch: rows in a transaction.
-        rows_per_second: most rows that are written in a second; None for as many as it takes.
-        dtype: how the new space keeps its numbers, ``float32`` or ``float16``.
-        max_bad_share: share of the rows that may have no usable vector (none, zeros, not finite, or other than the padding of the
-            rest); :data:`MAX_BAD_SHARE` by default, and that of the first call when it continues.
-        spread: where the vectors are made; this process alone reads and writes.
+        mapping: map or embedding model.
+        into: name of the new space, default ``…_new``.
+        batch: rows per transaction.
+        rows_per_second: write limit, or None.
+        dtype: ``float32`` or ``float16``.
+        max_bad_share: maximum share of rows without a usable vector (missing, zero, not finite or badly padded). Default
+            :data:`MAX_BAD_SHARE`, or the value of the first call.
+        spread: executor for the model. Only this process reads and writes.
 
     Returns:
         The migration.
 
     Raises:
-        XcompatError: another migration runs or has begun, too many rows have no usable vector, or the store refuses.
-        FingerprintMismatchError: the map is for another model's vectors.
+        XcompatError: another migration exists, too many rows are unusable, or the store refuses.
+        FingerprintMismatchError: the map is for another model.
     """
     with store.claimed():
         migration = _begun(store, mapping, into, dtype, max_bad_share)
         migration.filled = False
         _fill(store, mapping, migration, batch, rows_per_second, spread)
-        if migration.skipped:  # blocks that were killed may be counted twice
+        if migration.skipped:  # killed blocks can count twice
             migration.skipped = store.count_zeros(migration.into)
             store.set_record(RECORD, migration.model_dump())
         store.index_like(migration.into)
@@ -210,7 +209,7 @@ def start(
 def _fill(
     store: Store, mapping: Filling, migration: Migration, batch: int, rows_per_second: float | None, spread: Spread = here
 ) -> None:
-    """Write the vectors of all rows that lack one, round after round."""
+    """Write all missing vectors, round after round."""
     total = store.count(store.space)
     with progress_bar() as bar:
         left = store.count(store.space, migration.into) if migration.written else total  # some stores read all rows to count
@@ -224,7 +223,7 @@ def _fill(
                     if unusable := mapping.find_unusable(read):
                         _skip(migration, unusable)
                         _require_few(store, migration.skipped, total, migration.max_bad_share, "; ".join(migration.named))
-                        store.set_record(RECORD, migration.model_dump())  # first: a killed write would leave them uncounted
+                        store.set_record(RECORD, migration.model_dump())  # before the write, which can be killed
                     written = store.write(migration.into, made)
                     migration.after, migration.written = read.ids[-1], migration.written + written
                     store.set_record(RECORD, migration.model_dump())
@@ -233,7 +232,7 @@ def _fill(
                     rate_of(bar, task, written, "rows")
                     throttle.wait(len(read.ids))
             store.tidy(migration.into, migration.space)
-            migration.after = None  # the next round begins at the first id: others may have changed rows before this one
+            migration.after = None  # the next round starts at the first id, because earlier rows can have changed
             store.set_record(RECORD, migration.model_dump())
             new = migration.written - before
             if from_first and (new == 0 or (round_ >= ROUNDS and seen <= FEW)):  # rows that always change wait for the switch
@@ -241,23 +240,21 @@ def _fill(
 
 
 def _skip(migration: Migration, unusable: dict[str, str]) -> None:
-    """Count rows whose vectors cannot be used, and keep the names of the first."""
     migration.skipped += len(unusable)
     named = dict.fromkeys([*migration.named, *(f"{item!r} {reason}" for item, reason in unusable.items())])
     migration.named = list(named)[:SHOWN]
 
 
 def _require_few(store: Store, bad: int, total: int, share: float, named: str) -> None:
-    """Raise if too many rows have no usable vector."""
     if bad > share * total:
         raise XcompatError(
             f"{bad:,} of {total:,} rows of {store.uri} have no usable vector, more than the share {share:g}: {named}; "
-            "fix or delete them, or raise --max-bad-share"
+            "fix or delete them, or increase --max-bad-share"
         )
 
 
 def _require_vectors(store: Store, mapping: Filling, share: float) -> None:
-    """Raise if too many rows have no vector; a model that embeds contents needs none."""
+    """Raise if too many rows have no vector to map."""
     if mapping.content is None and (empty := store.count() - store.count(store.space)):
         first = ", ".join(map(repr, store.ids_without_vector(SHOWN)))
         _require_few(store, empty, store.count(), share, f"{first} {'have' if empty > 1 else 'has'} none")
@@ -268,7 +265,7 @@ def _describe(unusable: dict[str, str]) -> str:
 
 
 def status(store: Store) -> tuple[Migration, int]:
-    """Return the migration of a store, and how many rows lack a new vector.
+    """Return the migration, and the number of rows without a new vector.
 
     Raises:
         XcompatError: there is none.
@@ -278,25 +275,25 @@ def status(store: Store) -> tuple[Migration, int]:
         return migration, store.count(migration.before, migration.space)
     if migration.into in spaces:
         return migration, store.count(migration.space, migration.into)
-    filling = migration.state == "filling"  # killed before the space was added; else in finish
+    filling = migration.state == "filling"  # killed before the space existed, else during finish
     return migration, store.count(migration.space) if filling else 0
 
 
 def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
-    """Count rows and indexes, map a sample again and compare, and search both spaces with the same items.
+    """Count rows and indexes, compute a sample again, and search both spaces.
 
     Args:
         store: the store, before the switch.
-        mapping: what filled it.
-        queries: vectors that are made again; also the most items that search both spaces, for a minute at most.
+        mapping: the migration's map or model.
+        queries: sample size. Searches stop after a minute.
 
     Raises:
-        XcompatError: there is no migration, or it is another map's, or another process works on it.
+        XcompatError: there is no migration, it has another map, or another process uses it.
     """
     with store.claimed():
         migration = _of(store, mapping)
         if migration.state != "filling":
-            raise XcompatError(f"{store.uri} has been switched; verify comes before the switch")
+            raise XcompatError(f"{store.uri} is already switched; run verify before switch")
         checked = _check(store, mapping, migration, queries)
         migration.verified = checked.passed
         store.renew_claim()
@@ -335,19 +332,18 @@ def _check(store: Store, mapping: Filling, migration: Migration, queries: int) -
 
 
 def switch(store: Store, mapping: Filling) -> Migration:
-    """Give the new space the name of the old one, at once, after the last changed rows were mapped.
+    """Fill the last changed rows, and give the new space the old name, atomically.
 
     Args:
         store: the store.
-        mapping: what filled it.
+        mapping: the migration's map or model.
 
     Raises:
-        XcompatError: ``start`` has not ended, the new space does not pass ``verify``, rows cannot be written, or the migration
-            is another map's.
+        XcompatError: ``start`` is unfinished, ``verify`` fails, rows cannot be written, or the map is another.
     """
     with store.claimed():
         migration = _of(store, mapping)
-        store.settle()  # of a rollback that was killed
+        store.settle()  # after a killed rollback
         if migration.state == "filling":
             _require_ready(store, mapping, migration)
             _fill(store, mapping, migration, BATCH, None)
@@ -356,33 +352,33 @@ def switch(store: Store, mapping: Filling) -> Migration:
                 if store.locks:
                     left = store.count(migration.space, migration.into)
                 if left:
-                    raise XcompatError(f"{left:,} rows of {store.uri} have no new vector; mend or delete them first")
+                    raise XcompatError(f"{left:,} rows of {store.uri} have no new vector; fix or delete them")
                 _note(store, migration, "switching")
                 store.switch(migration.into)
         elif migration.state == "switching":
             store.switch(migration.into)
         else:
             raise XcompatError(
-                f"{store.uri} has been switched{' already' if migration.state == 'switched' else ' back: rollback'}"
+                f"{store.uri} is {'already switched' if migration.state == 'switched' else 'being rolled back; run rollback'}"
             )
-        _catch_up(store, mapping, migration, migration.before, migration.space)  # what came in the last moment
+        _catch_up(store, mapping, migration, migration.before, migration.space)  # writes during the switch
         store.settle()
         _note(store, migration, "switched")
     return migration
 
 
 def _require_ready(store: Store, mapping: Filling, migration: Migration) -> None:
-    """Raise if a step before the switch has not ended or not passed; a new space that was never verified is verified now."""
+    """Raise if an earlier step is unfinished or failed. Run a missing verification."""
     if not migration.filled:
-        raise XcompatError(f"start of {store.uri} has not ended; run `xcompat migrate start` again, then `verify`")
+        raise XcompatError(f"start of {store.uri} is not finished; run `xcompat migrate start` again, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
-        raise XcompatError(f"{migration.into} of {store.uri} has no {_listed(missing)}: run `xcompat migrate start` again")
+        raise XcompatError(f"{migration.into} in {store.uri} has no {_listed(missing)}; run `xcompat migrate start` again")
     if migration.verified is None:
         migration.verified = _check(store, mapping, migration, ASKED).passed
         store.renew_claim()
         store.set_record(RECORD, migration.model_dump())
     if not migration.verified:
-        raise XcompatError(f"{migration.into} of {store.uri} failed its verification: run `xcompat migrate verify` to see why")
+        raise XcompatError(f"{migration.into} in {store.uri} failed verification; run `xcompat migrate verify` for details")
 
 
 def _listed(indexes: list[str]) -> str:
@@ -390,7 +386,7 @@ def _listed(indexes: list[str]) -> str:
 
 
 def _catch_up(store: Store, mapping: Filling, migration: Migration, old: str, new: str) -> int:
-    """Write what the new space lacks of the old one, in one round; return how many rows no vector could be made for."""
+    """Write missing rows in one round, and return the number of rows without a vector."""
     left = 0
     for rows in store.rows(BATCH, None, new, old, mapping.content):
         made = mapping.of(store, rows)
@@ -407,13 +403,13 @@ def _note(store: Store, migration: Migration, state: Literal["filling", "switchi
 
 
 def rollback(store: Store) -> tuple[Migration, int]:
-    """Undo the switch, or end a migration that was not switched, whose new space goes.
+    """Undo the switch. Before the switch, end the migration and delete the new space.
 
     Args:
         store: the store.
 
     Returns:
-        The migration, and how many rows have no vector in the old space, because they came or changed after the switch.
+        The migration, and the number of rows that changed after the switch and lack an old vector.
     """
     with store.claimed():
         migration = migration_of(store)
@@ -430,29 +426,29 @@ def rollback(store: Store) -> tuple[Migration, int]:
 
 
 def finish(store: Store) -> Migration:
-    """Delete the old space after the switch; from then on nothing can be undone.
+    """Delete the old space after the switch. This cannot be undone.
 
     Args:
         store: the store.
 
     Raises:
-        XcompatError: it has not been switched, or the new space lacks an index of the old one.
+        XcompatError: the store is not switched, or the new space lacks an index of the old one.
     """
     with store.claimed():
         migration = migration_of(store)
         if migration.state != "switched":
-            raise XcompatError(f"{store.uri} has not been switched; `xcompat migrate switch` comes before finish")
+            raise XcompatError(f"{store.uri} is not switched; run `xcompat migrate switch` before finish")
         if migration.before in store.spaces() and (missing := store.missing_indexes(migration.space, migration.before)):
             raise XcompatError(
-                f"{migration.space} of {store.uri} has no {_listed(missing)}, which {migration.before} has; run `xcompat migrate "
-                f"rollback`, `start`, `verify` and `switch`, or drop what {migration.before} no longer needs"
+                f"{migration.space} in {store.uri} lacks the {_listed(missing)} of {migration.before}; run `xcompat migrate "
+                f"rollback`, `start`, `verify` and `switch`, or drop indexes of {migration.before} that you no longer need"
             )
         _drop(store, migration.before)
     return migration
 
 
 def _drop(store: Store, space: str) -> None:
-    """Delete a space, unless that was done before the process was killed, and the record of the migration."""
+    """Delete a space and the record. A repeated call skips finished steps."""
     with store.alone():
         if space in store.spaces():
             store.drop_space(space)
@@ -460,32 +456,32 @@ def _drop(store: Store, space: str) -> None:
 
 
 def migration_of(store: Store) -> Migration:
-    """Return the migration that a store holds.
+    """Return the migration of a store.
 
     Raises:
         XcompatError: there is none.
     """
     if (known := store.record(RECORD)) is None:
-        raise XcompatError(f"{store.uri} holds no migration; begin one with `xcompat migrate start`")
+        raise XcompatError(f"{store.uri} has no migration; run `xcompat migrate start`")
     return Migration.model_validate(known)
 
 
 def _of(store: Store, mapping: Filling) -> Migration:
-    """Return the store's migration, which must be by this map."""
+    """Return the migration, and raise if it has another map."""
     migration = migration_of(store)
     if migration.model != mapping.digest:
-        raise FingerprintMismatchError(f"the migration of {store.uri} was begun with another model than {mapping.made[0]}")
+        raise FingerprintMismatchError(f"the migration of {store.uri} was started with another model than {mapping.made[0]}")
     return migration
 
 
 def _begun(store: Store, mapping: Filling, into: str | None, dtype: str, max_bad_share: float | None = None) -> Migration:
-    """Begin a migration, or continue the one that is there."""
+    """Start or continue a migration."""
     if store.record(RECORD) is not None:
         migration = _of(store, mapping)
         if migration.state != "filling":
-            raise XcompatError(f"{store.uri} has been switched; `xcompat migrate finish` or `rollback` comes next")
+            raise XcompatError(f"{store.uri} is already switched; run `xcompat migrate finish` or `rollback`")
         if into not in (None, migration.into):
-            raise XcompatError(f"{store.uri} is being migrated into {migration.into}, not {into}; leave --into out")
+            raise XcompatError(f"{store.uri} is being migrated into {migration.into}, not {into}; remove --into")
         migration.max_bad_share = migration.max_bad_share if max_bad_share is None else max_bad_share
         if migration.into in store.spaces():
             return migration
@@ -496,27 +492,24 @@ def _begun(store: Store, mapping: Filling, into: str | None, dtype: str, max_bad
         target = into or f"{store.space}_new"
         migration = Migration(space=store.space, into=target, model=mapping.digest, max_bad_share=share)
         if migration.into in store.spaces():
-            raise XcompatError(f"{store.uri} has a space {migration.into!r} already; choose another name with --into")
+            raise XcompatError(f"{store.uri} already has a space {migration.into!r}; choose another name with --into")
     made, dim = mapping.made[0], mapping.dim_for(store)
     with store.alone():
         store.set_record(RECORD, migration.model_dump())
         try:
             store.add_space(migration.into, dim, made, dtype)
         except XcompatError:
-            if not store.locks:  # else nothing of this block was done
+            if not store.locks:  # else the transaction was undone
                 store.set_record(RECORD, None)
             raise
     return migration
 
 
 class _Throttle:
-    """Keeps a mean rate."""
-
     def __init__(self, per_second: float | None, sleep: Callable[[float], None] = time.sleep) -> None:
         self.per_second, self.sleep, self.started, self.done = per_second, sleep, time.monotonic(), 0
 
     def wait(self, rows: int) -> None:
-        """Wait until so many more rows may have been written."""
         self.done += rows
         if self.per_second is not None:
             self.sleep(max(0.0, self.started + self.done / self.per_second - time.monotonic()))

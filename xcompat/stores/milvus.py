@@ -1,4 +1,4 @@
-"""Milvus, a server or a file of Milvus Lite: spaces are collections, one beside the other."""
+"""Store for Milvus, a server or a Milvus Lite file. Spaces are collections."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from xcompat.stores.uri import StoreUri
 OPTIONS = ("collection", "field", "ssl")
 METRICS: dict[str, Metric] = {"COSINE": "cosine", "IP": "ip", "L2": "l2"}
 RECORDS = "xcompat_records"
-"""The collection that holds what xcompat knows: a row for each record."""
+"""Collection with the records of xcompat."""
 BYTES = 2**25
-"""Bytes of vectors in one call; Milvus takes 64 MB."""
+"""Maximum bytes of vectors per call. Milvus accepts 64 MB."""
 STRONG = {"consistency_level": "Strong"}
 
 
 class MilvusStore(Store):
-    """One collection, or the one that an alias names, and the copy of it that holds new vectors."""
+    """Milvus collection or alias, and its copy with new vectors."""
 
-    _most = 16_000  # rows of one call; Milvus takes 16,384
+    _most = 16_000  # rows per call, Milvus accepts 16,384
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
@@ -46,10 +46,10 @@ class MilvusStore(Store):
         self.space = uri.require("collection")
         self._lease = Lease(self)
         with explained(uri):
-            self._load(RECORDS)  # first: it names the others
+            self._load(RECORDS)  # first: it has the names of the others
             for name in {self.space, *self.added_spaces()}:
                 self._load(name)
-        halfway = not self._is_there(self.space) and self._is_there(self.space + BEFORE)  # between the two names of a switch
+        halfway = not self._is_there(self.space) and self._is_there(self.space + BEFORE)  # in the middle of a switch
         made = self._described(self.space + BEFORE if halfway else self.space)
         self.key, self.numeric = next(
             (one["name"], one["type"] == DataType.INT64) for one in made["fields"] if "is_primary" in one
@@ -62,7 +62,7 @@ class MilvusStore(Store):
     # ------------------------------------------------------------------------------------------------- collections
 
     def _load(self, name: str) -> None:
-        """Load a collection if it exists: Milvus Lite releases all of them when its process ends."""
+        """Load a collection if it exists. Milvus Lite releases all collections when its process ends."""
         if self._is_there(name):
             load_collection(self.client, name, lite_file(self.uri))
 
@@ -71,7 +71,6 @@ class MilvusStore(Store):
             return bool(self.client.has_collection(name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        """Return what Milvus says of a collection, or of the one that an alias names."""
         with explained(self.uri):
             if not self.client.has_collection(name):
                 names = [one for one in self.client.list_collections() if one != RECORDS]
@@ -79,7 +78,6 @@ class MilvusStore(Store):
             return dict(self.client.describe_collection(name))
 
     def _aliased(self, alias: str) -> str | None:
-        """Return the collection that an alias names; None if it is none."""
         try:
             return str(self.client.describe_alias(alias)["collection_name"])
         except MilvusException:
@@ -88,9 +86,9 @@ class MilvusStore(Store):
     def _vector_field(self, known: list[str]) -> str:
         given = self.uri.options.get("field")
         if given is not None and given not in known:
-            raise XcompatError(f"{self.uri}: {given!r} is no field of float vectors; {nearest(given, known)}")
+            raise XcompatError(f"{self.uri}: {given!r} is not a float vector field; {nearest(given, known)}")
         if given is None and len(known) != 1:
-            raise XcompatError(f"{self.uri}: the fields of float vectors are {', '.join(known) or 'none'}; name one with field=")
+            raise XcompatError(f"{self.uri} has these float vector fields: {', '.join(known) or 'none'}; choose one with field=")
         return given or known[0]
 
     def _metric(self, collection: str) -> Metric:
@@ -98,14 +96,14 @@ class MilvusStore(Store):
             names = self.client.list_indexes(collection, field_name=self.field)
             found = self.client.describe_index(collection, names[0])["metric_type"] if names else "COSINE"
         if found not in METRICS:
-            raise XcompatError(f"{self.uri}: {self.field} is compared by {found}; only {', '.join(METRICS)} can be searched")
+            raise XcompatError(f"{self.uri}: {self.field} has metric {found}; only {', '.join(METRICS)} are supported")
         return METRICS[found]
 
     @override
     def spaces(self) -> dict[str, Space]:
         names = sorted(name for name in {self.space, *self.added_spaces()} if self._is_there(name))
         known = {name: self._space(name) for name in names}
-        into = (self.record("migration") or {}).get("into")  # somebody else's, if no model of it was written down
+        into = (self.record("migration") or {}).get("into")  # not ours without a record of its model
         self._searched = {name: one for name, one in known.items() if name != into or one.fingerprint is not None}
         return dict(self._searched)
 
@@ -116,11 +114,11 @@ class MilvusStore(Store):
         return Space(name, int(fields[self.field]["params"]["dim"]), "float32", known)
 
     def _identity(self, name: str) -> str:
-        """Return what names a collection for good: the mark of one that we made, else the name that it had before a switch."""
+        """Return a permanent name: the mark of a copy, else the name before a switch."""
         return mark_of(self._described(name)) or name.removesuffix(BEFORE)
 
     def _model(self, name: str) -> dict[str, Any] | None:
-        """Return what is known of a collection: its model, and the collection that it is a copy of."""
+        """Return the record of a collection: its model and its source collection."""
         return self.record(f"model/{self._identity(name)}")
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -128,9 +126,9 @@ class MilvusStore(Store):
     @override
     def count(self, space: str | None = None, without: str | None = None) -> int:
         name = space or self.space
-        if not self._is_there(name):  # while a switch is half done, or after it was finished
+        if not self._is_there(name):  # during a switch or after finish
             return 0
-        if without is not None and self.count(without):  # else all lack it
+        if without is not None and self.count(without):  # else no row has one
             return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
         with explained(self.uri):
             return int(self.client.query(name, filter="", output_fields=["count(*)"], **STRONG)[0]["count(*)"])
@@ -188,7 +186,7 @@ class MilvusStore(Store):
     def _pages(self, name: str, limit: int, fields: list[str], after: str | None = None, where: str = "") -> Iterator[list[Any]]:
         """Read rows in the order of their ids.
 
-        Each page is the first of an iterator of its own: pymilvus would ask for the next one by an id that it does not quote.
+        Each page has its own iterator, because pymilvus does not quote the id to continue from.
         """
         last = after if after is None or not self.numeric else int(after)
         while True:
@@ -211,8 +209,8 @@ class MilvusStore(Store):
         return Rows(ids, vectors_ND, states, contents, copies)
 
     def _lacking(self, other: str, own: str, rows: Rows) -> Rows:
-        """Return those rows that another collection has not, or not as they are now."""
-        copied = (self._model(other) or {}).get("source") == self._identity(own)  # else its states are those of other rows
+        """Return the rows that are missing or outdated in another collection."""
+        copied = (self._model(other) or {}).get("source") == self._identity(own)  # else its states belong to other rows
         held = self._get(other, [copy[self.key] for copy in rows.copies or []], [self.key, *[STATE] * copied])
         kept = {str(item): row.get(STATE) for item, row in held.items()}
         newer = {None} if other == self.space or not copied else set()
@@ -224,7 +222,7 @@ class MilvusStore(Store):
         return rows.pick(lacks)
 
     def _get(self, name: str, ids: list[Any], fields: list[str]) -> dict[Any, Any]:
-        """Return those of some rows that are there, by key."""
+        """Return the existing rows by key."""
         found: dict[Any, Any] = {}
         for start in range(0, len(ids), self._most):
             with explained(self.uri):
@@ -237,24 +235,24 @@ class MilvusStore(Store):
     @override
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         if dtype != "float32":
-            raise XcompatError(f"{self.uri}: vectors are copied as float32 in Milvus; leave --dtype out")
+            raise XcompatError(f"{self.uri}: xcompat only copies float32 vectors in Milvus; remove --dtype")
         for taken in (name, self.space + BEFORE):
             if self._is_there(taken):
-                raise XcompatError(f"{self.uri} has a collection {taken!r} already; choose another name, or drop it first")
+                raise XcompatError(f"{self.uri} already has a collection {taken!r}; choose another name or drop it")
         made = self._described(self.space)
         with explained(self.uri):
             require_copyable(str(self.uri), made, self.client.list_partitions(self.space))
             indexes = [self.client.describe_index(self.space, index) for index in self.client.list_indexes(self.space)]
             like = schema_like(made, self.field, dim)
         known = {"digest": model.digest, "name": model.name, "source": self._identity(self.space)}
-        self.set_record(f"model/{like['properties'][MARK]}", known)  # first: what is there without it is not ours
+        self.set_record(f"model/{like['properties'][MARK]}", known)  # before the collection, which is not ours without it
         try:
             with explained(self.uri):
                 self.client.create_collection(name, index_params=indexes_like(indexes), **like)
                 if mark_of(self._described(name)) is None:
-                    raise XcompatError(f"{self.uri}: this Milvus keeps no properties of collections; take a newer one")
+                    raise XcompatError(f"{self.uri}: this Milvus version does not store collection properties; use a newer one")
         except XcompatError:
-            self.client.drop_collection(name)  # it may be there without its indexes
+            self.client.drop_collection(name)  # it can exist without indexes
             raise
 
     @override
@@ -274,11 +272,13 @@ class MilvusStore(Store):
         for start in range(0, len(new), most):
             piece = new[start : start + most]
             with explained(self.uri):
-                if self.automatic:  # which an upsert would give other ids
+                if self.automatic:  # an upsert would assign other ids
                     self._delete(space, [row[self.key] for row in piece])
                     made = self.client.insert(space, piece)["ids"]
                     if list(made) != [row[self.key] for row in piece]:
-                        raise XcompatError(f"{self.uri}: this Milvus gives copies other ids (auto_id); take a newer one")
+                        raise XcompatError(
+                            f"{self.uri}: this Milvus version assigns other ids to copies (auto_id); use a newer one"
+                        )
                 else:
                     self.client.upsert(space, piece)
         return len(new)
@@ -299,14 +299,14 @@ class MilvusStore(Store):
 
     @override
     def index_like(self, space: str) -> list[str]:
-        """Nothing is left to build but of rows that Milvus still holds in memory: the indexes were made with the collection."""
+        """Flush rows from memory. The indexes exist since the collection's creation."""
         with explained(self.uri):
             self.client.flush(space)
         return []
 
     @override
     def switch(self, space: str) -> None:
-        """Let the alias name the new collection, at once; without one, rename both collections, one after the other."""
+        """Point the alias at the new collection, atomically. Without an alias, rename both collections."""
         self._searched = {}
         old, before = self._aliased(self.space), self.space + BEFORE
         with explained(self.uri):
@@ -340,7 +340,7 @@ class MilvusStore(Store):
     def _rename(self, old: str, new: str) -> None:
         with explained(self.uri):
             self.client.rename_collection(old, new)
-            self.client.load_collection(new)  # Milvus Lite releases what is renamed
+            self.client.load_collection(new)  # Milvus Lite releases renamed collections
 
     @override
     def drop_space(self, name: str) -> None:
@@ -390,12 +390,11 @@ class MilvusStore(Store):
 
 
 def _literal(value: Any) -> str:  # noqa: ANN401
-    """Return ids as Milvus' expressions spell them."""
+    """Return ids as a Milvus expression."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _state(vector_D: NDArray[np.float32], copy: dict[str, Any]) -> str:
-    """Return what changes when a row does."""
     return xxhash.xxh3_64_hexdigest(vector_D.tobytes() + json.dumps(copy, sort_keys=True, default=list).encode())
 
 

@@ -1,4 +1,4 @@
-"""Connections to Milvus: errors in one line."""
+"""Connection to Milvus, with plain errors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri
 
 LOST = 2
-"""The code by which pymilvus says that nothing answers."""
+"""Error code of pymilvus if nothing answers."""
 
 
 def lite_file(uri: StoreUri) -> Path | None:
-    """Return the file of Milvus Lite; None where a server is named."""
+    """Return the file of Milvus Lite, or None for a server."""
     return None if uri.parts.hostname is not None else Path(uri.parts.path).resolve()
 
 
 def connect(uri: StoreUri) -> MilvusClient:
     """Open a file or a server."""
-    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it prints the traceback of each error that it raises
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it prints tracebacks
     parts = uri.parts
     with explained(uri):
         if (file := lite_file(uri)) is None:
@@ -34,21 +34,21 @@ def connect(uri: StoreUri) -> MilvusClient:
             who = {"user": unquote(parts.username or ""), "password": unquote(parts.password or "")}
             return MilvusClient(f"{scheme}://{parts.hostname}:{parts.port or 19530}", db_name=parts.path.strip("/"), **who)
         if file.suffix != ".db" or not file.exists():
-            raise XcompatError(f"{uri}: {file} is no file of Milvus Lite; name one that ends in .db by its full path")
-        logging.getLogger("grpc._server").setLevel(logging.CRITICAL)  # and Milvus Lite that of each call that it lacks
+            raise XcompatError(f"{uri}: {file} is not a Milvus Lite file; use the full path of a .db file")
+        logging.getLogger("grpc._server").setLevel(logging.CRITICAL)  # Milvus Lite too, for unsupported calls
         try:
             return MilvusClient(str(file))
         except MilvusException as error:
-            raise XcompatError(f"{uri} cannot be opened ({error.message}); end another process that has it open") from error
+            raise XcompatError(f"{uri} cannot be opened ({error.message}); stop other processes that use it") from error
 
 
 @contextmanager
 def explained(uri: StoreUri) -> Iterator[None]:
-    """Turn the errors of Milvus into one line."""
+    """Raise errors of Milvus as one line."""
     try:
         yield
     except MilvusException as error:
-        said = " ".join(error.message.split())[:300] or "it refuses"
+        said = " ".join(error.message.split())[:300] or "unknown error"
         if error.code == LOST:
-            raise LostConnectionError(f"{uri} does not answer ({said}); run it again once it does, and it continues") from error
+            raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
         raise XcompatError(f"{uri}: {said}") from error

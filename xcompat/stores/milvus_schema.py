@@ -1,4 +1,4 @@
-"""How a collection of Milvus is made: one like another, but for the dimension of one field."""
+"""Schemas of Milvus collections that copy another collection."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from pymilvus import DataType, MilvusClient
 from xcompat.core.errors import XcompatError
 
 STATE = "xcompat_state"
-"""Field of a copied row: what the row that it was made from was then; a service that inserts need not know it."""
+"""Field of a copied row: hash of its source row. Nullable, so that services can omit it."""
 MARK = "xcompat.mark"
-"""Property of a collection that we made, which stays whatever it is renamed to."""
+"""Property of our collections, which survives renames."""
 COPIED = {DataType.FLOAT_VECTOR, DataType.SPARSE_FLOAT_VECTOR}
-"""Vectors that can be read and written as they are."""
+"""Vector types that can be copied."""
 OPTIONS = ("description", "is_primary", "nullable", "element_type", "is_partition_key", "is_clustering_key")
 INDEX = {"index_type", "metric_type", "field_name", "index_name", "total_rows", "indexed_rows", "pending_index_rows", "state"}
-"""What Milvus says of an index beside its parameters."""
+"""Keys of an index description that are not parameters."""
 
 
 def mark_of(made: dict[str, Any]) -> str | None:
-    """Return the mark of a collection that we made."""
+    """Return the mark of a collection, or None if xcompat did not create it."""
     return made.get("properties", {}).get(MARK)
 
 
 def require_copyable(where: str, made: dict[str, Any], partitions: list[str]) -> None:
-    """Refuse a collection that cannot be copied whole.
+    """Raise if a collection cannot be copied completely.
 
     Args:
         where: its address.
-        made: what Milvus says of it.
-        partitions: their names.
+        made: description from Milvus.
+        partitions: names of its partitions.
 
     Raises:
-        XcompatError: why.
+        XcompatError: a part cannot be copied.
     """
     if len(partitions) > 1 and not any(field.get("is_partition_key") for field in made["fields"]):
-        raise XcompatError(f"{where}: a copy would lose the partitions {', '.join(partitions)}; only partition keys are kept")
+        raise XcompatError(f"{where}: a copy would lose the partitions {', '.join(partitions)}; use a partition key instead")
     if made.get("functions") or made.get("struct_array_fields"):
-        raise XcompatError(f"{where}: functions and structs of a collection cannot be copied")
+        raise XcompatError(f"{where}: collections with functions or structs cannot be copied")
     for field in made["fields"]:
         if "VECTOR" in DataType(field["type"]).name and field["type"] not in COPIED:
-            raise XcompatError(f"{where}: {field['name']} cannot be copied; only vectors of float32 and sparse ones can")
+            raise XcompatError(f"{where}: {field['name']} cannot be copied; only float32 and sparse vectors are supported")
 
 
 def schema_like(made: dict[str, Any], vectors: str, dim: int) -> dict[str, Any]:
-    """Return what makes a collection like another.
+    """Return the arguments to create a copy of a collection.
 
     Args:
-        made: what Milvus says of the other.
-        vectors: the field of vectors that are replaced.
-        dim: of the new ones.
+        made: description from Milvus.
+        vectors: field with the vectors to replace.
+        dim: dimension of the new vectors.
     """
     automatic = bool(made.get("auto_id"))
     schema = MilvusClient.create_schema(
@@ -68,14 +68,14 @@ def schema_like(made: dict[str, Any], vectors: str, dim: int) -> dict[str, Any]:
     kept = {**made["properties"], MARK: uuid.uuid4().hex}
     return {
         "schema": schema,
-        "properties": kept | ({"allow_insert_auto_id": "true"} if automatic else {}),  # for the ids of the copied rows
+        "properties": kept | ({"allow_insert_auto_id": "true"} if automatic else {}),  # to keep the ids of copied rows
         "consistency_level": made["consistency_level_name"],
         "num_shards": made["num_shards"],
     }
 
 
 def indexes_like(found: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - pymilvus has no types
-    """Return what makes the indexes that another collection has."""
+    """Return the arguments to create the same indexes."""
     indexes = MilvusClient.prepare_index_params()
     for index in found:
         metric = {"metric_type": index["metric_type"]} if index.get("metric_type", "NONE") not in ("", "NONE") else {}
@@ -85,10 +85,10 @@ def indexes_like(found: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - pymilvus
 
 
 def records() -> dict[str, Any]:
-    """Return what makes the collection of our records."""
+    """Return the arguments to create the records collection."""
     schema, index = MilvusClient.create_schema(), MilvusClient.prepare_index_params()
     schema.add_field("key", DataType.VARCHAR, max_length=1024, is_primary=True)
     schema.add_field("value", DataType.JSON)
-    schema.add_field("vector", DataType.FLOAT_VECTOR, dim=2)  # a collection must have one
+    schema.add_field("vector", DataType.FLOAT_VECTOR, dim=2)  # required by Milvus
     index.add_index("vector", "FLAT", metric_type="L2")
     return {"schema": schema, "index_params": index}

@@ -1,4 +1,4 @@
-"""Vectors that services padded with zeros to the width of their column."""
+"""Detection and creation of zero padding in vectors."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLE = 1_000
-"""Rows that show whether a store's vectors are padded."""
+"""Rows to read to detect padding."""
 
 
 class ReadsRows(Protocol):
-    """A store, as far as its rows are read."""
+    """Store with readable rows."""
 
     def rows(self, size: int, *, space: str | None = None) -> Iterator[Any]:
         """Yield blocks of rows with ``vectors_ND``."""
 
 
 def is_padded(store: ReadsRows, dim: int, space: str | None = None) -> bool:
-    """Return whether most vectors of a space hold only zeros after their first ``dim`` numbers.
+    """Return whether most vectors of a space have only zeros after their first ``dim`` numbers.
 
     Args:
-        store: the store; a sample of its first rows is read.
-        dim: dimension of the model's vectors, smaller than that of the space.
-        space: another space than the one that is searched.
+        store: the store. Its first rows are read.
+        dim: dimension of the model, smaller than the space's.
+        space: space to read, by default the searched one.
     """
     for rows in store.rows(SAMPLE, space=space):
         vectors_ND = rows.vectors_ND[rows.vectors_ND.any(1)]
@@ -34,7 +34,7 @@ def is_padded(store: ReadsRows, dim: int, space: str | None = None) -> bool:
 
 
 def pad_vectors(vectors_ND: NDArray[np.float32], dim: int) -> NDArray[np.float32]:
-    """Append zeros to vectors (N, d) that are narrower than ``dim``; return (N, dim), or the vectors if they are not.
+    """Pad vectors (N, d) with zeros to at least ``dim`` numbers.
 
     Example:
         >>> pad_vectors(np.ones((1, 2), np.float32), 3).tolist()

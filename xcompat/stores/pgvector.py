@@ -1,4 +1,4 @@
-"""PostgreSQL with pgvector: spaces are columns of type ``vector`` or ``halfvec`` of one table."""
+"""Store for PostgreSQL with pgvector. Spaces are ``vector`` or ``halfvec`` columns of one table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 
 
 class PgVectorStore(Store):
-    """One table. Every write is one transaction; rows that somebody else changes meanwhile are left for the next round."""
+    """PostgreSQL table. Each write is one transaction, and skips rows that changed meanwhile."""
 
     locks = True
     tells = True
@@ -59,22 +59,22 @@ class PgVectorStore(Store):
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
-        """The connection that writes."""
+        """Connection for writes."""
         return self.client.connection
 
     # ------------------------------------------------------------------------------------------------- the table
 
     def _relation(self, name: str) -> tuple[sql.SQL, str]:
-        """Find the table; return its name as SQL, quoted by the server, and its schema.
+        """Return the table's quoted name as SQL, and its schema.
 
-        A name is taken letter by letter first, as in ``Item`` for a table that SQL calls ``"Item"``, and then as SQL.
+        An exact name comes first, e.g. ``Item`` for the SQL name ``"Item"``, then a SQL name.
         """
         if schema := self.uri.options.get("schema"):
             name = f"{schema}.{name}"
         found = self.client.ask(_NAMED + "relname = %s AND pg_table_is_visible(c.oid)", name)
         found = found or self.client.ask(_NAMED + "nspname || '.' || relname = %s", name)
         if not found:
-            with suppress(XcompatError):  # it is no name in SQL
+            with suppress(XcompatError):  # not a valid SQL name
                 found = self.client.ask(_NAMED + "c.oid = to_regclass(%s)", name)
         if not found:
             tables = [table for (table,) in self.client.ask(_TABLES)]
@@ -85,7 +85,6 @@ class PgVectorStore(Store):
         return sql.SQL(quoted), schema
 
     def _columns(self) -> dict[str, str]:
-        """Return every column of the table with its type."""
         asked = (
             "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute "
             "WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
@@ -93,11 +92,11 @@ class PgVectorStore(Store):
         return dict(self.client.ask(asked, self.table.as_string(self.connection)))
 
     def _kind(self, column: str) -> str:
-        """Return the type of a column of vectors, without its size."""
+        """Return the type of a column without its size."""
         return self._columns()[column].partition("(")[0]
 
     def _key(self, columns: dict[str, str]) -> Key:
-        """Return what identifies a row: the primary key, or the columns of a unique index that the address names."""
+        """Return the primary key, or the unique index in the address."""
         found: list[str] = [",".join(names) for (names,) in self.client.ask(_UNIQUE, self._name)]
         if not found:
             raise XcompatError(
@@ -109,7 +108,7 @@ class PgVectorStore(Store):
         return Key(names, tuple(columns[name] for name in names))
 
     def _metric(self) -> Metric:
-        """Return how vectors are compared: as an index of the column does, else by cosine."""
+        """Return the metric of the column's index, else cosine."""
         made = " ".join(index.made for index in indexes(self.client, self.table, self.space))
         return next((metric for metric in OPERATORS if f"_{metric}_ops" in made), "cosine")
 
@@ -157,9 +156,7 @@ class PgVectorStore(Store):
 
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
-        share = min(
-            100.0, 500.0 * count / max(self.count(self.space), 1)
-        )  # pages, whose rows are cut to the number that is asked for
+        share = min(100.0, 500.0 * count / max(self.count(self.space), 1))  # it samples pages, LIMIT cuts the rows
         asked = sql.SQL(
             "SELECT {key}, {own}, xmin::text, {other} {content} FROM {table} AS t TABLESAMPLE SYSTEM (%s) REPEATABLE (0) "
             "WHERE {own} IS NOT NULL AND {other} IS NOT NULL ORDER BY md5({key}) LIMIT %s"
@@ -184,7 +181,7 @@ class PgVectorStore(Store):
         space: str | None = None,
         content: str | None = None,
     ) -> Iterator[Rows]:
-        """Read on a connection of its own, unless this one has locked all others out."""
+        """Read on a separate connection, unless this one holds the lock."""
         own = space or self.space
         lacks = sql.SQL("AND {} IS NULL").format(sql.Identifier(without)) if without is not None else sql.SQL("")
 
@@ -223,7 +220,7 @@ class PgVectorStore(Store):
     @override
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         if name in self._columns():
-            raise XcompatError(f"{self.uri} has a column {name!r} already; choose another name")
+            raise XcompatError(f"{self.uri} already has a column {name!r}; choose another name")
         with explained(self.uri), self.connection.transaction():
             self._do("ALTER TABLE {table} ADD COLUMN {new} {kind}", new=name, kind=sql.SQL(f"{TYPES[dtype]}({dim})"))
             copy_settings(self.client, self.table, self.space, name)
@@ -250,8 +247,8 @@ class PgVectorStore(Store):
 
         def update() -> int:
             with self.connection.transaction():
-                self._do("SET LOCAL work_mem = '256MB'")  # else a block goes to the disk and back
-                if apart:  # what a crash of the server loses of it is found lacking, and written again
+                self._do("SET LOCAL work_mem = '256MB'")  # keep a block in memory
+                if apart:  # rows lost in a server crash are written again
                     self._do("SET LOCAL synchronous_commit = off")
                 return self.connection.execute(asked, (rows.ids, rows.states, block)).rowcount
 
@@ -268,7 +265,7 @@ class PgVectorStore(Store):
             self._exchange(space, self.space + BEFORE, is_back=True)
 
     def _exchange(self, aside: str, incoming: str, is_back: bool) -> None:
-        """Exchange the searched column and another one, and what is known of them."""
+        """Exchange the searched column and another one, with their properties."""
         spaces, models = self.spaces(), self.record("spaces") or {}
         resize = Resize(spaces[self.space].dim, spaces[incoming].dim)
         names = {self.space: aside, incoming: self.space}
@@ -287,14 +284,14 @@ class PgVectorStore(Store):
     def drop_space(self, name: str) -> None:
         models = self.record("spaces") or {}
         if used := find_dependents(self.client, find_columns(self.client, self.table, name), Resize(None, None)):
-            raise XcompatError(f"{used[0].name} uses {name} of {self.uri}; drop it first")
+            raise XcompatError(f"{used[0].name} uses {name} in {self.uri}; drop it first")
         with explained(self.uri), self.connection.transaction():
             unfollow(self.client, self.table)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
             self.set_record("spaces", {other: model for other, model in models.items() if other != name})
             if rows := require_again(self.client, self.records, self.table, self.space):
                 notice(
-                    f"{self.space} of {self.uri} is not NOT NULL any more: {rows:,} rows have no vector of the old model. Write "
+                    f"{self.space} in {self.uri} is no longer NOT NULL: {rows:,} rows have no vector of the old model. Write "
                     "their vectors or delete them, then SET NOT NULL again"
                 )
 
@@ -345,7 +342,7 @@ class PgVectorStore(Store):
         return self.table.as_string(self.connection)
 
     def _do(self, statement: str, **parts: str | sql.Composable) -> None:
-        """Execute a statement about the table; parts that are strings are names."""
+        """Execute a statement about the table. String parts are identifiers."""
         named = {name: sql.Identifier(part) if isinstance(part, str) else part for name, part in parts.items()}
         self.client.execute(sql.SQL(statement).format(table=self.table, **named))
 
@@ -374,9 +371,9 @@ FROM pg_index i WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indis
 ORDER BY NOT i.indisprimary, i.indnkeyatts, i.indexrelid
 """
 _COMPUTED = "SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attgenerated <> ''"
-"""Generated columns, e.g. a ``halfvec`` of the vectors."""
+"""Generated columns, e.g. a ``halfvec`` copy."""
 
 
 def open_store(uri: str) -> PgVectorStore:
-    """Open a table by its address, which may name a driver as SQLAlchemy's do: ``postgresql+psycopg://``."""
+    """Open a table by its address. A driver as in SQLAlchemy is allowed: ``postgresql+psycopg://``."""
     return PgVectorStore(StoreUri.parse(_DRIVER.sub(r"\1://", uri, count=1), OPTIONS, passes_on=True))

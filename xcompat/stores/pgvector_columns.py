@@ -1,4 +1,4 @@
-"""The exchange of two columns of a PostgreSQL table, with all that belongs to the one that is searched."""
+"""Exchange of two vector columns of a PostgreSQL table, with their properties."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from xcompat.stores.pgvector_records import Records
 from xcompat.stores.pgvector_triggers import follow, unfollow
 
 RECORD = "column"
-"""Key of the record of what the searched column was when a migration switched for the first time."""
+"""Key of the record with the column's properties before the first switch."""
 PLAIN_BYTES = 8_000
-"""Largest vector that fits a page of PostgreSQL in storage PLAIN."""
+"""Maximum size of a vector with storage PLAIN, which must fit a page."""
 
 
 class Properties(NamedTuple):
-    """What a column demands of the rows, and what it gives them.
+    """Constraints and default of a column.
 
     Args:
         required: whether it is NOT NULL.
-        constraint: name of that constraint, as SQL writes it; None before PostgreSQL 18.
-        default: expression, as SQL; None if there is none.
+        constraint: name of this constraint as SQL, None before PostgreSQL 18.
+        default: default expression as SQL, or None.
     """
 
     required: bool
@@ -35,17 +35,17 @@ class Properties(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Columns that change places.
+    """Exchange of two columns.
 
     Args:
-        client: the connection that writes, in a transaction that holds the table.
-        records: of the table.
-        schema: of the table.
-        table: its name, with the schema.
-        live: name of the column that is searched, before and afterwards.
-        aside: name of that column afterwards.
-        incoming: name of the other column before.
-        dtype: how that keeps its numbers.
+        client: connection with a transaction and the table lock.
+        records: records of the table.
+        schema: schema of the table.
+        table: name with the schema.
+        live: searched column, before and after.
+        aside: its later name.
+        incoming: earlier name of the other column.
+        dtype: its number type.
         resize: adjusts casts to its dimension.
     """
 
@@ -60,10 +60,10 @@ class Exchange(NamedTuple):
     resize: Resize
 
     def run(self, is_back: bool) -> None:
-        """Exchange the columns; what must wait for a look at all rows is written down for :func:`settle`.
+        """Exchange the columns. Checks of all rows are recorded for :func:`settle`.
 
         Args:
-            is_back: whether an earlier exchange is undone.
+            is_back: whether it undoes an earlier exchange.
 
         Raises:
             XcompatError: an object that uses the column cannot be recreated.
@@ -103,7 +103,7 @@ class Exchange(NamedTuple):
         others = find_dependents(self.client, find_columns(self.client, self.table, self.incoming), self.resize)
         both = [one.name for one in found if one.name in {other.name for other in others}]
         if both:
-            raise XcompatError(f"{both[0]} uses {self.live} and {self.incoming} of {self.client.uri}; drop it first")
+            raise XcompatError(f"{both[0]} uses {self.live} and {self.incoming} in {self.client.uri}; drop it first")
         refuse_obstacles(self.client, found)
         return found
 
@@ -111,7 +111,6 @@ class Exchange(NamedTuple):
         return Properties(*self.client.ask(_PROPERTIES, self.table.as_string(self.client.connection), self.live)[0])
 
     def _release(self, column: str) -> None:
-        """Let a column demand nothing of rows any more."""
         for change in (
             "ALTER COLUMN {column} DROP DEFAULT",
             "ALTER COLUMN {column} DROP NOT NULL",
@@ -120,7 +119,6 @@ class Exchange(NamedTuple):
             self._do("ALTER TABLE {table} " + change, column=sql.Identifier(column))
 
     def _fill_with_zeros(self) -> None:
-        """Give rows that have no new vector one of zeros, since the column takes no NULL."""
         if self._has_nulls() and self.resize.new is not None:
             zeros = sql.SQL("array_fill(0, ARRAY[{}])::vector").format(sql.Literal(self.resize.new))
             self._do("UPDATE {table} SET {live} = {zeros} WHERE {live} IS NULL", zeros=zeros)
@@ -129,7 +127,7 @@ class Exchange(NamedTuple):
         return bool(self._do("SELECT FROM {table} WHERE {live} IS NULL LIMIT 1"))
 
     def _require(self, known: Properties) -> list[str]:
-        """Demand a vector of each row that is written from now on; return the statements that make it NOT NULL."""
+        """Require vectors in new rows, and return the statements for NOT NULL."""
         self._do("ALTER TABLE {table} ADD CONSTRAINT {check} CHECK ({live} IS NOT NULL) NOT VALID")
         later = [
             "ALTER TABLE {table} VALIDATE CONSTRAINT {check}",
@@ -149,13 +147,13 @@ class Exchange(NamedTuple):
 
 
 def settle(client: Client, records: Records, table: sql.SQL, column: str) -> None:
-    """Check what an exchange left for later: the rows are read while others write.
+    """Run the recorded checks of an exchange, while others write.
 
     Args:
-        client: the connection that writes.
-        records: of the table.
-        table: its name, with the schema.
-        column: the one that is searched.
+        client: connection for writes.
+        records: records of the table.
+        table: name with the schema.
+        column: searched column.
     """
     while later := (known := records.read(RECORD) or {}).get("later"):
         with client.connection.transaction():
@@ -168,14 +166,14 @@ def settle(client: Client, records: Records, table: sql.SQL, column: str) -> Non
 
 
 def rename_not_null(client: Client, table: sql.SQL, column: str, name: str) -> None:
-    """Give the NOT NULL of a column the name that it had."""
+    """Restore the name of a column's NOT NULL constraint."""
     found = client.ask(_PROPERTIES, table.as_string(client.connection), column)[0]
     if found[1] not in (None, name):
         client.run(f"ALTER TABLE {table.as_string(client.connection)} RENAME CONSTRAINT {found[1]} TO {name}")
 
 
 def require_again(client: Client, records: Records, table: sql.SQL, column: str) -> int:
-    """Make a column NOT NULL again that a rollback left open; return how many rows keep it open."""
+    """Restore NOT NULL after a rollback, and return the number of rows that prevent it."""
     known = records.read(RECORD)
     if known is None:
         return 0
@@ -195,14 +193,14 @@ def require_again(client: Client, records: Records, table: sql.SQL, column: str)
 
 
 def copy_settings(client: Client, table: sql.SQL, source: str, target: str) -> None:
-    """Give a column the privileges, the comment, and the settings of another one, in all partitions."""
+    """Copy privileges, comment and settings of a column, in all partitions."""
     for own, other in zip(find_columns(client, table, source), find_columns(client, table, target), strict=True):
         for (statement,) in client.ask(_SETTINGS, PLAIN_BYTES, own.relation, own.number, other.number):
             client.run(statement)
 
 
 def resized_default(client: Client, default: str | None, dtype: str, dim: int | None) -> str | None:
-    """Return the default of a column for vectors of another dimension; None if there is none that fits."""
+    """Return the default of a column for another dimension, or None."""
     if default is None or dim is None:
         return None
     kind = "halfvec" if dtype == "float16" else "vector"

@@ -1,4 +1,4 @@
-"""Views, rules, triggers and other objects that PostgreSQL binds to a column, as SQL that drops and recreates them."""
+"""SQL to drop and recreate the objects that depend on a column: views, rules, triggers and others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from xcompat.stores.pgvector_client import Client
 from xcompat.stores.pgvector_triggers import TRIGGERS
 
 NOT_NULL = "xcompat_not_null"
-"""Name of the constraint that stands for NOT NULL until the rows are checked."""
+"""Name of the temporary constraint in place of NOT NULL, until the rows are checked."""
 
 
 class Column(NamedTuple):
-    """One column of one relation: the table, or a partition of it.
+    """Column of a table or partition.
 
     Args:
         relation: OID of the relation.
         number: attribute number.
-        table: the relation as SQL.
-        name: name of the column as SQL.
+        table: relation as SQL.
+        name: column as SQL.
     """
 
     relation: int
@@ -34,16 +34,16 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Dependent:
-    """An object that is bound to a column.
+    """Object that depends on a column.
 
     Args:
-        name: for messages, e.g. ``view shop.cheap``.
-        drop: statement that drops it; empty where recreating replaces it.
-        create: statements that recreate it, with its owner, privileges and comment.
-        validate: statements for later, when nobody has to wait.
-        lock: statement that keeps others out; empty where nobody can read it.
-        obstacle: why it cannot be recreated.
-        note: what recreating it costs.
+        name: name for messages, e.g. ``view shop.cheap``.
+        drop: statement to drop it. Empty if recreating replaces it.
+        create: statements to recreate it, with owner, privileges and comment.
+        validate: statements to run later, without blocking others.
+        lock: statement to lock it. Empty if it cannot be read.
+        obstacle: reason why it cannot be recreated.
+        note: cost of recreating it.
     """
 
     name: str
@@ -56,20 +56,20 @@ class Dependent:
 
 
 class Resize(NamedTuple):
-    """Dimensions of a column before and after, to adjust casts such as ``::halfvec(384)``."""
+    """Old and new dimension, to adjust casts such as ``::halfvec(384)``."""
 
     old: int | None
     new: int | None
 
     def __call__(self, text: str) -> str:
-        """Return SQL with the casts to the old dimension adjusted."""
+        """Adjust casts to the old dimension in SQL."""
         if self.old is None or self.new is None:
             return text
         return re.sub(rf"\b(vector|halfvec|sparsevec|bit)\({self.old}\)", rf"\1({self.new})", text)
 
 
 def find_columns(client: Client, table: sql.SQL, name: str) -> list[Column]:
-    """Return a column of a table and of its partitions, parents first."""
+    """Return a column in a table and its partitions, parents first."""
     found = client.ask(_COLUMNS, table.as_string(client.connection), name)
     return [Column(*row) for row in found]
 
@@ -85,18 +85,18 @@ WHERE attname = %s AND NOT attisdropped ORDER BY level, c.oid
 
 
 def find_dependents(client: Client, columns: list[Column], resize: Resize) -> list[Dependent]:
-    """Return the objects bound to a column in the order in which they can be dropped; indexes are not among them.
+    """Return the objects that depend on a column, in the order to drop them. Indexes are excluded.
 
     Args:
-        client: the connection that writes.
-        columns: as :func:`find_columns` returns them.
+        client: connection for writes.
+        columns: columns from :func:`find_columns`.
         resize: adjusts casts to the column's dimension.
     """
     return _Search(client, columns, resize).run()
 
 
 class _Search:
-    """A walk from a column to everything that depends on it, directly or through views, functions and generated columns."""
+    """Search for direct and indirect dependents of a column."""
 
     def __init__(self, client: Client, columns: list[Column], resize: Resize) -> None:
         self.client, self.columns, self.resize = client, columns, resize
@@ -110,7 +110,7 @@ class _Search:
         return self.found
 
     def _visit(self, kind: str, number: int) -> None:
-        """Add an object after all that depends on it."""
+        """Add an object after its own dependents."""
         if (kind, number) in self.seen:
             return
         self.seen.add((kind, number))
@@ -128,7 +128,7 @@ class _Search:
         )
 
     def _above(self, kind: str, number: int) -> Iterator[tuple[str, int]]:
-        """Return what depends on an object that is dropped, and would be dropped or refused with it."""
+        """Return the dependents of an object that is dropped."""
         if kind == "pg_attrdef":
             yield from self._bound(*self.client.ask("SELECT adrelid::int8, adnum FROM pg_attrdef WHERE oid = %s", number)[0])
         if kind == "view":
@@ -139,12 +139,12 @@ class _Search:
             yield from self._resolved(_ABOVE, "pg_proc", number)
 
     def _resolved(self, asked: LiteralString, *given: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401
-        """Return objects as kind and OID; rules of views as the view."""
+        """Yield objects as kind and OID, with views in place of their rules."""
         for kind, number in self.client.ask(asked, *given):
             if kind == "pg_rewrite":
                 ((view, relkind),) = self.client.ask(_RULED, number)
                 yield ("view", view) if relkind in ("v", "m") else (kind, number)
-            elif kind != "pg_class":  # indexes, which have a copy on the other column
+            elif kind != "pg_class":  # indexes have a copy on the other column
                 yield kind, number
 
     def _described(self, kind: str, number: int) -> str:
@@ -177,7 +177,7 @@ class _Search:
             lock=f"ALTER {kind} {name} OWNER TO {self._owner(number)}"
             if stored
             else f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE",
-            note=f"{described} is computed again while switch holds the table" if stored and filled else "",
+            note=f"switch computes {described} again while it locks the table" if stored and filled else "",
         )
 
     def _owner(self, number: int) -> str:
@@ -202,7 +202,7 @@ class _Search:
 
     def _pg_trigger(self, number: int) -> Dependent | None:
         ((plain, name, table, definition, enabled, parent),) = self.client.ask(_TRIGGER, number)
-        if plain in TRIGGERS or parent:  # ours, or that of a partitioned table
+        if plain in TRIGGERS or parent:  # ours, or inherited from a partitioned table
             return None
         create = (
             self.resize(definition),
@@ -238,14 +238,12 @@ class _Search:
 
     def _pg_constraint(self, number: int) -> Dependent | None:
         ((kind, name, table, definition, valid, inherited),) = self.client.ask(_CONSTRAINT, number)
-        if (
-            kind == "n" or inherited or name == NOT_NULL
-        ):  # a NOT NULL goes with the column; the parent's constraint comes with the parent
+        if kind == "n" or inherited or name == NOT_NULL:  # NOT NULL follows the column; inherited constraints follow the parent
             return None
         described = self._described("pg_constraint", number)
         if kind != "c":
             return Dependent(
-                described, obstacle=f"{described} includes the column; replace it by a unique index or drop it first"
+                described, obstacle=f"{described} includes the column; replace it with a unique index or drop it first"
             )
         later = (f"ALTER TABLE {table} VALIDATE CONSTRAINT {name}",) if valid else ()
         made = f"ALTER TABLE {table} ADD CONSTRAINT {name} {self.resize(definition)}{' NOT VALID' if valid else ''}"
@@ -255,18 +253,19 @@ class _Search:
     def _pg_attrdef(self, number: int) -> Dependent | None:
         ((relation, column, generated, table, name, kind, expression),) = self.client.ask(_GENERATED, number)
         if any(own.relation == relation and own.number == column for own in self.columns):
-            return None  # the default of the column itself
+            return None  # the column's own default
         described = f"generated column {name} of {table}"
         if not generated:
             return Dependent(described, obstacle=f"the default of {name} uses the column; drop it first")
         if self.client.connection.info.server_version < _SET_EXPRESSION:
             return Dependent(
-                described, obstacle=f"{described} is computed from it, and only PostgreSQL 17 can change that; drop it first"
+                described,
+                obstacle=f"{described} is computed from the column, and only PostgreSQL 17 or later can change it; drop it first",
             )
         change = f"ALTER TABLE {table} ALTER COLUMN {name}"
         typed = self.resize(kind)
         steps = () if typed == kind else (f"{change} SET EXPRESSION AS (NULL::{kind})", f"{change} TYPE {typed}")
-        note = f"{described} is computed again: switch rewrites the table while it holds it"
+        note = f"switch computes {described} again and rewrites the table under its lock"
         return Dependent(described, "", (*steps, f"{change} SET EXPRESSION AS ({self.resize(expression)})"), note=note)
 
     # ------------------------------------------------------------------------------------------------- extras
@@ -277,7 +276,7 @@ class _Search:
         return [f"COMMENT ON {what} IS {found}"] if found else []
 
     def _extras(self, kind: str, number: int, what: str, name: str) -> list[str]:
-        """Return the statements that restore owner, privileges and comment."""
+        """Return the statements for owner, privileges and comment."""
         asked = _VIEW_PRIVILEGES if kind == "view" else _FUNCTION_PRIVILEGES
         owner, public, grants = self.client.ask(asked, number, number)[0]
         on = name if kind == "view" else f"{what} {name}"
@@ -292,7 +291,7 @@ def _enabled(table: str, what: str, name: str, state: str) -> list[str]:
 
 
 _SET_EXPRESSION = 170_000
-"""The server version that can change the expression of a generated column."""
+"""First server version that can change a generated column."""
 _DEPENDS: LiteralString = """
 SELECT DISTINCT ON (objid) classid::regclass::text, objid::int8 FROM pg_depend WHERE refclassid = %s::regclass AND objsubid = 0
 """

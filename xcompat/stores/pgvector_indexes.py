@@ -1,4 +1,4 @@
-"""Indexes of a PostgreSQL column, with those of its partitions, and copies of them for another column."""
+"""Indexes of a PostgreSQL column, and copies for another column."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from xcompat.stores.pgvector_dependents import Resize
 
 
 class Index(NamedTuple):
-    """An index that reads a column: as its key, in an expression or in its condition.
+    """Index with a column in its key, expression or condition.
 
     Args:
-        name: as SQL writes it, with the schema.
-        plain: the name alone.
-        table: the table that it is of, or the partition, as SQL writes it.
-        made: the end of the statement that makes it: its kind, its keys and its options.
-        spans: whether it is of a partitioned table, which holds nothing but the indexes of the partitions.
-        valid: whether it was built to its end.
-        unique: whether it is.
-        space: its tablespace as SQL writes it; None for the default one.
-        comment: on it, as SQL writes it.
+        name: name with the schema, as SQL.
+        plain: name without the schema.
+        table: its table or partition, as SQL.
+        made: end of its CREATE statement: kind, keys and options.
+        spans: whether it only contains the indexes of partitions.
+        valid: whether its build finished.
+        unique: whether it is unique.
+        space: tablespace as SQL, None for the default.
+        comment: comment as SQL.
     """
 
     name: str
@@ -43,24 +43,24 @@ class Index(NamedTuple):
         return self.made.startswith(("hnsw ", "ivfflat "))
 
     def like(self, old: str, new: str, dtype: str, resize: Resize) -> str:
-        """Return the end of the statement that makes the same for another column; both names are SQL."""
+        """Return the end of the CREATE statement for another column. Names are SQL."""
         return resize(rename_column(_explicit(self.made, old), old, new, dtype))
 
     def create(self, like: str, concurrently: bool) -> str:
-        """Return the statement that makes an index like this one."""
+        """Return the CREATE statement of a similar index."""
         head, where, condition = like.partition(" WHERE ")
         made = f"{head} TABLESPACE {self.space}{where}{condition}" if self.space else like
         return f"CREATE{' UNIQUE' * self.unique} INDEX{' CONCURRENTLY' * concurrently} ON {self.table} USING {made}"
 
 
 def rename_column(made: str, old: str, new: str, dtype: str) -> str:
-    """Return the end of an index's statement with a column exchanged for another one.
+    """Replace a column in the end of an index's CREATE statement.
 
     Args:
-        made: as PostgreSQL writes it: columns have no table before them.
-        old: the column, as SQL writes it.
-        new: the other one.
-        dtype: how that keeps its numbers, for the operator class of a key that is the column itself.
+        made: statement from PostgreSQL, with columns unqualified.
+        old: old column as SQL.
+        new: new column as SQL.
+        dtype: number type of the new column, which selects the operator class.
 
     Example:
         >>> rename_column("hnsw (a vector_ip_ops) WHERE (a IS NOT NULL)", "a", '"New"', "float16")
@@ -77,7 +77,7 @@ def rename_column(made: str, old: str, new: str, dtype: str) -> str:
 
 
 def _explicit(made: str, column: str) -> str:
-    """Return the end of a statement with the operator class of the column, which PostgreSQL omits where it is the default."""
+    """Add the default operator class, which PostgreSQL omits."""
     return made.replace(f"ivfflat ({column})", f"ivfflat ({column} vector_l2_ops)", 1)
 
 
@@ -99,7 +99,7 @@ ORDER BY c.relkind = 'I', indexrelid
 
 
 def indexes(client: Client, table: sql.SQL, column: str) -> list[Index]:
-    """Return a column's indexes, those of partitions before those that span them."""
+    """Return a column's indexes, those of partitions first."""
     quoted, found = client.quote(column), client.ask(_ASKED, table.as_string(client.connection), column)
     return [
         Index(name, plain, of, _explicit(made.split(" USING ", 1)[1], quoted), *rest) for name, plain, of, made, *rest in found
@@ -107,14 +107,14 @@ def indexes(client: Client, table: sql.SQL, column: str) -> list[Index]:
 
 
 class Copies(NamedTuple):
-    """Two columns of which one has the indexes that the other gets.
+    """Copies of a column's indexes for another column.
 
     Args:
-        client: the connection that writes.
-        table: its name, with the schema.
-        old: the column that has them.
-        new: the column that gets them.
-        dtype: how that keeps its numbers.
+        client: connection for writes.
+        table: name with the schema.
+        old: column with the indexes.
+        new: column for the copies.
+        dtype: its number type.
         resize: adjusts casts to its dimension.
     """
 
@@ -126,10 +126,10 @@ class Copies(NamedTuple):
     resize: Resize
 
     def pairs(self) -> Iterator[tuple[Index, str, list[Index]]]:
-        """Yield each index, the end of the statement that makes it for the other column, and what is there of it."""
+        """Yield each index, the end of its copy's CREATE statement, and existing copies."""
         old, new = self.client.quote(self.old), self.client.quote(self.new)
         for index in indexes(self.client, self.table, self.old):
-            there = indexes(self.client, self.table, self.new)  # again, since one that spans partitions makes theirs
+            there = indexes(self.client, self.table, self.new)  # read again: an index over partitions creates theirs
             how = index.like(old, new, self.dtype, self.resize)
             yield (
                 index,
@@ -138,26 +138,26 @@ class Copies(NamedTuple):
             )
 
     def missing(self) -> list[str]:
-        """Return the names of indexes that the other column lacks."""
+        """Return the names of indexes without a valid copy."""
         return [index.plain for index, _, same in self.pairs() if index.valid and not any(one.valid for one in same)]
 
     def build(self) -> list[str]:
-        """Build the indexes that the other column lacks, without locking writers out; return the names of all."""
+        """Build missing indexes without blocking writers. Return the names of all."""
         for index, how, same in self.pairs():
             if not index.valid or any(one.valid for one in same):
                 continue
-            for left in same:  # of a build that was killed
+            for left in same:  # from a killed build
                 self.client.run(f"DROP INDEX CONCURRENTLY {left.name}")
             if not index.spans:
                 self.client.run(index.create(how, concurrently=True))
                 continue
-            with explained(self.client.uri), self.client.connection.transaction():  # takes over those of the partitions
+            with explained(self.client.uri), self.client.connection.transaction():  # it adopts the partitions' indexes
                 self.client.lock(sql.SQL(index.table), "SHARE")
                 self.client.run(index.create(how, concurrently=False))
         return [index.name for index in indexes(self.client, self.table, self.new)]
 
     def exchange_names(self, suffix: str) -> None:
-        """Give the copies the names and comments of their originals, which get a suffix."""
+        """Give copies the names and comments of their originals, which get a suffix."""
         used: set[str] = set()
         for index, _, same in list(self.pairs()):
             copy = next((one for one in same if one.valid and one.name not in used), None)
@@ -173,9 +173,9 @@ class Copies(NamedTuple):
 
 
 NAME_BYTES = 63
-"""Longest name in PostgreSQL."""
+"""Maximum bytes of a PostgreSQL name."""
 
 
 def with_suffix(name: str, suffix: str) -> str:
-    """Return a name with a suffix, cut where PostgreSQL would cut it."""
+    """Append a suffix, and cut the name to PostgreSQL's limit."""
     return name.encode()[: NAME_BYTES - len(suffix.encode())].decode(errors="ignore") + suffix

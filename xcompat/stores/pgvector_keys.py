@@ -1,4 +1,4 @@
-"""Keys of a PostgreSQL table: the columns that name a row, as one text."""
+"""Row keys of a PostgreSQL table as text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from psycopg import sql
 class Key(NamedTuple):
     """Columns that identify a row together.
 
-    A key of one column is its value as text; a key of several is a JSON list of texts, e.g. ``["shop-1", "17"]``.
+    The text of one column is its value. The text of several is a JSON list, e.g. ``["shop-1", "17"]``.
 
     Args:
-        columns: their names.
-        types: their types as SQL writes them.
+        columns: names of the columns.
+        types: types as SQL.
     """
 
     columns: tuple[str, ...]
@@ -22,25 +22,25 @@ class Key(NamedTuple):
 
     @property
     def text(self) -> sql.Composable:
-        """The key of a row as text."""
+        """Key of a row as text."""
         each = [sql.SQL("{}::text").format(sql.Identifier(name)) for name in self.columns]
         return each[0] if len(each) == 1 else sql.SQL("jsonb_build_array({})::text").format(sql.SQL(", ").join(each))
 
     @property
     def order(self) -> sql.Composable:
-        """The columns of ``t``, by which rows are sorted."""
+        """Columns of ``t`` for ORDER BY."""
         return sql.SQL(", ").join(sql.SQL("t.{}").format(sql.Identifier(name)) for name in self.columns)
 
     @property
     def is_behind(self) -> sql.Composable:
-        """A condition with one parameter: the row of ``t`` comes after this key."""
+        """Condition with one parameter: the row of ``t`` comes after this key."""
         if len(self.columns) == 1:
             return sql.SQL("t.{} > %s::{}").format(sql.Identifier(self.columns[0]), _type(self.types[0]))
         return sql.SQL("({}) > (SELECT {} FROM (SELECT %s::jsonb AS id) AS r)").format(self.order, self._parts)
 
     @property
     def is_same(self) -> sql.Composable:
-        """A condition: the row of ``t`` has the key ``r.id``."""
+        """Condition: the row of ``t`` has the key ``r.id``."""
         if len(self.columns) == 1:
             return sql.SQL("t.{} = r.id::{}").format(sql.Identifier(self.columns[0]), _type(self.types[0]))
         return sql.SQL("({}) = ({})").format(self.order, self._parts)

@@ -1,4 +1,4 @@
-"""What xcompat writes down in a PostgreSQL beside the user's table, and the claim of one process on that table."""
+"""Records of xcompat in PostgreSQL, and the migration lock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from xcompat.stores.base import LostConnectionError
 from xcompat.stores.pgvector_client import Client
 
 RECORDS = "xcompat_records"
-"""The table, beside the user's own."""
+"""Table with the records, beside the user's table."""
 CLAIM = "claim"
-"""Key of the record of which process migrates, or did so last and was killed."""
+"""Key of the record with the current or last, killed migration process."""
 _MADE = "CREATE TABLE IF NOT EXISTS {} (relation text, key text, value jsonb NOT NULL, PRIMARY KEY (relation, key))"
 _READ = "SELECT value FROM {} WHERE relation = %s AND key = %s"
 _LOCK = "(hashtext('xcompat'), to_regclass(%s)::oid::int)"
@@ -27,9 +27,9 @@ class Records:
     """Records of one table.
 
     Args:
-        client: the connection that writes.
-        schema: of the user's table.
-        relation: the user's table, with its schema, as SQL writes it.
+        client: connection for writes.
+        schema: schema of the user's table.
+        relation: user's table with its schema, as SQL.
     """
 
     def __init__(self, client: Client, schema: str, relation: str) -> None:
@@ -37,11 +37,11 @@ class Records:
         self.exists, self.claim = False, ""
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return a record; None if there is none."""
+        """Return a record, or None."""
         if not self.exists:
             if not self.client.ask("SELECT to_regclass(%s)::text", self.table.as_string(self.client.connection))[0][0]:
                 return None
-            self.exists = not self.client.within  # a table that is made in a transaction may be undone with it
+            self.exists = not self.client.within  # an open transaction can undo its creation
         return self.client.again(lambda: self._found(key))
 
     def _found(self, key: str) -> dict[str, Any] | None:
@@ -49,14 +49,14 @@ class Records:
         return found[0][0] if found else None
 
     def said(self, key: str) -> sql.Composable:
-        """Return a record as SQL, as text: part of a statement that reads the table with it."""
+        """Return an SQL expression for a record as text, to read it with other data."""
         if not self.exists:
             return sql.SQL("NULL")
         found = sql.SQL("(SELECT value::text FROM {} WHERE relation = {} AND key = {})")
         return found.format(self.table, sql.Literal(self.relation), sql.Literal(key))
 
     def write(self, key: str, value: dict[str, Any] | None) -> None:
-        """Put a record in the place of what is there, or delete it with None."""
+        """Replace a record, or delete it with None."""
         self.client.again(lambda: self._put(key, value))
 
     def _put(self, key: str, value: dict[str, Any] | None) -> None:
@@ -69,9 +69,9 @@ class Records:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Refuse other processes, whatever they call the table; whoever is killed gives the claim back."""
+        """Hold the migration lock. It ends with the process."""
         if not self.client.again(self._lock):
-            raise XcompatError(f"{self.client.uri} is being migrated by another process; wait for it, or stop it first")
+            raise XcompatError(f"{self.client.uri} is being migrated by another process; wait for it or stop it")
         claim = uuid.uuid4().hex
         self.write(CLAIM, {"by": claim})
         self.claim = claim
@@ -79,7 +79,7 @@ class Records:
             yield
         finally:
             self.claim = ""
-            if not self.client.connection.closed:  # else it is gone with the connection
+            if not self.client.connection.closed:  # else it ended with the connection
                 self.write(CLAIM, None)
                 self.client.execute(f"SELECT pg_advisory_unlock{_LOCK}", self.relation)
 
@@ -87,11 +87,15 @@ class Records:
         return bool(self.client.execute(f"SELECT pg_try_advisory_lock{_LOCK}", self.relation)[0][0])
 
     def claim_again(self) -> None:
-        """Take the claim, which was lost with the connection, unless somebody has had it since."""
+        """Lock again after a lost connection. Raise if another process had the lock meanwhile."""
         if not self.claim:
             return
-        if not self._lock():  # perhaps it is the lost connection itself that has it, until the server notices
-            raise LostConnectionError(f"{self.client.uri} was lost, and another process migrates it now; wait for it")
+        if not self._lock():  # the server can still count the lost connection
+            raise LostConnectionError(
+                f"lost the connection to {self.client.uri}, and another process migrates it now; wait for it"
+            )
         if self._found(CLAIM) != {"by": self.claim}:
             self.client.connection.close()
-            raise XcompatError(f"{self.client.uri} was lost, and another process has migrated it since; look at its status first")
+            raise XcompatError(
+                f"lost the connection to {self.client.uri}, and another process has migrated it since; check its status"
+            )

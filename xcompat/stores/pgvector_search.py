@@ -1,4 +1,4 @@
-"""Searches in PostgreSQL, each one round trip, which also tells whether its column is still the one that was looked at."""
+"""Searches in PostgreSQL in one round trip, with a check that the column is unchanged."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from xcompat.stores.pgvector_records import Records
 
 OPERATORS: dict[Metric, str] = {"cosine": "<=>", "ip": "<#>", "l2": "<->"}
 _ITERATES = "(SELECT (string_to_array(extversion, '.'))[1:2]::int[] >= ARRAY[0, 8] FROM pg_extension WHERE extname = 'vector')"
-"""Whether pgvector can go on in an index until enough rows fit a condition."""
+"""Whether pgvector supports iterative scans for filters."""
 _KNOWN = "coalesce(nullif(current_setting('hnsw.ef_search', true), '')::int, 40)"
-"""What is set, or pgvector's own number before it is loaded."""
+"""Current setting, or pgvector's default before it is loaded."""
 _WIDE = f"SELECT set_config('hnsw.ef_search', least(1000, greatest({_KNOWN}, %s))::text, true)"
-"""Sets for one transaction how many candidates HNSW keeps, which are as many as it finds: no fewer than are asked for."""
+"""Keeps at least ``top_k`` HNSW candidates in one transaction, because HNSW returns no more hits."""
 _ITERATIVE = "".join(f", set_config('{kind}.iterative_scan', 'relaxed_order', true)" for kind in ("hnsw", "ivfflat"))
 _ASKED = """
 SELECT * FROM (SELECT {}, {}, {} FROM {} WHERE {} IS NOT NULL {} ORDER BY 2 LIMIT %s) AS found (id, away, said)
 ORDER BY away + 0
 """
-"""With a sum, since an index claims to have sorted the distances, and one that goes on has not quite."""
+"""The sum forces a sort, because iterative scans return distances only approximately sorted."""
 
 
 class _Seen(NamedTuple):
-    """A column as it was looked at, what was written down of all columns then, and whether indexes go on for a condition."""
+    """Column in its last known state, with its record and the support of iterative scans."""
 
     said: str | None
     space: Space
@@ -45,16 +45,16 @@ class _Seen(NamedTuple):
 class Searches:
     """Searches of one table.
 
-    Looking at a column before each search would be two questions more, which cost as much as a search that an index answers. So
-    a search returns what is written down of the columns beside its hits, and is repeated where that has changed.
+    Two queries to check the column first would cost as much as a search. So each search returns the record of the columns with
+    its hits, and is repeated after a change.
 
     Args:
-        client: asks.
-        records: what is written down of the table.
-        table: its name.
-        key: the column that names a row.
-        metric: how vectors are compared.
-        look: returns all columns of vectors.
+        client: connection.
+        records: records of the table.
+        table: name of the table.
+        key: key of a row.
+        metric: metric of the searches.
+        look: returns all vector columns.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Searches:
         """Find the nearest vectors of a column.
 
         Args:
-            name: of the column.
-            queries: returns the queries (Q, D), or refuses them, for the column as it is.
-            top_k: most hits of a query.
-            filter: SQL.
+            name: name of the column.
+            queries: returns the queries (Q, D) for the current column, or raises.
+            top_k: maximum hits per query.
+            filter: SQL condition.
         """
         if (seen := self._seen.get(name)) is not None:
-            with suppress(XcompatError):  # it may come from a column that is another one by now
+            with suppress(XcompatError):  # the column can have changed
                 if (hits := self._found(seen, queries(seen.space), top_k, filter)) is not None:
                     return hits
         hits = None
@@ -87,13 +87,13 @@ class Searches:
             asked = sql.SQL("SELECT {}, {}").format(self.records.said("spaces"), sql.SQL(_ITERATES))
             said, iterates = self.client.ask(asked)[0]
             seen = _Seen(said, self.look()[name], iterates)
-            if self.records.exists:  # else nothing would tell that it has changed
+            if self.records.exists:  # else a change would stay unnoticed
                 self._seen[name] = seen
             hits = self._found(seen, queries(seen.space), top_k, filter)
         return hits
 
     def _found(self, seen: _Seen, queries_QD: NDArray[np.float32], top_k: int, filter: str | None) -> list[list[Hit]] | None:  # noqa: A002
-        """Return the hits; None if something else is written down of the columns by now."""
+        """Return the hits, or None if the record has changed."""
         column = sql.Identifier(seen.space.name)
         half = sql.SQL("::halfvec" if seen.space.dtype == "float16" else "")
         distance = sql.SQL("{} {} %s::vector{}").format(column, sql.SQL(OPERATORS[self.metric]), half)
@@ -108,7 +108,7 @@ class Searches:
 
     def _rows(self, wide: sql.SQL, asked: sql.Composed, queries_QD: NDArray[np.float32], top_k: int) -> list[list[Any]]:
         connection = self.client.connection
-        with connection.pipeline():  # one transaction, and one round trip
+        with connection.pipeline():  # one transaction and round trip
             connection.execute(wide, (top_k,))
             asking = [connection.execute(asked, (Vector(query_D), top_k)) for query_D in queries_QD]
         return [cursor.fetchall() for cursor in asking]

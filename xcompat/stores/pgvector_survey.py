@@ -1,4 +1,4 @@
-"""What a migration would meet in a PostgreSQL table: obstacles, and changes that services notice."""
+"""Check of a PostgreSQL table before a migration, for obstacles and visible changes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from xcompat.stores.pgvector_dependents import Dependent, Resize, find_columns, 
 from xcompat.stores.pgvector_indexes import NAME_BYTES, indexes
 
 MOST = {"vector": 2_000, "halfvec": 4_000, "bit": 64_000}
-"""Most dimensions that pgvector builds an index for, by the type of the key."""
+"""Key type -> maximum dimension of a pgvector index."""
 _OPERATORS = re.compile(r" (vector|halfvec|bit)_\w+_ops")
 _NUMBERS = {kind: dtype for dtype, kind in TYPES.items()}
-_FEWER = "a map into fewer, or drop that index first"
+_FEWER = "use a map to fewer dimensions, or drop the index"
 LOOKED_AT = 100
-"""Rows on which constraints are tried with a new vector."""
+"""Rows to test constraints on."""
 
 
 class Survey(NamedTuple):
-    """A look at a table before its column of vectors is migrated; nothing is written.
+    """Read-only check of a table before a migration.
 
     Args:
-        client: a connection.
-        table: its name, with the schema.
-        column: the column that is searched.
-        old_dim: of its vectors; None if it does not say.
-        dim: of the new vectors.
-        dtype: how the new column keeps its numbers.
+        client: connection.
+        table: name with the schema.
+        column: searched column.
+        old_dim: its dimension, or None if undeclared.
+        dim: dimension of the new vectors.
+        dtype: number type of the new column.
     """
 
     client: Client
@@ -47,7 +47,7 @@ class Survey(NamedTuple):
         """Raise if the column cannot be migrated.
 
         Raises:
-            XcompatError: the table or an object that uses the column stands in the way.
+            XcompatError: the table or an object that uses the column prevents it.
         """
         self._refuse_table()
         self._refuse_indexes()
@@ -55,19 +55,18 @@ class Survey(NamedTuple):
         for name, condition in self.client.ask(_CHECKS, self._name, self.column):
             if not self._accepts(Resize(self.old_dim, self.dim)(condition)):
                 raise XcompatError(
-                    f"{self.client.uri}: constraint {name} would refuse vectors of {self.dim:,} dimensions; "
-                    "drop it or change it first"
+                    f"{self.client.uri}: constraint {name} rejects vectors of {self.dim:,} dimensions; drop or change it first"
                 )
 
     def notes(self) -> list[str]:
-        """Return what changes for services, in sentences."""
+        """Return sentences about changes that services would notice."""
         columns = self.client.ask(_ORDER, self._name)
         names = [name for name, _ in columns]
         behind = names[names.index(self.column) + 1 :]
         found = [
             "from start until finish the table has one more column: COPY without a column list fails, SELECT * returns it",
             "from switch until finish INSERT without a column list fails" if self.dim != self.old_dim else "",
-            f"after finish {self.column} is the last column, behind {', '.join(behind)}: name the columns in INSERT and COPY"
+            f"after finish {self.column} is the last column, after {', '.join(behind)}: name the columns in INSERT and COPY"
             if behind
             else "",
             *self._lost(),
@@ -89,10 +88,10 @@ class Survey(NamedTuple):
         return find_dependents(self.client, find_columns(self.client, self.table, self.column), Resize(self.old_dim, self.dim))
 
     def _lost(self) -> Iterator[str]:
-        """Yield what the new column cannot take over."""
+        """Yield properties that the new column cannot have."""
         ((default, storage),) = self.client.ask(_DEFAULT, self._name, self.column)
         if default is not None and resized_default(self.client, default, self.dtype, self.dim) is None:
-            yield f"the default {default} does not fit the new vectors and is dropped at switch"
+            yield f"switch drops the default {default}, which does not fit the new vectors"
         if storage == "p" and self.dim * 4 >= PLAIN_BYTES:
             yield "storage PLAIN is too small for the new vectors: the new column keeps EXTERNAL"
 
@@ -102,13 +101,13 @@ class Survey(NamedTuple):
         )
         wrong = {
             f"is a partition of {parent}; migrate that table": partition,
-            f"inherits from {parent}; end that first (ALTER TABLE … NO INHERIT)": parent and not partition,
-            "has tables that inherit from it; end that first (ALTER TABLE … NO INHERIT)": heirs and kind != "p",
-            "is a table of a composite type, which cannot get a column (ALTER TABLE … NOT OF)": typed,
-            f"computes {self.column} itself (GENERATED ALWAYS), so no new vectors can be written there": generated,
+            f"inherits from {parent}; detach it first (ALTER TABLE … NO INHERIT)": parent and not partition,
+            "has child tables; detach them first (ALTER TABLE … NO INHERIT)": heirs and kind != "p",
+            "has a composite type, so no column can be added; detach it (ALTER TABLE … NOT OF)": typed,
+            f"computes {self.column} itself (GENERATED ALWAYS), so it cannot be written; choose another column": generated,
             "hides rows from this user by row-level security; use a role with BYPASSRLS": hidden,
-            f"has a column {self.column + BEFORE}, the name that the old vectors get; rename it first": taken,
-            f"calls its column {self.column}, which leaves no room for {BEFORE}: names have {NAME_BYTES} bytes": (
+            f"has a column {self.column + BEFORE}, which the migration needs as a name; rename it first": taken,
+            f"has a column name too long to append {BEFORE} ({self.column}, maximum {NAME_BYTES} bytes); rename it first": (
                 len((self.column + BEFORE).encode()) > NAME_BYTES
             ),
         }
@@ -123,15 +122,15 @@ class Survey(NamedTuple):
             kind = found[1] if index.is_approximate and (found := _OPERATORS.search(made)) else None
             if kind not in MOST or self.dim <= MOST[kind]:
                 continue
-            other = "--dtype float16" if f"({own} vector_" in made and self.dim <= MOST["halfvec"] else _FEWER
+            other = "use --dtype float16" if f"({own} vector_" in made and self.dim <= MOST["halfvec"] else _FEWER
             raise XcompatError(
-                f"{self.column} of {self.client.uri} has an approximate index ({index.plain}), which pgvector builds for "
-                f"{_NUMBERS.get(kind, kind)} of {MOST[kind]:,} dimensions at most, and the new vectors "
-                f"have {self.dim:,}; take {other}"
+                f"{self.column} of {self.client.uri} has an approximate index ({index.plain}); pgvector supports "
+                f"{_NUMBERS.get(kind, kind)} with at most {MOST[kind]:,} dimensions, but the new vectors "
+                f"have {self.dim:,}; {other}"
             )
 
     def _accepts(self, condition: str) -> bool:
-        """Whether a constraint holds for rows with a new vector, tried on some rows."""
+        """Return whether a constraint accepts new vectors, tried on some rows."""
         others = [sql.Identifier(name) for name, _ in self.client.ask(_ORDER, self._name) if name != self.column]
         new = sql.SQL("array_fill({}::real, ARRAY[{}])::{}").format(
             sql.Literal(self.dim**-0.5), sql.Literal(self.dim), sql.SQL(TYPES[self.dtype])
@@ -145,7 +144,7 @@ class Survey(NamedTuple):
         )
         try:
             return not self.client.ask(asked)
-        except XcompatError:  # e.g. it compares with a vector of the old dimension
+        except XcompatError:  # e.g. a comparison with an old vector
             return False
 
 

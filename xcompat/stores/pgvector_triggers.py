@@ -1,4 +1,4 @@
-"""Triggers that keep two columns of vectors of a PostgreSQL table consistent while services write."""
+"""Triggers that keep two vector columns consistent during writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from psycopg import sql
 from xcompat.stores.pgvector_client import Client
 
 TRIGGERS = ("~xcompat_follows", "~xcompat_receives", "~xcompat_requires")
-"""Names of the triggers. PostgreSQL runs triggers in the order of their names: these come last."""
+"""Trigger names. PostgreSQL runs triggers in the order of their names, so these come last."""
 _EMPTY = "NEW.{new} := NULL;"
 _MOVE = "NEW.{old} := NEW.{new}; NEW.{new} := NULL;"
 _REFUSE = """IF TG_OP = 'INSERT' OR OLD.{old} IS NOT NULL THEN
@@ -23,8 +23,9 @@ _BODIES = dict(
         strict=True,
     )
 )
-"""What each does, on which statements, and when. The first is not ``UPDATE OF``, which is blind to a vector that another trigger
-computes; a row that has nothing to lose comes first, so filling compares no vectors, which would read them once more."""
+"""Action, statement and condition of each trigger. The first is not ``UPDATE OF``, which misses vectors that other triggers
+compute. It checks for NULL first, so that filling does not read and compare vectors.
+"""
 _FUNCTION = "CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
 _TRIGGER = "CREATE TRIGGER {trigger} BEFORE "
 _FOUND = (
@@ -36,16 +37,16 @@ _FOUND = (
 def follow(
     client: Client, schema: str, table: sql.SQL, space: str, old: str, receive: bool = False, require: bool = False
 ) -> None:
-    """Empty a space of each row whose vector changes in the one that is searched: there it is of what was before.
+    """Create triggers that clear a space's vector when the searched vector of the row changes.
 
     Args:
-        client: the connection that writes.
-        schema: of the table.
-        table: its name, with the schema.
-        space: the column that loses its vector.
-        old: the column that is searched.
-        receive: move vectors that statements without a column list put into the other column.
-        require: refuse rows that lose the searched vector, or come without one.
+        client: connection for writes.
+        schema: schema of the table.
+        table: name with the schema.
+        space: column to clear.
+        old: searched column.
+        receive: move vectors that INSERT without a column list puts into the other column.
+        require: reject rows that lose the searched vector or arrive without one.
     """
     number = client.execute("SELECT to_regclass(%s)::oid", table.as_string(client.connection))[0][0]
     for trigger, wanted in zip(TRIGGERS, (True, receive, require), strict=True):
@@ -68,9 +69,9 @@ def follow(
 
 
 def unfollow(client: Client, table: sql.SQL) -> None:
-    """Undo :func:`follow`."""
+    """Drop the triggers."""
     found = client.execute(_FOUND, table.as_string(client.connection), [*TRIGGERS])
     for trigger, number, function in found:
         client.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.SQL(trigger), table))
-        if not client.execute("SELECT FROM pg_trigger WHERE tgfoid = %s", number):  # else another table has it too
+        if not client.execute("SELECT FROM pg_trigger WHERE tgfoid = %s", number):  # else another table uses it
             client.execute(sql.SQL("DROP FUNCTION {}").format(sql.SQL(function)))

@@ -1,4 +1,4 @@
-"""Qdrant: spaces are collections with the same ids, and services ask by an alias, which a switch turns round."""
+"""Store for Qdrant. Spaces are collections with the same ids, and a switch moves an alias."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ from xcompat.stores.uri import StoreUri
 
 OPTIONS = ("vector", "metric", "api_key")
 MARK = "xcompat_"
-"""Begins the keys of a collection's metadata that are ours."""
+"""Prefix of our metadata keys."""
 PAGE = 1000
-"""Most points of a request that reads."""
+"""Maximum points per read request."""
 POINTS, NUMBERS = 64, 1_000_000
-"""Most points of a request that writes, and most numbers in it: servers take 32 MB."""
+"""Maximum points and numbers per write request. Servers accept 32 MB."""
 
 
 class QdrantStore(Store):
-    """An alias and the collection behind it.
+    """Qdrant alias and its collection.
 
-    What is known of a migration is metadata of the collection that was there before it, which is ``<alias>_before`` after the
-    switch: so that a switch is one change of aliases and nothing else.
+    The records are metadata of the old collection, ``<alias>_before`` after the switch. So a switch only changes aliases.
     """
 
     def __init__(self, uri: StoreUri) -> None:
@@ -71,14 +70,14 @@ class QdrantStore(Store):
             return {found.name for found in self.client.get_collections().collections}
 
     def _real(self, name: str) -> str:
-        """Return the collection that a name means."""
+        """Return the collection of a name."""
         known = self._aliases()
         if name not in known and name not in (others := self._names()):
             raise XcompatError(f"{self.uri}: there is no collection {name!r}; {nearest(name, sorted({*known, *others}))}")
         return known.get(name, name)
 
     def _home(self) -> str:
-        """Return the collection whose metadata hold the records."""
+        """Return the collection with the records."""
         known = self._aliases()
         return known.get(self.before) or known.get(self.space, self.space)
 
@@ -87,7 +86,7 @@ class QdrantStore(Store):
             return self.client.get_collection(collection)
 
     def _noted(self, collection: str) -> dict[str, Any]:
-        """Return what xcompat wrote into a collection's metadata."""
+        """Return the metadata of xcompat in a collection."""
         found = self._info(collection).config.metadata or {}
         return {key.removeprefix(MARK): value for key, value in found.items() if key.startswith(MARK)}
 
@@ -96,7 +95,7 @@ class QdrantStore(Store):
             self.client.update_collection(collection, metadata={MARK + key: value for key, value in values.items()})
 
     def _is_copy(self, name: str, of: str) -> bool:
-        """Whether a collection was made by a migration of another one."""
+        """Return whether a migration copied a collection from another one."""
         real = self._real(name)
         return real != of and self._noted(real).get("copies") == of
 
@@ -113,7 +112,7 @@ class QdrantStore(Store):
 
     def _space(self, name: str, info: models.CollectionInfo) -> Space:
         if (params := dense(info).get(self.vector)) is None:
-            raise XcompatError(f"{self.uri}: {name} has no single dense vector {self.vector!r} any more")
+            raise XcompatError(f"{self.uri}: {name} no longer has a single dense vector {self.vector!r}")
         model = (info.config.metadata or {}).get(MARK + "model")
         dtype = params.datatype or models.Datatype.FLOAT32
         return Space(name, params.size, dtype.value, Fingerprint(model["digest"], model["name"]) if model else None)
@@ -157,7 +156,7 @@ class QdrantStore(Store):
                 filter = models.Filter.model_validate_json(filter)  # noqa: A001
             elif isinstance(filter, dict):
                 filter = models.Filter.model_validate(filter)  # noqa: A001
-            if len(queries_QD) == 1:  # the client takes longer for a batch of one
+            if len(queries_QD) == 1:  # the client is slower for a batch of one
                 found = [self.client.query_points(name, queries_QD[0].tolist(), query_filter=filter, **asked)]
             else:
                 requests = [models.QueryRequest(query=query, filter=filter, **asked) for query in queries_QD.tolist()]
@@ -166,13 +165,13 @@ class QdrantStore(Store):
         return [[Hit(str(hit.id), self._score(hit.score), version, None) for hit in each.points] for each in found]
 
     def _score(self, score: float) -> float:
-        """Return what :class:`~xcompat.retrieval.Hit` calls a score: higher is better."""
+        """Return a score in the convention of :class:`~xcompat.retrieval.Hit`: higher is better."""
         return -(score**2) if self.metric == "l2" else score
 
     def _points(
         self, space: str, page: int, after: str | None = None, without: str | None = None, has_vector: bool = True
     ) -> Iterator[list[Point]]:
-        """Read points in the order of their ids, those of a request at a time."""
+        """Yield points in the order of their ids, page by page."""
         lacking = self._lacking(without, space) if without is not None else list
         wanted, offset = self._filter(has_vector), point_id(after)
         while True:
@@ -186,7 +185,7 @@ class QdrantStore(Store):
         return point_of(found, self.vector, self.metric)
 
     def _lacking(self, space: str, other: str) -> Callable[[list[Point]], list[Point]]:
-        """Return what keeps those points of another space that a space lacks, or has as they were before they changed."""
+        """Return a filter for points that are missing or outdated in a space."""
         is_copy = self._is_copy(space, self._real(other))
         newer = {None} if space == self.space else set()
 
@@ -201,7 +200,7 @@ class QdrantStore(Store):
         return lacking
 
     def _states(self, space: str, ids: list[Any]) -> dict[Any, str | None]:
-        """Return the states that points of a space carry by id, None for points that services wrote."""
+        """Return the states by id. A state is None if a service wrote the point."""
         with explained(self.uri):
             found = self.client.retrieve(space, ids, with_payload=[STATE]) if ids else []
         return {record.id: (record.payload or {}).get(STATE) for record in found}
@@ -255,16 +254,16 @@ class QdrantStore(Store):
         aliases, names = self._aliases(), self._names()
         if self.space not in aliases:
             raise XcompatError(
-                f"{self.uri} is a collection, and services that ask by its name cannot be switched: give it an alias "
-                f"(client.update_collection_aliases), let services ask by the alias, and name that in the address"
+                f"{self.uri} is a collection, but a switch needs an alias; create an alias "
+                f"(client.update_collection_aliases), and use it in your services and in the address"
             )
         for taken in (name, self.before):
             if taken in aliases or taken in names:
-                raise XcompatError(f"{self.uri} has a collection or an alias {taken!r} beside it already; choose another name")
+                raise XcompatError(f"{self.uri} already has a collection or alias {taken!r}; choose another name")
         own = aliases[self.space]
         info = self._info(own)
         if info.config.params.sharding_method == models.ShardingMethod.CUSTOM:
-            raise XcompatError(f"{self.uri} has shards by keys of its own, which cannot be copied; migrate it by hand")
+            raise XcompatError(f"{self.uri} has custom shard keys, which xcompat cannot copy; migrate it by hand")
         kept = {key: value for key, value in (info.config.metadata or {}).items() if not key.startswith(MARK)}
         ours = {MARK + "model": {"digest": model.digest, "name": model.name}, MARK + "copies": own}
         with explained(self.uri):
@@ -283,7 +282,7 @@ class QdrantStore(Store):
         return self._upload(space, rows.copies or [], rows.vectors_ND)
 
     def _upload(self, space: str, points: list[Point], vectors_ND: NDArray[np.float32] | None) -> int:
-        """Write points with new vectors, or those without the searched vector as they are."""
+        """Write points with new vectors, or unchanged without any."""
         dim = vectors_ND.shape[1] if vectors_ND is not None else 0
         size = max(1, dim + max(map(numbers_in, points), default=0))
         new = vectors_ND if vectors_ND is not None else [None] * len(points)
@@ -294,7 +293,7 @@ class QdrantStore(Store):
 
     @override
     def tidy(self, space: str, like: str) -> int:
-        """Delete points that another space has no more, and copy those without the searched vector as they are."""
+        """Delete points that another space no longer has, and copy points without the searched vector."""
         for points in self._points(like, PAGE, without=space, has_vector=False):
             self._upload(space, points, None)
         gone, offset = 0, None
@@ -311,13 +310,13 @@ class QdrantStore(Store):
 
     @override
     def index_like(self, space: str) -> list[str]:
-        """Index the same fields of the payload, and wait until the server has indexed the vectors."""
+        """Create the same payload indexes, and wait until the vectors are indexed."""
         made = self._index(space, self._info(self._real(self.space)))
         while (status := self._info(self._real(space)).status) == models.CollectionStatus.YELLOW:
             self.renew_claim()
             time.sleep(1)
         if status == models.CollectionStatus.RED:
-            raise XcompatError(f"{self.uri}: the server cannot index {space}; look into its log, then start again")
+            raise XcompatError(f"{self.uri}: the server cannot index {space}; check its log, then run start again")
         return made
 
     @override
@@ -326,7 +325,7 @@ class QdrantStore(Store):
         return [name for name in self._info(self._real(like)).payload_schema if name not in made]
 
     def _index(self, space: str, like: models.CollectionInfo) -> list[str]:
-        """Index fields of the payload; before the points come, so that the graph of vectors knows of them."""
+        """Create payload indexes, before the points, so that the vector graph uses them."""
         for field, index in like.payload_schema.items():
             with explained(self.uri):
                 self.client.create_payload_index(space, field, index.params or index.data_type, wait=True)
@@ -343,7 +342,7 @@ class QdrantStore(Store):
             self._alias({self.space: self._home()}, self.before)
 
     def _alias(self, names: dict[str, str], gone: str | None = None) -> None:
-        """Let names mean collections, at once."""
+        """Point aliases at collections in one atomic request."""
         actions: list[models.CreateAliasOperation | models.DeleteAliasOperation] = [
             models.CreateAliasOperation(create_alias=models.CreateAlias(collection_name=collection, alias_name=name))
             for name, collection in names.items()
@@ -355,17 +354,17 @@ class QdrantStore(Store):
 
     @override
     def drop_space(self, name: str) -> None:
-        """Delete a collection; after a switch the new one gets the records, and its payloads are again as services wrote them."""
+        """Delete a collection. After a switch, move the records and clean the new payloads first."""
         own, gone = self._real(self.space), self._real(name)
         if name == self.before:
             noted = self._noted(gone)
-            with explained(self.uri):  # while the old collection says that there is something left to do
+            with explained(self.uri):  # before the records move, so that it can be repeated
                 self.client.delete_payload(own, [STATE], models.FilterSelector(filter=models.Filter()), wait=True)
             self._note(own, copies=None, **{key: noted.get(key) for key in ("migration", "claim")})
         with explained(self.uri):
             self.client.delete_collection(gone)
 
-    # ------------------------------------------------------------------------------------------------- claims and records
+    # ------------------------------------------------------------------------------------------------- lease and records
 
     @override
     def alone(self) -> AbstractContextManager[None]:
@@ -374,7 +373,7 @@ class QdrantStore(Store):
     @override
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        if self.embedded:  # the client lets nobody else open the folder
+        if self.embedded:  # the client locks the folder
             yield
             return
         self.lease = Lease(self)

@@ -1,4 +1,4 @@
-"""Connections to Qdrant: errors in one line, the vector of a collection, and collections made like another one."""
+"""Connection to Qdrant, with plain errors, and copies of collections and points."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from xcompat.stores.base import LostConnectionError
 from xcompat.stores.uri import StoreUri
 
 OLDEST = (1, 16)
-"""The first version whose collections have metadata."""
+"""First version with collection metadata."""
 SECONDS = 60
-"""How long a server may take to answer."""
+"""Timeout of a request."""
 STATE = "xcompat_state"
-"""The payload key of what was copied: a hash of the point it was made from."""
+"""Payload key of a copied point: hash of its source point."""
 METRICS: dict[models.Distance, Metric] = {
     models.Distance.COSINE: "cosine",
     models.Distance.DOT: "ip",
@@ -39,16 +39,16 @@ def connect(uri: StoreUri) -> tuple[QdrantClient, str, bool]:
     """Open a server or a folder.
 
     Args:
-        uri: ``qdrant://host:6333/items``, ``qdrants://…`` by https, or ``qdrant:///folder/items`` for the client's local mode.
+        uri: ``qdrant://host:6333/items``, ``qdrants://…`` for https, or ``qdrant:///folder/items`` for the local mode.
 
     Returns:
-        The client, the name of the collection or alias, and whether it is a folder that this process has for itself.
+        The client, the name of the collection or alias, and whether it is a local folder.
     """
     folder, _, name = unquote(uri.parts.path).rpartition("/")
     if not name or (uri.parts.hostname and folder):
-        raise XcompatError(f"{uri} names no collection; write qdrant://host:6333/COLLECTION or qdrant:///folder/COLLECTION")
+        raise XcompatError(f"{uri} has no collection; use qdrant://host:6333/COLLECTION or qdrant:///folder/COLLECTION")
     if uri.parts.username or uri.parts.password:
-        raise XcompatError(f"{uri}: Qdrant knows no users; give the API key in the environment variable QDRANT_API_KEY")
+        raise XcompatError(f"{uri}: Qdrant has no users; set the environment variable QDRANT_API_KEY instead")
     if uri.parts.hostname is None:
         return _local(uri, Path(folder or "/")), name, True
     scheme = "https" if uri.parts.scheme == "qdrants" else "http"
@@ -58,37 +58,37 @@ def connect(uri: StoreUri) -> tuple[QdrantClient, str, bool]:
         client = QdrantClient(address, api_key=key, timeout=SECONDS, check_compatibility=False)
         version = client.info().version
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        raise XcompatError(f"{uri} is Qdrant {version}, whose collections hold no metadata; 1.16 is the first that can be used")
+        raise XcompatError(f"{uri} is Qdrant {version}, which has no collection metadata; use 1.16 or later")
     return client, name, False
 
 
 def _local(uri: StoreUri, folder: Path) -> QdrantClient:
-    if not (folder / "meta.json").is_file():  # the client would make one
-        raise XcompatError(f"{uri}: {folder} is no folder of Qdrant's local mode")
+    if not (folder / "meta.json").is_file():  # the client would create it
+        raise XcompatError(f"{uri}: {folder} is not a folder of Qdrant's local mode")
     try:
         return QdrantClient(path=str(folder))
     except RuntimeError as error:
-        raise XcompatError(f"{uri} is open in another process; close it there, or use a server") from error
+        raise XcompatError(f"{uri} is open in another process; close it there or use a server") from error
     except OSError as error:
         raise XcompatError(f"{uri} cannot be opened: {error.strerror}") from error
 
 
 @contextmanager
 def explained(uri: StoreUri) -> Iterator[None]:
-    """Turn the errors of the client into one line."""
+    """Raise errors of the client as one line."""
     try:
         yield
     except ResponseHandlingException as error:
         said = " ".join(str(error.source).split())
-        raise LostConnectionError(f"{uri} does not answer ({said}); run it again once it does, and it continues") from error
+        raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
     except UnexpectedResponse as error:
         raise XcompatError(f"{uri}: {_said(error)}") from error
-    except (ResourceExhaustedResponse, ValueError, RuntimeError) as error:  # the last two: the local mode
+    except (ResourceExhaustedResponse, ValueError, RuntimeError) as error:  # the last two from the local mode
         raise XcompatError(f"{uri}: {' '.join(str(error).split())}") from error
 
 
 def _said(error: UnexpectedResponse) -> str:
-    """Return what the server said, or a proxy before it."""
+    """Return the message of the server or of a proxy."""
     try:
         return str(error.structured()["status"]["error"])
     except (ValueError, KeyError, TypeError):
@@ -96,15 +96,15 @@ def _said(error: UnexpectedResponse) -> str:
 
 
 def vector_of(uri: StoreUri, info: models.CollectionInfo) -> str:
-    """Return the name of the vector that is searched: the one of the address, or the only one; empty if it has no name."""
+    """Return the vector name in the address, or the only one. It can be empty."""
     found = dense(info)
     given = uri.options.get("vector")
     if given is None and len(found) == 1:
         return next(iter(found))
     if given is None or given not in found:
         known = ", ".join(name or "an unnamed one" for name in found) or "none"
-        what = "name one with vector=" if given is None else f"{given!r} is none of them; {nearest(given, found)}"
-        raise XcompatError(f"{uri}: single dense vectors are searched, and the collection has {known}; {what}")
+        what = "choose one with vector=" if given is None else f"{given!r} is not one of them; {nearest(given, found)}"
+        raise XcompatError(f"{uri}: the collection has these single dense vectors: {known}; {what}")
     return given
 
 
@@ -116,17 +116,17 @@ def dense(info: models.CollectionInfo) -> dict[str, models.VectorParams]:
 
 
 def metric_of(uri: StoreUri, params: models.VectorParams) -> Metric:
-    """Return how vectors are compared, which the address must not contradict."""
+    """Return the metric, and raise if the address has another."""
     if params.distance not in METRICS:
-        raise XcompatError(f"{uri} compares by {params.distance} distance; Cosine, Dot and Euclid can be searched and migrated")
+        raise XcompatError(f"{uri} has {params.distance} distance; only Cosine, Dot and Euclid are supported")
     found, given = METRICS[params.distance], uri.options.get("metric")
     if given not in (None, found):
-        raise XcompatError(f"{uri}: the collection compares by {params.distance}, which is metric={found}; leave metric= out")
+        raise XcompatError(f"{uri}: the collection has {params.distance} distance (metric={found}); remove metric=")
     return found
 
 
 def made_like(info: models.CollectionInfo, vector: str, dim: int, dtype: str) -> dict[str, Any]:
-    """Return what makes a collection like another one, but for the dimension and the numbers of one vector."""
+    """Return the arguments to copy a collection with another dimension and dtype."""
     params, config = info.config.params, info.config
     new = dense(info)[vector].model_copy(update={"size": dim, "datatype": models.Datatype(dtype)})
     whole = isinstance(params.vectors, models.VectorParams)
@@ -151,12 +151,12 @@ def made_like(info: models.CollectionInfo, vector: str, dim: int, dtype: str) ->
 
 
 class Point(NamedTuple):
-    """A point of a collection.
+    """Point of a collection.
 
     Args:
-        rest: the point without the searched vector and without our own key: what is copied as it is.
-        vector_D: (D,) float32; None if it has none.
-        state: a hash of all of that.
+        rest: the point without the searched vector and our own key, to copy unchanged.
+        vector_D: searched vector (D,) float32, or None.
+        state: hash of both.
     """
 
     rest: models.Record | models.ScoredPoint
@@ -165,9 +165,9 @@ class Point(NamedTuple):
 
 
 def point_of(found: models.Record | models.ScoredPoint, vector: str, metric: Metric) -> Point:
-    """Take the searched vector out of a point that was read.
+    """Split a point into the searched vector and the rest.
 
-    Under cosine, states know directions alone: the client's local mode brings vectors to length 1 only when it searches.
+    Under cosine, the state hashes only the direction, because the local mode does not store normalised vectors.
     """
     vectors = found.vector if isinstance(found.vector, dict) else {} if found.vector is None else {"": found.vector}
     own_D = np.asarray(vectors.pop(vector, []), np.float64)
@@ -180,19 +180,19 @@ def point_of(found: models.Record | models.ScoredPoint, vector: str, metric: Met
 
 
 def point_id(text: str | None) -> models.ExtendedPointId | None:
-    """Return an id as the client takes it: a number or a UUID."""
+    """Return an id for the client: a number or a UUID."""
     return int(text) if text is not None and text.isdigit() else text
 
 
 def with_vector(point: Point, vector: str, vector_D: NDArray[np.float32] | None) -> models.PointStruct:
-    """Return a point as it is written: with another vector, and the state of what it was made from."""
+    """Return a point to write, with a new vector and the state of its source."""
     others = dict(point.rest.vector or {})  # type: ignore[arg-type]
     vectors = others if vector_D is None else {**others, vector: vector_D.tolist()}
     return models.PointStruct(id=point.rest.id, vector=vectors, payload={**(point.rest.payload or {}), STATE: point.state})
 
 
 def numbers_in(point: Point) -> int:
-    """Count the numbers of the vectors that are copied, of any kind."""
+    """Count the numbers in the copied vectors."""
     vectors: Any = (point.rest.vector or {}).values()  # type: ignore[union-attr]
     return sum(_numbers(vector) for vector in vectors)
 

@@ -1,4 +1,4 @@
-"""A shadow: real queries answered as today, and beside it in the new way, to see what would change."""
+"""Shadow test: answer real queries with the current and a new configuration, and compare."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from xcompat.stores import Store
 
 WARM_UP = 1
-"""Queries whose time is not counted: they load models and open files."""
+"""Queries without time measurement, which load models and files."""
 CHANCE_TIMES = 10
-"""How many times the overlap of chance two ways have to share, if they are to search the same things."""
+"""Minimum overlap as a multiple of chance."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer queries.
+    """Configuration to answer queries.
 
     Args:
-        source: the model that embeds them.
-        old: the old model of a map that searches half-way with it; None without one.
-        rerank: orders the first hits again; None for plain hits.
+        source: embedding model.
+        old: old model for hybrid searches, or None.
+        rerank: reranker, or None.
     """
 
     source: Source
@@ -45,7 +45,7 @@ class Way:
     rerank: Reranker | None = None
 
     def answer(self, searched: Gallery | Store, query: str, top_k: int) -> tuple[list[Hit], float]:
-        """Return the hits of a text, or of the picture at a path, and the seconds that they took."""
+        """Return the hits of a text or an image path, and the seconds."""
         started = time.perf_counter()
         if isinstance(searched, Gallery):
             found = gallery_answers(searched, Typed(query), self.source, top_k, [], self.old, rerank=self.rerank)
@@ -55,13 +55,13 @@ class Way:
 
 
 class Pair(NamedTuple):
-    """What both ways found for one query.
+    """Results of both configurations for one query.
 
     Args:
-        query: a text, or the path of a picture.
-        old: hits of today's way, the best first.
-        new: hits of the new way.
-        seconds: what each took.
+        query: text or image path.
+        old: current hits, best first.
+        new: new hits.
+        seconds: time of each.
     """
 
     query: str
@@ -71,7 +71,7 @@ class Pair(NamedTuple):
 
     @property
     def overlap(self) -> float:
-        """Share of today's hits that the new way finds too."""
+        """Share of the current hits among the new ones."""
         return len({hit.id for hit in self.old} & {hit.id for hit in self.new}) / max(1, len(self.old))
 
     @property
@@ -81,10 +81,10 @@ class Pair(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Whether to go on, and why.
+    """Decision with its reason.
 
     Args:
-        go: whether nothing speaks against the new way.
+        go: whether the new configuration passes.
         reason: a sentence.
     """
 
@@ -94,14 +94,14 @@ class Answer(NamedTuple):
 
 @dataclass
 class Shadow:
-    """What two ways made of the same queries.
+    """Comparison of two configurations.
 
     Args:
-        top_k: hits of each query.
-        items: items that are searched.
-        pairs: queries that both answered.
-        failed: queries that the new way could not answer, and why; today's way could.
-        unread: queries that no way could answer, and why.
+        top_k: hits per query.
+        items: number of searched items.
+        pairs: queries with both results.
+        failed: queries that only the new one failed, with reasons.
+        unread: queries that the current one failed, with reasons.
     """
 
     top_k: int
@@ -112,7 +112,7 @@ class Shadow:
 
     @property
     def overlap(self) -> tuple[float, float, float]:
-        """Mean share of today's hits that the new way finds too, and its 95 % interval over queries."""
+        """Mean share of the current hits among the new ones, and its 95 % interval over queries."""
         shares_Q = np.array([pair.overlap for pair in self.pairs])
         return float(shares_Q.mean()), *bootstrap_interval(shares_Q)
 
@@ -122,22 +122,22 @@ class Shadow:
         return float(np.mean([pair.keeps_first for pair in self.pairs]))
 
     def milliseconds(self, side: int) -> tuple[float, float]:
-        """Return the median and the 95th percentile of today's way (0) or of the new one (1)."""
+        """Return the median and 95th percentile of the current (0) or new (1) configuration."""
         times = sorted(1000 * pair.seconds[side] for pair in self.pairs[WARM_UP:] or self.pairs)
         return statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))]
 
     def disagreements(self) -> list[Pair]:
-        """Return the queries whose hits differ, those that differ most first."""
+        """Return the queries with different hits, largest difference first."""
         return sorted((pair for pair in self.pairs if pair.old != pair.new and pair.overlap < 1), key=lambda pair: pair.overlap)
 
     def answer(self, limit_ms: float | None = None) -> Answer:
-        """Say whether to go on.
+        """Return the decision.
 
         Args:
-            limit_ms: most milliseconds within which 95 % of the queries have to be answered; None for no limit.
+            limit_ms: limit of the 95th percentile in milliseconds, or None.
         """
         if self.failed:
-            return Answer(False, f"{len(self.failed):,} queries were not answered in the new way, such as {self.failed[0][0]!r}")
+            return Answer(False, f"the new configuration failed {len(self.failed):,} queries, e.g. {self.failed[0][0]!r}")
         slowest = self.milliseconds(1)[1]
         if limit_ms is not None and slowest > limit_ms:
             return Answer(False, f"5 % of the queries take longer than {slowest:.0f} ms; the limit is {limit_ms:g} ms")
@@ -146,25 +146,25 @@ class Shadow:
         if high < min(0.5, CHANCE_TIMES * chance):
             return Answer(
                 False,
-                f"only {100 * share:.1f} % of the hits are the same, hardly more than chance: is it a model for this index?",
+                f"only {100 * share:.1f} % of the hits are the same, close to chance; check that the model fits the index",
             )
         return Answer(True, f"all {len(self.pairs):,} queries were answered, 95 % of them within {slowest:.0f} ms")
 
 
 def compare_ways(searched: Gallery | Store, old: Way, new: Way, queries: Iterable[str], top_k: int = 10) -> Iterator[Shadow]:
-    """Answer each query in both ways, one query after the other as a service does.
+    """Answer each query with both configurations, one after the other as in a service.
 
-    Nothing that is searched changes, except that re-ranked searches may keep new embeddings beside a gallery.
+    The data stays unchanged, but rerankers can cache embeddings beside a gallery.
 
     Args:
-        searched: a gallery, or a store.
-        old: today's way.
-        new: the new way.
-        queries: texts, or paths of pictures.
-        top_k: hits of each.
+        searched: gallery or store.
+        old: current configuration.
+        new: new configuration.
+        queries: texts or image paths.
+        top_k: hits per query.
 
     Yields:
-        The same comparison after each query, so that it can be read while it grows.
+        The same growing comparison after each query.
     """
     items = len(searched) if isinstance(searched, Gallery) else searched.count()
     shadow = Shadow(top_k, items)

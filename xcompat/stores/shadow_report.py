@@ -1,4 +1,4 @@
-"""The result of a shadow, for people and for programs."""
+"""Reports of a shadow test, as text and JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from xcompat.stores import Store
 
 SHOWN = 5
-"""Queries that differ most, and are printed."""
+"""Number of printed differences."""
 _LABELS = (
-    "It is not known whether other hits are better hits: measure it with labels (`xcompat evaluate`), or let people look at the "
+    "Different hits are not always better hits: measure them with labels (`xcompat evaluate`), or review the "
     "queries that differ most."
 )
 
@@ -34,28 +34,30 @@ def show_shadow(
     limit_ms: float | None,
     out: Path | None,
 ) -> bool:
-    """Answer queries in two ways, print what would change, and return whether nothing speaks against the new way.
+    """Run a shadow test, print the differences, and return whether the new configuration passes.
 
     Args:
-        searched: a gallery, or a store.
-        ways: today's way and the new one.
-        queries: texts, or paths of pictures.
-        top_k: hits of each.
-        limit_ms: see :meth:`~xcompat.stores.shadow.Shadow.answer`.
-        out: file for all of it; None for none.
+        searched: gallery or store.
+        ways: current and new configuration.
+        queries: texts or image paths.
+        top_k: hits per query.
+        limit_ms: limit of the 95th percentile in milliseconds, or None.
+        out: JSON file for all results, or None.
 
     Raises:
-        XcompatError: no query was answered as today.
+        XcompatError: the current configuration answered no query.
     """
     seen: Shadow | None = None
     with progress_bar() as bar:
-        task = bar.add_task("asking both ways", total=len(queries) if isinstance(queries, Sequence) else None, rate="")
+        task = bar.add_task("comparing queries", total=len(queries) if isinstance(queries, Sequence) else None, rate="")
         for grown in compare_ways(searched, *ways, queries, top_k):
             seen = grown
             rate_of(bar, task, 1, "queries")
     if seen is None or not (seen.pairs or seen.failed):
-        why = f"; {seen.unread[0][0]!r}: {seen.unread[0][1]}" if seen is not None and seen.unread else ", as there is none"
-        raise XcompatError(f"no query was answered as today{why}")
+        why = (
+            f"; {seen.unread[0][0]!r}: {seen.unread[0][1]}" if seen is not None and seen.unread else "; the input has no queries"
+        )
+        raise XcompatError(f"the current configuration answered no query{why}")
     answer = seen.answer(limit_ms)
     if seen.pairs:
         console.print(_table(seen, ways[1]))
@@ -71,7 +73,6 @@ def show_shadow(
 
 
 def _table(shadow: Shadow, new: Way) -> Table:
-    """Return a table of both ways."""
     table = Table(title=f"{len(shadow.pairs):,} queries, {shadow.items:,} items", title_justify="left", box=SIMPLE_HEAD)
     for column in ("", "today", "new way"):
         table.add_column(column)
@@ -88,13 +89,12 @@ def _table(shadow: Shadow, new: Way) -> Table:
 
 
 def _difference(pair: Pair) -> str:
-    """Return a line about a query whose hits differ."""
     today, new = (", ".join(hit.id for hit in hits[:3]) or "nothing" for hits in (pair.old, pair.new))
     return f"{snippet(pair.query, 60)}: {100 * pair.overlap:.0f} % the same; today {today}; new {new}"
 
 
 def as_json(shadow: Shadow, answer: Answer) -> dict[str, Any]:
-    """Return a comparison of two ways as JSON; queries that differ most come first."""
+    """Return a comparison as JSON, with the largest differences first."""
 
     def hits_of(hits: list[Hit]) -> list[dict[str, Any]]:
         return [{"id": hit.id, "score": hit.score} for hit in hits]

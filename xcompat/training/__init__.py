@@ -1,4 +1,4 @@
-"""From a recipe, or a data set at hand, to a trained, evaluated and reported model; the only code that knows the Trainer."""
+"""Training, evaluation and reports of compatible models; the only subpackage that uses the Trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["CompatTrainer"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, which loads torch and transformers when it is first used
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class; loads torch and transformers on first use
     if name == "CompatTrainer":
         from xcompat.training.notebook import CompatTrainer
 

@@ -1,4 +1,4 @@
-"""``xcompat export atlas``: the test items of a run as both models place them, as a Parquet file for Embedding Atlas."""
+"""``xcompat export atlas``: test items of a run for Embedding Atlas."""
 
 from __future__ import annotations
 
@@ -34,33 +34,38 @@ from xcompat.training.sections import DataSettings, EvaluationSettings
 
 MADE_BY = "export atlas"
 X, Y = "projection_x", "projection_y"
-"""The names by which Embedding Atlas knows a projection."""
+"""Column names that Embedding Atlas reads as a projection."""
 
 
 def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> None:
-    """Write one row for each drawn test item and each side: where the old model places it, and where the new one does.
+    """Write one row per sampled test item and side (old or new model).
 
-    The columns are ``id``, ``kind`` (image, text or query), ``side`` (old or new), ``projection_x`` and ``projection_y`` (t-SNE
-    of both sides in the old space), ``text``, ``image`` (``{"bytes", "path"}``, a thumbnail), ``rank_old`` and ``rank_new`` (of
-    the first match in the old gallery, 1 for the best) and ``gain`` (what the new query finds more than the old one: the
-    difference of average precisions of classes, of reciprocal ranks of others). What does not query has neither.
+    Columns:
+
+    - ``id``, ``kind`` (image, text, query), ``side`` (old, new), ``text``
+    - ``projection_x``, ``projection_y``: t-SNE of both sides in the old space
+    - ``image``: thumbnail, ``{"bytes", "path"}``
+    - ``rank_old``, ``rank_new``: rank of the first match in the old gallery, from 1
+    - ``gain``: new minus old average precision (classes) or reciprocal rank
+
+    Ranks and gain are null for items that are not queries.
 
     Args:
-        run: a finished run's folder, or a stage's.
-        out: the Parquet file; replaced if this command made it.
-        items: most items, or pairs of image and text.
-        seed: of the draw and the projection.
-        overwrite: whether any file may be replaced.
+        run: folder of a finished run or stage.
+        out: Parquet file; replaced if this command wrote it.
+        items: maximum number of items, or of image-text pairs.
+        seed: random seed of sample and projection.
+        overwrite: whether to replace any other file.
 
     Raises:
-        XcompatError: the run has no old model or no test set, its model maps galleries, or the file is somebody else's.
+        XcompatError: no old model, no test set, a gallery map, or another command's file.
     """
     silence_libraries()
     require_replaceable(out, MADE_BY, overwrite, [run])
     content, test = _judged(run, items, seed)
     panels = [panel for panel in project(content) if len(panel.series) > 1]
     if not panels or content.contestants.upgraded is not None:
-        raise XcompatError(f"{run}: there are fewer than 5 test items, or old and new embeddings share no space to draw")
+        raise XcompatError(f"{run}: cannot project: fewer than 5 test items, or old and new embeddings do not share a space")
     rows = sampled_rows(content.contestants.old, items, seed)
     described = {kind: list(_described(test, kind, content, rows_P)) for kind, rows_P in rows.items()}
     series, written = iter(panels[0].series), list[dict[str, Any]]()
@@ -76,16 +81,18 @@ def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> No
 
 
 def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, EvaluationSet]:
-    """Embed a run's test set with its models, or read their caches, and judge it as its report did."""
+    """Return report content and test set of a run, from its caches if possible."""
     folder = find_model(run)
     if not (folder.parent / RECIPE).exists():
-        raise XcompatError(f"{run} does not say what it was tested on; name the folder of a run that trained from a recipe")
+        raise XcompatError(
+            f"{run} has no {RECIPE}, so its test set is unknown; use the folder of a run that was trained from a recipe"
+        )
     test = load_test_set(DataSettings.model_validate(begun_with(folder.parent)["data"]))
     if isinstance(test, TemplateTestSet):
-        raise XcompatError(f"{run} was judged on templates of several images, which are no items of a map; name another run")
+        raise XcompatError(f"{run} was evaluated on templates of several images, which cannot be exported; choose another run")
     model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
     if test is None or not model.compatible_with:
-        raise XcompatError(f"{run} has no old model or no test set: there is nothing to compare; name a run with a report")
+        raise XcompatError(f"{run} has no old model or no test set, so there is nothing to compare; choose a run with a report")
     cache_dir = next((place for place in (run / "cache", run.parent / "cache") if place.is_dir()), run / "cache")
     plain = plain_model(model) if model.embeds_in_memory else None
     old = test.embed(load_frozen(model.compatible_with[0].name, device()), cache_dir)
@@ -96,7 +103,7 @@ def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, Evaluation
 
 
 def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield what is known of the drawn items of a kind, without their places."""
+    """Yield id, text, image and search results of sampled items."""
     old, evaluation = content.contestants.old, content.evaluation
     if isinstance(test, PairTestSet):
         direction = IMAGE_TO_TEXT if kind == "images" else TEXT_TO_IMAGE
@@ -110,7 +117,7 @@ def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: n
         direction, ids, asking = TEXT_TO_TEXT, old.query_ids, old.query_ids
         dataset, texts = None, test.texts()
     every = test.gallery_ids if isinstance(test, LabelledTestSet) else dataset[ID] if dataset is not None else ids
-    stored = every if len(every) != len(ids) else ids  # unreadable pictures are left out
+    stored = every if len(every) != len(ids) else ids  # without unreadable images
     place_of = {name: place for place, name in reversed(list(enumerate(stored)))}
     query_of = {name: row for row, name in enumerate(asking)} if asking is not ids else {}
     for row in rows_P.tolist():
@@ -123,7 +130,7 @@ def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: n
 
 
 def _found(evaluation: Evaluation, direction: str, row: int | None) -> dict[str, Any]:
-    """Return what old and new queries find for an item; Nones if it is no query, or has no match."""
+    """Return ranks and gain of an item; Nones if it is not a query or has no match."""
     nothing = {"rank_old": None, "rank_new": None, "gain": None}
     if row is None or evaluation.ranks["old", "old", direction][row] < 0:
         return nothing

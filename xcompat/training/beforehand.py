@@ -1,4 +1,4 @@
-"""What is wrong with a recipe or a run, said before torch and transformers are imported: that takes longer than to read it."""
+"""Fast checks of recipes and runs, without torch and transformers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from xcompat.training.stage_recipe import CHOSEN, StageRecipe
 
 SEVERAL = ("all", "none")
 ALSO = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": (), "flyte": (), "kubeflow": ()}
-"""Tracker -> libraries of which it needs one, where that is not one of its own name; of none, transformers itself looks."""
+"""Tracker -> packages, any of which suffices, if not named like the tracker; empty: transformers checks."""
 
 
 def load_to_compare(target: Path, overrides: Sequence[str], more: Path | None = None, check_data: bool = True) -> list[Recipe]:
-    """Read and check a recipe, or all of a folder in the order of their names, before the first of them runs.
+    """Load and check a recipe, or all recipes of a folder by name.
 
     Args:
-        target: a YAML file, or a folder of them.
-        overrides: of each of them.
-        more: YAML file with one more stage for each of them.
-        check_data: as :func:`load_checked` takes it.
+        target: YAML file, or folder of them.
+        overrides: ``key=value`` for each recipe.
+        more: YAML file with an extra stage for each recipe.
+        check_data: as in :func:`load_checked`.
 
     Raises:
-        XcompatError: as :func:`load_checked` raises it, a folder holds no recipe, or two of them write into one folder.
+        XcompatError: a recipe is invalid, the folder has none, or two write to one folder.
     """
     if not target.is_dir():
         return [load_checked(target, overrides, every_seed=True, check_data=check_data, more=more)]
     files = sorted(target.glob("*.yaml"))
     if not files:
-        raise XcompatError(f"{target} holds no recipe; name a folder of YAML files, such as recipes/bench")
+        raise XcompatError(f"{target} contains no recipe; choose a folder of YAML files, e.g. recipes/bench")
     recipes = [load_checked(file, overrides, every_seed=True, check_data=check_data, more=more) for file in files]
     places = Counter(recipe.output_dir for recipe in recipes)
     if (shared := next((place for place, count in places.items() if count > 1), None)) is not None:
-        raise XcompatError(f"{target}: two recipes write into {shared}; give each an output_dir of its own")
+        raise XcompatError(f"{target}: two recipes write to {shared}; give each its own output_dir")
     return recipes
 
 
@@ -54,22 +54,21 @@ def load_checked(
     check_data: bool = True,
     more: Path | None = None,
 ) -> Recipe:
-    """Read and validate a recipe; first, and quickly, what its text and the names of files tell.
+    """Load and validate a recipe, fast checks first.
 
     Args:
-        path: its YAML.
-        overrides: as :func:`~xcompat.training.recipe.load_recipe` takes them.
-        every_stage: whether the data of trained stages are looked for too.
-        every_seed: whether it runs once for each of its seeds.
-        check_data: whether to refuse paths that do not exist; a dry run lists them.
-        more: as :func:`~xcompat.training.recipe.load_recipe` takes it.
+        path: YAML file.
+        overrides: as in :func:`~xcompat.training.recipe.load_recipe`.
+        every_stage: whether to check data of trained stages too.
+        every_seed: whether the recipe runs once per seed.
+        check_data: whether to refuse missing paths; a dry run lists them.
+        more: as in :func:`~xcompat.training.recipe.load_recipe`.
 
     Returns:
         The recipe.
 
     Raises:
-        XcompatError: as :func:`~xcompat.training.recipe.load_recipe` and :func:`~xcompat.training.paths.check_paths` raise it, or
-            a tracker is unknown or not installed, or ``seed`` is overridden where each of ``seeds`` runs.
+        XcompatError: the recipe, a path or a tracker is invalid, or ``seed`` is overridden while each of ``seeds`` runs.
     """
     recipe = load_recipe(path, overrides, is_quick=True, more=more)
     if every_seed and recipe.seeds:
@@ -85,11 +84,11 @@ def load_checked(
 
 
 def _refuse_seed(recipe: Recipe, overrides: Sequence[str]) -> None:
-    """Refuse the override of a seed that no run has; one in a file is what ``train`` takes."""
+    """Refuse an override of ``seed``; in the file it is for ``train``."""
     typed = next((override for override in overrides if override.startswith("seed=")), None)
     if typed is not None:
         seed = typed.removeprefix("seed=")
-        raise XcompatError(f"{typed} is not read where each of seeds runs, {recipe.seeds}; write seeds=[{seed}], or leave it out")
+        raise XcompatError(f"compare runs all seeds {recipe.seeds} and ignores {typed}; use seeds=[{seed}] instead")
 
 
 def _is_trained(run: Recipe, settings: StageRecipe) -> bool:
@@ -97,13 +96,13 @@ def _is_trained(run: Recipe, settings: StageRecipe) -> bool:
 
 
 def check_trackers(settings: StageRecipe) -> None:
-    """Refuse trackers under ``training.report_to`` that do not exist or are not installed.
+    """Refuse unknown or missing trackers in ``training.report_to``.
 
     Args:
-        settings: a stage; one that is solved trains nothing, and nothing is tracked.
+        settings: the stage; solved stages are skipped.
 
     Raises:
-        XcompatError: naming the tracker, with the line that installs it.
+        XcompatError: with the install command.
     """
     given = settings.training.get("report_to")
     if given is None or settings.method == CHOSEN or is_solved(settings.method):
@@ -113,40 +112,40 @@ def check_trackers(settings: StageRecipe) -> None:
         if name in SEVERAL or not known:
             continue
         if name not in known:
-            raise XcompatError(f"{settings.name}: training.report_to names {name!r}, which is no tracker; {nearest(name, known)}")
+            raise XcompatError(f"{settings.name}: training.report_to: unknown tracker {name!r}; {nearest(name, known)}")
         libraries = ALSO.get(name, (name,))
         if libraries and not any(map(find_spec, libraries)):
             raise XcompatError(not_installed(settings.name, name))
 
 
 def not_installed(stage: str, tracker: str) -> str:
-    """Return what is said of a tracker that is not installed."""
-    return f"{stage}: training.report_to names {tracker}, which is not installed; `pip install {tracker.replace('_', '-')}`"
+    """Return the error message for a missing tracker."""
+    return f"{stage}: training.report_to: {tracker} is not installed; run `pip install {tracker.replace('_', '-')}`"
 
 
 def require_served(target: str, model: str | None, images: Sequence[Path]) -> None:
-    """Refuse to serve what is neither a gallery with a model nor a run.
+    """Raise if ``xcompat serve`` cannot serve the target.
 
     Args:
-        target: folder of the gallery or the run.
+        target: folder of a gallery or run.
         model: the new model.
-        images: what a gallery was built from.
+        images: sources of the gallery's images.
 
     Raises:
-        XcompatError: naming what is missing.
+        XcompatError: something is missing.
     """
-    from xcompat.retrieval.manifest import CURRENT  # with faiss's part of a gallery, which takes as long as all else here
+    from xcompat.retrieval.manifest import CURRENT  # imports faiss, which takes as long as all the rest
 
     folder = Path(target)
     if "://" in target:
-        raise XcompatError(f"{target} is no folder; search a store with `xcompat gallery search`, and serve a gallery or a run")
+        raise XcompatError(f"{target} is not a folder of a gallery or a run; search a store with `xcompat gallery search`")
     if (folder / CURRENT).is_file():
         if not model:
-            raise XcompatError("name the model that asks with --model: a run's folder, a checkpoint, or a model by name")
+            raise XcompatError("set the query model with --model: a run's folder, a checkpoint, or a model name")
         for place in images:
             local_files(str(place))
     elif images:
-        raise XcompatError("--images and --texts are of a gallery; a run knows its test set: leave them out")
+        raise XcompatError("--images and --texts apply to galleries; remove them, as a run has its own test set")
     else:
         require_ended(folder)
     if model:

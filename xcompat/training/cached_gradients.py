@@ -1,4 +1,4 @@
-"""Large contrastive batches in the memory of small ones: the model embeds parts, the loss is over the whole batch."""
+"""Gradient caching: large contrastive batches in the memory of small ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Batch = Mapping[str, Tensor]
 
 
 class RandomState(NamedTuple):
-    """State of the random generators of the CPU and of the devices that hold a batch, for dropout and noise.
+    """Random state of the CPU and of a batch's devices, for dropout and noise.
 
     Args:
-        cpu: state of the CPU's generator.
-        devices: indices of the other devices.
-        states: states of their generators.
-        kind: their device type.
+        cpu: state of the CPU.
+        devices: indices of other devices.
+        states: states of these devices.
+        kind: type of these devices.
     """
 
     cpu: Tensor
@@ -42,49 +42,49 @@ class RandomState(NamedTuple):
         return cls(torch.get_rng_state(), *get_device_states(first), first.device.type)
 
     def restore(self) -> None:
-        """Set the generators back to this state."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.cpu)
         set_device_states(self.devices, self.states, device_type=self.kind)
 
 
 def refuse_what_parts_change(model: CompatModel, accelerator: Accelerator) -> None:
-    """Refuse to train in mini-batches if that would change the result, or fail.
+    """Raise if mini-batches would change the result or fail.
 
     Args:
         model: in training mode.
-        accelerator: the Trainer's.
+        accelerator: of the Trainer.
 
     Raises:
-        XcompatError: the model has batch norms in training mode, or DeepSpeed trains it.
+        XcompatError: active batch norms, or DeepSpeed.
     """
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     learning = [name for name in norms if model.get_submodule(name).training]
     if learning:
         raise XcompatError(
-            f"mini_batch_size: {learning[0]} normalises over the batch, and mini-batches have other means than the whole; leave "
-            "mini_batch_size out (training.activation_checkpointing saves memory too)"
+            f"mini_batch_size: {learning[0]} normalises over the batch, so mini-batches would change the result; remove "
+            "mini_batch_size (training.activation_checkpointing also saves memory)"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise XcompatError(
-            "mini_batch_size: DeepSpeed takes a step after every backward pass, and each mini-batch has one; launch with "
-            "another accelerate_configs/*.yaml"
+            "mini_batch_size does not work with DeepSpeed, which steps after every backward pass; launch with another "
+            "accelerate_configs/*.yaml"
         )
 
 
 def backward_in_parts(
     accelerator: Accelerator, model: nn.Module, batch: Batch, mini_batch_size: int, share: float = 1.0
 ) -> Tensor:
-    """Backpropagate a loss over the whole batch of all processes, with the graph of one mini-batch in memory at a time.
+    """Backpropagate a loss over the whole batch with one mini-batch's graph in memory.
 
-    With e_i the embeddings of sample i, ∂L/∂θ = Σ_i ∂L/∂e_i · ∂e_i/∂θ: the first factor is computed from embeddings made
-    without a graph, the second mini-batch by mini-batch, with the same dropout and noise (Gao et al. 2021, "Scaling deep
-    contrastive learning batch size under memory limited setup", Eqns. 6 to 9). Every sample is embedded twice; the gradients
-    are those of the plain step. Processes exchange embeddings once, and gradients with the last mini-batch.
+    With e_i the embedding of sample i, ∂L/∂θ = Σ_i ∂L/∂e_i · ∂e_i/∂θ. The first factor comes from embeddings without a graph, the
+    second from mini-batches with the same dropout and noise (Gao et al. 2021, "Scaling deep contrastive learning batch size under
+    memory limited setup", Eqns. 6 to 9). Every sample is embedded twice; gradients equal the plain step's. Processes exchange
+    embeddings once, and gradients with the last mini-batch.
 
     Args:
-        accelerator: the one that prepared the model.
-        model: possibly wrapped, with ``loss_of_embeddings``; gradients are added to those of its parameters.
-        batch: columns of this process's B samples, on the model's device; B is the same on every process.
+        accelerator: has prepared the model.
+        model: with ``loss_of_embeddings``, possibly wrapped; gradients accumulate in its parameters.
+        batch: columns of this process's B samples, on the device; B is equal on all processes.
         mini_batch_size: samples embedded at a time.
         share: factor on loss and gradients, for gradient accumulation.
 
@@ -92,7 +92,7 @@ def backward_in_parts(
         The loss times ``share``, detached.
 
     Raises:
-        XcompatError: the loss reads weights beside the embeddings, and FSDP has cut them into shards.
+        XcompatError: FSDP has sharded weights that the loss reads directly.
     """
     method = accelerator.unwrap_model(model)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in method.parameters())
@@ -105,12 +105,12 @@ def backward_in_parts(
             embedded.append(model(**part, return_loss=False))
     whole = {name: torch.cat([output[name] for output in embedded]).requires_grad_() for name in embedded[0]}
     loss = method.loss(CompatOutput(**whole), batch)
-    # weights that the loss reads itself, such as a learned scale, get their gradients here; those of embeddings are cached
+    # weights that the loss reads directly, e.g. a learned scale, get their gradients here
     weights = [parameter for parameter in method.parameters() if parameter.requires_grad]
     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, [*whole.values(), *weights], allow_unused=True)
     cached = dict(zip(whole, gradients, strict=False))
     direct = [(weight, own) for weight, own in zip(weights, gradients[len(whole) :], strict=True) if own is not None]
-    if is_sharded and direct:  # FSDP gathers weights for a forward pass only, and this loss is outside of it
+    if is_sharded and direct:  # FSDP gathers weights only during a forward pass
         raise XcompatError(f"mini_batch_size: the loss of {type(method).__name__} reads its own weights; launch without FSDP")
     after = RandomState.now(batch)
     for start, (part, state) in enumerate(zip(parts, states, strict=True)):
@@ -120,7 +120,7 @@ def backward_in_parts(
             state.restore()
             output = model(**part, return_loss=False)
             terms = [(output[name] * gradient[rows]).sum() for name, gradient in cached.items() if gradient is not None]
-            if is_last:  # data-parallel training waits here for the gradient of every parameter
+            if is_last:  # here data-parallel training waits for every parameter's gradient
                 terms += [(weight * gradient).sum() for weight, gradient in direct]
             accelerator.backward(share * torch.stack(terms).sum())
     after.restore()
@@ -128,6 +128,5 @@ def backward_in_parts(
 
 
 def _split(batch: Batch, size: int) -> list[dict[str, Tensor]]:
-    """Split the batch into parts of ``size`` samples; the last may be smaller."""
     columns = {name: column.split(size) for name, column in batch.items()}
     return [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]

@@ -21,20 +21,20 @@ from xcompat.models.frozen import FrozenModel
 if TYPE_CHECKING:
     import datasets
 
-NO_CAPTIONS = "holds embeddings of images by their ids, and none of captions"
+NO_CAPTIONS = "contains image embeddings by id and cannot embed captions"
 """Error for a stored model that would have to embed captions."""
-NO_TEXTS = "holds embeddings of images by their ids, and none of texts"
+NO_TEXTS = "contains image embeddings by id and cannot embed texts"
 """Error for a stored model that would have to embed queries and passages."""
 
 
 def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path, shard_rows: int = 65536) -> EmbeddingCache:
-    """Embed a text corpus, or open what was embedded before.
+    """Embed a text corpus, or open its cache.
 
     Args:
         embedder: the frozen model.
-        texts: as :func:`xcompat.data.load_texts` returns it.
+        texts: from :func:`xcompat.data.load_texts`.
         cache_dir: folder of all caches.
-        shard_rows: texts per shard, the unit of resuming.
+        shard_rows: texts per shard.
 
     Returns:
         One row per text.
@@ -44,7 +44,7 @@ def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path, s
 
 
 def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) -> EmbeddingCache:
-    """Embed a list of captions, one row each."""
+    """Embed captions, one row each."""
     digest = hashlib.sha256("\0".join(captions).encode()).hexdigest()
     return embed_texts(embedder, captions, _folder(cache_dir, "captions", embedder, digest), digest)
 
@@ -56,10 +56,10 @@ def cached_images(
     max_bad_share: float = 0.01,
     views: Sequence[View] = (),
 ) -> EmbeddingCache:
-    """Embed every image of the pairs, or its first caption if the model reads captions.
+    """Embed every image, or its first caption if the model reads captions.
 
-    An unreadable image is a row of NaN; a share of them above ``max_bad_share`` stops the run. With ``views`` these are embedded
-    in place of the plain images, each into a cache of its own: first one view of all images, then the next.
+    Unreadable images become rows of NaN; too many (``max_bad_share``) raise. ``views`` are embedded instead of plain images, each
+    view of all images in its own cache.
     """
     if views:
         return StackedCaches([_cached(embedder, pairs, cache_dir, max_bad_share, view) for view in views])
@@ -82,21 +82,20 @@ def _first_captions(pairs: datasets.Dataset, embedder: Embedder) -> list[str]:
     missing = [row for row, texts in enumerate(captions) if not texts]
     if missing:
         raise XcompatError(
-            f"{embedder.name} reads captions, and {len(missing)} of {len(captions)} images have none, such as "
-            f"{pairs[missing[0]][ID]!r}; add them, or leave these images out"
+            f"{embedder.name} reads captions, but {len(missing)} of {len(captions)} images have none, e.g. "
+            f"{pairs[missing[0]][ID]!r}; add captions, or remove these images"
         )
     return [texts[0] for texts in captions]
 
 
 def images_digest(pairs: datasets.Dataset) -> str:
-    """Identify the images of a data set, so that a repaired or replaced file gives another digest.
+    """Return a digest of a data set's images, which changes with their files.
 
     Args:
-        pairs: as :func:`xcompat.data.load_pairs` returns it.
+        pairs: from :func:`xcompat.data.load_pairs`.
 
     Returns:
-        SHA-256 of the data set's fingerprint, of the size and time of every file outside the data set, and of the way in which
-        pictures are turned upright: 64 hexadecimal digits.
+        SHA-256 of the data set's fingerprint, external files (size, time) and orientation rules, 64 hexadecimal digits.
     """
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""Callbacks that add to the stock Trainer: a progress bar, a stop at divergence, a checkpoint at Ctrl-C, a log file."""
+"""Trainer callbacks: progress bar, divergence check, Ctrl-C, log file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from xcompat.core.interrupts import Interrupts
 from xcompat.core.progress import Waiting, console, literal, progress_bar
 
 MOST_FALLS = 10
-"""Falls of fp16's gradient scale after which training stops, once the scale is below 1: from 65,536 that takes 17 steps."""
+"""Training stops after this many falls of fp16's gradient scale, if it is below 1."""
 
 
 class ProgressCallback(TrainerCallback):
-    """Steps, rate in samples per second, the share of time spent waiting for data, and the loss, in one line.
+    """Progress line: steps, samples per second, waiting time, loss.
 
     Args:
-        description: what is being trained.
+        description: name of the training.
     """
 
     def __init__(self, description: str) -> None:
@@ -45,11 +45,11 @@ class ProgressCallback(TrainerCallback):
         self._waiting.begin()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Count the time that the batch took to arrive."""
+        """Count waiting time."""
         self._waiting.end()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Exclude the time that the checkpoint took."""
+        """Exclude checkpoint time."""
         self._waiting.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
@@ -63,12 +63,12 @@ class ProgressCallback(TrainerCallback):
         self._waiting.begin()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Remove the bar, and say what became of the loss."""
+        """Remove the bar and print the losses."""
         self.close()
         losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
         if losses:
             line = f"{self.description}: {state.global_step:,} of {state.max_steps:,} steps, loss {losses[0]:.3f}"
-            console.print(literal(f"  {line} at first, {losses[-1]:.3f} at last"), style="dim", soft_wrap=True)
+            console.print(literal(f"  {line} at the start, {losses[-1]:.3f} at the end"), style="dim", soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar, also after an error."""
@@ -83,9 +83,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class EpochCallback(TrainerCallback):
-    """Tell data set and sampler the current epoch.
-
-    With several processes, accelerate tells only the sampler, and not in the epoch in which a run resumes.
+    """Set the epoch of data set and sampler; with several processes, accelerate skips the data set and resumed epochs.
 
     Args:
         draws: data set and sampler; those without ``set_epoch`` are ignored.
@@ -95,16 +93,16 @@ class EpochCallback(TrainerCallback):
         self.draws = draws
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Set the epoch; after resuming in the middle of one it is a fraction."""
+        """Set the epoch, a fraction after a resume."""
         for draw in self.draws:
             if hasattr(draw, "set_epoch"):
                 draw.set_epoch(int((state.epoch or 0.0) + 1e-6))
 
 
 class DivergenceCallback(TrainerCallback):
-    """Stop if the loss or a weight is not finite, or if fp16's gradient scale keeps falling; earlier checkpoints stay.
+    """Stop if loss or weights are not finite, or if fp16's gradient scale keeps falling.
 
-    A single infinite gradient norm is no reason to stop: the scaler of fp16 skips that step and lowers its scale.
+    A single infinite gradient norm does not stop training, as fp16's scaler skips that step.
     """
 
     def __init__(self) -> None:
@@ -119,14 +117,14 @@ class DivergenceCallback(TrainerCallback):
         optimizer: Any = None,  # noqa: ANN401 - accelerate's wrapper of an optimiser
         **_: Any,  # noqa: ANN401
     ) -> None:
-        """Log the loss, and so check it, before every checkpoint and at the end."""
+        """Log the loss before checkpoints and at the end."""
         if state.global_step >= state.max_steps or (args.save_strategy == "steps" and state.global_step % state.save_steps == 0):
             control.should_log = True
         if getattr(optimizer, "step_was_skipped", False) and getattr(optimizer, "scaler", None) is not None:
             self._check_scale(float(optimizer.scaler.get_scale()), args, state)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Log the loss, and so check it, before a checkpoint that an epoch ends with."""
+        """Log the loss before an epoch's checkpoint."""
         if args.save_strategy == "epoch":
             control.should_log = True
 
@@ -139,18 +137,17 @@ class DivergenceCallback(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,  # noqa: ANN401
     ) -> None:
-        """Raise if the logged loss is not finite, or if an infinite gradient has reached the weights."""
+        """Raise if loss or weights are not finite."""
         loss, norm = (float((logs or {}).get(key, 0.0)) for key in ("loss", "grad_norm"))
         if not math.isfinite(loss):
             raise self._diverged(f"the loss is {loss}", args, state)
         if not math.isfinite(norm):
             if state.log_history:
-                state.log_history[-1].pop("grad_norm", None)  # JSON has no infinity, and no step was taken with it
+                state.log_history[-1].pop("grad_norm", None)  # JSON has no infinity, and this step was skipped
             if model is not None and has_bad_weights(model):
                 raise self._diverged(f"the gradient norm is {norm} and has reached the weights", args, state)
 
     def _check_scale(self, scale: float, args: TrainingArguments, state: TrainerState) -> None:
-        """Count the falls of the gradient scale since it last grew; the scaler has just skipped a step."""
         self._falls = self._falls + 1 if scale < self._lowest_scale else 1
         self._lowest_scale = scale
         if self._falls >= MOST_FALLS and scale < 1:
@@ -165,7 +162,7 @@ class DivergenceCallback(TrainerCallback):
 
 
 def has_bad_weights(model: nn.Module) -> bool:
-    """Return whether a weight is not finite in any process: a collective call.
+    """Return whether a weight is not finite in any process (collective call).
 
     Args:
         model: sharded or not.
@@ -176,10 +173,10 @@ def has_bad_weights(model: nn.Module) -> bool:
 
 
 class HistoryCallback(TrainerCallback):
-    """Leave what was logged in a file; a checkpoint holds it up to its step, so a training that continues goes on with it.
+    """Log history as a file; resumed trainings continue it.
 
     Args:
-        file: where it goes.
+        file: JSON file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -192,7 +189,7 @@ class HistoryCallback(TrainerCallback):
 
 
 class InterruptCallback(TrainerCallback):
-    """At the first Ctrl-C or SIGTERM finish the step, save a checkpoint and stop; a second one stops at once."""
+    """Finish the step, save a checkpoint and stop at Ctrl-C or SIGTERM; a second signal stops immediately."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -208,15 +205,15 @@ class InterruptCallback(TrainerCallback):
         return bool(mean_over_ranks(torch.tensor(float(self._signals.asked), device=args.device)) > 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Save and stop after a signal; several processes do so together, after the next step that is logged."""
+        """Save and stop after a signal, in all processes at the next logged step."""
         if is_distributed() and not control.should_log:
-            return  # the exchange waits for the GPU, as logging does anyway
+            return  # the exchange waits for the GPU, which logging does anyway
         self.interrupted = self._any_asked(args)
         if self.interrupted:
-            control.should_log = control.should_save = control.should_training_stop = True  # sums that a checkpoint goes on with
+            control.should_log = control.should_save = control.should_training_stop = True  # log: a resume needs the sums
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Restore the signal handlers, and note a signal that came after the last step."""
+        """Restore the signal handlers."""
         self.release()
         self.interrupted = self._any_asked(args)
 

@@ -1,4 +1,4 @@
-"""Chains of maps of galleries: what one update has mapped, the next one maps again (FCT §4.4)."""
+"""Chains of gallery maps: a gallery mapped again after each update (FCT §4.4)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from xcompat.training.stage_recipe import StageRecipe, method_class
 
 
 def hops_before(settings: StageRecipe, stages: Sequence[StageRecipe]) -> list[StageRecipe]:
-    """Return the earlier stages whose mapped galleries a stage maps again, the nearest first.
+    """Return earlier stages whose mapped galleries a stage maps again, nearest first.
 
-    A map follows another one if its old model is the other one's new model, and likewise its side-information; a map without
-    side-information follows one without.
+    A map follows another if its old model is the other's new model, and its side-information likewise.
 
     Args:
         settings: the stage.
-        stages: all of the recipe, in order.
+        stages: all stages in order.
     """
     hops: list[StageRecipe] = []
     for stage in reversed(stages[: stages.index(settings)]):
@@ -35,12 +34,12 @@ def _leads_to(before: StageRecipe, after: StageRecipe) -> bool:
 
 
 def mapped_along(hops: Sequence[CompatModel], old: C, side_info: C | None) -> C:
-    """Map a gallery by one map after the other, with its side-information.
+    """Map a gallery and its side-information with several maps in sequence.
 
     Args:
-        hops: the maps, the oldest first.
-        old: what the oldest one's old model made of the items.
-        side_info: what its model of side-information made of them.
+        hops: maps, oldest first.
+        old: items embedded by the oldest old model.
+        side_info: items embedded by its side-information model.
 
     Returns:
         The items in the space of the last map's new model.

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: flushed to disk and checked before a run resumes from them."""
+"""Checkpoints: flushed to disk, and verified before a resume."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from xcompat.core.folder_checksums import changes, write_checksums
 from xcompat.core.progress import console
 
 STATE = "trainer_state.json"
-_UNFINISHED = ".tmp??????"  # names of files that safetensors has not finished writing
+_UNFINISHED = ".tmp??????"  # unfinished files of safetensors
 
 
 class CheckpointCallback(TrainerCallback):
-    """Flush every checkpoint that the Trainer wrote, and record the checksums of its files."""
+    """Flush checkpoints to disk and record checksums."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Wait until all processes have written their part; the first one records the checksums."""
+        """Wait for all processes, then record checksums."""
         barrier()
         if is_main_process():
             folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -33,9 +33,9 @@ class CheckpointCallback(TrainerCallback):
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
-    """Return the folder of the newest complete and undamaged checkpoint, or None.
+    """Return the folder of the newest undamaged checkpoint, or None.
 
-    The Trainer writes ``trainer_state.json`` last; a checkpoint without it was cut off by a kill or a full disk.
+    A checkpoint without ``trainer_state.json``, written last, is incomplete.
 
     Args:
         folder: the Trainer's output folder.
@@ -43,19 +43,19 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     numbered = (path for path in listed(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
     for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if is_main_process():
-            clear_leftovers(checkpoint)  # of a process that was killed or could not clean up
+            clear_leftovers(checkpoint)  # of a killed process
             for file in listed(checkpoint, _UNFINISHED):
                 file.unlink()
         wrong = _damage(checkpoint)
         if wrong is None:
             return checkpoint
         if is_main_process():
-            console.print(f"  [yellow]![/] {checkpoint} is not used: {wrong}")
+            console.print(f"  [yellow]![/] skipping {checkpoint}: {wrong}")
     return None
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None; without checksums, after a kill, only its last file is checked."""
+    """Return the damage of a checkpoint, or None."""
     try:
         read_json(checkpoint / STATE)
         return next(iter(changes(checkpoint)), None)

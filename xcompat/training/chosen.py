@@ -1,4 +1,4 @@
-"""A recipe without a method: choose the query map that finds most of a held-out part of the training set."""
+"""Automatic choice of a query map for recipes without a method."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ OF_FEATURES = "procrustes of penultimate features"
 
 
 def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int, folder: Path) -> CompatModel | None:
-    """Try all candidate maps of queries, and solve the best one on all data; all processes embed, the first one chooses.
+    """Try all candidate maps on a validation split, and solve the best on all data.
 
-    The candidates are solved, not trained: trained lines and networks took minutes instead of seconds, and found no more on other
-    images (docs/results/chosen_map.md has the figures).
+    All processes embed, the first chooses. Candidates are solved in closed form: trained maps take minutes and find no more
+    (docs/results/chosen_map.md).
 
     Args:
         settings: the stage.
-        models: the old and the new one.
-        data: labelled images, images with captions, or texts, of which the line is taken that agrees most with old queries.
-        seed: of what is held out.
-        folder: the stage's; it gets a record of the candidates.
+        models: old and new model.
+        data: labelled images, captioned images, or texts (where agreement with old queries decides).
+        seed: random seed of the validation split.
+        folder: folder of the stage, for the candidates' record.
 
     Returns:
-        The map, with a memory if that finds more; None on every process but the first.
+        The map, with a memory if that finds more; None on all but the first process.
 
     Raises:
         XcompatError: data or models are missing.
@@ -57,13 +57,13 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     if not is_main_process():
         return None
     solving = Solving(folder / COST)
-    solving.samples = max(len(each.pairs) for each in known)  # each once, however many candidates read it
+    solving.samples = max(len(each.pairs) for each in known)  # each sample counts once for all candidates
     choice: Choice | None = None
     try:
         choice = joined([choose_by_what_is_known(each.pairs, settings.searched_classes, seed, each.lines) for each in known])
         show(choice)
     except NothingHeldOutError as error:
-        notice(f"{error}: the line that is taken is a guess")
+        notice(f"{error}: the map is a guess")
     candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
@@ -75,7 +75,7 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
 
 
 def read_verdict(folder: Path) -> bool | None:
-    """Return whether a stage's chosen map is surely at or above old queries; None if no map was chosen there."""
+    """Return whether the chosen map is surely at or above old queries; None if none was chosen."""
     file = folder / CHOICE
     return read_json(file).get("verdict") if file.exists() else None
 
@@ -83,11 +83,10 @@ def read_verdict(folder: Path) -> bool | None:
 def _inputs(
     settings: StageRecipe, models: StageModels, data: StageData, plain: Embedder
 ) -> Iterator[tuple[Paired, Mapping[str, Solver]]]:
-    """Yield inputs of a map with the solvers to try on them: the new model's embeddings, and its penultimate features if any.
+    """Yield embedding pairs with the solvers to try.
 
-    A layer that was trained on these classes finds more in its training images than in others, so a held-out part of them says
-    nothing about it. If the new model ends in such a layer, only its penultimate features are tried: a line from them was better
-    in all four scenarios of docs/results/trained_maps.md.
+    A final layer trained on these classes is better on its training images than elsewhere, which misleads validation. Then only
+    penultimate features are tried (docs/results/trained_maps.md).
     """
     if settings.data.images is not None:
         features = _features(settings, plain)
@@ -100,14 +99,14 @@ def _inputs(
     else:
         if settings.data.test is not None:
             notice(
-                "the map learns from texts alone, and is chosen by them: queries of images may find less than old ones; name "
-                "images with captions under data.remembered instead of data.texts, if there are any"
+                "the map is fitted and chosen on texts only, so image queries may find less than the old model's; if you have "
+                "images with captions, set data.remembered instead of data.texts"
             )
         yield PairedEmbeddings(data.cache_of_new(plain), data.cache(models.frozen("old"))), LINES
 
 
 def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
-    """Return the new model's penultimate features; None if no linear layer follows them, or the test set has texts."""
+    """Return penultimate features; None without a final linear layer, or if the test set has texts."""
     if settings.data.queries is None and settings.data.templates is None and settings.data.tests():
         return None
     try:
@@ -117,7 +116,6 @@ def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
 
 
 def _solved_of_features(encoder: dict[str, Any], pairs: Paired, old: Described) -> QueryMapModel:
-    """Solve for a centred rotation with a scale from penultimate features: a query map before any training."""
     together = pairs.together()
     assert together.labels_N is not None
     options: dict[str, Any] = {"input": "penultimate", "encoder": encoder}

@@ -1,4 +1,4 @@
-"""What a method reads beside pixels and texts: embeddings of the old and of the new model, classes, and columns of its own."""
+"""Training columns of a method: embeddings, classes, and its own columns."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ def map_data(
     images: LabelledImages | None = None,
     sides: Mapping[str, EmbeddingCache] | None = None,
 ) -> Data:
-    """Prepare a map over cached embeddings, and make its training set.
+    """Prepare a map over cached embeddings and return its training data.
 
     Args:
         model: the map.
-        new: embeddings of the new model.
-        old: embeddings of the old model, in the same order.
-        images: what was embedded, for its classes; None where samples have none. If several views of each image were, one after
-            the other, each view has the image's class.
-        sides: side-information by the name of its column.
+        new: new embeddings.
+        old: old embeddings in the same order.
+        images: source of classes, or None; views follow one after the other.
+        sides: column name -> side-information.
 
     Returns:
-        The data set and its collator.
+        Data set and collator.
     """
     labels_N, classes = (images.labels(), images.classes) if images is not None else (np.empty(0, dtype=np.int64), [])
     if images is not None:
@@ -58,27 +57,27 @@ def labelled_columns(
     independent: Callable[[], Embedder],
     cache: Callable[[FrozenModel], EmbeddingCache],
 ) -> tuple[dict[str, Any], dict[str, Embedder]]:
-    """Tell a method that trains on labelled images what is known of the old model, and return the columns that follow from it.
+    """Prepare a method for labelled images, and return its extra columns.
 
     Args:
-        model: as its method built it.
+        model: the untrained model.
         settings: the stage.
         images: the labelled images.
-        old: the old model, or what is left of it.
-        independent: loads the independent new model, for a method that reads its embeddings.
+        old: the old model, or its stored embeddings or prototypes.
+        independent: loads the independent new model.
         cache: embeds the images with a model.
 
     Returns:
-        More columns, one row for each image, and the models that embed each batch anew, by the column that they fill.
+        Extra columns, one row per image, and the models that embed each batch, by column.
 
     Raises:
-        XcompatError: the method reads old embeddings, and only prototypes are known, or a model cannot embed batches.
+        XcompatError: old embeddings are needed but only prototypes stored, or a model cannot embed batches.
     """
-    online = _online(settings, old, independent)  # refuses before anything is embedded
+    online = _online(settings, old, independent)  # raises before the slow embedding
     knowledge = old_knowledge(images, old, cache)
     new_ND: Rows | None = None
     if NEW_EMBEDS in online:
-        new_ND = np.empty((0, online[NEW_EMBEDS].dim), np.float32)  # no row, but its dimension, which is checked
+        new_ND = np.empty((0, online[NEW_EMBEDS].dim), np.float32)  # for the check of its dimension
     elif NEW_EMBEDS in model.columns:
         new_ND = cache(independent())
     model.prepare(knowledge, new_ND)
@@ -91,27 +90,24 @@ def labelled_columns(
 
 
 def _online(settings: StageRecipe, old: FrozenModel, independent: Callable[[], Embedder]) -> dict[str, Embedder]:
-    """Return the frozen models that embed the augmented images of each batch, by the column they fill."""
+    """Return the frozen models that embed each augmented batch, by column."""
     online: dict[str, Embedder] = {}
     if "old" in settings.online_roles:
-        online[OLD_EMBEDS] = old.require_model("holds embeddings and no model: set data.old_embeddings to cached")
+        online[OLD_EMBEDS] = old.require_model("contains embeddings, not a model: set data.old_embeddings to cached")
         if online[OLD_EMBEDS].reads == "captions":
-            raise XcompatError("captions are not augmented with their images: set data.old_embeddings to cached")
+            raise XcompatError("captions cannot be augmented like their images: set data.old_embeddings to cached")
     if "independent" in settings.online_roles:
         online[NEW_EMBEDS] = independent()
     return online
 
 
 def old_knowledge(images: LabelledImages, old: FrozenModel, cache: Callable[[FrozenModel], EmbeddingCache]) -> OldKnowledge:
-    """Gather what is known of the old model on training images.
+    """Return the old model's classifier, and its embeddings or prototypes of the images.
 
     Args:
         images: the labelled images.
-        old: the old model, or what is left of it.
+        old: the old model, or its stored embeddings or prototypes.
         cache: embeds the images with a model.
-
-    Returns:
-        What is known.
     """
     prototypes_Cd = old.prototypes_of(images.classes)
     embeds_Nd = cache(old) if prototypes_Cd is None else None

@@ -1,4 +1,4 @@
-"""``xcompat compare``: many methods, several seeds, one protocol, one table."""
+"""``xcompat compare``: several methods and seeds, one protocol, one table."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ from xcompat.training.stage_recipe import StageRecipe
 def compare_recipe(recipe: Recipe) -> Path:
     """Run a recipe once per seed and compare its evaluated stages.
 
-    Each seed has its own folder ``seed-N`` in the recipe's, whose finished stages are reused. Embedding caches are shared.
+    Each seed has a folder ``seed-N``; finished stages and embedding caches are reused.
 
     Args:
-        recipe: validated; without ``seeds``, its ``seed`` is the only one.
+        recipe: the validated recipe; without ``seeds``, only ``seed`` runs.
 
     Returns:
-        The path of ``compare.html``.
+        Path of ``compare.html``.
 
     Raises:
-        XcompatError: no stage is evaluated, the stages were not judged on the same cases, or other files are in the way of the
-            comparison.
+        XcompatError: no stage is evaluated, cases differ, or other files are in the way.
     """
-    evaluated = _evaluated(recipe)  # checked before hours of training
+    evaluated = _evaluated(recipe)  # raises before hours of training
     require_comparison_place(recipe.output_dir)
     runs = {seed: recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]}
     for run in runs.values():
@@ -62,13 +61,13 @@ def compare_recipe(recipe: Recipe) -> Path:
 
 
 def dry_run_comparison(recipe: Recipe) -> None:
-    """Check that a recipe can be compared, and that it runs from end to end on stand-ins, with its first seed.
+    """Check that a recipe can be compared, and dry-run its first seed.
 
     Args:
-        recipe: validated.
+        recipe: the validated recipe.
 
     Raises:
-        XcompatError: as :func:`compare_recipe` and :func:`~xcompat.training.dry_run.dry_run_recipe` raise it.
+        XcompatError: as in :func:`compare_recipe` and :func:`~xcompat.training.dry_run.dry_run_recipe`.
     """
     from xcompat.training.dry_run import dry_run_recipe
 
@@ -81,10 +80,11 @@ def dry_run_comparison(recipe: Recipe) -> None:
 
 
 def _evaluated(recipe: Recipe) -> list[StageRecipe]:
-    """Return the stages that a comparison is of."""
     evaluated = [settings for settings in recipe.stages if settings.is_judged]
     if not evaluated:
-        raise XcompatError(f"{recipe.name} has no stage to compare: give one an old model, a test set in data, and evaluation")
+        raise XcompatError(
+            f"{recipe.name} has no stage to compare: a stage needs an old model, a test set in data, and evaluation"
+        )
     return evaluated
 
 
@@ -101,9 +101,9 @@ def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mappi
 
 
 def outside_parameters(model: CompatModel) -> int:
-    """Count the parameters of a finished model outside its encoder: the heads and maps that embeddings go through.
+    """Count a model's parameters outside its encoder.
 
-    A classifier that is kept for later upgrades is not counted, as it makes no embedding.
+    Classifiers kept for later upgrades do not count.
     """
     aside = [module for module in model.modules() if isinstance(module, Encoder | ClassificationHead)]
     left_out = {id(parameter) for module in aside for parameter in module.parameters()}

@@ -1,4 +1,4 @@
-"""Every test set makes contestants of models: its items, as one model embeds them, or as a map leaves them."""
+"""Test sets as embedded by a model or map."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from xcompat.training.test_items import GalleryItems, Questions
 
 HITS_SHOWN = 5
 BLOCK = 8192
-"""Rows that are mapped at a time."""
+"""Rows mapped at a time."""
 
 
 class EvaluationSet(Protocol):
-    """The items that every model of an evaluation embeds."""
+    """Test items that every model embeds."""
 
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> Contestant:
-        """Embed the items with a frozen model, or read its cached embeddings; unreadable images are rows of NaN."""
+        """Embed the items, or read their cache; unreadable images are rows of NaN."""
 
     def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own
-        """Search for a few randomly drawn items, with old queries and with new ones.
+        """Search for randomly drawn items with old and new queries.
 
         Args:
-            old: the old model, whose queries search its own gallery.
-            new_view: the new model's queries.
-            searched: the gallery of the new queries: the old one, or the mapped one.
+            old: the old model; its queries search its own gallery.
+            new_view: new queries.
+            searched: gallery of new queries (old or mapped).
             count: number of items.
-            seed: of the draw.
+            seed: random seed of the draw.
         """
 
     def galleries(self) -> list[GalleryItems]:
-        """Return what its galleries hold."""
+        """Return the galleries' items."""
 
     def questions(self) -> dict[str, Questions]:
-        """Return its queries by direction, such as ``text-to-image``."""
+        """Return queries by direction, e.g. ``text-to-image``."""
 
 
 def best_rows(gallery_ND: Embeddings, query_D: Embeddings, counts: Callable[[int], bool] | None = None) -> list[int]:
-    """Return the rows that one query finds first, the best one first, for an example search.
+    """Return the best hits of a query, best first.
 
     Args:
-        gallery_ND: ``(N, D)`` embeddings; an unreadable picture, a row of NaN, is never found.
+        gallery_ND: ``(N, D)`` embeddings; rows of NaN are never found.
         query_D: ``(D,)`` embedding.
-        counts: whether a row may be found; None: each may.
+        counts: whether a row may be found; None for all.
     """
     scores_N = np.asarray(gallery_ND) @ np.asarray(query_D)
     order_N = np.argsort(-np.where(np.isfinite(scores_N), scores_N, -np.inf), kind="stable")
@@ -65,16 +65,16 @@ def best_rows(gallery_ND: Embeddings, query_D: Embeddings, counts: Callable[[int
 
 
 def require_cosine(embedder: FrozenModel) -> None:
-    """Refuse a model whose embeddings are compared by L2 distance, which only labelled images are."""
+    """Refuse a model with L2 distance."""
     if embedder.metric == "l2":
         raise XcompatError(
-            f"{embedder.name} compares by L2 distance, and only labelled images (data.queries) are judged so; train it with "
-            "metric: cosine"
+            f"{embedder.name} uses L2 distance, which only labelled test images (data.queries) support; train it with metric: "
+            "cosine"
         )
 
 
 def display_name(name: str) -> str:
-    """Return the name of a model in a report: the stage's name for the folder of a run's model, else the name itself.
+    """Return a model's name in reports: its stage, if it is in a run.
 
     Example:
         >>> display_name("runs/quickstart/old/model"), display_name("openai/clip-vit-base-patch32")
@@ -91,15 +91,15 @@ def map_contestant(
     device: torch.device,
     beside: C | None = None,
 ) -> C:
-    """Map embeddings with a model's ``view``, ``self_view`` or ``upgrade``, or mix them with others.
+    """Map embeddings of a test set, or mix them with others.
 
     Args:
         model: embeddings of the test set.
         name: name of the result.
-        fingerprint: the identity of the result.
-        through: maps (B, D), and (B, S) of ``beside`` if that is given, to (B, d).
-        device: where it computes.
-        beside: other embeddings of the same items, such as side-information.
+        fingerprint: identity of the result.
+        through: maps (B, D), and (B, S) of ``beside``, to (B, d).
+        device: computes the map.
+        beside: other embeddings of the same items.
 
     Returns:
         The same items with mapped embeddings.
@@ -109,7 +109,7 @@ def map_contestant(
     @torch.inference_mode()
     def mapped(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
         blocks = (slice(start, start + BLOCK) for start in range(0, max(len(sides[0]), 1), BLOCK))
-        # copied block by block, since torch wants arrays that may be written to, and those of files may not
+        # copied block by block, as torch needs writable arrays
         parts = ([torch.from_numpy(np.array(side[block], np.float32)).to(device) for side in sides] for block in blocks)
         return torch.cat([through(*part).cpu() for part in parts]).numpy()
 

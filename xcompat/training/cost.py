@@ -1,4 +1,4 @@
-"""What training or solving a stage cost: parameters, samples and tokens, memory, and hours of the device."""
+"""Cost of a stage: parameters, samples, tokens, memory and device hours."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ FILE = "cost.json"
 _COST = TypeAdapter(Cost)
 SAMPLES, TOKENS, SECONDS = "samples_seen", "tokens_seen", "seconds_of_training"
 MEMORY, OWN = "peak_memory", "peak_memory_is_of_training"
-"""Keys of what is logged."""
+"""Keys in the log history."""
 _IDS, _MASK = "input_ids", "attention_mask"
 _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_LEFT = 1.05  # the kernel counts pages in lots
+_LEFT = 1.05  # the kernel counts pages in batches
 
 
 class PeakMemory:
-    """The most memory since this was made: on a CUDA device what PyTorch allocated there, else the whole process.
+    """Peak memory since its creation: PyTorch's on CUDA, else the process's.
 
-    A process remembers its peak from its start on, and an earlier stage may have had it. Linux forgets it when asked; elsewhere
-    the peak stays that of the whole process so far, and :attr:`is_own` says so.
+    Only Linux can reset a process's peak; elsewhere :attr:`is_own` is false.
 
     Args:
-        device: of the training.
+        device: device of the training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +47,7 @@ class PeakMemory:
         self.is_own = device.type == "cuda" or _forget_peak()
 
     def bytes(self) -> int:
-        """Return the peak."""
+        """Return the peak in bytes."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         if self.is_own:
@@ -57,29 +56,28 @@ class PeakMemory:
 
 
 def _forget_peak() -> bool:
-    """Make the process's peak what it holds now; return whether it is."""
+    """Reset the peak; return whether that worked."""
     try:
         _FORGET.write_text("5")
         now = _status()
         return now["VmHWM"] <= _LEFT * now["VmRSS"]
-    except (OSError, KeyError):  # no Linux, or one that keeps it
+    except (OSError, KeyError):  # not Linux, or a kernel that keeps the peak
         return False
 
 
 def _status() -> dict[str, int]:
-    """Return what Linux says of this process, in bytes."""
+    """Return the kernel's memory statistics, in bytes."""
     lines = (line.split() for line in _STATUS.read_text(encoding="utf-8").splitlines())
     return {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines if words[-1:] == ["kB"]}
 
 
 class CostCallback(TrainerCallback):
-    """Count what a training takes, and leave it in a file.
+    """Cost of a training, written to a file.
 
-    Each line that the Trainer logs holds the sums so far, and every checkpoint holds what was logged before it: a training that
-    was stopped continues to count. The peak of memory is the first process's.
+    Log entries, and so checkpoints, have the sums so far. Peak memory is the first process's.
 
     Args:
-        file: where it goes.
+        file: JSON file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -89,7 +87,7 @@ class CostCallback(TrainerCallback):
         self._peak: PeakMemory | None = None
 
     def count(self, inputs: dict[str, Tensor]) -> None:
-        """Count the samples of a batch, and its tokens without padding, without waiting for the device."""
+        """Count samples and unpadded tokens without waiting for the device."""
         self._samples += find_batch_size(inputs) or 0
         for name, ids in inputs.items():
             if name.endswith(_IDS):
@@ -98,15 +96,15 @@ class CostCallback(TrainerCallback):
                 self._tokens = self._tokens.to(here.device) + here
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Start the clock, from where a checkpoint ends."""
+        """Start the clock with the checkpoint's sums."""
         self._before = _last(state.log_history)
-        if self._before:  # or a checkpoint of a version that counted steps
+        if self._before:  # older checkpoints have steps instead of samples
             self._before = {SAMPLES: state.global_step * _per_step(args), **self._before}
         self._peak = PeakMemory(args.device)
         self._begun = time.perf_counter()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Add the sums so far to what was logged."""
+        """Add the sums to the last log entry."""
         seen = torch.stack([torch.tensor(self._samples, device=args.device), self._tokens.to(args.device)])
         samples, tokens = sum_over_ranks(seen).tolist()
         before, peak = self._before, self._peak
@@ -152,12 +150,12 @@ def _per_step(args: TrainingArguments) -> int:
 
 
 def _last(log_history: list[dict[str, float]]) -> dict[str, float]:
-    """Return the sums that were logged last; none before the first line."""
+    """Return the last logged sums, or an empty dictionary."""
     return next((entry for entry in reversed(log_history) if SECONDS in entry), {})
 
 
 def seconds_before(checkpoints: Path) -> float:
-    """Return how long a training that continues was trained before.
+    """Return the training time before a resume, in seconds.
 
     Args:
         checkpoints: the Trainer's output folder.
@@ -167,27 +165,27 @@ def seconds_before(checkpoints: Path) -> float:
 
 
 class Solving:
-    """The cost of a stage that is solved and not trained, while it is.
+    """Cost of a stage solved in closed form.
 
     Args:
-        file: where it goes.
+        file: JSON file.
     """
 
     def __init__(self, file: Path) -> None:
         self.file, self.samples = file, 0
-        self._begun, self._peak = time.perf_counter(), PeakMemory(torch.device("cpu"))  # sums and solvers are in float64
+        self._begun, self._peak = time.perf_counter(), PeakMemory(torch.device("cpu"))  # solvers run in float64 on the CPU
 
     def counted(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of pairs, and count their rows."""
+        """Yield batches and count their rows."""
         for new_BD, old_Bd in batches:
             self.samples += len(new_BD)
             yield new_BD, old_Bd
 
     def write(self, model: torch.nn.Module) -> None:
-        """Write the file, on the first process; the others solve as well, or wait, so each counts as a device.
+        """Write the file on the first process; every process counts as a device.
 
         Args:
-            model: what was solved.
+            model: the solved model.
         """
         solved = sum(each.numel() for each in model.parameters())
         seconds = time.perf_counter() - self._begun
@@ -207,13 +205,13 @@ class Solving:
 
 
 def cost_of(folder: Path) -> Cost | None:
-    """Return what training or solving a stage cost; None if a version made it that did not count.
+    """Return the cost of a stage; None if an older version made it.
 
     Args:
-        folder: the stage's.
+        folder: folder of the stage.
 
     Raises:
-        XcompatError: the file was damaged.
+        XcompatError: the file is damaged.
     """
     file = folder / FILE
     if not file.exists():

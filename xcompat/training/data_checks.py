@@ -1,4 +1,4 @@
-"""Check that a recipe's local data have the columns that it names, by reading as little of them as possible."""
+"""Fast checks that local data have the columns a recipe names."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     import datasets
 
 ROWS = 16
-"""Rows that are read of shards and tables, which may be as large as a disk."""
+"""Rows read of shards and tables."""
 
 
 def check_data(settings: StageRecipe) -> None:
-    """Refuse local data without a column, a class or a list that the stage names; pictures are not decoded.
+    """Raise if local data lack a column, class or list that the stage names.
 
-    Shards and tables are represented by their first rows. Data that are missing, on the Hub or elsewhere are not checked.
+    Images are not decoded; shards and tables are checked by their first rows. Missing and remote data are skipped.
 
     Args:
         settings: the stage.
 
     Raises:
-        XcompatError: naming the key of the recipe and what is wrong.
+        XcompatError: with recipe key and cause.
     """
     data, prefix = settings.data, f"{settings.name}: data."
     for number, source in enumerate(data.texts):
@@ -66,7 +66,6 @@ def check_data(settings: StageRecipe) -> None:
 
 
 def _check_test_lists(data: DataSettings, prefix: str) -> None:
-    """Check test sets that are described by files beside their texts or images."""
     judged, templates = data.judged_texts, data.templates
     with _of_key(f"{prefix}judged_texts"):
         if judged is not None and _are_local(judged.queries.path, judged.passages.path):
@@ -82,7 +81,7 @@ def _check_test_lists(data: DataSettings, prefix: str) -> None:
 
 @contextmanager
 def _of_key(key: str) -> Iterator[None]:
-    """Name the key in an error, and pass over data that are missing: they are listed by their paths."""
+    """Prefix errors with the recipe key; ignore missing data, which are listed elsewhere."""
     try:
         with said_of(key):
             yield
@@ -91,7 +90,7 @@ def _of_key(key: str) -> Iterator[None]:
 
 
 def _are_local(*paths: str | list[str]) -> bool:
-    """Return whether data are files of the user; the embedded ones come with the package and are drawn when they are read."""
+    """Return whether all data are the user's files, not samples from the package."""
     embedded = any(str(path).startswith(EMBEDDED) for path in paths)
     return not embedded and all(addresses(path) is None and local_files(path) is not None for path in paths)
 
@@ -102,7 +101,7 @@ def _check_texts(source: CorpusSource | PairSource) -> None:
     if isinstance(source, PairSource):
         _check_pairs(source.model_copy(update={"captions": True}))
     elif not first_texts(source, 1):
-        raise XcompatError(f"{source.path} holds no text; check the path and text_column")
+        raise XcompatError(f"{source.path} contains no text; check the path and text_column")
 
 
 def _check_text_pairs(source: TextPairSource) -> None:
@@ -121,7 +120,7 @@ def _check_labelled(source: LabelledSource, data: DataSettings, key: str) -> Non
 
 
 def _check_pairs(source: PairSource) -> bool:
-    """Check the columns of images, and return whether all rows were read, so that more can be checked of them."""
+    """Check columns; return whether all rows were read."""
     if not _are_local(source.path):
         return False
     form, paths = locate(source)
@@ -130,14 +129,13 @@ def _check_pairs(source: PairSource) -> bool:
     elif form == "webdataset":
         streamed = load_pairs(source.model_copy(update={"streaming": True, "limit": ROWS}))
         if not list(islice(streamed, 1)):
-            raise XcompatError(f"{source.path} holds no sample with what the recipe names; check its columns")
+            raise XcompatError(f"{source.path} contains no sample with the columns that the recipe names; check their names")
     else:
         load_pairs(source.model_copy(update={"streaming": False}))
     return form not in ("parquet", "webdataset")
 
 
 def _first_rows(file: Path) -> datasets.Dataset:
-    """Read the first rows of a Parquet file, with the types of its columns."""
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq

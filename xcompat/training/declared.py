@@ -1,4 +1,4 @@
-"""What the Trainer and the methods take, read from their source: importing them takes seconds, and a misspelt key should not."""
+"""Options of the Trainer and methods, parsed from source to avoid slow imports."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN_TYPES: dict[str, Any] = {"Any": Any, "Annotated": Annotated, "Field": Field, "Literal": Literal, "__builtins__": {}}
 KNOWN_TYPES |= {each.__name__: each for each in (bool, int, float, str, list, dict)}
-"""What a type may be made of to be checked here; one with another name passes, and is checked when its library is imported."""
+"""Names in types that can be checked here; other types need their library."""
 PREFIX = "xcompat-"
 BASE = "CompatConfig"
 
 
 def trainer_fields() -> dict[str, Any]:
-    """Return the fields of ``TrainingArguments`` with their types, as far as these are Python's own; else ``Any``.
+    """Return the fields of ``TrainingArguments`` with types; ``Any`` for types that are not built in.
 
     Returns:
-        Nothing if another version of transformers declares them in several classes.
+        Field name -> type; empty if transformers declares them in several classes.
 
     Example:
         >>> trainer_fields()["max_steps"], trainer_fields()["optim"]
@@ -39,7 +39,7 @@ def trainer_fields() -> dict[str, Any]:
 
 
 def trackers() -> list[str]:
-    """Return the names that ``report_to`` may hold.
+    """Return valid names for ``report_to``.
 
     Example:
         >>> {"tensorboard", "trackio", "wandb"} <= set(trackers())
@@ -52,7 +52,7 @@ def trackers() -> list[str]:
 
 
 def method_names() -> list[str]:
-    """Return the names of all methods: those in the package's source, and those that a program has registered.
+    """Return the names of all methods, including registered ones.
 
     Example:
         >>> "xbt" in method_names()
@@ -64,10 +64,10 @@ def method_names() -> list[str]:
 
 
 def method_options(method: str) -> dict[str, Any]:
-    """Return what a method's configuration adds to that of all models, with the types, as :func:`trainer_fields` does.
+    """Return a method's own options with types.
 
     Args:
-        method: one of :func:`method_names`.
+        method: from :func:`method_names`.
 
     Example:
         >>> sorted(method_options("xbt"))
@@ -83,10 +83,10 @@ def method_options(method: str) -> dict[str, Any]:
 
 
 def is_solved(method: str) -> bool:
-    """Return whether a method is solved in closed form, so that the training section is not for it.
+    """Return whether a method is solved in closed form.
 
     Args:
-        method: one of :func:`method_names`.
+        method: from :func:`method_names`.
 
     Example:
         >>> is_solved("procrustes"), is_solved("xbt")
@@ -103,7 +103,7 @@ def is_solved(method: str) -> bool:
 
 
 def _read_ancestry(name: str) -> list[ast.ClassDef] | None:
-    """Return a configuration and its parents below :data:`BASE`, or None if a parent's source is not in the package."""
+    """Return a configuration and its parents; None if a source is missing."""
     ancestry = []
     while name != BASE:
         if name not in _texts():
@@ -124,7 +124,6 @@ def _import_method(method: str) -> type[CompatModel]:
 
 
 def _import_options(method: str) -> dict[str, Any]:
-    """Return a method's options and their types from its class: its source was not found."""
     import torch
 
     from xcompat.models import CompatConfig
@@ -137,20 +136,20 @@ def _import_options(method: str) -> dict[str, Any]:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Return the source of each class of methods and of what they share; parsing all of them takes ten times as long."""
+    """Return the source of each class; parsing all of them is ten times slower."""
     files = [*(PACKAGE / "methods").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
     parts = (part for file in files for part in re.split(r"^(?=\S)", file.read_text(encoding="utf-8"), flags=re.M))
     return {found[1]: part for part in parts if (found := re.match(r"class (\w+)", part))}
 
 
 def _assignment(name: str, value: str) -> str:
-    """Return a pattern for a line of a class that assigns a value, with or without quotes, a type and a comment."""
+    """Return a pattern for an assignment in a class."""
     return rf"""^    {name}(?:: [^=]+)? = ["']?{value}["']?(?:\s*#.*)?$"""
 
 
 @cache
 def _find_class(name: str, value: str) -> str:
-    """Return the name of the class in whose body a value is assigned to a name; empty if there is none."""
+    """Return the class that assigns this value; empty if none does."""
     pattern = _assignment(name, re.escape(value))
     return next((found for found, text in _texts().items() if re.search(pattern, text, re.M)), "")
 
@@ -172,13 +171,12 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _transformers(inside: str) -> Path:
-    spec = find_spec("transformers")  # looks for it, and imports nothing
+    spec = find_spec("transformers")  # without importing it
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent / inside
 
 
 def _fields(declared: ast.ClassDef) -> dict[str, Any]:
-    """Return the annotated names of a class with their types; ``Any`` for a type that is none of :data:`KNOWN_TYPES`."""
     return {
         node.target.id: _type(ast.unparse(node.annotation))
         for node in declared.body

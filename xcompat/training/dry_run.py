@@ -1,4 +1,4 @@
-"""``--dry-run``: run a whole recipe on tiny stand-ins; nothing is downloaded and nothing stays on disk."""
+"""``--dry-run``: a whole recipe on tiny stand-ins, without downloads."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ PAIRS = 16
 CLASSES = 4
 _PREFIXES = {"hf-hub:": "open_clip", "sentence-transformers:": "sentence-transformers"}
 SCRATCH_DIM = 16
-"""Width of stand-ins for architectures that are trained from scratch; wide ones with random weights overflow float16."""
+"""Width of stand-ins for architectures trained from scratch; wide random weights overflow float16."""
 UNKNOWN_DIMS = {"old": 64, "new": 128, "independent": 128, "side_info": 64, "new_side_info": 64}
-"""Dimensions of stand-ins for models whose own are unknown: usual options, such as `PQ64` or `extra_dim: 32`, fit them."""
+"""Dimensions of stand-ins for models of unknown dimension; they fit usual options, e.g. `PQ64` or `extra_dim: 32`."""
 
 
 def dry_run_recipe(recipe: Recipe) -> list[str]:
-    """Check that a recipe runs from end to end: every stage for two steps, on stand-ins of its models and data.
+    """Run a recipe end to end: two steps of every stage, on stand-ins of models and data.
 
-    Stand-ins have the dimensions of the models that they replace, as far as this machine knows them. Local data are checked for
-    the columns that the recipe names. Paths that do not exist are printed, all of them, and the rest is checked all the same.
+    Stand-ins have the real dimensions, if known. Local data must have the recipe's columns. Missing paths are printed and do not
+    stop the check.
 
     Args:
-        recipe: validated.
+        recipe: the validated recipe.
 
     Returns:
-        A line for each path that must exist before the recipe can be trained.
+        A line per path that must exist before training.
 
     Raises:
-        XcompatError: a stage does not fit, data lack a column, or the user's own files are where it would write.
+        XcompatError: a stage does not fit, data lack a column, or output folders contain the user's files.
     """
     if world_size() > 1:
         raise XcompatError("a dry run needs one process; start it without accelerate launch")
@@ -69,7 +69,7 @@ def dry_run_recipe(recipe: Recipe) -> list[str]:
                 check_data(settings)
                 settings.require_old_queries()
         stand_in = _stand_in_recipe(recipe, Path(folder))
-        console.quiet = True  # the figures of random weights mean nothing
+        console.quiet = True  # results of random weights mean nothing
         try:
             with keep_frozen_models():
                 run_recipe(stand_in)
@@ -82,8 +82,8 @@ def dry_run_recipe(recipe: Recipe) -> list[str]:
 
 
 def _print_plan(recipe: Recipe) -> list[str]:
-    """Print the stages and the missing paths; return the latter."""
-    table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: what would run")
+    """Print stages and missing paths; return the latter."""
+    table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: planned stages")
     missing: dict[str, list[str]] = {}
     for settings in recipe.stages:
         with said_with_layout(recipe.layout):
@@ -105,7 +105,6 @@ def _print_plan(recipe: Recipe) -> list[str]:
 
 @contextmanager
 def _cache_in(folder: Path) -> Iterator[None]:
-    """Keep data sets that are read in the block in a folder that is deleted afterwards."""
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE
@@ -130,13 +129,13 @@ def _stand_in_recipe(recipe: Recipe, folder: Path) -> Recipe:
 
 
 class Widths:
-    """Dimensions of the stand-ins of a recipe's models.
+    """Dimensions of stand-ins.
 
     Args:
-        recipe: validated.
+        recipe: the validated recipe.
 
     Raises:
-        XcompatError: an architecture that is trained from scratch cannot be built.
+        XcompatError: a model from scratch cannot be built.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -154,18 +153,18 @@ class Widths:
                     self._asked.setdefault(source.name, int(settings.options["dim"]))
 
     def of(self, source: EncoderSource | ScratchSource, role: str) -> int:
-        """Return the real dimension of a model, or else one that the recipe's options fit."""
+        """Return the real dimension of a model, or one that fits the options."""
         if isinstance(source, ScratchSource):
             return SCRATCH_DIM
         return self._of[source.name] or self._asked.get(source.name) or max(UNKNOWN_DIMS[role], source.truncate_dim or 0)
 
     def is_known(self, source: EncoderSource | ScratchSource | None) -> bool:
-        """Return whether the dimension of a model is its real one."""
+        """Return whether a model's real dimension is known."""
         return isinstance(source, EncoderSource) and self._of.get(source.name) is not None
 
 
 def _real_dim(source: EncoderSource) -> int | None:
-    """Return the dimension of a model or of stored embeddings; None if this machine does not have it."""
+    """Return a model's dimension; None if it is not on this machine."""
     if source.name.startswith(STAGE_PREFIX):
         return None
     if is_stored(source.name):
@@ -180,7 +179,7 @@ def _name(source: EncoderSource | ScratchSource | None) -> str:
 
 
 def _stand_in_stages(settings: StageRecipe, folder: Path, projected: set[str], widths: Widths) -> list[StageRecipe]:
-    """Return the stage on stand-ins; if it starts from a φ that no stage trains, a stage that trains one comes first."""
+    """Return the stage on stand-ins, after a stage for its φ if needed."""
     stage = _stand_in_stage(settings, folder, projected, widths)
     if settings.projection is None or settings.projection.startswith(STAGE_PREFIX):
         return [stage]
@@ -204,7 +203,7 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], wi
         if isinstance(source, EncoderSource) and not source.name.startswith(STAGE_PREFIX):
             model_type = source.model_type or _usual_type(settings, role, source.name, projected)
             where = folder / source.name.replace("/", "--")
-            # equal names in a recipe are one model
+            # equal names are the same model
             name = str(where) if where.exists() else save_stand_in(where, model_type, widths.of(source, role))
             replaced[role] = {"name": name}
             named.add(role)
@@ -231,18 +230,18 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], wi
 
 
 def _quick_options(settings: StageRecipe) -> dict[str, Any]:
-    """Return changes to the options without which a method refuses random models, or takes long to solve them."""
+    """Return options that accept random models and are solved quickly."""
     if settings.method == "mini_vec2vec":
         options = usual_options(settings.method) | settings.options
         # random spaces do not agree
         return {"least_agreement": -1.0} | {key: min(options[key], 2) for key in ("runs", "rounds")}
-    if settings.method == "lambda_orthogonality" and 0 <= settings.options.get("strength", 1) < math.inf:  # others are refused
+    # an invalid strength must still raise
+    if settings.method == "lambda_orthogonality" and 0 <= settings.options.get("strength", 1) < math.inf:
         return {"strength": 0.0}  # least squares: the penalty needs 500 steps of L-BFGS on so few samples
     return {}
 
 
 def _stand_in_data(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a data section on tiny files."""
     for key in ("pairs", "remembered", "test", "images", "queries", "gallery"):
         if data.get(key):
             data[key] = {"path": _tiny_images(folder, key)}
@@ -257,19 +256,19 @@ def _stand_in_data(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     if data.get("texts"):
         data["texts"] = [{"path": _tiny_texts(folder)}]
     if data.get("texts_limit"):
-        data["texts_limit"] = min(data["texts_limit"], PAIRS - BATCH)  # so that it leaves some out
+        data["texts_limit"] = min(data["texts_limit"], PAIRS - BATCH)  # fewer than there are
     return data | {"samples_per_class": BATCH // 2}  # of two classes
 
 
 def _usual_type(settings: StageRecipe, role: str, name: str, projected: set[str]) -> str:
-    """Return the architecture of a stand-in; a model whose penultimate features are read needs a last linear layer."""
+    """Return the architecture of a stand-in; penultimate features need a final linear layer."""
     if settings.data.images is not None and not (role == "old" and settings.data.old_reads == "captions"):
         return "clip_vision_model" if name in projected else "resnet"
     return next((library for prefix, library in _PREFIXES.items() if name.startswith(prefix)), "clip")
 
 
 def _tiny_images(folder: Path, name: str) -> str:
-    """Write coloured squares of four classes, four each, with captions so short that the stand-ins do not cut them off."""
+    """Write coloured squares of four classes with captions short enough for stand-ins."""
     from PIL import Image
 
     where = folder / name
@@ -279,21 +278,19 @@ def _tiny_images(folder: Path, name: str) -> str:
         for row, image in enumerate(pixels):
             Image.fromarray(image).save(where / f"{name}-{row}.png")
         lines = ["image,caption,label", *(f"{name}-{row}.png,{name} {row},class {row % CLASSES}" for row in range(PAIRS))]
-        if name in ("queries", "gallery"):  # the last image is of a class that the other side lacks, for identification
+        if name in ("queries", "gallery"):  # the other side lacks the last image's class, for open-set identification
             lines[-1] = f"{name}-{PAIRS - 1}.png,{name} {PAIRS - 1},class of {name}"
         (where / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(where)
 
 
 def _tiny_classes(folder: Path) -> dict[str, Any]:
-    """Write the names of the four classes beside their images."""
     file = folder / "classes.txt"
     file.write_text("".join(f"class {row}\n" for row in range(CLASSES)), encoding="utf-8")
     return {"images": {"path": _tiny_images(folder, "zero_shot"), "captions": False, "labels": True}, "classes": str(file)}
 
 
 def _tiny_judgements(folder: Path) -> dict[str, Any]:
-    """Write queries, passages, and one judgement for each query."""
     named = {"queries": "cat", "passages": "bird"}
     for name, word in named.items():
         rows = (json.dumps({"id": str(row), "text": f"{word} {row}"}) + "\n" for row in range(PAIRS))
@@ -304,7 +301,6 @@ def _tiny_judgements(folder: Path) -> dict[str, Any]:
 
 
 def _tiny_templates(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
-    """Write templates of two images, two for each subject, with the lists that a recipe names."""
     images = Path(_tiny_images(folder, "images"))
     lists = {
         "members": [f"images-{row}.png {row // 2} {row}" for row in range(PAIRS)],
@@ -321,7 +317,6 @@ def _tiny_templates(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tiny_text_pairs(folder: Path, named: dict[str, Any]) -> dict[str, Any]:
-    """Write queries with passages, negatives if the recipe names some, and ids."""
     file = folder / "text_pairs.jsonl"
     rows = [{"query": f"cow {row}", "passage": f"hen {row}", "negatives": f"fox {row}", "id": str(row)} for row in range(PAIRS)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

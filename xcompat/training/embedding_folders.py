@@ -1,4 +1,4 @@
-"""What ``xcompat evaluate`` is given, checked by the names of files, before torch is imported."""
+"""Fast checks of the arguments of ``xcompat evaluate``, without torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xcompat.report import require_report_place
 from xcompat.training.record import EVALUATED, find_model
 from xcompat.vectors import is_table, stored_at
 
-NO_CHECKPOINT = "holds no xcompat checkpoint; name the folder with its config.json, usually RUN/model"
+NO_CHECKPOINT = "is not an xcompat checkpoint; use the folder with its config.json, usually RUN/model"
 
 RUN_FILES = ("recipe.yaml", "report", "report.json")
-"""What tells a run's folder; the last one is where an earlier version wrote the report."""
+"""Files that identify a run; the last one is from older versions."""
 
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
 READ: dict[Kind, tuple[str, ...]] = {
@@ -31,37 +31,37 @@ READ: dict[Kind, tuple[str, ...]] = {
     "run": (),
     "checkpoint": ("--data", "--old", "--output", "--rerank", "--threshold"),
 }
-"""What is judged -> the options that are read for it."""
+"""Kind of target -> options that apply to it."""
 UNREAD: dict[Kind, str] = {
-    "embeddings": "is not read beside --old and --new, which name all embeddings; leave it out",
-    "recipe": "is not read with a recipe, which says itself what is judged and where its report goes; leave it out",
-    "run": "is not read with a run's folder, whose report is only shown; leave it out, or name the run's recipe or checkpoint",
-    "checkpoint": "is of embeddings, and not read with a checkpoint; leave it out, or name embeddings with --old and --new",
+    "embeddings": "does not apply to embeddings (--old and --new); remove it",
+    "recipe": "does not apply to a recipe, which sets its own test data and report folder; remove it",
+    "run": "does not apply to a run's folder, whose report is only shown; remove it, or use the run's recipe or checkpoint",
+    "checkpoint": "does not apply to a checkpoint, only to embeddings; remove it, or use embeddings with --old and --new",
 }
 
 
 def judged_kind(target: Path | None, overrides: Sequence[str], options: Mapping[str, object]) -> Kind:
-    """Return what is judged.
+    """Return the kind of the target.
 
     Args:
-        target: a recipe, a run's folder or a checkpoint's.
+        target: a recipe, run or checkpoint.
         overrides: ``key=value`` each.
-        options: what each option was given, by its name; None for nothing.
+        options: option name -> value, or None.
 
     Raises:
-        XcompatError: nothing is named, or what is given would not be read for it.
+        XcompatError: no target, or an option does not apply.
     """
     given = [option for option, value in options.items() if value is not None]
     if "--new" in given:
         if "--old" not in given:
-            raise XcompatError("--new names embeddings, so --old must name the folder with the old model's")
+            raise XcompatError("--new needs --old, the folder of the old model's embeddings")
         if "--rerank" in given and not {"--map", "--new-own"} & {*given}:
-            raise XcompatError("--rerank scores hits by the new model's own embeddings: add their folder with --new-own")
+            raise XcompatError("--rerank needs the new model's own embeddings: add their folder with --new-own")
         kind: Kind = "embeddings"
     elif "--qrels" in given or "--map" in given:
-        raise XcompatError("--qrels and --map are of embeddings: name their folders with --old and --new")
+        raise XcompatError("--qrels and --map need embeddings: set --old and --new to their folders")
     elif target is None:
-        raise XcompatError("name a recipe, a run or a checkpoint, or give embeddings with --old and --new")
+        raise XcompatError("nothing to evaluate: use a recipe, a run or a checkpoint, or embeddings with --old and --new")
     elif target.suffix in {".yaml", ".yml"}:
         kind = "recipe"
     else:
@@ -79,29 +79,29 @@ def judged_kind(target: Path | None, overrides: Sequence[str], options: Mapping[
 def judged_folders(
     old: Path, new: Path, new_own: Path | None, independent: Path | None, by_map: Path | None
 ) -> dict[str, Path | None]:
-    """Return the folders by role; what a map is applied to are the new model's own embeddings, which nothing trained.
+    """Return folders of embeddings by role.
 
     Raises:
-        XcompatError: the map is none, or own embeddings are given beside it.
+        XcompatError: ``by_map`` has no model, or ``new_own`` is also set.
     """
     if by_map is None:
         return {"old": old, "new_view": new, "new": new_own, "independent": independent}
     if new_own is not None:
-        raise XcompatError("--map is applied to --new, the new model's own embeddings; leave --new-own out")
+        raise XcompatError("--map already applies to --new, the new model's own embeddings; remove --new-own")
     find_model(by_map)
     return {"old": old, "new": new, "independent": independent or new}
 
 
 def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, output: Path) -> None:
-    """Refuse folders that lack a file of embeddings or ids.
+    """Raise if a folder lacks embeddings or ids.
 
     Args:
-        folders: by role, as :func:`~xcompat.training.evaluate_command.evaluate_embeddings` knows them.
-        qrels: the judgements, if there are any.
-        output: where the report goes.
+        folders: by role, as in :func:`~xcompat.training.evaluate_command.evaluate_embeddings`.
+        qrels: judgements, if any.
+        output: folder of the report.
 
     Raises:
-        XcompatError: naming the file.
+        XcompatError: a file is missing.
     """
     require_output(output)
     if qrels is not None:
@@ -117,60 +117,60 @@ def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, outp
 
 
 def kinds_judged(role: str, folder: Path) -> tuple[str, ...]:
-    """Return what a folder holds beside judgements: of mapped queries there may be no passages."""
+    """Return the kinds of embeddings in a folder; mapped queries need no passages."""
     has_passages = role != "new_view" or stored_at(folder / "text_embeds") is not None
     return ("query", "text") if has_passages else ("query",)
 
 
 def has_texts(folder: Path) -> bool:
-    """Return whether a folder has texts, or is none."""
+    """Return whether a folder has texts or is missing."""
     return stored_at(folder / "text_embeds") is not None or (folder / "text_ids.txt").exists() or not folder.is_dir()
 
 
 def require_files(folder: Path, kinds: Sequence[str]) -> None:
-    """Refuse a folder without the embeddings and ids of these kinds."""
+    """Raise if a folder lacks these embeddings or ids."""
     names = [f"{kind}_embeds.npy" for kind in kinds] + [f"{kind}_ids.txt" for kind in kinds]
     for name in names:
         place = stored_at(folder / f"{name.split('_')[0]}_embeds")
         if not (folder / name).is_file() and (place is None or not is_table(place)):
-            raise XcompatError(f"{folder} lacks {name}; it must hold {', '.join(names)}")
+            raise XcompatError(f"{folder} lacks {name}; it must contain {', '.join(names)}")
 
 
 def require_labels(folder: Path) -> Path:
-    """Return the file that says which images belong together.
+    """Return the file of classes.
 
     Raises:
-        XcompatError: there is none.
+        XcompatError: it is missing.
     """
     file = folder / LABELS
     if not file.is_file():
         raise XcompatError(
-            f"{folder} holds images alone, and nothing says which of them belong together: add {LABELS} (one class a line, in "
-            "the order of the rows), or texts in every folder (text_embeds.npy, text_ids.txt: the id of the image each describes)"
+            f"{folder} contains images without classes or texts, so relevant hits are unknown: add {LABELS} (one class per line, "
+            "in row order), or texts in every folder (text_embeds.npy, and text_ids.txt with the id of the image each describes)"
         )
     return file
 
 
 def require_testable(folder: Path, data: Path | None, output: Path) -> None:
-    """Refuse a folder without a checkpoint, data that are not there, and a place where something else is.
+    """Raise if checkpoint or data are missing, or ``output`` is not free.
 
     Raises:
-        XcompatError: naming what is missing.
+        XcompatError: with the path.
     """
     if is_local(str(folder)) and not (folder.is_dir() and is_own(folder)):
         raise XcompatError(f"{folder} {NO_CHECKPOINT}")
     require_output(output)
     if data is None:
-        raise XcompatError(f"name the images, with captions or classes, that {folder} is to be tested on with --data")
+        raise XcompatError(f"set --data to test images with captions or classes for {folder}")
     local_files(str(data))
 
 
 def require_output(output: Path) -> None:
-    """Refuse to write a report where something else is, such as the report of a run.
+    """Raise if the report would replace other files.
 
     Raises:
-        XcompatError: naming it.
+        XcompatError: with the folder.
     """
     require_report_place(output)
     if (output / EVALUATED).is_file():
-        raise XcompatError(f"{output} holds the report of its own recipe, which this one would replace; choose another --output")
+        raise XcompatError(f"{output} already contains the report of a recipe; choose another --output")

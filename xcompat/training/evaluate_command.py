@@ -1,4 +1,4 @@
-"""``xcompat evaluate``: judge a recipe's result, a checkpoint, or plain embeddings from elsewhere."""
+"""``xcompat evaluate``: evaluation of a recipe, a checkpoint, or embeddings."""
 
 from __future__ import annotations
 
@@ -46,44 +46,44 @@ from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.vectors import BAD_SHARE
 
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "gallery")
-"""Overrides that ask for images with classes, even for a checkpoint that embeds texts."""
+"""Overrides that imply images with classes."""
 
 Source = TypeVar("Source", PairSource, LabelledSource)
 
 
 def settings_of(rerank: int | None, threshold: float | None) -> EvaluationSettings:
-    """Return how the command line asks to judge.
+    """Return evaluation settings of the command line.
 
     Raises:
-        XcompatError: the threshold is no cosine.
+        XcompatError: the threshold is not a cosine.
     """
     if threshold is not None and not -1 < threshold < 1:
-        raise XcompatError(f"--threshold {threshold:g} is no cosine; give a number between -1 and 1")
+        raise XcompatError(f"invalid --threshold {threshold:g}: a cosine is a number between -1 and 1")
     return EvaluationSettings(rerank=rerank or 0, threshold=threshold)
 
 
 def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
-    """Judge the last evaluated stage of a recipe, after training the stages that are not done.
+    """Train unfinished stages, and evaluate the last evaluated stage.
 
     Args:
-        target: the recipe's YAML, or a run's folder that holds a report.
+        target: a recipe, or a run with a report.
         overrides: ``key=value`` each.
 
     Returns:
         The report.
 
     Raises:
-        XcompatError: the folder holds no report, or the recipe evaluates no stage.
+        XcompatError: there is no report, or no stage to evaluate.
     """
     if target.is_dir():
         if not report_file(target).exists():
-            raise XcompatError(f"{target} holds no report; run `xcompat train` with its recipe, which ends with one")
+            raise XcompatError(f"{target} contains no report; run `xcompat train` with its recipe to make one")
         report = load_report(target)
         print_report(report, console)
         return report
     reports = run_recipe(load_recipe(target, overrides))
     if not reports:
-        raise XcompatError(f"{target} evaluates nothing: give a stage an old model, a test set in data, and evaluation")
+        raise XcompatError(f"{target} evaluates nothing: a stage needs an old model, a test set in data, and evaluation")
     return load_report(list(reports.values())[-1])
 
 
@@ -95,26 +95,25 @@ def evaluate_checkpoint(
     output: Path,
     settings: EvaluationSettings | None = None,
 ) -> Report:
-    """Judge a saved checkpoint on images with captions, or on images with classes.
+    """Evaluate a checkpoint on images with captions or classes.
 
-    The images have classes if the model embeds no texts, or if an override is about classes; else they have captions. As in a
-    run, there is an independent model only for a map over its embeddings, or for images with captions.
+    Images have classes if the model embeds no texts or an override is about classes. Only maps and captions use an independent
+    model.
 
     Args:
-        folder: a checkpoint of this library.
+        folder: an xcompat checkpoint.
         data: the images.
-        overrides: how to read the images: ``key=value`` of :class:`~xcompat.data.PairSource`, such as ``caption_column=txt``, or
-            of :class:`~xcompat.data.LabelledSource`, such as ``label_column=folder``; ``gallery=PATH`` names other images as the
-            gallery, which are read in the same way. Without it the queries are the gallery.
-        old: the old model, or a folder of its stored embeddings; the one named in the checkpoint if None.
+        overrides: ``key=value`` of :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.LabelledSource`, e.g.
+            ``caption_column=txt``. ``gallery=PATH`` sets a separate gallery.
+        old: the old model or its stored embeddings; default: the checkpoint's.
         output: folder of the report.
-        settings: how the result is judged; the defaults if None.
+        settings: evaluation settings, or None.
 
     Returns:
         The report.
 
     Raises:
-        XcompatError: there is no checkpoint or no data, or the checkpoint is not compatible with the old model.
+        XcompatError: checkpoint or data are missing, or the old model is incompatible.
     """
     if not is_checkpoint(str(folder)):
         raise XcompatError(f"{folder} {NO_CHECKPOINT}")
@@ -124,15 +123,15 @@ def evaluate_checkpoint(
     model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
     versions = model.compatible_with
     if not versions:
-        raise XcompatError(f"{folder} was trained without an old model: there is no old gallery to judge it on")
+        raise XcompatError(f"{folder} was trained without an old model, so there is no old gallery to evaluate it on")
     if versions[0].is_of_name:
         raise XcompatError(
-            f"{folder} maps into the space of {versions[0].name!r}, which is a name and no model that can be loaded: "
-            "judge embeddings of both models (--old, --new), or make the map again with the model itself as --old-model"
+            f"{folder} maps into the space of {versions[0].name!r}, which is only a name: evaluate embeddings of both models "
+            "(--old, --new), or fit the map again with the model itself as --old-model"
         )
     old_name = old or versions[0].name
     old_model = load_frozen(old_name, device())
-    if old_model.fingerprint not in versions:  # before anything is embedded
+    if old_model.fingerprint not in versions:  # raises before the slow embedding
         versions[0].require(old_model.fingerprint, f"the gallery of {old_model.name}")
     plain = plain_model(model) if model.embeds_in_memory else None
     test = _test_set(data, overrides, model.embeds_texts)
@@ -147,10 +146,10 @@ def evaluate_checkpoint(
 
 
 def plain_model(model: CompatModel) -> Embedder | None:
-    """Load the new model from before any training for compatibility; None if the checkpoint was trained from random weights."""
+    """Load the new model without training for compatibility; None if trained from scratch."""
     described = model.config.encoder
     if described is None:
-        raise XcompatError(f"{model.name_or_path} was fitted on embeddings alone: judge embeddings, with --old and --new")
+        raise XcompatError(f"{model.name_or_path} was fitted on embeddings only: evaluate embeddings with --old and --new")
     if described["name"] == FROM_SCRATCH:
         return None
     return load_embedder(EncoderSource.described(described), device())
@@ -189,30 +188,33 @@ def evaluate_embeddings(
     max_bad_share: float = BAD_SHARE,
     settings: EvaluationSettings | None = None,
 ) -> Report:
-    """Judge embeddings made elsewhere.
+    """Evaluate embeddings made elsewhere.
 
-    Each folder holds ``image_embeds.npy`` and ``text_embeds.npy`` and, one id a line, ``image_ids.txt`` and ``text_ids.txt``;
-    a text's id is that of the image it describes. With judgements it holds ``query_embeds.npy`` and ``query_ids.txt`` in the
-    place of images, and texts are passages with ids of their own; mapped queries need no passages beside them. Where no folder
-    has texts, ``labels.txt`` (one class a line, in the old model's folder) says which images belong together. In place of a
-    ``.npy`` file and its ids there may be a table with both (see :func:`~xcompat.vectors.read_vectors`).
+    Each folder contains ``image_embeds.npy`` and ``text_embeds.npy``, and one id per line in ``image_ids.txt`` and
+    ``text_ids.txt``:
+
+    - Captions have the id of their image.
+    - With ``qrels``, ``query_embeds.npy`` and ``query_ids.txt`` replace images, and texts are passages. Mapped queries need no
+    passages.
+    - Without texts, ``labels.txt`` in the old folder has one class per line.
+    - A table can replace a ``.npy`` file and its ids (:func:`~xcompat.vectors.read_vectors`).
 
     Args:
         old: embeddings of the old model.
-        new: embeddings of the new model in the old space; with a map, in its own space.
-        new_own: embeddings of the new model in its own space, if known.
+        new: new embeddings in the old space; with ``by_map``, in the new space.
+        new_own: new embeddings in the new space, if known.
         independent: embeddings of the new model without training for compatibility, if known.
-        output: where the report goes.
-        qrels: which passages are relevant to which queries, as :func:`xcompat.data.read_qrels` reads it.
-        by_map: folder of a map of queries, such as ``xcompat map`` writes; it is applied to ``new``.
-        max_bad_share: the share of a file's rows that may have no usable embedding; no model is judged on these items.
-        settings: how the result is judged; the defaults if None.
+        output: folder of the report.
+        qrels: relevance judgements (:func:`xcompat.data.read_qrels`).
+        by_map: folder of a query map for ``new``.
+        max_bad_share: maximum share of rows without a usable embedding.
+        settings: evaluation settings, or None.
 
     Returns:
         The report.
 
     Raises:
-        XcompatError: the embeddings do not fit together, or not the map.
+        XcompatError: embeddings and map do not fit together.
     """
     require_output(output)
     folders = judged_folders(old, new, new_own, independent, by_map)
@@ -232,21 +234,21 @@ def evaluate_embeddings(
         settings = as_chosen(settings, model)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
-            f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add the map that takes "
-            f"them there with --map FOLDER, or give mapped queries as --new, and {new} as --new-own"
+            f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add their map with "
+            f"--map FOLDER, or use mapped queries as --new, and {new} as --new-own"
         )
     return _finish(make_report(Contestants(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
 
 def _mapped(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
-    """Apply a map of queries to the new model's own embeddings: its queries, and what a backfill would store."""
+    """Return mapped queries and the vectors of a backfill."""
     if model.maps_galleries or not model.compatible_with:
-        raise XcompatError(f"{by_map} maps no queries into an old space; name the folder of a map that `xcompat map` wrote")
+        raise XcompatError(f"{by_map} does not map queries into an old space; use the folder of a map that `xcompat map` wrote")
     dims = model.config.embedding_dim, model.version_dims()[0][1]
     if (own.dim, old.dim) != dims:
         raise XcompatError(
-            f"{by_map} maps {dims[0]} to {dims[1]} dimensions, but {own.name} has {own.dim} and {old.name} {old.dim}: give the "
-            "embeddings of the two models that it was made for"
+            f"{by_map} maps {dims[0]} to {dims[1]} dimensions, but {own.name} has {own.dim} and {old.name} {old.dim}: use "
+            "embeddings of the two models of the map"
         )
     made = model.fingerprint()
     view = map_contestant(own.queries_alone(), by_map.name, made.derived("view"), model.view, model.device)
@@ -256,18 +258,18 @@ def _mapped(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
 
 
 def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: EmbeddedPairs | None = None) -> EmbeddedPairs:
-    """Read plain embeddings with ids.
+    """Read embeddings with ids.
 
     Args:
         folder: see :func:`evaluate_embeddings`.
         max_bad_share: see :func:`evaluate_embeddings`.
-        like: the old model's embeddings, whose order of the items is taken.
+        like: old embeddings, for the item order.
 
     Returns:
-        The embeddings; their fingerprint is the folder's name, as nothing else is known.
+        The embeddings, with the folder as fingerprint.
 
     Raises:
-        XcompatError: a file is missing, is no array of numbers, or the counts differ.
+        XcompatError: a file is missing or invalid, or counts differ.
     """
     require_files(folder, ("image", "text"))
     images_ND, image_ids = read_embeddings(folder, "image", max_bad_share, like.image_ids if like is not None else None)
@@ -276,7 +278,6 @@ def load_embedding_folder(folder: Path, max_bad_share: float = BAD_SHARE, like: 
 
 
 def _labelled_images(folders: dict[str, Path | None], max_bad_share: float) -> dict[str, EmbeddedImages]:
-    """Read images of every model that is given; their classes are those of the first folder, the old model's."""
     old, loaded = folders["old"], dict[str, EmbeddedImages]()
     assert old is not None
     for role, folder in folders.items():
@@ -293,12 +294,11 @@ def _labelled_images(folders: dict[str, Path | None], max_bad_share: float) -> d
 def _labels(folder: Path, count: int) -> list[str]:
     file = require_labels(folder)
     if len(labels := read_labels(file)) != count:
-        raise XcompatError(f"{file} has {len(labels):,} lines for {count:,} images; they must be as many")
+        raise XcompatError(f"{file} has {len(labels):,} lines for {count:,} images; the counts must be equal")
     return labels
 
 
 def _judged_texts(folders: dict[str, Path | None], qrels: Path, max_bad_share: float) -> dict[str, EmbeddedTexts]:
-    """Read queries and passages of every model that is given; of mapped queries there may be no passages."""
     judgements, loaded = read_qrels(qrels), dict[str, EmbeddedTexts]()
     for role, folder in folders.items():
         if folder is None:

@@ -1,4 +1,4 @@
-"""Test sets: images with captions, images with classes, texts with judgements, or templates of images."""
+"""Test sets of images and texts."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     import datasets
 
 CLASS, GROUP = "class", "of"
-"""Keys of the metadata in a run's galleries: the class of a picture, and the id that pictures and captions of one thing share."""
+"""Metadata keys: class of an image, and shared id of an image and its captions."""
 
 
 def load_test_set(data: DataSettings) -> EvaluationSet | None:
-    """Load the test set of a stage; None if its data section names none."""
+    """Load a stage's test set, or None."""
     if images := judged_images(data):
         return LabelledTestSet(images["queries"], images.get("gallery", images["queries"]))
     if data.judged_texts is not None:
@@ -59,7 +59,7 @@ def load_test_set(data: DataSettings) -> EvaluationSet | None:
 
 
 def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
-    """Load the labelled test images of a stage: ``queries``, and ``gallery`` if that is another data set; empty if none."""
+    """Load a stage's labelled ``queries`` and separate ``gallery``, if any."""
     if data.queries is None:
         return {}
     named = {"queries": data.queries, "gallery": data.gallery}
@@ -67,21 +67,21 @@ def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
 
 
 def judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:
-    """Load labelled test images, of which ``test_subset`` is kept."""
+    """Load labelled test images in ``test_subset``."""
     labelled = load_labelled(source, captions=data.old_reads == "captions")
     return select(labelled, data.test_subset) if data.test_subset is not None else labelled
 
 
 @dataclass
 class PairTestSet(EvaluationSet):
-    """A paired test set, and perhaps others for zero-shot classification.
+    """Images with captions, and sets for zero-shot classification.
 
     Args:
         pairs: images and captions.
-        texts: every distinct caption of every id.
-        text_ids: the id of the image each caption describes.
-        zero_shot: name of a classification -> its settings, and its labelled images.
-        max_bad_share: the share of images that may be unreadable.
+        texts: distinct captions of every id.
+        text_ids: image id of each caption.
+        zero_shot: name -> settings and labelled images.
+        max_bad_share: maximum share of unreadable images.
     """
 
     pairs: datasets.Dataset
@@ -155,11 +155,11 @@ class PairTestSet(EvaluationSet):
 
 @dataclass
 class LabelledTestSet(EvaluationSet):
-    """Labelled queries and a labelled gallery, which may be the same images.
+    """Labelled queries and gallery, which may be the same images.
 
     Args:
-        queries: the images to search with.
-        gallery: the images to search; a query that is in it, under its own id, does not find itself.
+        queries: images to search with.
+        gallery: images to search; a query never finds itself.
     """
 
     queries: LabelledImages
@@ -167,7 +167,7 @@ class LabelledTestSet(EvaluationSet):
 
     @cached_property
     def gallery_ids(self) -> list[str]:
-        """The ids of the gallery, none of which is a query's unless the pictures are the same."""
+        """Gallery ids, distinct from query ids unless the images are the same."""
         return ids_beside(self.gallery.dataset, self.queries.dataset)
 
     @override
@@ -193,7 +193,7 @@ class LabelledTestSet(EvaluationSet):
     def examples(
         self, old: EmbeddedImages, new_view: EmbeddedImages, searched: EmbeddedImages, count: int, seed: int
     ) -> list[Example]:
-        """Search with images, which are shown by their class."""
+        """Search with images."""
         readable_N = np.flatnonzero(np.isfinite(np.asarray(old.query_embeds_QD)[:, 0]))
         chosen = np.random.default_rng(seed).choice(readable_N, size=min(count, len(readable_N)), replace=False)
         asked, found = self.queries.class_names(), self.gallery.class_names()
@@ -241,7 +241,7 @@ class LabelledTestSet(EvaluationSet):
 
 
 def _multiplied(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return queries and gallery as rows whose products order the gallery for each query; rows of NaN stay such rows."""
+    """Return queries and gallery whose dot products rank the gallery."""
     queries_QD, gallery_GD = np.asarray(asking.query_embeds_QD), np.asarray(searched.gallery_embeds_GD)
     if asking.metric == "cosine":
         return queries_QD, gallery_GD
@@ -255,17 +255,17 @@ def _embed_zero_shot(embedder: Embedder, settings: ZeroShotSettings, labelled: d
     embeds_PD = cached_captions(embedder, prompts, cache_dir)[:]
     class_embeds_CD = class_embeddings(embeds_PD.reshape(len(classes), len(templates), -1))
     image_embeds_ND = cached_images(embedder, labelled, cache_dir, settings.images.max_bad_share)[:]
-    kept_N = np.isfinite(image_embeds_ND[:, 0])  # an unreadable picture is unreadable for every model
+    kept_N = np.isfinite(image_embeds_ND[:, 0])  # unreadable for every model
     labels_N = _zero_shot_labels(settings, labelled)
     return ZeroShot(image_embeds_ND[kept_N], class_embeds_CD, labels_N[kept_N])
 
 
 def load_pair_test_set(source: PairSource, zero_shot: Mapping[str, ZeroShotSettings] | None = None) -> PairTestSet:
-    """Load a test set of images with captions, and perhaps sets of labelled images for zero-shot classification, by name."""
+    """Load images with captions, and zero-shot sets by name."""
     if source.streaming:
         raise XcompatError("data.test is read more than once and cannot be a stream; set its streaming to false")
     pairs = load_pairs(source)
-    # A caption that several pictures of one id share is one query and one gallery item.
+    # a caption shared by several images of one id is one query and one gallery item
     distinct = dict.fromkeys(zip(*flatten_captions(pairs), strict=True))
     texts, text_ids = [text for text, _ in distinct], [text_id for _, text_id in distinct]
     labelled = {name: (shot, load_pairs(shot.images)) for name, shot in (zero_shot or {}).items()}
@@ -273,14 +273,14 @@ def load_pair_test_set(source: PairSource, zero_shot: Mapping[str, ZeroShotSetti
 
 
 def check_zero_shot(settings: ZeroShotSettings, name: str = "") -> None:
-    """Refuse a class file that is of another length than the labels, or does not name one.
+    """Raise if class file and labels do not match.
 
     Args:
         settings: the classification.
-        name: its name, if there are several.
+        name: its name, if any.
 
     Raises:
-        XcompatError: naming the images and the class file.
+        XcompatError: with images and class file.
     """
     labelled = load_pairs(settings.images)
     try:
@@ -291,10 +291,5 @@ def check_zero_shot(settings: ZeroShotSettings, name: str = "") -> None:
 
 
 def _zero_shot_labels(settings: ZeroShotSettings, labelled: datasets.Dataset) -> NDArray[np.int64]:
-    """Return which class of the class file each image is of.
-
-    Raises:
-        XcompatError: the labels are of another number of classes than the file.
-    """
     limited = settings.images.limit is not None
     return class_indices(labelled[LABEL][:], load_classes(settings.classes), limited)

@@ -1,4 +1,4 @@
-"""The confidence of new queries on a test set, and the fallback to old queries below a threshold."""
+"""Confidence of new queries, and fallback to old ones."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from xcompat.evaluation.contestants import C
 from xcompat.evaluation.selective import area_under_roc, calibration_error, query_quality
 
 FALLBACK = "fallback"
-"""Query side of a case: new queries, replaced by old ones where their confidence is low."""
+"""Query side of a case: new queries, or old ones at low confidence."""
 _ASKING = {IMAGE_TO_IMAGE: "queries", TEXT_TO_TEXT: "queries", TEXT_TO_IMAGE: "texts", IMAGE_TO_TEXT: "images"}
 
 
 def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: float) -> C:
-    """Replace the new queries whose confidence is below a threshold.
+    """Replace new queries with low confidence.
 
     Args:
-        new_view: the new model in the space of the old gallery.
-        instead: the replacements: the old model, or a mix of both.
-        confidence: confidence of the new queries, (N, 1) per kind of item.
-        below: the threshold.
+        new_view: new queries in the old space.
+        instead: replacements: old or mixed queries.
+        confidence: confidence of new queries, (N, 1) per kind.
+        below: threshold.
 
     Returns:
         The same items.
@@ -35,7 +35,7 @@ def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: flo
 
 
 def confidence_of(confidence: Contestant, evaluation: Evaluation) -> dict[str, np.ndarray]:
-    """Return the confidence of each query by direction, float32 (Q,), NaN for queries that the evaluation left out."""
+    """Return confidence by direction: float32 (Q,), NaN outside the evaluation."""
     matrices, found = confidence.matrices(), {}
     for direction, kind in _ASKING.items():
         if (ranks_Q := evaluation.ranks.get(("new", "old", direction))) is not None:
@@ -44,11 +44,11 @@ def confidence_of(confidence: Contestant, evaluation: Evaluation) -> dict[str, n
 
 
 def said_of_confidence(evaluation: Evaluation, below: float | None) -> list[str]:
-    """Return notes on how well confidence predicts which new queries find less than old ones, and on the fallback.
+    """Return report notes on the confidence and the fallback.
 
     Args:
-        evaluation: with the confidence of its queries.
-        below: the threshold of the fallback; None without fallback.
+        evaluation: with confidences.
+        below: threshold of the fallback, or None.
     """
     said = []
     overall = [case for case in evaluation.cases if case.population == ALL]
@@ -64,12 +64,12 @@ def said_of_confidence(evaluation: Evaluation, below: float | None) -> list[str]
         clusters_Q = evaluation.clusters.get(direction)
         area = area_under_roc(sure_Q, ~hurt_Q, clusters_Q[known_Q] if clusters_Q is not None else None)
         said.append(
-            f"{direction}: {hurt_Q.mean():.1%} of the new queries find less than the old ones. Their confidence tells which with "
-            f"an AUROC of {area.value:.2f} ({area.low:.2f} to {area.high:.2f}), and is off by "
-            f"{100 * calibration_error(sure_Q, ~hurt_Q):.1f} points on average."
+            f"{direction}: {hurt_Q.mean():.1%} of the new queries find less than the old ones. Confidence predicts which with "
+            f"an AUROC of {area.value:.2f} ({area.low:.2f} to {area.high:.2f}); its calibration error is "
+            f"{100 * calibration_error(sure_Q, ~hurt_Q):.1f} points."
         )
         if below is not None:
             before, after = (flips[who, direction] for who in ("new", FALLBACK))
-            share = f"{(sure_Q < below).mean():.1%} of the queries fall back, those with a confidence below {below:g}"
-            said.append(f"{direction}: {share}; negative flips {before:.1%} without, {after:.1%} with it.")
+            share = f"{(sure_Q < below).mean():.1%} of the queries have a confidence below {below:g} and fall back"
+            said.append(f"{direction}: {share}; negative flips {before:.1%} without the fallback, {after:.1%} with it.")
     return said

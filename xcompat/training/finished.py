@@ -1,4 +1,4 @@
-"""A finished run, opened again: its models, its test set, and galleries of what its old model made of it."""
+"""Models, test set and galleries of a finished run."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from xcompat.training.test_items import GalleryItems
 
 GALLERIES = "galleries"
 CACHES = ("cache", "../cache", "../../cache")
-"""Where embedding caches are looked for, from a run's folder: the quickstart's own, and those that runs share."""
+"""Cache folders relative to a run: the quickstart's, and shared ones."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The last judged stage of a run.
+    """The last evaluated stage of a run.
 
     Args:
-        folder: the run's.
-        stage: the stage's folder, with its recipe and its model.
-        settings: the stage's.
+        folder: folder of the run.
+        stage: folder of the stage.
+        settings: settings of the stage.
     """
 
     folder: Path
@@ -52,10 +52,10 @@ class FinishedRun:
         """Open a run.
 
         Args:
-            folder: the run's, or that of one of its stages.
+            folder: folder of a run or stage.
 
         Raises:
-            XcompatError: it is no run, it has not ended with a report, or an older version wrote its recipe otherwise.
+            XcompatError: not a run, no report, or written by another version.
         """
         stage = folder
         if require_ended(folder):
@@ -66,7 +66,9 @@ class FinishedRun:
         try:
             settings = StageRecipe.model_validate(written)
         except ValidationError:
-            raise XcompatError(f"{stage / RECIPE} is of another version of xcompat; train again, or serve a gallery") from None
+            raise XcompatError(
+                f"{stage / RECIPE} was written by another version of xcompat; train again, or serve a gallery"
+            ) from None
         return cls(folder, stage, settings)
 
     @property
@@ -76,7 +78,7 @@ class FinishedRun:
 
     @property
     def report(self) -> Path | None:
-        """The folder of the report; None if there is none."""
+        """The folder of the report, or None."""
         return self.folder if report_file(self.folder).is_file() else None
 
     @cached_property
@@ -84,18 +86,18 @@ class FinishedRun:
         """The test set."""
         test = load_test_set(self.settings.data)
         if test is None:
-            raise XcompatError(f"{self.stage} was trained without a test set, of which a gallery could be made; serve a gallery")
+            raise XcompatError(f"{self.stage} was trained without a test set to build a gallery from; serve a gallery instead")
         return test
 
     def load_old(self) -> FrozenModel:
         """Load the old model, or its stored embeddings.
 
         Raises:
-            XcompatError: the run has none.
+            XcompatError: there is none.
         """
         source = self.settings.old
         if source is None:
-            raise XcompatError(f"{self.stage} was trained without an old model; serve a gallery, or a stage that has one")
+            raise XcompatError(f"{self.stage} was trained without an old model; serve a gallery, or a stage with an old model")
         frozen = load_frozen(source.model_copy(update={"name": self._resolved(source)}), device())
         return replace(frozen, reads=self.settings.data.old_reads) if isinstance(frozen, Embedder) else frozen
 
@@ -106,16 +108,16 @@ class FinishedRun:
         return str(whole / source.name.removeprefix(STAGE_PREFIX) / "model")
 
     def galleries(self, old: FrozenModel, model: CompatModel) -> dict[str, tuple[Path, GalleryItems]]:
-        """Return galleries of what the old model made of the test set, by title; made on the first call, from the run's caches.
+        """Return galleries of the test set by title, built from caches when first called.
 
-        A model that maps galleries has mapped its own in the newest state; old queries search the one before.
+        Gallery maps add a mapped version; old queries search the previous one.
 
         Args:
-            old: as :meth:`load_old` returns it.
+            old: from :meth:`load_old`.
             model: the new model.
 
         Raises:
-            XcompatError: they were made of another old model, or other test data.
+            XcompatError: a gallery belongs to another model or other data.
         """
         contestant = self.embedded(old)
         matrices = contestant.matrices()
@@ -131,25 +133,24 @@ class FinishedRun:
         return found
 
     def embedded(self, old: FrozenModel) -> Contestant:
-        """Return what the old model made of the test set, as the evaluation cached it."""
+        """Return cached old embeddings of the test set."""
         return self.test.embed(old, self.cache_dir(old))
 
     def judged_rows(self, old: FrozenModel) -> dict[str, np.ndarray]:
-        """Return the rows of the test set that were judged, by kind: those that can be read, in the order of a report's ranks."""
+        """Return evaluated rows by kind, in the report's order."""
         contestant = self.embedded(old)
         numbered = {kind: np.arange(len(embeds))[:, None] for kind, embeds in contestant.matrices().items()}
         kept = contestant.with_matrices(numbered).keep(contestant.readable())
         return {kind: np.asarray(rows)[:, 0] for kind, rows in kept.matrices().items()}
 
     def cache_dir(self, old: FrozenModel) -> Path:
-        """Return the folder of the run's embedding caches; if it is not where runs have it, what is needed is embedded anew."""
+        """Return the folder of the run's embedding caches, or its default."""
         places = [self.folder / place for place in CACHES]
         known = (place for place in places if any(place.glob(f"*-{old.fingerprint.digest[:16]}-*")))
         return next(known, places[0])
 
 
 def _fill(folder: Path, old: FrozenModel, items: GalleryItems, embeds_Nd: np.ndarray, side_NS: np.ndarray | None) -> None:
-    """Make a gallery unless it is there; refuse one of other embeddings."""
     readable_N = np.isfinite(embeds_Nd[:, 0])
     rows = np.flatnonzero(readable_N).tolist()
     ids = [items.ids[row] for row in rows]
@@ -157,11 +158,11 @@ def _fill(folder: Path, old: FrozenModel, items: GalleryItems, embeds_Nd: np.nda
     if (folder / CURRENT).is_file():
         gallery = Gallery.open(folder)
         if gallery.manifest.versions[0].digest != version.digest or (len(gallery) and None in gallery.find(ids)):
-            raise XcompatError(f"{folder} was made of another old model or of other test data; delete it to make it again")
+            raise XcompatError(f"{folder} was built from another old model or other test data; delete it to rebuild it")
         if len(gallery):
             return
     else:
-        console.print(f"  [dim]making {literal(folder)} of what the old model embedded[/]")
+        console.print(f"  [dim]building {literal(folder)} from old embeddings[/]")
         gallery = Gallery.create(folder, old if isinstance(old, Embedder) else old.fingerprint, old.dim)
     with gallery:
         about = [items.metadata[row] for row in rows]
@@ -170,7 +171,6 @@ def _fill(folder: Path, old: FrozenModel, items: GalleryItems, embeds_Nd: np.nda
 
 
 def _map(folder: Path, model: CompatModel) -> None:
-    """Bring a gallery to a model that maps galleries, unless it is."""
     if not model.maps_galleries:
         return
     gallery = Gallery.open(folder)

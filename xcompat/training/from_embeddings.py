@@ -1,4 +1,4 @@
-"""Build a stage's map over cached embeddings, and its training data."""
+"""Maps over cached embeddings and their training data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def solved_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int, cost: Path) -> CompatModel:
-    """Solve for a stage's map in closed form, and leave what that took in a file."""
+    """Solve a stage's map, and write its cost."""
     model, new, old = _map_and_caches(settings, models, data, seed)
     solving = Solving(cost)
     model = model.fit(solving.counted(readable_pairs(new, old)))
@@ -30,14 +30,14 @@ def solved_map(settings: StageRecipe, models: StageModels, data: StageData, seed
 
 
 def map_and_data(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> tuple[CompatModel, Data]:
-    """Return a stage's map, prepared for training, and the embeddings that it is trained on."""
+    """Return a stage's prepared map and its training embeddings."""
     model, new, old = _map_and_caches(settings, models, data, seed)
     images = data.images if settings.data.images is not None else None
     return model, map_data(model, new, old, images, {role: data.learned(frozen) for role, frozen in models.sides()})
 
 
 def fill_map_caches(models: StageModels, data: StageData, role: str) -> None:
-    """Embed a map's training data with the model in a role, if the map reads its embeddings."""
+    """Embed a map's training data with the model in a role, if needed."""
     if role == "new":
         frozen: FrozenModel = data.as_mapped(models.as_input(models.embedder(role)))
     elif role == "old" or role in models.method.columns_if_known:
@@ -45,14 +45,13 @@ def fill_map_caches(models: StageModels, data: StageData, role: str) -> None:
     else:
         return
     data.learned(frozen)
-    if data.settings.memory == "classes":  # which remembers plain images
+    if data.settings.memory == "classes":  # its memory has plain images
         data.cache(frozen)
 
 
 def _map_and_caches(
     settings: StageRecipe, models: StageModels, data: StageData, seed: int
 ) -> tuple[CompatModel, EmbeddingCache, EmbeddingCache]:
-    """Build a map, and embed its training data with the new and the old model; no encoder stays in memory."""
     plain, old = models.embedder("new"), models.frozen("old")
     described, new = data.as_mapped(plain).describe_encoder(), models.as_input(plain)
     known: dict[str, Any] = {role: frozen.describe_old() for role, frozen in models.sides()} | settings.options

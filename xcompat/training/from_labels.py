@@ -1,4 +1,4 @@
-"""Build a stage's method that trains the backbone on labelled images, and its training data."""
+"""Methods that train on labelled images, and their data."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def labelled_model_and_data(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> tuple[CompatModel, Data]:
-    """Return a stage's model, prepared with the embeddings, prototypes or classifier of the old one, and its data.
+    """Return a stage's prepared model and its data.
 
     Raises:
-        XcompatError: the method needs an old model or a new encoder, or more of the old one than is known.
+        XcompatError: a model is missing, or too little of the old model is stored.
     """
     method, images = models.method, data.images
     if settings.old is None and method.compares_with_old:
-        raise XcompatError(f"{settings.name}: method {settings.method} needs an old model; name it under old")
+        raise XcompatError(f"{settings.name}: method {settings.method} needs an old model; set old")
     old = models.frozen("old") if method.compares_with_old else None
     encoder = models.new_encoder(data)
     set_seed(seed)
@@ -40,12 +40,12 @@ def labelled_model_and_data(settings: StageRecipe, models: StageModels, data: St
         independent = partial(models.embedder, "independent")
         extra, online = labelled_columns(model, settings, images, old, independent, data.cache)
         if settings.is_judged:
-            old.lookup([])  # prototypes alone cannot be judged: raises before anything is trained
+            old.lookup([])  # raises before training if there are only prototypes
     return model, labelled_data(settings, images, model.processor, seed, extra, model.views, online)
 
 
 def fill_labelled_caches(models: StageModels, data: StageData, role: str) -> None:
-    """Embed the labelled images with the model in a role, if the method reads its embeddings."""
+    """Embed labelled images with the model in a role, if needed."""
     if role == "old" and models.method.compares_with_old:
         old_knowledge(data.images, models.frozen(role), data.cache)
     elif role == "independent" and NEW_EMBEDS in models.method.columns and models.settings.data.new_embeddings == "cached":

@@ -1,4 +1,4 @@
-"""Build a stage's method that learns from images with captions, and its training data."""
+"""Methods that learn from captions, and their data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from xcompat.training.training_sets import Data, pair_data
 
 
 def pair_model_and_data(settings: StageRecipe, models: StageModels, data: StageData, seed: int) -> tuple[CompatModel, Data]:
-    """Return a stage's model and its images with captions, or its queries with passages.
+    """Return a stage's model and its captions, or its queries with passages.
 
     Raises:
-        XcompatError: the recipe names no pairs, no new encoder, or no φ to start from.
+        XcompatError: pairs, encoder or φ are missing.
     """
     source, text_pairs = settings.data.pairs, data.text_pairs
     if text_pairs is None and source is None:
-        raise XcompatError(
-            f"{settings.name}: method {settings.method} learns from images with captions; name them under data.pairs"
-        )
+        raise XcompatError(f"{settings.name}: method {settings.method} needs images with captions; set data.pairs")
     old_caches = data.pair_caches(models.embedder("old")) if _reads_cache(models) else None
     model = _model(settings, models, data, seed)
     if text_pairs is not None:
@@ -47,13 +45,12 @@ def pair_model_and_data(settings: StageRecipe, models: StageModels, data: StageD
 
 
 def fill_pair_caches(models: StageModels, data: StageData, role: str) -> None:
-    """Embed images and captions, or passages and queries, with the old model, if the method reads its embeddings."""
+    """Embed pairs with the old model, if needed."""
     if role == "old" and _reads_cache(models):
         data.pair_caches(models.embedder(role))
 
 
 def _reads_cache(models: StageModels) -> bool:
-    """Return whether the method reads old embeddings, and they are not made of each batch."""
     return OLD_EMBEDS in models.method.columns and not models.settings.embeds_pairs_online
 
 

@@ -1,4 +1,4 @@
-"""What the first lines of a recipe say: of which table of a paper it is, what must lie where, and what came out."""
+"""Comment header of a recipe: paper, data layout, results."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _CONTINUED = "#   "
 
 @dataclass(frozen=True)
 class Header:
-    """The lines ``# key: value`` before a recipe.
+    """Lines ``# key: value`` at the top of a recipe.
 
     Args:
-        said: key -> its values in their order; of a value of several lines, those after the first begin with three blanks.
+        said: key -> values in order; continuation lines start with three spaces.
     """
 
     said: dict[str, list[str]] = field(default_factory=dict)
 
     def first(self, key: str) -> str:
-        """Return the first value of a key; empty if there is none."""
+        """Return the first value of a key, or an empty string."""
         return self.said.get(key, [""])[0]
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the table, each with what the paper found."""
+        """Yield table rows with the paper's results."""
         yield from zip(self.said.get("row", []), self.said.get("published", []), strict=True)
 
 
@@ -38,7 +38,7 @@ def read_header(file: Path) -> Header:
     r"""Read the header of a recipe.
 
     Args:
-        file: its YAML.
+        file: YAML file.
 
     Example:
         >>> import tempfile
@@ -61,17 +61,17 @@ def read_header(file: Path) -> Header:
 
 
 def expected_layout(file: Path) -> str:
-    """Return what the header of a recipe says must lie where, with the name of its file; empty if it says nothing."""
+    """Return file name and data layout of a recipe, or an empty string."""
     layout = read_header(file).first("data")
     return f"{file.name} expects {layout}" if layout else ""
 
 
 @contextmanager
 def said_with_layout(expected: str) -> Iterator[None]:
-    """Add the layout that a recipe expects to an error of its data.
+    """Append the expected data layout to errors.
 
     Args:
-        expected: as :func:`expected_layout` returns it.
+        expected: from :func:`expected_layout`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Embeddings of a folder for an evaluation: read with their ids, and brought into the order of the old model's items."""
+"""Embeddings of a folder, in the order of the old model's items."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from xcompat.vectors import check_rows, read_vectors, stored_at
 def read_embeddings(
     folder: Path, kind: str, max_bad_share: float, like: Ids | None = None
 ) -> tuple[NDArray[np.floating], list[str]]:
-    """Read embeddings of one kind of items with their ids.
+    """Read embeddings of one kind with their ids.
 
     Args:
-        folder: holds ``KIND_embeds.npy`` and ``KIND_ids.txt``, or a table ``KIND_embeds`` with both.
-        kind: such as ``image``.
-        max_bad_share: the share of rows that may have no usable embedding, and the share of the items of ``like`` that may have
-            no row.
-        like: ids of the old model's items, whose order is taken.
+        folder: contains ``KIND_embeds.npy`` and ``KIND_ids.txt``, or a table ``KIND_embeds``.
+        kind: e.g. ``image``.
+        max_bad_share: maximum share of unusable rows, and of items of ``like`` without a row.
+        like: old ids, for the order.
 
     Returns:
-        (N, D) embeddings of length 1, NaN for items without a usable one, and their N ids.
+        (N, D) unit embeddings, NaN if unusable, and N ids.
 
     Raises:
-        XcompatError: the file is damaged, the counts differ, or too many items have no usable embedding.
+        XcompatError: the file is damaged, counts differ, or too many rows are unusable.
     """
     file = stored_at(folder / f"{kind}_embeds")
     assert file is not None
@@ -52,20 +51,20 @@ def read_embeddings(
 def order_rows(
     rows_ND: NDArray[np.floating], ids: Sequence[str], like: Sequence[str], where: Path, max_bad_share: float
 ) -> tuple[NDArray[np.floating], list[str]]:
-    """Bring rows into the order of other ids; rows that only one side has are counted and named.
+    """Sort rows into the order of other ids; print how many are missing or extra.
 
     Args:
-        rows_ND: the rows.
-        ids: the id of each.
-        like: the ids in the order that is wanted.
-        where: what holds the rows, for messages.
-        max_bad_share: the share of ``like`` that may have no row.
+        rows_ND: rows.
+        ids: id of each row.
+        like: ids in the new order.
+        where: path, for messages.
+        max_bad_share: maximum share of ``like`` without a row.
 
     Returns:
-        A row for each id of ``like``, NaN where there is none, and these ids.
+        A row per id of ``like``, NaN if missing, and these ids.
 
     Raises:
-        XcompatError: too many have no row.
+        XcompatError: too many are missing.
 
     Example:
         >>> rows, names = order_rows(np.array([[1.0], [2.0]]), ["a", "b"], ["b", "a"], Path("new"), 0)
@@ -78,13 +77,13 @@ def order_rows(
     missing = [name for name, row in zip(like, places_N.tolist(), strict=True) if row < 0]
     if len(missing) > max_bad_share * len(like) or len(missing) == len(like):
         raise XcompatError(
-            f"{where} has no row for {len(missing):,} of the {len(like):,} items of the old model, such as {missing[0]!r}; "
-            "embed the same items with both models, or raise --max-bad-share"
+            f"{where} has no row for {len(missing):,} of the {len(like):,} items of the old model, e.g. {missing[0]!r}; "
+            "embed the same items with both models, or increase --max-bad-share"
         )
     extra = [name for name in ids if given[name] != wanted[name]]
     for names, said in ((missing, "items of the old model have no row"), (extra, "rows have no item of the old model")):
         if names:
-            notice(f"{where}: {len(names):,} {said} and are left out, such as {names[0]!r}")
+            notice(f"{where}: {len(names):,} {said} and are skipped, e.g. {names[0]!r}")
     if missing and rows_ND.dtype != np.float64:
         rows_ND = np.asarray(rows_ND, np.float32)
     ordered_ND = rows_of(rows_ND, np.maximum(places_N, 0))
@@ -93,7 +92,7 @@ def order_rows(
 
 
 def _numbered_ids(ids: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each id with its number among equal ids: several captions may describe one image."""
+    """Yield each id with its number among equal ids."""
     seen = Counter[str]()
     for name in ids:
         yield name, seen[name]

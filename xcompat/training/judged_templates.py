@@ -1,4 +1,4 @@
-"""The test set of templates: images, which of them make a template, and what is verified and identified."""
+"""Test sets of templates of several images."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from xcompat.training.test_items import GalleryItems, Questions
 if TYPE_CHECKING:
     import datasets
 
-_NO_ITEMS = "the run was judged on templates of several images, which cannot be shown one by one; show a run on single images"
+_NO_ITEMS = "the run was evaluated on templates of several images, which cannot be shown singly; choose a run on single images"
 
 
 @dataclass
 class TemplateTestSet(EvaluationSet):
-    """Images that make templates.
+    """Images in templates.
 
     Args:
         images: every image, once.
-        names: N names of images, one for each membership in a template.
-        protocol: the templates, and what is done with them.
-        max_bad_share: the share of images that may be unreadable.
+        names: N image names, one per membership.
+        protocol: templates, pairs and subjects.
+        max_bad_share: maximum share of unreadable images.
     """
 
     images: datasets.Dataset
@@ -54,7 +54,7 @@ class TemplateTestSet(EvaluationSet):
 
     @override
     def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:
-        """Return none: a template is no single picture."""
+        """Return none, as a template is several images."""
         return []
 
     @override
@@ -67,13 +67,13 @@ class TemplateTestSet(EvaluationSet):
 
 
 def load_judged_templates(settings: JudgedTemplates) -> TemplateTestSet:
-    """Load images, and the lists of their templates.
+    """Load images and template lists.
 
     Args:
-        settings: where they are.
+        settings: their paths.
 
     Raises:
-        XcompatError: a file is missing or no such list, or it names a template or an image that is not there.
+        XcompatError: a file is missing or invalid, or an image is missing.
     """
     lists = read_template_lists(settings.members, settings.pairs, settings.gallery, settings.probes)
     images = _images(settings, lists.members)
@@ -81,13 +81,13 @@ def load_judged_templates(settings: JudgedTemplates) -> TemplateTestSet:
 
 
 def require_images_of_templates(settings: JudgedTemplates) -> None:
-    """Refuse images of which some are missing, also in shards; the other lists are looked at with the paths.
+    """Raise if images of templates are missing.
 
     Args:
-        settings: where they are.
+        settings: paths of images and lists.
 
     Raises:
-        XcompatError: naming the first image that is not there.
+        XcompatError: with the first missing image.
     """
     _images(settings, read_members(settings.members))
 

@@ -1,4 +1,4 @@
-"""The test set of texts: queries, passages, and judgements of which passages answer which query."""
+"""Test sets of texts: queries, passages, and relevance judgements."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     import datasets
 
 SHOWN = 160
-"""Most characters of a text in an example search."""
+"""Maximum length of a shown text."""
 
 
 @dataclass
 class JudgedTestSet(EvaluationSet):
-    """Queries that search passages. A model with a prompt for queries puts it before queries alone.
+    """Queries that search passages. Query prompts apply to queries only.
 
     Args:
-        queries: the texts to search with, as :func:`xcompat.data.load_items_of_text` returns them.
-        passages: the texts to search, likewise.
+        queries: from :func:`xcompat.data.load_items_of_text`.
+        passages: from :func:`xcompat.data.load_items_of_text`.
         qrels: query id -> passage id -> gain.
-        shard_rows: texts per shard of the embedding caches, the unit of resuming.
+        shard_rows: texts per cache shard.
     """
 
     queries: datasets.Dataset
@@ -47,16 +47,16 @@ class JudgedTestSet(EvaluationSet):
     shard_rows: int = 65536
 
     def texts(self) -> list[str]:
-        """Return the texts from which nothing may be learned: the queries; passages lie in the old gallery and are known."""
+        """Return the queries, which training excludes."""
         return list(self.queries[TEXT])
 
     def require_judgements(self) -> None:
-        """Refuse judgements of other queries."""
+        """Raise if no query has a judgement."""
         if self.qrels.keys().isdisjoint(self.queries[ID]):
             judged, asked = next(iter(self.qrels)), self.queries[0][ID]
             raise XcompatError(
-                f"no query has a judgement: the judgements are of queries such as {judged!r}, and the queries are called such as "
-                f"{asked!r}; take both from one data set, or set id_column"
+                f"no query has a judgement: judgements have query ids such as {judged!r}, but queries have ids such as "
+                f"{asked!r}; use both from one data set, or set id_column"
             )
 
     @override
@@ -71,7 +71,7 @@ class JudgedTestSet(EvaluationSet):
     def examples(
         self, old: EmbeddedTexts, new_view: EmbeddedTexts, searched: EmbeddedTexts, count: int, seed: int
     ) -> list[Example]:
-        """Search with queries of which something is judged relevant."""
+        """Search with queries that have relevant passages."""
         query_ids, passage_ids = list(self.queries[ID]), list(self.passages[ID])
         askable = [row for row, name in enumerate(query_ids) if any(gain > 0 for gain in self.qrels.get(name, {}).values())]
         chosen = np.random.default_rng(seed).choice(askable, size=min(count, len(askable)), replace=False)
@@ -103,10 +103,10 @@ class JudgedTestSet(EvaluationSet):
 
 
 def load_judged_texts(settings: JudgedTexts) -> JudgedTestSet:
-    """Load texts with their judgements.
+    """Load texts and judgements.
 
     Args:
-        settings: where they are.
+        settings: their paths.
 
     Raises:
         XcompatError: a file is missing, empty or damaged.

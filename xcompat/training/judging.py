@@ -1,4 +1,4 @@
-"""Judge models on a test set: embed it, evaluate, and gather the content of the report."""
+"""Evaluation of models: embeddings, metrics, report content."""
 
 from __future__ import annotations
 
@@ -43,28 +43,27 @@ def embed_new(
     """Embed a test set with a compatible model.
 
     Args:
-        model: the model; a map over embeddings is applied to ``independent``, one over penultimate features to these.
-        old: the old model's embeddings.
-        independent: the new model's embeddings without any training for compatibility.
+        model: the model; maps read ``independent``, or penultimate features.
+        old: old embeddings.
+        independent: embeddings of the new model without training for compatibility.
         test: the test set.
-        cache_dir: folder of embedding caches.
-        old_on_new: whether old queries search the new model's view of the gallery too.
+        cache_dir: folder of caches.
+        old_on_new: whether old queries also search the new view of the gallery.
 
     Returns:
-        The old model, the model's view of the old space and its own embeddings; for a model that maps galleries also the mapped
-        gallery and its side-information.
+        Old embeddings, new queries and own embeddings; for gallery maps also the mapped gallery and side-information.
 
     Raises:
-        FingerprintMismatchError: the model was not made for that gallery, or the map not for that encoder.
+        FingerprintMismatchError: the model belongs to another gallery or encoder.
     """
     model.require_version(old.fingerprint)
     fingerprint, name = model.fingerprint(), display_name(model.name_or_path or type(model).__name__)
     if model.embeds_in_memory:
         if independent is None:
-            raise XcompatError(f"{name} is a map over embeddings of the new model; name that model under new")
+            raise XcompatError(f"{name} is a map over embeddings of the new model; set new to that model")
         encoder = model.config.encoder
         Fingerprint(encoder["fingerprint"], encoder["name"]).require(independent.fingerprint, f"what {name} is applied to")
-        # its own embeddings are those of the new model; self_view of cached features would round differently
+        # the new model's embeddings: self_view of cached features would round differently
         own = replace(independent, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses
         raw = _map_input(model, independent, test, cache_dir)
     else:
@@ -81,7 +80,7 @@ def embed_new(
     version, backfilled = old.fingerprint, None
     asking = raw if old_on_new else raw.queries_alone()
     if model.memory is not None or model.embeds_in_memory or model.stored_dim != model.config.embedding_dim:
-        stored = fingerprint.derived("backfilled")  # elsewhere new/new measures it already
+        stored = fingerprint.derived("backfilled")  # otherwise new/new measures this
         backfilled = map_contestant(raw, name, stored, partial(model.own_view, version=version), model.device)
     view = map_contestant(asking, name, fingerprint.derived("view"), lambda embeds: model.view(embeds, version), model.device)
     extra = {}
@@ -94,22 +93,22 @@ def embed_new(
 
 
 def as_chosen(settings: EvaluationSettings, model: CompatModel) -> EvaluationSettings:
-    """Return settings with the weight of old scores that was chosen with a model, unless they say another."""
+    """Return settings with the model's re-ranking weight, unless set."""
     if settings.rerank_weight is not None:
         return settings
     return settings.model_copy(update={"rerank_weight": model.config.rerank_old_weight})
 
 
 def with_old_queries(model: CompatModel, view: C, old: C) -> tuple[C, C | None]:
-    """Mix old queries into those of a map that was chosen to search half-way with them.
+    """Mix old queries into those of a map chosen with a share of them.
 
     Args:
-        model: the map, or any other model.
-        view: its queries in the space of the old gallery.
-        old: the old model's embeddings of the same items.
+        model: any model.
+        view: its queries in the old space.
+        old: old embeddings of the same items.
 
     Returns:
-        The queries that search, and the map's own ones where these are others.
+        Mixed queries, and the map's own ones if different.
     """
     share = model.config.old_share
     return (view, None) if share is None else (mixed_queries(view, old, share), view)
@@ -125,11 +124,11 @@ def _confidence(model: CompatModel, asking: C) -> C:
 
 
 def with_memory(model: C, memory: QueryMemory) -> C:
-    """Apply a metric and a memory to the queries of one model; with the old model this shows the gain without any new model.
+    """Apply a memory to queries of one model, to show its gain without a new model.
 
     Args:
-        model: the old model's embeddings, or the new one's.
-        memory: a memory whose keys are embeddings of the same model.
+        model: embeddings of the old or new model.
+        memory: memory with keys of the same model.
 
     Returns:
         The same items.
@@ -139,7 +138,6 @@ def with_memory(model: C, memory: QueryMemory) -> C:
 
 
 def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet, cache_dir: Path) -> Contestant:
-    """Return the input of a map on the test set: embeddings of the new model, or its penultimate features."""
     if not model.maps_features(vars(model.config)):
         return independent
     described = model.config.encoder
@@ -149,7 +147,7 @@ def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet,
 
 
 def side_info_of(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Contestant | None:
-    """Embed the test set with the map's model of side-information; None if it has none."""
+    """Embed the test set with a map's side-information model, or return None."""
     described = getattr(model.config, SIDE_INFO, None)
     if described is None:
         return None
@@ -165,13 +163,13 @@ def judge(
     """Evaluate every case.
 
     Args:
-        contestants: the models' embeddings.
+        contestants: embeddings of the models.
         settings: cut-offs and resampling.
-        seed: of the bootstrap.
-        shared: whether all processes call this: each ranks a share of the queries.
+        seed: random seed of the bootstrap.
+        shared: whether all processes call this and share the queries.
 
     Returns:
-        The evaluation, and the contestants without unreadable images.
+        The evaluation, and embeddings without unreadable images.
     """
     kept = contestants.without_unreadable()
     instead, notes = kept.old, []
@@ -179,8 +177,8 @@ def judge(
         instead = mixed_queries(kept.new_view, kept.old, settings.slerp)
         kept = replace(kept, extra={**kept.extra, "slerp": instead})
         notes.append(
-            f"slerp/old searches with new queries that old ones weigh {settings.slerp:g} in, "
-            "so that both models embed every query."
+            f"slerp/old searches with new queries mixed with old ones of weight {settings.slerp:g}, "
+            "so both models embed every query."
         )
     if settings.fallback is not None and kept.confidence is not None:
         falling_back = fallback_queries(kept.new_view, instead, kept.confidence, settings.fallback)
@@ -211,31 +209,31 @@ def judge(
 
 
 def mixed_queries(new_view: C, old: C, share: float) -> C:
-    """Mix each query of the new model with the old model's for the same item, as clients that run both can.
+    """Mix new and old queries for the same items.
 
     Args:
-        new_view: the new model in the space of the old gallery.
+        new_view: new queries in the old space.
         old: the old model.
-        share: weight of the old query, from 0 to 1.
+        share: weight of old queries, 0 to 1.
 
     Returns:
-        The same items; NaN if either model could not read the item.
+        The same items; NaN if unreadable for either model.
     """
     if "l2" in (getattr(model, "metric", "cosine") for model in (new_view, old)):
-        raise XcompatError("evaluation.slerp mixes directions, and these embeddings are compared by L2 distance; set it to null")
+        raise XcompatError("evaluation.slerp does not work with L2 distance; set it to null")
     fingerprint = new_view.fingerprint.derived(f"slerp {share} {old.fingerprint.digest}")
     return map_contestant(new_view, "slerp", fingerprint, partial(slerp, share=share), torch.device("cpu"), old)
 
 
 def _complementarity(old: Contestant, side_info: Contestant) -> str:
-    """Return a note on the similarity of the gallery's old embeddings and its side-information (FCT §5.3)."""
+    """Compare old embeddings and side-information (FCT §5.3)."""
     which = f"Linear CKA between old embeddings of the gallery and side-information of {side_info.name}"
     kind = "texts" if isinstance(old, EmbeddedTexts) else "images"
     try:
         alike = linear_cka(old.matrices()[kind], side_info.matrices()[kind])
-    except XcompatError as error:  # a collapsed model embeds all images alike, and the report shows that anyway
-        return f"{which} is not known: {error}."
-    return f"{which}: {alike:.2f} (1 says that side-information adds nothing linear)."
+    except XcompatError as error:  # a collapsed model, which the report shows anyway
+        return f"{which} could not be computed: {error}."
+    return f"{which}: {alike:.2f} (1: side-information adds nothing linear)."
 
 
 def make_report(
@@ -247,20 +245,20 @@ def make_report(
     shared: bool = False,
     **about: Any,  # noqa: ANN401
 ) -> ReportContent:
-    """Evaluate, and gather the content of the report.
+    """Evaluate, and return the report's content.
 
     Args:
-        contestants: the models' embeddings.
-        test: the test set, for example searches; None if only embeddings are known.
-        settings: how the result is judged.
+        contestants: embeddings of the models.
+        test: the test set for example searches, or None.
+        settings: evaluation settings.
         method: name of the method.
-        seed: of bootstrap, examples and t-SNE.
-        shared: whether all processes call this: each ranks a share of the queries.
+        seed: random seed of bootstrap, examples and t-SNE.
+        shared: whether all processes call this and share the queries.
         about: ``seconds``, ``run`` and ``training`` of :class:`ReportContent`.
     """
     evaluation, kept = judge(contestants, settings, seed, shared)
     examples = []
-    if test and settings.examples and is_main_process():  # from all rows, as row numbers in ``kept`` differ from the test set's
+    if test and settings.examples and is_main_process():  # of all rows, as ``kept`` numbers them otherwise
         searched = contestants.old if contestants.upgraded is None else contestants.upgraded
         examples = test.examples(contestants.old, contestants.new_view, searched, settings.examples, seed)
     if settings.rerank:

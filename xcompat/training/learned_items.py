@@ -1,4 +1,4 @@
-"""Training images of a stage beside its test set: which queries are of new classes, and what else their gallery holds."""
+"""Training images in the test set of a stage: new classes, and the gallery."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import CHOSEN, StageRecipe
 
 MOST = 10_000
-"""Most training images that a gallery is searched with."""
+"""Maximum number of training images in a gallery."""
 
 
 def add_learned_items(
     old: Contestant, new: Contestant | None, settings: StageRecipe, models: StageModels, data: StageData, seed: int
 ) -> tuple[Contestant, Contestant | None]:
-    """Tell test sets which images the stage learned from; all processes call this.
+    """Add training images to a test set (collective call).
 
     Args:
-        old: the old model's embeddings of the test set.
-        new: those of the new model without any training for compatibility; None if there are none.
+        old: old embeddings of the test set.
+        new: independent new embeddings, or None.
         settings: the stage.
-        models: both models among them.
-        data: the training images.
-        seed: of the choice of images.
+        models: of the stage.
+        data: training images.
+        seed: random seed of the sample.
 
     Returns:
-        The same test sets. Their galleries hold embeddings of training images only if training has cached them.
+        The test sets; galleries contain only cached training images.
     """
     if not isinstance(old, EmbeddedImages) or settings.data.images is None:
         return old, new
@@ -48,12 +48,10 @@ def add_learned_items(
 
 
 def _caches_new_embeddings(settings: StageRecipe, models: StageModels) -> bool:
-    """Return whether training has embedded the plain images with the new model as it is judged."""
     return models.method.embeds_in_memory and not models.method.maps_features(settings.options)
 
 
 def _caches_old_embeddings(settings: StageRecipe, models: StageModels, seed: int) -> bool:
-    """Return whether training has embedded the plain images with the old model."""
     if settings.method == CHOSEN or settings.memory == "classes":
         return True
     if models.method.embeds_in_memory:

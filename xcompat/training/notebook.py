@@ -1,4 +1,4 @@
-"""Train one method on a data set at hand, without a recipe: the same training, for notebooks and programs."""
+"""CompatTrainer: training without a recipe, for notebooks and programs."""
 
 from __future__ import annotations
 
@@ -32,32 +32,30 @@ from xcompat.training.training_sets import Data, labelled_data, pair_data
 from xcompat.training.unread import refuse_unread
 
 AT_HAND = "train_dataset"
-"""What messages call the data."""
+"""Name of the data in messages."""
 
 
 class CompatTrainer(StageTrainer):
-    """The Trainer of transformers, for a compatible model and a data set in memory.
+    """Transformers' Trainer for a compatible model and a data set in memory.
 
-    What a recipe says of its models and data is given as Python objects; batches, losses and steps are those of a recipe.
-    ``args`` is taken as it is, but that columns and the last batch of an epoch are kept or left out as these methods need it, and
-    that every process reads its own part of a stream unless ``accelerator_config`` says who reads.
+    Batches, losses and steps equal those of a recipe. ``args`` apply unchanged, except for unused columns, incomplete batches and
+    the dispatch of streams.
 
     Args:
         model: from ``from_encoder``; XBT after ``start_from``.
-        args: transformers' own.
-        train_dataset: pictures with captions, or with labels for the methods that learn from classes, in the columns that
-            :func:`~xcompat.data.load_pairs` finds; for a map pictures, or texts in a column ``text``.
-        old: the old model, loaded or by its name or folder, for methods that read its embeddings.
-        independent: the new model trained without an old one, likewise, for methods that read its embeddings (bt2).
-        cache_dir: where embeddings of frozen models are kept; ``cache`` in the output folder unless given.
-        callbacks: the Trainer's own.
-        stage: what a stage of a recipe has beside ``training``: ``mini_batch_size``, ``prompt_lr_factor``, ``encoder_lr_factor``,
-            ``weight_decay_on``, and ``data``, of which ``augmentation``, ``one_per_id``, ``samples_per_class``, of pairs
-            ``old_embeddings``, and under ``pairs`` or ``images`` the names of columns are read.
+        args: transformers' arguments.
+        train_dataset: images with captions or labels, in columns that :func:`~xcompat.data.load_pairs` finds. For maps: images,
+            or texts in a column ``text``.
+        old: old model, name or folder, for methods that read its embeddings.
+        independent: new model trained without the old one, for methods that read its embeddings (bt2).
+        cache_dir: folder of caches; default: ``cache`` in the output folder.
+        callbacks: Trainer callbacks.
+        stage: other settings of a stage: ``mini_batch_size``, ``prompt_lr_factor``, ``encoder_lr_factor``, ``weight_decay_on``,
+            and ``data`` with ``augmentation``, ``one_per_id``, ``samples_per_class``, ``old_embeddings`` (pairs), and column
+            names under ``pairs`` or ``images``.
 
     Raises:
-        XcompatError: the model is solved and not trained, the old model is missing or another one than the model was made for,
-            or data and settings do not fit.
+        XcompatError: the model is solved, the old model is missing or another one, or data and settings do not fit.
 
     Example:
         ``CompatTrainer(model, TrainingArguments("runs/bct"), photos, old="runs/old").train()``
@@ -73,20 +71,20 @@ class CompatTrainer(StageTrainer):
         independent: Embedder | str | None = None,
         cache_dir: str | Path | None = None,
         callbacks: Sequence[TrainerCallback] = (),
-        **stage: Any,  # noqa: ANN401 - checked as a recipe's are
+        **stage: Any,  # noqa: ANN401 - checked like a recipe
     ) -> None:
         name = type(model).__name__
         if model.is_solved:
-            raise XcompatError(f"{name} is solved and not trained: give fit() pairs of new and old embeddings")
+            raise XcompatError(f"{name} is solved, not trained: call fit() with pairs of new and old embeddings")
         args = copy.copy(args)
         for key, value in {**NEEDED, "dataloader_drop_last": DEFAULTS["dataloader_drop_last"]}.items():
             setattr(args, key, value)
         reading: Any = args.accelerator_config
         if reading.dispatch_batches is None:
-            # as in a recipe: processes read different shards of a stream themselves, and the first does not decode for all
+            # as in a recipe: each process reads its own shards, so that the first does not decode for all
             args.accelerator_config = replace(reading, dispatch_batches=False)
         if stage.get("seed_offset"):
-            raise XcompatError("CompatTrainer: seed_offset is of a recipe's stages; set args.seed")
+            raise XcompatError("CompatTrainer: seed_offset is only for recipes; set args.seed")
         kind = _kind(model, train_dataset)
         settings = _stage(model, args, kind, isinstance(train_dataset, datasets.IterableDataset), stage)
         learner = _Learner(model, settings, args.seed, Path(cache_dir or Path(str(args.output_dir)) / "cache"))
@@ -94,7 +92,7 @@ class CompatTrainer(StageTrainer):
 
 
 def _kind(model: CompatModel, dataset: datasets.Dataset | datasets.IterableDataset) -> str:
-    """Return what a method learns from: ``texts``, ``pictures``, ``images`` with labels or ``pairs`` with captions."""
+    """Return the kind of data: ``texts``, ``pictures``, labelled ``images`` or captioned ``pairs``."""
     if not model.embeds_in_memory:
         return "pairs" if "input_ids" in model.columns else "images"
     features = dataset.features or {}
@@ -105,7 +103,7 @@ def _kind(model: CompatModel, dataset: datasets.Dataset | datasets.IterableDatas
 
 
 def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bool, given: dict[str, Any]) -> StageRecipe:
-    """Return the stage of a recipe that would do the same."""
+    """Return the equivalent stage of a recipe."""
     method = model.config.model_type.removeprefix("xcompat-")
     data = dict(given.pop("data", {}))
     if kind in ("pairs", "pictures"):
@@ -132,14 +130,7 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
 
 
 class _Learner:
-    """Makes the training set of a model, as the stage of a recipe does from what it names.
-
-    Args:
-        model: which learns.
-        settings: the stage.
-        seed: of everything random that happens to a sample.
-        cache_dir: folder of all caches.
-    """
+    """Training sets of a model."""
 
     def __init__(self, model: CompatModel, settings: StageRecipe, seed: int, cache_dir: Path) -> None:
         self.model = model
@@ -148,19 +139,17 @@ class _Learner:
         self.cache_dir = cache_dir
 
     def pairs(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401 - as CompatTrainer takes them
-        """Learn from pictures with captions."""
         assert self.settings.data.pairs is not None
         pairs = load_pairs(self.settings.data.pairs, dataset)
         known: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None = None
         if OLD_EMBEDS in self.model.columns:
-            known = self._old(old).require_model("holds embeddings and no model that could embed captions; give one as old")
+            known = self._old(old).require_model("contains embeddings and cannot embed captions; set old to a model")
             if not self.settings.embeds_pairs_online:
                 images = cached_images(known, pairs, self.cache_dir, self.settings.data.pairs.max_bad_share)
                 known = images, cached_captions(known, flatten_captions(pairs)[0], self.cache_dir)
         return pair_data(self.settings.data, pairs, self.model.processor, self.seed, known, self.model.views)
 
     def images(self, dataset: Any, old: Any, independent: Any) -> Data:  # noqa: ANN401
-        """Learn from pictures with classes."""
         model, source = self.model, self.settings.data.images
         assert source is not None
         images = load_labelled(source, getattr(model.config, "classes", None), dataset=dataset)
@@ -179,7 +168,6 @@ class _Learner:
         return labelled_data(self.settings, images, model.processor, self.seed, extra, model.views, online)
 
     def pictures(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
-        """Learn a map from pictures alone."""
         assert self.settings.data.pairs is not None
         pictures = load_pairs(self.settings.data.pairs, dataset)
         share, views = self.settings.data.pairs.max_bad_share, self.settings.views(self.seed)
@@ -187,17 +175,16 @@ class _Learner:
         return map_data(self.model, new, knows)
 
     def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
-        """Learn a map from texts."""
-        knows = self._old(old).require_model("holds embeddings of images by their ids; give a model as old")
+        knows = self._old(old).require_model("contains image embeddings by id; set old to a model")
         new = self._new() if self.model.maps_galleries else self._new().for_queries()
         new_ND, old_Nd = (cached_texts(one, dataset, self.cache_dir) for one in (new, knows))
         return map_data(self.model, new_ND, old_Nd)
 
     def _old(self, old: FrozenModel | str | None) -> FrozenModel:
-        """Load the old model, which must be the one that the model was made for."""
+        """Load the old model; raise if it is not the new model's."""
         name, described = type(self.model).__name__, self.model.config.old
         if old is None:
-            raise XcompatError(f"{name} reads embeddings of the old model: give it as old, loaded or by its name")
+            raise XcompatError(f"{name} reads embeddings of the old model: set old to the model, its name or its folder")
         if isinstance(old, str):
             old = load_frozen(old, device())
         Fingerprint(described["fingerprint"], described["name"]).require(old.fingerprint, f"the old model {old.name}")
@@ -206,12 +193,11 @@ class _Learner:
     def _independent(self, independent: Embedder | str | None) -> Embedder:
         if independent is None:
             raise XcompatError(
-                f"{type(self.model).__name__} reads embeddings of a new model trained alone: give it as independent"
+                f"{type(self.model).__name__} reads embeddings of a new model trained without the old one: set independent"
             )
         return load_embedder(independent, device()) if isinstance(independent, str) else independent
 
     def _new(self) -> Embedder:
-        """Load the encoder of a map."""
         described = self.model.config.encoder
         new = load_embedder(EncoderSource.described(described), device())
         Fingerprint(described["fingerprint"], described["name"]).require(new.fingerprint, f"the new model {new.name}")

@@ -1,4 +1,4 @@
-"""Old embeddings made of each batch: frozen models embed the view that the new model is trained on, and its caption."""
+"""Collator with frozen models that embed each batch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from xcompat.outputs import Views
 
 
 class OnlineCollator(PairCollator):
-    """Make batches in which frozen models embed the same augmented view as the new model's input, or the same caption.
+    """Collator in which frozen models embed the new model's augmented view or caption.
 
-    Cached embeddings are of plain images and cost one pass over the data; these cost one pass of each frozen model in every
-    epoch. The results of the two cannot be compared. The frozen models run in the process that makes the batches.
+    Unlike cached embeddings of plain images, this costs a pass of each frozen model per epoch. Results of the two are not
+    comparable. Frozen models run in the process that makes batches.
 
     Args:
-        processor: the new model's preprocessing.
-        augmentation: random changes; None for plain images.
+        processor: preprocessing of the new model.
+        augmentation: random changes, or None.
         views: see :class:`xcompat.data.PairCollator`.
-        models: the frozen models by the column that their embeddings fill: ``old_text_embeds`` of captions, any other such as
-            ``old_embeds`` of images.
+        models: frozen models by column: ``old_text_embeds`` for captions, others for images.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class OnlineCollator(PairCollator):
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch = super().__call__(items)
         captions = [item[CAPTION] for item in items] if OLD_TEXT_EMBEDS in self.models else []
-        # the same view again, from the sample's seed
+        # the same view as the new model's, from the sample's seed
         view = None if self.transform is None else self._drawn(items, self.transform).float()
         for column, model in self.models.items():
             is_text = column == OLD_TEXT_EMBEDS
@@ -50,7 +49,6 @@ class OnlineCollator(PairCollator):
 
     @staticmethod
     def _pixels(items: Sequence[Mapping[str, Any]], view: Tensor | None, processor: Processor) -> Tensor:
-        """Return what a frozen model reads: the plain images, or the augmented view in its own size."""
         if view is None:
             return processor.images([item[IMAGE] for item in items])
         resized = F.interpolate(view, size=processor.image_size, mode="bicubic", antialias=True, align_corners=False)

@@ -1,4 +1,4 @@
-"""Optimisers of transformers, and LARS, with separate learning rates for prompts and pretrained weights."""
+"""Optimisers with separate learning rates for prompts and pretrained weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 _OF_ENCODER = re.compile(r"(module\.|_orig_mod\.)*encoder\.(?!.*(lora_|prompts\.))")
-"""Matches names of the encoder's own weights, in a model that may be compiled or wrapped for several processes."""
+"""Matches the encoder's own weights, also in compiled or wrapped models."""
 
 Decayed = Literal["matrices", "all"]
-"""Which weights are decayed: those of layers, without biases, norms and prompts; or all."""
+"""Decayed weights: all, or those of layers without biases, norms and prompts."""
 
 
 class Reads(NamedTuple):
-    """What an optimiser takes.
+    """Settings that an optimiser reads.
 
     Args:
-        fields: those of ``TrainingArguments`` for Adam that it reads too.
-        options: the keys that it knows in ``optim_args``.
+        fields: Adam's fields of ``TrainingArguments``.
+        options: keys in ``optim_args``.
     """
 
     fields: tuple[str, ...] = ()
@@ -46,65 +46,65 @@ OPTIMISERS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), Reads(ADAM)),
     **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), Reads(_BETAS)),
 }
-"""Optimisers that take parameter groups with rates and decays of their own, by transformers' names, and what each reads."""
+"""Optimisers with parameter groups, by transformers' names, with their settings."""
 LARS = "lars"
-"""SGD whose rate follows the norms of each layer's weights and gradient (You et al. 2017), which transformers does not have."""
+"""SGD with a rate that follows the norms of each layer's weights and gradient (You et al. 2017); not in transformers."""
 USUAL = "adamw_torch"
-"""The optimiser of a recipe that names none."""
+"""Default optimiser of recipes."""
 MOMENTUM = "momentum=0.9"
-"""Of ``sgd`` and ``lars`` in a recipe that names no momentum: that of the field's papers, where transformers has 0."""
-_BY_LAYER = "lars needs the norm of each layer's weights, and {} splits them; start several processes without it, or take sgd"
+"""Momentum of ``sgd`` and ``lars`` in recipes, as in papers; transformers' default is 0."""
+_BY_LAYER = "lars needs the norm of each layer's weights, but {} splits layers; launch without it, or use sgd"
 
 
 def check_optimiser(given: Mapping[str, Any]) -> None:
-    """Refuse an optimiser that would be replaced by another, and settings that the optimiser does not read.
+    """Raise if an optimiser is unsupported or would ignore a setting.
 
     Args:
-        given: fields of ``TrainingArguments`` that somebody has set.
+        given: fields of ``TrainingArguments`` that are set.
 
     Raises:
-        ValueError: naming the field and what is wrong, in one line.
+        ValueError: with field and cause, in one line.
     """
     name = given.get("optim", USUAL)
     if name not in OPTIMISERS:
-        raise ValueError(f"training.optim: {name!r} is no optimiser that can be used here; {nearest(str(name), OPTIMISERS)}")
+        raise ValueError(f"training.optim: unsupported optimiser {name!r}; {nearest(str(name), OPTIMISERS)}")
     reads = OPTIMISERS[name]
     for field in ADAM:
         if field in given and field not in reads.fields:
-            raise ValueError(f"training.{field}: {name} does not read it; leave it out")
+            raise ValueError(f"training.{field}: {name} ignores it; remove it")
     for key, value in _options(given.get("optim_args")).items():
         if key == "weight_decay":
-            raise ValueError("training.optim_args: weight_decay has a field of its own; set training.weight_decay")
+            raise ValueError("training.optim_args: weight_decay has its own field; set training.weight_decay")
         if key not in reads.options:
-            known = f"it knows {', '.join(reads.options)}" if reads.options else "it knows none"
+            known = f"known: {', '.join(reads.options)}" if reads.options else "it has none"
             raise ValueError(f"training.optim_args: {name} has no option {key!r}; {known}")
         if not _is_value(value):
             raise ValueError(f"training.optim_args: {key} must be a number, true or false (found {value!r})")
     if name == LARS and not given.get("weight_decay"):
-        raise ValueError("training.optim: lars adapts the rates of weights that are decayed; set training.weight_decay, or sgd")
+        raise ValueError("training.optim: lars only adapts the rates of decayed weights; set training.weight_decay, or use sgd")
 
 
 def with_momentum(optim: str, optim_args: str | None) -> str | None:
-    """Return ``optim_args`` with the momentum that ``sgd`` and ``lars`` usually have."""
+    """Add the default momentum of ``sgd`` and ``lars`` to ``optim_args``."""
     if optim not in ("sgd", LARS) or "momentum" in _options(optim_args):
         return optim_args
     return MOMENTUM if optim_args is None else f"{MOMENTUM},{optim_args}"
 
 
 def in_transformers(optim: str) -> str:
-    """Return the optimiser whose options transformers reads for this one: that of SGD for LARS, else its own name."""
+    """Return transformers' name for an optimiser: ``sgd`` for LARS."""
     return "sgd" if optim == LARS else optim
 
 
 def class_of(optim: str | None, read: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the optimiser's class: timm's LARS as SimCLR has it, where norms and biases learn as by SGD, or transformers' own.
+    """Return an optimiser's class: timm's LARS (norms and biases as in SGD), or transformers'.
 
     Args:
-        optim: the name in a recipe, None for none.
-        read: what transformers takes :func:`in_transformers` for.
+        optim: name in the recipe, or None.
+        read: transformers' class.
 
     Raises:
-        ValueError: parameters will be split over processes, so that none knows a layer's norm.
+        ValueError: FSDP or DeepSpeed would split layers.
     """
     if optim != LARS:
         return read
@@ -118,11 +118,10 @@ def class_of(optim: str | None, read: type[torch.optim.Optimizer]) -> type[torch
 
 
 def _options(optim_args: str | None) -> dict[str, str]:
-    """Read ``optim_args`` as transformers does."""
     pieces = [piece.partition("=") for piece in (optim_args or "").replace(" ", "").split(",") if piece]
     for key, equals, _ in pieces:
         if not equals:
-            raise ValueError(f"training.optim_args: {key!r} has no value; write such as '{MOMENTUM},nesterov=true'")
+            raise ValueError(f"training.optim_args: {key!r} has no value; write e.g. '{MOMENTUM},nesterov=true'")
     return {key: value for key, _, value in pieces}
 
 
@@ -134,9 +133,9 @@ def _is_value(value: str) -> bool:
 
 
 class OptimiserFactory:
-    """Build an optimiser over the trainable parameters, with own rates for prompts and encoder.
+    """Factory of an optimiser with separate learning rates.
 
-    The parameter groups are made here, as the Trainer builds the optimiser only after it has wrapped the model.
+    The Trainer builds the optimiser after it has wrapped the model, so the groups are built here.
     """
 
     def __call__(
@@ -151,20 +150,17 @@ class OptimiserFactory:
         decayed: Decayed,
         **options: Any,  # noqa: ANN401
     ) -> torch.optim.Optimizer:
-        """Make the optimiser.
+        """Build the optimiser.
 
         Args:
-            model: the possibly wrapped model.
+            model: possibly wrapped.
             optimiser: its class.
             lr: learning rate.
             prompt_lr_factor: learning rate of visual prompts over ``lr`` (100 in XBT §4.1).
             encoder_lr_factor: learning rate of the encoder's own weights over ``lr``.
-            weight_decay: of the decayed weights.
-            decayed: which they are.
-            options: more of the optimiser's own.
-
-        Returns:
-            The optimiser.
+            weight_decay: weight decay.
+            decayed: which weights decay.
+            options: other options of the optimiser.
         """
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():

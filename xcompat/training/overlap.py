@@ -1,4 +1,4 @@
-"""Images and texts that are learned from and judged on at once, said before training."""
+"""Warnings about test data in training data."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from xcompat.training.stage import StageData
 
 
 def warn_of_shared_images(data: StageData) -> None:
-    """Warn if labelled test images are also training images, which the user chose."""
+    """Warn if labelled test images are also training images."""
     if not data.settings.is_judged or not is_main_process():
         return
     for key, searched in judged_images(data.settings.data).items():
         if shared := shared_images(searched.dataset, data.images.dataset):
-            notice(f"{shared} of {len(searched)} images of data.{key} are in data.images too: the result will flatter the model")
+            notice(
+                f"{shared} of {len(searched)} images of data.{key} are also in data.images, so the result will be too optimistic"
+            )
 
 
 def warn_of_shared_texts(data: StageData, texts: Iterable[str], key: str) -> None:
-    """Warn if texts of the test set are also learned from; text corpora leave them out.
+    """Warn if test texts are also training texts.
 
     Args:
-        data: the stage's data.
-        texts: its training captions, or queries and passages.
-        key: their key in the recipe.
+        data: data of the stage.
+        texts: training captions, queries or passages.
+        key: recipe key of the texts.
     """
     test = {normalise(text) for text in data.test_texts()}
     shared = test & {normalise(text) for text in texts} if test else set()
     if shared:
         of = "queries of data.judged_texts" if data.settings.data.judged_texts is not None else "captions of data.test"
-        notice(f"{len(shared)} of {len(test)} {of} are in {key} too: the result will flatter the model")
+        notice(f"{len(shared)} of {len(test)} {of} are also in {key}, so the result will be too optimistic")

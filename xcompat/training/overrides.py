@@ -12,28 +12,28 @@ from xcompat.training.yaml_files import RecipeLoader, parse_yaml
 
 
 def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
-    """Refuse an override of an inherited value if a stage sets its own, which would win silently.
+    """Refuse an override that a stage's own setting would silently replace.
 
     Args:
-        raw: a recipe as its YAML has it.
-        key: the overridden key, dots for nesting.
+        raw: the parsed YAML.
+        key: overridden key, dots for nesting.
 
     Raises:
-        XcompatError: a stage sets the key itself, or a list or a name above it; a name of another stage is not meant.
+        XcompatError: a stage sets the key, or a list or name above it (except ``stage:NAME``).
     """
     stages, parts = raw.get("stages"), key.split(".")
     for number, stage in enumerate(stages if isinstance(stages, list) else []):
         met, place = _followed(stage, parts) if isinstance(stage, dict) else ([], None)
-        # the settings of the stage that a name refers to follow the override themselves
+        # the stage behind the name follows the override itself
         refers = isinstance(place, str) and place.startswith(STAGE_PREFIX) and met != parts
         if place is not None and not refers:
             name, whole = _name(stage) or number, ".".join(met)
             inner = key if isinstance(place, list) else whole
-            raise XcompatError(f"{whole} is set by stage {number} ({name}) itself: override stages.{name}.{inner}")
+            raise XcompatError(f"stage {number} ({name}) sets {whole} itself: override stages.{name}.{inner}")
 
 
 def _followed(stage: dict[str, Any], parts: list[str]) -> tuple[list[str], Any]:
-    """Follow a key into a stage: the parts that lead to what has no keys of its own, or to the end, and what is there."""
+    """Follow a key to the first value that is not a dictionary; return the parts and the value."""
     place: Any = stage
     for depth, part in enumerate(parts):
         if not isinstance(place, dict):
@@ -47,15 +47,15 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
     Args:
         raw: changed in place.
-        override: ``key=value``, dots for nesting, the value read as YAML; a stage is called by its number or its name.
+        override: ``key=value``, dots for nesting, YAML value; stages by number or name.
 
     Raises:
-        XcompatError: it has another form, or the key leads nowhere.
+        XcompatError: invalid form, or unknown key.
     """
-    # Not OmegaConf: it resolves ${oc.env:...} of a stranger's recipe, and reads YAML without the limits of LimitedLoader
+    # not OmegaConf: it would resolve ${oc.env:...} of an untrusted recipe, and has no limits like LimitedLoader's
     key, separator, value = override.partition("=")
     if not separator:
-        raise XcompatError(f"{override!r} is no override; write key=value, such as training.learning_rate=1e-3")
+        raise XcompatError(f"invalid override {override!r}; write key=value, e.g. training.learning_rate=1e-3")
     *parents, last = key.split(".")
     place: Any = raw
     try:
@@ -69,7 +69,6 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _section(place: Any, where: list[str], key: str, name: str) -> Any:  # noqa: ANN401 - what YAML holds
-    """Return what a key holds; one that holds nothing gets keys of its own."""
     _require_keys(place, where, key)
     if place.get(name) is None:
         place[name] = {}
@@ -79,20 +78,18 @@ def _section(place: Any, where: list[str], key: str, name: str) -> Any:  # noqa:
 def _require_keys(place: Any, where: list[str], key: str) -> None:  # noqa: ANN401 - what YAML holds
     if not isinstance(place, dict):
         whole = ".".join(where)
-        raise XcompatError(f"{key}: {whole} has no keys of its own; override {whole} as a whole")
+        raise XcompatError(f"{key}: {whole} has no keys; override all of {whole}")
 
 
 def _entry(entries: list[Any], which: str, key: str) -> Any:  # noqa: ANN401 - what YAML holds
-    """Return a stage, or an entry of another list, by its number or its name."""
     if which.isdigit() and int(which) < len(entries):
         return entries[int(which)]
     named = {str(name): each for each in reversed(entries) if isinstance(each, dict) and (name := _name(each)) is not None}
     if which in named:
         return named[which]
-    called = f", and are called {', '.join(reversed(named))}" if named else ""
-    raise XcompatError(f"{key}: there is no stage {which}; stages count from 0 to {len(entries) - 1}{called}")
+    called = f", and named {', '.join(reversed(named))}" if named else ""
+    raise XcompatError(f"{key}: unknown stage {which}; stages are numbered from 0 to {len(entries) - 1}{called}")
 
 
 def _name(stage: dict[str, Any]) -> Any:  # noqa: ANN401 - what YAML holds
-    """Return the name of a stage, which is that of its method unless given; None if neither is."""
     return stage.get("name", stage.get("method"))

@@ -1,4 +1,4 @@
-"""The paths that a stage names: check that they exist before training, and identify the files that a report was made from."""
+"""Path checks of a stage, and digests of its test files."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.vectors import check_stored
 
 Source = CorpusSource | ImageSource | TextSource
-CLASSES, CAPTIONS = "one class name a line", "captions, as `xcompat caption` writes it"
+CLASSES, CAPTIONS = "one class name per line", "captions, as `xcompat caption` writes it"
 
 
 def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
-    """Refuse local files and folders of models that are not there.
+    """Raise if a local file or model is missing.
 
     Args:
         settings: the stage.
-        is_trained: whether the stage is trained, so that only its test data are read.
+        is_trained: whether only test data matter, as the stage is trained.
 
     Returns:
-        One line for each source of data: its path and its number of local files.
+        A line per data source: path and number of local files.
 
     Raises:
-        XcompatError: a path does not exist, holds no images, or a file is not named as its format asks; the message names the key
-            of the recipe and the nearest path.
+        XcompatError: a path is missing or invalid; with recipe key and nearest path.
     """
     described = []
     for key, check in _path_checks(settings, is_trained):
@@ -49,22 +48,22 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
 
 
 def find_missing_paths(settings: StageRecipe) -> tuple[list[str], list[tuple[str, str]]]:
-    """Check all paths of a stage, and collect those that do not exist.
+    """Check all paths of a stage.
 
     Args:
         settings: the stage.
 
     Returns:
-        A line for each source of data, as :func:`check_paths` returns it, and for each missing path its key and what is missing.
+        Lines as in :func:`check_paths`, and (recipe key, message) per missing path.
 
     Raises:
-        XcompatError: as :func:`check_paths` raises it for a path that exists.
+        XcompatError: an existing path is invalid.
     """
     described: list[str | None] = []
     missing: list[tuple[str, str]] = []
     for key, check in _path_checks(settings):
         if any(absent.startswith(f"{key.removeprefix(f'{settings.name}: ')}.") for absent, _ in missing):
-            continue  # lists that are compared with each other and with the images
+            continue  # this check needs the missing file
         try:
             with said_of(key):
                 described.append(check())
@@ -74,7 +73,7 @@ def find_missing_paths(settings: StageRecipe) -> tuple[list[str], list[tuple[str
 
 
 def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """Yield each key of a recipe that names a path, with a function that checks it and may describe it."""
+    """Yield each recipe key with a path, and its check."""
     for role in () if is_trained else (*ROLES, "projection"):
         named = getattr(settings, role)
         model = EncoderSource(name=named) if isinstance(named, str) else named
@@ -87,7 +86,7 @@ def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tu
         yield f"{prefix}judged_texts.qrels", partial(_check_judgements, data.judged_texts.qrels)
     if data.templates is not None:
         for key, file in data.templates.files().items():
-            yield f"{prefix}templates.{key}", partial(_check_file, file, "its list")
+            yield f"{prefix}templates.{key}", partial(_check_file, file, "a list in IJB-C's format")
         yield f"{prefix}templates", partial(_check_templates, data.templates)
     for key, file in _other_files(data):
         yield f"{prefix}{key}", partial(_check_file, file, CAPTIONS if key.endswith(".caption_file") else CLASSES)
@@ -99,13 +98,13 @@ def _check_model(model: EncoderSource) -> None:
 
 
 def _check_source(source: Source) -> str:
-    """Check the files of a source, and return its path and their number."""
+    """Return the path of a source and its number of files."""
     streamed = isinstance(source, CorpusSource) or (isinstance(source, PairSource) and source.streaming)
     elsewhere = addresses(source.path) if streamed else None
     if elsewhere is not None:
         if isinstance(source, CorpusSource):
             require_readable(source, elsewhere)
-        return f"{shown(elsewhere[0])} ({len(elsewhere)} elsewhere)"
+        return f"{shown(elsewhere[0])} ({len(elsewhere)} remote)"
     files = local_files(source.path)
     if isinstance(source, ImageSource):
         _check_images(source, files)
@@ -118,11 +117,11 @@ def _check_judgements(file: str) -> None:
 
 def _check_file(file: str, holds: str) -> None:
     if not Path(file).is_file():
-        raise MissingPathError(f"{file} does not exist; name a file with {holds} ({nearest_path(file)})")
+        raise MissingPathError(f"{file} does not exist; use a file with {holds} ({nearest_path(file)})")
 
 
 def _check_images(source: ImageSource, files: list[Path] | None) -> None:
-    """Refuse files of no known format, names without a person, and pictures of which the first lies in no class's folder."""
+    """Refuse unknown formats, invalid names, and images outside of class folders."""
     if source.format == "market1501":
         require_market1501_names(files or [])
     if files is None:
@@ -133,7 +132,7 @@ def _check_images(source: ImageSource, files: list[Path] | None) -> None:
 
 
 def _check_templates(named: JudgedTemplates) -> None:
-    """Refuse lists that do not fit each other, or images in folders of which some are missing; no picture is read."""
+    """Refuse inconsistent lists and missing images; decode none."""
     members = read_template_lists(named.members, named.pairs, named.gallery, named.probes).members
     form, paths = locate(named.images)
     if form == "images" and named.images.limit is None:
@@ -141,13 +140,13 @@ def _check_templates(named: JudgedTemplates) -> None:
 
 
 def judged_files(settings: StageRecipe) -> dict[str, str]:
-    """Identify the files of a stage's test data.
+    """Return digests of test files.
 
     Args:
         settings: the stage.
 
     Returns:
-        Key of the recipe -> digest; without data on the Hub and missing files.
+        Recipe key -> digest, without missing or remote data.
     """
     data = _judged(settings.data)
     named = {f"{key}.path": source.path for key, source in _sources(data)} | dict(_other_files(data))
@@ -157,7 +156,7 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
             found[key] = files_digest(path)
     known = {key: digest for key, digest in found.items() if digest is not None}
     if data.judged_texts is not None and (qrels := Path(data.judged_texts.qrels)).is_file():
-        known["judged_texts.qrels"] = file_record(qrels).xxh3  # a gain that changes need not change the size
+        known["judged_texts.qrels"] = file_record(qrels).xxh3  # files_digest compares sizes, which a changed gain may keep
     if data.templates is not None:
         lists = {f"templates.{key}": Path(file) for key, file in data.templates.files().items()}
         known |= {key: file_record(file).xxh3 for key, file in lists.items() if file.is_file()}
@@ -172,7 +171,7 @@ def _judged(data: DataSettings) -> DataSettings:
 
 @contextmanager
 def said_of(key: str) -> Iterator[None]:
-    """Say in an error of which key of a recipe it is."""
+    """Prefix errors with the recipe key."""
     try:
         yield
     except XcompatError as error:

@@ -1,4 +1,4 @@
-"""Check the output folders of a recipe before training, so that no file of the user is replaced."""
+"""Protection of the user's files in a recipe's output folders."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _ELSEWHERE = "move it, or choose another output_dir"
 def require_places(recipe: Recipe) -> None:
     """Refuse output folders with files that this recipe did not write.
 
-    A stage's own files have its ``recipe.yaml`` beside them. The run's report names its stages, of which the recipe still has the
-    last one, or one whose folder is there.
+    A stage's files need its ``recipe.yaml``. A run's report must name the last stage, or one with a folder.
 
     Args:
-        recipe: validated.
+        recipe: the validated recipe.
 
     Raises:
         XcompatError: a file or folder is in the way.
@@ -41,7 +40,7 @@ def require_places(recipe: Recipe) -> None:
         if settings.is_judged:
             require_report_place(paths.report)
     begun = any((paths.folder / RECIPE).is_file() for _, paths in stages)
-    if report_file(recipe.output_dir).is_file():  # the user may have deleted a run's stages to make them again
+    if report_file(recipe.output_dir).is_file():  # stages may be deleted to train again
         _require_own_report(recipe, begun)
     elif not begun:
         _require_free(recipe.output_dir, (EVALUATED, CSV_NAME))
@@ -49,13 +48,13 @@ def require_places(recipe: Recipe) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Keep the processes of another launch from training in a run's folder; they would remove each other's checkpoints.
+    """Lock a run's folder against other launches.
 
     Args:
-        folder: the run's; it is made.
+        folder: folder of the run; created if missing.
 
     Raises:
-        XcompatError: others are training there.
+        XcompatError: another launch trains there.
     """
     held: list[BaseFileLock] = []
 
@@ -69,7 +68,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             return f"cannot write to {folder}: {error.strerror}"
         return None
 
-    if (refused := from_main_process(refusal)) is not None:  # all processes of this launch end alike
+    if (refused := from_main_process(refusal)) is not None:  # in all processes
         raise XcompatError(refused)
     try:
         yield
@@ -79,25 +78,25 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _require_own_report(recipe: Recipe, begun: bool) -> None:
-    """Refuse a run's folder whose report is that of another recipe, of a map or of an evaluation."""
+    """Refuse a report of another recipe, a map or an evaluation."""
     folder, names = recipe.output_dir, {settings.name for settings in recipe.stages}
     try:
         told = list(load_report(folder).seconds)
-    except XcompatError:  # damaged, or of another version: it is made again if it is a run's
+    except XcompatError:  # damaged, or of another version: a run's is written again
         is_own = begun or (folder / EVALUATED).is_file()
     else:
         kept = [name for name in told if (folder / name / RECIPE).is_file()]
         is_own = bool(names & {*told[-1:], *kept})
     is_of_one_stage = len(names) > 1 and (folder / DONE).is_file()
     if is_of_one_stage or not is_own:
-        raise XcompatError(f"{folder} has a report that another recipe or command made, and would be replaced; {_ELSEWHERE}")
+        raise XcompatError(f"{folder} contains the report of another recipe or command, which would be replaced; {_ELSEWHERE}")
 
 
 def _require_free(folder: Path, names: Iterable[str]) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise XcompatError(f"{there} is no folder, and {folder} is where a recipe writes; {_ELSEWHERE}")
+        raise XcompatError(f"cannot write to {folder}: {there} is not a folder; {_ELSEWHERE}")
     for path in (folder / name for name in names):
         is_empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
         if os.path.lexists(path) and not is_empty:
-            raise XcompatError(f"{path} was made by no recipe, as {folder} has no {RECIPE}, and would be replaced; {_ELSEWHERE}")
+            raise XcompatError(f"{path} would be replaced, but no recipe made it ({folder} has no {RECIPE}); {_ELSEWHERE}")

@@ -1,4 +1,4 @@
-"""``xcompat push``: push a run's model or a checkpoint to the Hub, with a card of how it was made and its results."""
+"""``xcompat push``: a model and its card on the Hub."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
-HELD_OUT = "what was held out of its training set"
+HELD_OUT = "a validation split of its training set"
 _OF_ENCODERS = (*PATTERNS, MODULES, ABOUT, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
-"""Name patterns of the files that a plain encoder is pushed with."""
+"""Pushed files of a plain encoder."""
 _PARTS = ("images", "pairs", "text_pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
 
 
 class _Pushed(NamedTuple):
-    """The first arguments of :func:`~xcompat.hub.push.push_model`, and the digests by which others know the model."""
+    """Arguments of :func:`~xcompat.hub.push.push_model`, and the model's digests."""
 
     facts: ModelFacts
     config: dict[str, Any]
@@ -68,48 +68,45 @@ def push(
     license: str | None = None,  # noqa: A002 - the Hub's word
     memory: Remembered = "all",
 ) -> str:
-    """Push a model with its preprocessing and its card.
+    """Push a model with preprocessing and card.
 
     Args:
-        target: a run's folder, or a checkpoint's.
+        target: folder of a run or checkpoint.
         repo: ``user/name``.
-        form: whether adapters are merged, or pushed without their base.
-        private: whether the repository is private; None if it is to be only where the base is gated or private.
-        overwrite: whether another model in the repository may be replaced.
-        revision: the branch, made if missing; None for the default one.
-        license: the license on the card.
-        memory: how much of the queries' memory (embeddings of training data) is pushed: all, the metric alone, or none.
+        form: whether to merge adapters, or push them without their base.
+        private: visibility; None: private only if the base is gated or private.
+        overwrite: whether to replace another model.
+        revision: branch, created if missing; None for the default.
+        license: license on the card.
+        memory: pushed part of the memory (embeddings of training data): all, metric, or none.
 
     Returns:
-        The address of the commit.
+        Address of the commit.
 
     Raises:
-        XcompatError: there is no model, it cannot take the form, the repository holds another one, is public where it is to be
-            private or the other way round, or the Hub refuses or cannot be reached.
+        XcompatError: the model, its form or the repository does not fit, or the Hub fails.
     """
     folder = find_model(Path(target))
     facts, config, write, run, known = (_checkpoint if is_checkpoint(str(folder)) else _encoder)(folder, form, memory)
     commit = push_model(repo, facts, config, write, run, private=private, overwrite=overwrite, revision=revision, license=license)
-    if form != "merged" and memory == "all":  # else the pushed model is not the one whose galleries exist
+    if form != "merged" and memory == "all":  # else existing galleries belong to another model
         try:
             record_push(folder, commit, known)
         except OSError as error:  # the push itself has succeeded
-            said = f"{folder} cannot be written to ({error.strerror}): newer models will name this folder and not {repo}"
+            said = f"cannot write to {folder} ({error.strerror}): newer models will name this folder, not {repo}"
             console.print(f"[yellow]{literal(said)}[/]", soft_wrap=True)
     return str(commit)
 
 
 def _forgetting(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:
-    """Remove the memory of a model, or all of it but the metric."""
     if model.memory is None:
-        raise XcompatError(f"{folder} remembers nothing; leave out --memory {memory}")
+        raise XcompatError(f"{folder} has no memory; remove --memory {memory}")
     if model.maps_galleries and memory == "metric":
-        raise XcompatError(f"{folder} maps galleries, which wear no metric; push it with --memory none")
+        raise XcompatError(f"{folder} maps galleries, which have no metric; use --memory none")
     return model.remember(model.memory.metric_alone() if memory == "metric" else None)
 
 
 def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
-    """Prepare a plain encoder for the push."""
     if form != "as it is" or memory != "all":
         raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
     encoder, processor = load_encoder(str(folder))
@@ -122,7 +119,7 @@ def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
 
 
 def _copy_model(folder: Path, target: Path) -> None:
-    """Copy the files of a plain encoder, and nothing else that lies in its folder, such as an optimizer's state or secrets."""
+    """Copy an encoder's own files only, without optimizer states or secrets."""
     for place in [folder, *module_folders(folder)]:
         copied = target / place.relative_to(folder)
         copied.mkdir(parents=True)
@@ -132,7 +129,6 @@ def _copy_model(folder: Path, target: Path) -> None:
 
 
 def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
-    """Prepare a compatible model for the push, in the given form."""
     from transformers import AutoModel
 
     with reading_model(str(folder)):
@@ -141,7 +137,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     known = [model.fingerprint(), model.written_fingerprint(), model.embeds_fingerprint(), model.stored_fingerprint()]
     if memory != "all":
         model = _forgetting(model, folder, memory)
-        run = _measured(run, "before what queries remember was left out")
+        run = _measured(run, "before the memory was removed")
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
             raise XcompatError(f"{folder} has no LoRA to merge; push it as it is")
@@ -153,31 +149,25 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
         base = facts.base["name"]
         if facts.holds == "adapters":
-            raise XcompatError(f"its base {base} is a folder of this machine, which nobody else has; push the whole model")
-        console.print(
-            f"[yellow]its base {literal(base)} is a folder of this machine: who pulls the map can apply it to embeddings alone[/]"
-        )
+            raise XcompatError(f"its base {base} is a local folder, which others do not have; push the whole model")
+        console.print(f"[yellow]its base {literal(base)} is a local folder: others can only apply the map to embeddings[/]")
     return _Pushed(facts, model.config.to_dict(), model.save_pretrained, run, [each.digest for each in known])
 
 
 def _measured(run: RunFacts, when: str) -> RunFacts:
-    """Add to the results when they were measured."""
     results = f"Measured {when}.\n\n{run.results}" if run.results else ""
     return replace(run, results=results, measured_on=f"{run.measured_on}, {when}" if run.measured_on else "")
 
 
-# ------------------------------------------------------------------------------------------------------------- the run
-
-
 def run_facts(folder: Path, fingerprint: Fingerprint) -> RunFacts:
-    """Read the recipe, results and environment of a model from its run's folder.
+    """Read a model's recipe, results and environment.
 
     Args:
-        folder: the model's folder, in the stage's folder.
-        fingerprint: the model's; reports of other models are left out.
+        folder: folder of the model in its stage.
+        fingerprint: of the model; other models' reports are ignored.
 
     Returns:
-        The facts; those of a checkpoint without a run are empty.
+        The facts; empty without a run.
     """
     stage = folder.parent
     if not (stage / "recipe.yaml").exists():
@@ -203,7 +193,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint) -> RunFacts:
 
 
 def _recipes(stage: Path) -> list[dict[str, Any]]:
-    """Return the resolved recipes of the stages that a stage is made from, then its own."""
+    """Return the recipes of used stages, then the stage's own."""
     recipe = read_yaml(stage / "recipe.yaml")
     sources = [recipe.get("projection"), *((recipe.get(role) or {}).get("name") for role in ROLES)]
     named = dict.fromkeys(name.removeprefix(STAGE_PREFIX) for name in sources if name and name.startswith(STAGE_PREFIX))
@@ -212,14 +202,14 @@ def _recipes(stage: Path) -> list[dict[str, Any]]:
 
 
 def _with_results(run: RunFacts, folders: list[Path], fingerprint: Fingerprint) -> RunFacts:
-    """Add what the first report about the model says."""
+    """Add the first report about the model."""
     for folder in folders:
         file = report_file(folder)
         if not file.exists():
             continue
         if is_report_of_map(document := read_json(file)):
             if document.get("fingerprint") == fingerprint.digest:
-                gains = gains_written(document, file)  # none where the new model's neighbours had to stand for labels
+                gains = gains_written(document, file)  # none if the new model's neighbours replaced labels
                 warning = "" if document.get("verdict") and gains else NOT_SHOWN
                 return replace(run, gains=gains, measured_on=HELD_OUT, warning=warning)
             continue
@@ -231,12 +221,11 @@ def _with_results(run: RunFacts, folders: list[Path], fingerprint: Fingerprint) 
 
 
 def _warning(stage: Path) -> str:
-    """Return the sentence above the results of a chosen map that is not surely at or above old queries."""
     return NOT_SHOWN if read_verdict(stage) is False else ""
 
 
 def _gains(report: Report) -> list[Gain]:
-    """Return the gains of a report's verdict, with the metrics that they are the difference of."""
+    """Return the gains of a verdict with both models' metrics."""
     metrics = {
         (case.label, case.direction, case.population, name): value
         for case in report.cases
@@ -264,7 +253,7 @@ def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recip
 
 
 def shown(name: str) -> str:
-    """Return the name of a file, folder or data set without the folders of this machine, and an address without its secrets.
+    """Return a name without local folders, and an address without secrets.
 
     Example:
         >>> shown("/home/me/photos/train"), shown("../shared/flickr/*.tar"), shown("nlphuji/flickr30k")
@@ -281,10 +270,10 @@ def shown(name: str) -> str:
     local = plain_name(name).removeprefix("file:")
     if ".." in Path(local).parts:
         local = os.path.normpath(local)
-    if local.startswith(("/", "~", "../..")):  # further up lie folders that only this machine has
+    if local.startswith(("/", "~", "../..")):  # local folders
         return public_name(local)
     below = re.sub(r"^(\.\.?/)+", "", local)
-    return name if below == plain_name(name) else below  # a model's name keeps its library
+    return name if below == plain_name(name) else below  # keep the library of a model's name
 
 
 def _shown(value: Any) -> Any:  # noqa: ANN401 - nested YAML

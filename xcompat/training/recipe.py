@@ -1,4 +1,4 @@
-"""The recipe: a validated YAML file of the models to train, their data and their evaluation."""
+"""The recipe: validated YAML of models, data and evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xcompat.training.unread import refuse_unread
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
 
 SEED_LIMIT = 2**32
-"""NumPy takes no larger seeds."""
+"""NumPy's limit of seeds."""
 Seed = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
 
 
@@ -33,11 +33,11 @@ class Recipe(Section):
     Args:
         name: name of the run.
         output_dir: folder of the run.
-        cache_dir: folder of embedding caches, shared between runs.
-        seed: of weights, data order, augmentation, noise and bootstrap.
-        seeds: the seeds of ``compare``, one run each; ``train`` takes ``seed``.
-        stages: the stages, in order.
-        layout: what its file says must lie where, for errors of its data; no key of a recipe.
+        cache_dir: folder of shared embedding caches.
+        seed: random seed of weights, data, noise and bootstrap.
+        seeds: seeds of ``compare``, one run each; ``train`` uses ``seed``.
+        stages: stages in order.
+        layout: data layout in the header, for errors; not a recipe key.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Recipe(Section):
             for name in [*stage.made_from(), *compared]:
                 if name not in seen:
                     raise ValueError(
-                        f"stage {stage.name!r} refers to {name!r}, which is no earlier stage "
+                        f"stage {stage.name!r} refers to {name!r}, which is not an earlier stage "
                         f"(earlier: {', '.join(seen) or 'none'})"
                     )
             if stage.name == REPORT and len(self.stages) > 1:
-                raise ValueError(f"a stage is called {REPORT!r}, which is where the run's report goes; give it another name")
+                raise ValueError(f"the stage name {REPORT!r} is reserved for the run's report; choose another name")
             if stage.name in seen:
                 raise ValueError(f"two stages are called {stage.name!r}; give each its own name")
             _require_comparable(stage, [seen[name] for name in compared], is_quick(info))
@@ -79,55 +79,52 @@ class Recipe(Section):
         return self
 
     def of_seed(self, seed: int) -> Recipe:
-        """Return the recipe of one run of ``compare``, in a folder of its own."""
+        """Return the recipe of one run of ``compare``."""
         return self.model_copy(update={"seed": seed, "output_dir": self.output_dir / f"seed-{seed}"})
 
     def seed_of(self, settings: StageRecipe) -> int:
-        """Return the seed that a stage is trained with."""
+        """Return the training seed of a stage."""
         return self.seed + settings.seed_offset
 
     def stage_dir(self, name: str) -> Path:
-        """Return the folder of a stage: its own, or the run's if it is the only stage."""
+        """Return the folder of a stage; a single stage has the run's."""
         return self.output_dir if len(self.stages) == 1 else self.output_dir / name
 
     def resolve(self, name: str) -> str:
-        """Return the model's folder for ``stage:NAME``, and any other name unchanged."""
+        """Return the folder of ``stage:NAME``; other names stay."""
         return str(self.stage_dir(name.removeprefix(STAGE_PREFIX)) / "model") if name.startswith(STAGE_PREFIX) else name
 
 
 def _require_comparable(stage: StageRecipe, others: Sequence[StageRecipe], quick: bool) -> None:
-    """Refuse ``evaluation.compare_with`` that no report could show; quickly, by names alone."""
+    """Refuse ``evaluation.compare_with`` that no report can show."""
     for other in others:
         where = f"stage {stage.name!r}: evaluation.compare_with names {other.name}"
         if other.name in OF_MODELS | {OLD_WITH_MEMORY, WITHOUT_MEMORY}:
-            raise ValueError(f"{where}, which is what a case of every report is called; rename the stage, or leave it out")
+            raise ValueError(f"{where}, a name reserved in reports; rename the stage, or remove it here")
         if not quick and method_class(other.method).maps_galleries_with(other.options):
-            raise ValueError(f"{where}, which maps galleries: its queries do not search the old one; leave it out")
+            raise ValueError(f"{where}, which maps galleries, so its queries do not search the old one; remove it")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False, more: Path | None = None) -> Recipe:
-    """Read and validate a recipe.
+    """Load and validate a recipe.
 
-    A recipe is one stage, or has ``stages:``, each of which inherits every other top-level key and overrides it key by key.
+    A recipe is one stage, or has ``stages:``, which inherit and override other top-level keys.
 
     Args:
         path: YAML file.
-        overrides: ``key=value`` with dots for nesting, such as ``training.learning_rate=1e-3`` or
-            ``stages.1.training.max_steps=10``, or ``stages.xbt.…`` by the stage's name. The value is read as YAML.
-        is_quick: whether to leave out what only torch and transformers can tell; they are then not imported.
-        more: YAML file with one more stage, which comes last.
-
-    Returns:
-        The recipe with every stage complete.
+        overrides: ``key=value``, dots for nesting, YAML values, e.g. ``training.learning_rate=1e-3``,
+            ``stages.1.training.max_steps=10`` or ``stages.xbt.…`` by name.
+        is_quick: whether to skip checks that import torch and transformers.
+        more: YAML file with an extra last stage.
 
     Raises:
-        XcompatError: the file is missing or not YAML, a key is unknown, a value does not fit.
+        XcompatError: the file is missing or not YAML, a key is unknown, or a value does not fit.
     """
     path = Path(path)
     raw = _read(path)
     if more is not None:
         if not isinstance(raw.get("stages"), list):
-            raise XcompatError(f"{path} is one stage; a stage is added to a recipe with a list of stages")
+            raise XcompatError(f"cannot add a stage: {path} has no list of stages; move its keys under stages")
         raw["stages"] = [*raw["stages"], {"name": more.stem, **_read(more)}]
     for override in overrides:
         apply_override(raw, override)
@@ -140,21 +137,21 @@ def _read(path: Path) -> dict[str, Any]:
         raise XcompatError(f"the recipe {path} does not exist; {suggestion(path)}")
     raw = read_yaml(path, RecipeLoader)
     if not isinstance(raw, dict):
-        raise XcompatError(f"{path} must hold keys and values, such as 'method: xbt'")
+        raise XcompatError(f"{path} must contain keys and values, e.g. 'method: xbt'")
     return raw
 
 
 def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: bool = False) -> Recipe:
-    """Validate a recipe already read.
+    """Validate a parsed recipe.
 
     Args:
-        raw: nested dictionaries as in the YAML.
-        default_name: the run's name unless the recipe has one.
+        raw: nested dictionaries.
+        default_name: name of the run if unset.
         where: name of the recipe in messages.
         is_quick: as in :func:`load_recipe`.
 
     Raises:
-        XcompatError: a key is unknown, a value does not fit, or nothing would read it.
+        XcompatError: a key is unknown, a value does not fit, or a setting has no effect.
     """
     top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds") if key in raw}
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
@@ -162,7 +159,7 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
     defaults = {"name": name, "output_dir": f"runs/{name}", "cache_dir": "runs/cache"}
     listed = raw.get("stages", [{}])
     if not isinstance(listed, list) or not listed or not all(isinstance(stage, dict) for stage in listed):
-        raise XcompatError(f"{where}: stages must be a list, each with keys and values such as 'method: xbt'")
+        raise XcompatError(f"{where}: stages must be a list of keys and values, e.g. '- method: xbt'")
     stages = [_merge(shared, stage) for stage in listed]
     given: dict[str, Any] = {**defaults, **top, "stages": stages}
     try:
@@ -177,13 +174,13 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first error in one line, with the nearest known key for an unknown one.
+    """Return the first error in one line, with the nearest known key.
 
     Args:
         error: pydantic's error.
-        model: the outermost model.
+        model: outermost model.
     """
-    # An unknown key in a union (a source or an architecture) is reported once per member: take the most specific report.
+    # a union reports an unknown key once per member: use the most specific report
     first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
     place = ".".join(str(part) for part in first["loc"] if not re.fullmatch(r"[A-Z]\w+|function-.*", str(part)))
     if first["type"] == "extra_forbidden":
@@ -193,7 +190,6 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation
-    """Return the keys known at a place in nested models."""
     from typing import get_args
 
     def models_in(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401

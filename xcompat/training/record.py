@@ -1,4 +1,4 @@
-"""The records in a stage's folder: its recipe, the end of its training, and the inputs of its report."""
+"""Records in a stage's folder: recipe, finished training, report inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JUDGED_ON = (
     "data.judged_texts",
     "data.templates",
 )
-"""Settings of the test data, on which only the report depends."""
+"""Settings of the test data, which affect only the report."""
 
 _LOG = TypeAdapter(list[dict[str, Any]])
 _POINTS = TypeAdapter(list[LossPoint])
@@ -40,12 +40,12 @@ R = TypeVar("R", bound=BaseModel)
 
 
 class Done(BaseModel):
-    """The record of a finished training.
+    """Record of a finished training.
 
     Args:
-        seconds: its duration; of one that was stopped, with the training before the checkpoint that it continued from.
+        seconds: duration, with training before a resume.
         model: digest of the weights.
-        inputs: digests of the earlier stages' models that it was made from, by stage.
+        inputs: stage name -> digest of the model it was made from.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -56,13 +56,13 @@ class Done(BaseModel):
 
 
 class Evaluated(BaseModel):
-    """The record of a report's inputs.
+    """Record of a report's inputs.
 
     Args:
-        settings: settings of the evaluation.
-        models: digests of the judged models.
-        data: settings of the test data; empty in records of older versions, which used the test data of their recipe.
-        files: digests of the test files; empty in records of older versions, which stay valid.
+        settings: evaluation settings.
+        models: digests of the models.
+        data: settings of test data; empty (the recipe's) in older records.
+        files: digests of test files; empty in older records.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -73,9 +73,9 @@ class Evaluated(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
 
     def holds(self, wanted: Evaluated) -> bool:
-        """Return whether the report is still valid for the wanted inputs.
+        """Return whether the report is valid for these inputs.
 
-        Files without a recorded digest count as unchanged, and settings that are new since the record as not given.
+        Unrecorded files count as unchanged, unrecorded settings as unset.
         """
         files = {key: self.files.get(key, digest) for key, digest in wanted.files.items()}
         data = {key: self.data.get(key) for key in wanted.data}
@@ -83,45 +83,43 @@ class Evaluated(BaseModel):
 
 
 def read_record(file: Path, kind: type[R]) -> R:
-    """Read a record of a stage's folder.
+    """Read a record.
 
     Args:
-        file: the record's file.
-        kind: the record's type.
+        file: file of the record.
+        kind: type of the record.
 
     Raises:
-        XcompatError: the file is missing or damaged.
+        XcompatError: missing or damaged file.
     """
     try:
         return kind.model_validate(read_json(file))
     except ValidationError as error:
         raise XcompatError(
-            f"{file} is not as it was written ({explain(error, kind)}); bring it back, or delete {file.parent} to make it again"
+            f"{file} is damaged ({explain(error, kind)}); restore it, or delete {file.parent} to make it again"
         ) from None
 
 
 @contextmanager
 def damage_told(file: Path, without: str) -> Iterator[None]:
-    """Say in one line that a file which a run can go without is not as it was written."""
+    """Report damage of an optional file in one line."""
     try:
         yield
     except ValidationError as error:
-        raise XcompatError(
-            f"{file} is not as it was written ({error.errors()[0]['msg']}); delete it to go without {without}"
-        ) from None
+        raise XcompatError(f"{file} is damaged ({error.errors()[0]['msg']}); delete it to continue without {without}") from None
 
 
 def logged_losses(folder: Path) -> list[LossPoint]:
-    """Return the losses that were logged while a stage was trained, in steps that ascend.
+    """Return a stage's logged training losses in ascending steps.
 
     Args:
-        folder: the stage's.
+        folder: folder of the stage.
 
     Returns:
-        At most 1,000 of them, evenly, and the last; none if it was solved, or trained by a version that kept none.
+        At most 1,000 evenly spaced losses with the last; empty for solved or older stages.
 
     Raises:
-        XcompatError: the file was damaged.
+        XcompatError: the file is damaged.
     """
     file = folder / LOG
     if not file.exists():
@@ -135,24 +133,21 @@ def logged_losses(folder: Path) -> list[LossPoint]:
 
 
 def settings_of(settings: StageRecipe, seed: int) -> dict[str, Any]:
-    """Return all settings of a stage as JSON, with the recipe's seed, as :func:`write_recipe` writes them."""
+    """Return a stage's settings and seed as JSON, for :func:`write_recipe`."""
     return settings.resolved() | {"seed": seed}
 
 
 def write_recipe(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a stage into its folder."""
+    """Write a stage's settings into its folder."""
     with atomic_path(folder / RECIPE) as temporary:
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def begun_with(folder: Path) -> dict[str, Any]:
-    """Read the settings that a stage was begun with; settings that are new since then have their defaults.
+    """Read the settings that a stage began with, with defaults for newer ones.
 
     Args:
-        folder: the stage's.
-
-    Returns:
-        The settings as :func:`settings_of` returns them.
+        folder: folder of the stage.
 
     Raises:
         XcompatError: the written recipe is damaged.
@@ -161,25 +156,25 @@ def begun_with(folder: Path) -> dict[str, Any]:
     try:
         written = parse_yaml(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise XcompatError(f"{file} is not valid YAML: {' '.join(str(error).split())}; delete {folder} to begin again") from None
+        raise XcompatError(f"{file} is not valid YAML: {' '.join(str(error).split())}; delete {folder} to start again") from None
     if not isinstance(written, dict):
-        raise XcompatError(f"{file} must hold keys and values; delete {folder} to begin again")
+        raise XcompatError(f"{file} must contain keys and values; delete {folder} to start again")
     seed = written.pop("seed", None)
-    with suppress(ValidationError):  # a recipe of an older version with other fields, which therefore differs
+    with suppress(ValidationError):  # an older version's recipe differs anyway
         written = StageRecipe.model_validate(written).resolved()
     return {**written, "seed": seed}
 
 
 def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_texts: bool) -> list[str]:
-    """Return the keys, sorted, of changed settings with which training would give another model.
+    """Return the sorted keys of changed settings that affect training.
 
     Args:
-        settings: of the recipe now.
-        begun: of the recipe that the folder was begun with.
-        learns_from_texts: whether the stage learns from texts, from which the test set's are excluded.
+        settings: current settings.
+        begun: from :func:`begun_with`.
+        learns_from_texts: whether training texts exclude test texts.
 
     Returns:
-        Such as ``training.learning_rate``: as deep as both have keys.
+        Dotted keys, e.g. ``training.learning_rate``.
     """
     now, then = _flat(settings), _flat(begun)
     judged = set(JUDGED_ON) - ({"data.test", "data.judged_texts"} if learns_from_texts else set())
@@ -188,7 +183,6 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
 
 
 def _changed(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN401 - what YAML holds
-    """Yield the keys under which two values differ, as deep as both are dictionaries."""
     if isinstance(now, dict) and isinstance(then, dict):
         for inner in {*now, *then}:
             yield from _changed(now.get(inner), then.get(inner), f"{key}.{inner}")
@@ -197,29 +191,26 @@ def _changed(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN401 - 
 
 
 def judged_on(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a stage's test data."""
+    """Return a stage's settings of test data."""
     flat = _flat(settings)
     return {key: flat.get(key) for key in JUDGED_ON}
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage's settings with ``data`` and ``options`` flattened to dotted keys."""
+    """Return settings with dotted keys for ``data`` and ``options``."""
     parts = {name: settings.get(name) or {} for name in ("data", "options")}
     inner = {f"{name}.{key}": value for name, part in parts.items() if isinstance(part, dict) for key, value in part.items()}
     return {key: value for key, value in settings.items() if key not in parts} | inner
 
 
 def find_model(target: Path) -> Path:
-    """Find the model of a run, or the checkpoint itself.
+    """Return the folder of a model.
 
     Args:
-        target: a run's folder, a stage's, or a checkpoint's.
-
-    Returns:
-        The folder with the model's files.
+        target: folder of a run, stage or checkpoint.
 
     Raises:
-        XcompatError: there is none, or there are several and none is known to be the last stage's.
+        XcompatError: there is no model, or there are several and the last stage is unknown.
     """
     from xcompat.hub.endpoint import CONFIGS
 
@@ -231,18 +222,18 @@ def find_model(target: Path) -> Path:
             return folder
     stages = sorted(path.parent for path in target.glob("*/model") if is_model(path))
     if not stages:
-        raise XcompatError(f"{target} holds no model; name the folder of a finished run, or of a checkpoint")
+        raise XcompatError(f"{target} contains no model; use the folder of a finished run or of a checkpoint")
     if len(stages) > 1 and (report := report_file(target)).exists():
         last = list(load_report(report).seconds)[-1:]
         stages = [stage for stage in stages if stage.name in last] or stages
     if len(stages) > 1:
         names = ", ".join(stage.name for stage in stages)
-        raise XcompatError(f"{target} holds several models ({names}); name one of them, such as {stages[0]}")
+        raise XcompatError(f"{target} contains several models ({names}); choose one, e.g. {stages[0]}")
     return stages[0] / "model"
 
 
 def require_ended(run: Path) -> bool:
-    """Return whether a folder is that of a run that ended with a report, and not of one of its stages.
+    """Return whether a folder is a run with a report, not a stage.
 
     Raises:
         XcompatError: it is neither.
@@ -250,5 +241,5 @@ def require_ended(run: Path) -> bool:
     if (run / EVALUATED).is_file():
         return True
     if not (run / RECIPE).is_file():
-        raise XcompatError(f"{run} is neither a gallery nor a run that ended with a report")
+        raise XcompatError(f"{run} is neither a gallery nor a run with a report")
     return False

@@ -1,4 +1,4 @@
-"""Keep a method informed during training: its progress, and fresh embeddings of the training set."""
+"""Training progress and fresh embeddings for methods."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from xcompat.models import CompatModel
 
 
 class RefreshCallback(TrainerCallback):
-    """Set ``progress`` of a model before every step, and call its ``refresh`` at the steps of ``refresh_at``.
+    """Set a model's ``progress``, and call ``refresh`` at the steps in ``refresh_at``.
 
-    Both depend only on the number of the step, so a resumed run does the same as an uninterrupted one.
+    Both depend only on the step, so a resume changes nothing.
 
     Args:
-        model: the model, not wrapped.
-        dataset: the training set.
-        collator: of its batches.
+        model: not wrapped.
+        dataset: training set.
+        collator: its collator.
     """
 
     def __init__(self, model: CompatModel, dataset: object, collator: object) -> None:
@@ -33,7 +33,7 @@ class RefreshCallback(TrainerCallback):
         self.collator = collator
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
-        """Set the progress, and refresh if it is time."""
+        """Set the progress, and refresh if due."""
         self.model.progress = state.global_step / state.max_steps
         if state.global_step in {round(share * state.max_steps) for share in self.model.refresh_at}:
             assert isinstance(self.dataset, PairDataset) and isinstance(self.collator, PairCollator), "of images"
@@ -42,19 +42,19 @@ class RefreshCallback(TrainerCallback):
 
 @torch.no_grad()
 def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Processor) -> NDArray[np.float32]:
-    """Embed the training images without augmentation, each process a share of them.
+    """Embed training images without augmentation, each process a share.
 
     Args:
-        model: in the middle of training; its forward is called, so that FSDP gathers the weights.
-        dataset: the training set.
-        processor: prepares images.
+        model: in training; its forward lets FSDP gather weights.
+        dataset: training set.
+        processor: preprocessing of images.
 
     Returns:
-        (N, D) float32, the same on every process; an unreadable image is a row of NaN.
+        (N, D) float32, equal on all processes; NaN for unreadable images.
     """
     total, was_training = len(dataset.dataset), model.training
     each = -(-total // world_size())
-    # equally many rows on every process, wrapping around at the end: with sharded weights, all must call forward equally often
+    # every process has the same number of rows: with sharded weights, all must call forward equally often
     mine = np.arange(rank() * each, (rank() + 1) * each) % total
     embeds_ED = torch.full((each, model.config.embedding_dim), torch.nan, device=model.device)
     model.eval()

@@ -1,4 +1,4 @@
-"""Choose the metric and the memory of a stage's model on held-out training data."""
+"""Choice of a trained model's metric and memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 
 GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "galleries": {"share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
-"""Settings of a candidate that is taken unseen, if there are too few items to hold any out."""
+"""Settings without a validation split."""
 
 P = TypeVar("P", bound=PairedEmbeddings)
 
 
 def pairs_to_remember(settings: StageRecipe, models: StageModels, data: StageData, model: CompatModel) -> Paired:
-    """Embed what a trained model's queries, or the gallery that it maps, may remember; all processes embed.
+    """Embed training data for a memory (all processes).
 
     Raises:
         XcompatError: there is nothing to remember.
@@ -47,16 +47,16 @@ def pairs_to_remember(settings: StageRecipe, models: StageModels, data: StageDat
 
 
 def remember(model: CompatModel, pairs: Paired, settings: StageRecipe, seed: int, folder: Path) -> None:
-    """Choose the metric and memory of a trained model's queries on held-out data.
+    """Choose a trained model's metric and memory on a validation split.
 
-    If the model maps galleries, the mapped gallery gets the memory.
+    The memory is the queries', or the mapped gallery's for gallery maps.
 
     Args:
-        model: it gets the memory, or none if none finds more.
-        pairs: of :func:`pairs_to_remember`.
-        settings: the stage that was trained.
-        seed: of what is held out.
-        folder: the stage's; it gets a record of the candidates.
+        model: gets the memory, if one finds more.
+        pairs: from :func:`pairs_to_remember`.
+        settings: the trained stage.
+        seed: random seed of the validation split.
+        folder: folder of the stage, for the candidates' record.
     """
     kind, method = "galleries" if model.maps_galleries else str(settings.memory), settings.method
     known = Known(pairs, lines={method: lambda *_: model}, codec=settings.memory_codec)
@@ -67,29 +67,29 @@ def remember(model: CompatModel, pairs: Paired, settings: StageRecipe, seed: int
         show(choice)
     except NothingHeldOutError as error:
         candidate = Candidate(method, **GUESSES[kind])
-        notice(f"{error}: what {'galleries' if kind == 'galleries' else 'queries'} remember is a guess")
+        notice(f"{error}: the memory of {'galleries' if kind == 'galleries' else 'queries'} is a guess")
     model.remember(known.memory(candidate, choice.confidence if choice is not None else None))
     record(folder, candidate, choice, known)
 
 
 def show(choice: Choice) -> None:
-    """Print the candidates and their results."""
+    """Print candidates and results."""
     console.print(choice_table(choice))
     for line in said_of(choice):
         console.print(f"  {literal(line)}", soft_wrap=True)
 
 
 def record(folder: Path, candidate: Candidate, choice: Choice | None, known: Known, **verdict: bool) -> None:
-    """Write the candidates, and a memory like the chosen one for a single model, which a report compares with.
+    """Write the candidates, and a memory like the chosen one for a single model.
 
-    That model is the old one; for a map of galleries it is the new one.
+    A report compares with that model: the old one, or for gallery maps the new one.
 
     Args:
-        folder: the stage's.
+        folder: folder of the stage.
         candidate: the chosen candidate.
-        choice: the candidates and their results; None if nothing could be held out.
-        known: the training data of the memory.
-        verdict: whether a chosen map is surely at or above old queries; nothing for trained models.
+        choice: candidates and results, or None.
+        known: training data of the memory.
+        verdict: for chosen maps, whether they are surely at or above old queries.
     """
     memory = Known(known.pairs.of_old(), lines=known.lines, codec=known.codec).memory(candidate)
     said = {"chosen": str(candidate), "memory": memory.settings if memory is not None else None}
@@ -100,7 +100,7 @@ def record(folder: Path, candidate: Candidate, choice: Choice | None, known: Kno
 
 
 def memory_of_one(folder: Path) -> QueryMemory | None:
-    """Read the memory of a single model that :func:`record` wrote into a stage's folder; None if its model has no memory."""
+    """Read the single model's memory of :func:`record`, or None."""
     file = folder / OLD_MEMORY
     if not file.exists():
         return None
@@ -113,28 +113,28 @@ def memory_of_one(folder: Path) -> QueryMemory | None:
 
 
 def labelled_pairs(models: StageModels, data: StageData, new: Embedder) -> PairedEmbeddings:
-    """Embed the labelled images of a stage with both models, without those that either cannot read.
+    """Embed labelled images with both models, without unreadable ones.
 
     Args:
-        models: the old one among them.
+        models: of the stage.
         data: the images.
-        new: the model of the queries, before any map.
+        new: query model before any map.
     """
     caches = data.cache(new), data.cache(models.frozen("old"))
     return without_unreadable(PairedEmbeddings(*caches, data.images.labels()), *caches)
 
 
 def gallery_pairs(models: StageModels, data: StageData, new: Embedder, model: CompatModel) -> TurnedEmbeddings:
-    """Embed the labelled images of a stage that maps galleries, without those that one of the models cannot read.
+    """Embed labelled images for a gallery map, without unreadable ones.
 
     Args:
-        models: the old one among them, and that of side-information.
+        models: of the stage.
         data: the images.
-        new: the new model, whose queries are not mapped.
-        model: the map, which may read side-information.
+        new: new model, whose queries are not mapped.
+        model: the map, possibly with side-information.
 
     Returns:
-        The embeddings, with old and new exchanged.
+        Embeddings with old and new exchanged.
     """
     caches = data.cache(models.frozen("old")), data.cache(new)
     sides = [data.cache(models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
@@ -143,15 +143,15 @@ def gallery_pairs(models: StageModels, data: StageData, new: Embedder, model: Co
 
 
 def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> CaptionedEmbeddings:
-    """Embed images and distinct captions of a stage with both models, grouped by what they describe.
+    """Embed images and distinct captions with both models, grouped by id.
 
     Args:
-        models: the old one among them.
-        data: the images with captions.
-        new: the model of the queries, before any map.
+        models: of the stage.
+        data: captioned images.
+        new: query model before any map.
 
     Returns:
-        The embeddings, without images that either model cannot read.
+        Embeddings without unreadable images.
     """
     texts, text_ids = flatten_captions(data.remembered)
     if data.settings.data.remembered is not None:  # for data.pairs, training has warned already
@@ -166,6 +166,6 @@ def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> Capt
 
 
 def without_unreadable(pairs: P, *caches: EmbeddingCache) -> P:
-    """Leave out items that one of the models could not read; the embeddings of the others stay in their caches."""
+    """Drop items that a model could not read; others stay in their caches."""
     kept_N = np.all([cache.readable() for cache in caches], axis=0)
     return pairs if kept_N.all() else pairs.narrowed(np.flatnonzero(kept_N))

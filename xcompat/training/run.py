@@ -72,17 +72,16 @@ _BELOW_OLD = (
 
 
 def run_recipe(recipe: Recipe) -> dict[str, Path]:
-    """Do every stage of a recipe that is not done yet.
+    """Run every unfinished stage of a recipe.
 
     Args:
-        recipe: validated.
+        recipe: the validated recipe.
 
     Returns:
-        The folder of each evaluated stage's report.
+        Stage name -> folder of its report.
 
     Raises:
-        XcompatError: a stage's folder was made by another recipe, or by none, data are missing, training diverged, or another
-            launch trains in the folder.
+        XcompatError: a folder belongs to another recipe or launch, data are missing, or training diverged.
     """
     process_state()
     silence_libraries()
@@ -103,10 +102,10 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     if is_main_process():
         for line in unread_sections([run.settings for run in runs if not run.is_done]):
             notice(line)
-    barrier()  # or the others would take what the first process writes for the user's own files
-    writes = from_main_process(lambda: bool(unfinished))  # what is finished is shown, from storage that nobody writes to as well
+    barrier()  # or the others would mistake files of the first process for the user's
+    writes = from_main_process(lambda: bool(unfinished))  # finished runs are shown from read-only storage too
     with alone_in(recipe.output_dir) if writes else nullcontext():
-        _require_own_folders(recipe, runs)  # another launch may have been here meanwhile
+        _require_own_folders(recipe, runs)  # again, now under the lock
         for run in runs:
             with stage_line(f"{recipe.name}: {run.settings.name}"):
                 run.train_unless_done()
@@ -118,7 +117,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
 
 
 def stages_below_old(recipe: Recipe) -> list[str]:
-    """Return the stages whose chosen map is not surely at or above old queries, unless they allow it, and print a line each."""
+    """Print and return stages with a map not surely at or above old queries, unless allowed."""
     runs = [StageRun(recipe, settings) for settings in recipe.stages if not settings.allow_worse]
     names = [run.settings.name for run in runs if run.verdict is False]
     for name in names:
@@ -133,7 +132,7 @@ def _require_own_folders(recipe: Recipe, runs: Sequence[StageRun]) -> None:
 
 
 def embed_recipe(recipe: Recipe) -> None:
-    """Fill the embedding caches that the stages will read, as far as their models exist already."""
+    """Fill the embedding caches of stages whose models exist."""
     process_state()
     silence_libraries()
     with said_with_layout(recipe.layout):
@@ -146,11 +145,11 @@ def embed_recipe(recipe: Recipe) -> None:
 
 
 class StageRun:
-    """The training and the evaluation of one stage.
+    """Training and evaluation of one stage.
 
     Args:
-        recipe: the whole recipe.
-        settings: the stage's settings.
+        recipe: the recipe.
+        settings: settings of the stage.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -162,18 +161,18 @@ class StageRun:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the stage is trained."""
+        """Whether the stage is trained."""
         return (self.paths.folder / DONE).exists()
 
     @property
     def is_finished(self) -> bool:
-        """Return whether nothing is left to do: the stage and what it is made from are trained, and it is judged if asked for."""
+        """Whether stage, inputs and report are up to date."""
         made = [*self._judged, *self.settings.made_from()]
         trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
         return trained and (not self.settings.is_judged or self._is_evaluated(self._wanted()))
 
     def train_unless_done(self) -> None:
-        """Train and save the stage's model, or check and reuse a finished one."""
+        """Train and save the model, or verify a finished one."""
         self._begin_folder()
         if self.is_done:
             self._require_same()
@@ -194,7 +193,7 @@ class StageRun:
         gc.collect()
 
     def _make_model(self) -> CompatModel | None:
-        """Train, solve or choose the stage's model, with what it remembers; None on every process but the first if chosen."""
+        """Train, solve or choose the model; chosen models are None on all but the first process."""
         settings, models, data = self.settings, self.models, self.data
         seed = self.recipe.seed_of(settings)
         if settings.method == CHOSEN:
@@ -213,7 +212,7 @@ class StageRun:
         return model
 
     def require_own_folder(self) -> None:
-        """Refuse a folder that another recipe began."""
+        """Refuse a folder of another recipe."""
         if not (self.paths.folder / RECIPE).exists():
             return
         wanted = settings_of(self.settings, self.recipe.seed)
@@ -224,7 +223,6 @@ class StageRun:
             )
 
     def _begin_folder(self) -> None:
-        """Write the stage's recipe unless it is there, and remove what a killed run left."""
         if is_main_process():
             for folder in {self.paths.folder, self.paths.report}:
                 clear_leftovers(folder)
@@ -234,29 +232,29 @@ class StageRun:
         barrier()
 
     def _require_same(self) -> None:
-        """Refuse a model whose inputs, or whose weights, have changed since it was trained."""
+        """Refuse a model whose inputs or weights have changed."""
         done = read_record(self.paths.folder / DONE, Done)
         changed = [name for name, digest in self.models.inputs().items() if done.inputs.get(name) != digest]
         if changed:
             raise XcompatError(
-                f"{self.paths.folder} was made from a {' and a '.join(changed)} that has been trained anew since; "
+                f"{self.paths.folder} was made from a {' and a '.join(changed)} that has since been trained again; "
                 f"delete {self.paths.folder} to make it again"
             )
         if weights_digest(self.paths.model) != done.model:
             raise XcompatError(
-                f"the weights in {self.paths.model} are not those that were trained; bring them back, or delete "
+                f"the weights in {self.paths.model} have changed since training; restore them, or delete "
                 f"{self.paths.folder} to train again"
             )
 
     def fill_caches(self) -> None:
-        """Embed the stage's training and test data with its models, except those of stages that are not trained yet."""
+        """Embed training and test data with all trained models."""
         test = load_test_set(self.settings.data) if self.settings.is_judged else None
         for role in ROLES:
             source = getattr(self.settings, role)
             if not isinstance(source, EncoderSource):
                 continue
             if source.name.startswith(STAGE_PREFIX) and not Path(self.recipe.resolve(source.name)).exists():
-                console.print(f"  [dim]{literal(source.name)} is not trained yet; its embeddings follow when it is[/]")
+                console.print(f"  [dim]{literal(source.name)} is not trained yet; its embeddings follow after training[/]")
                 continue
             if self.settings.learns_from_pairs and (role == "old" or (role == "new" and self.models.method.embeds_in_memory)):
                 self.data.remembered_caches(self.models.embedder(role))
@@ -266,13 +264,13 @@ class StageRun:
                 frozen = self.models.frozen(role)
                 test.embed(frozen, self.recipe.cache_dir)
                 if role == "new":
-                    new = frozen.require_model("holds embeddings and no model")
+                    new = frozen.require_model("contains embeddings, not a model")
                     test.embed(self.models.as_input(new), self.recipe.cache_dir)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
     def evaluate_unless_done(self) -> Path:
-        """Write the stage's report unless it is up to date, and return its folder; all processes rank, the first one writes."""
+        """Write the report unless up to date; all processes rank, the first writes."""
         wanted = self._wanted()
         done = self._is_evaluated(wanted)
         barrier()
@@ -292,7 +290,7 @@ class StageRun:
                 name = f"{against.old.name.replace('/', '-')}-{against.old.fingerprint.digest[:6]}"
                 self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}}, model)
             if is_main_process():
-                # the recipe may name other test data by now
+                # the test data may have changed
                 write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
                 write_json(self.paths.report / EVALUATED, wanted.model_dump())
         barrier()
@@ -302,17 +300,16 @@ class StageRun:
 
     @property
     def _evaluation(self) -> EvaluationSettings:
-        """Return how the stage is judged; it is."""
         assert self.settings.evaluation is not None
         return self.settings.evaluation
 
     @property
     def verdict(self) -> bool | None:
-        """Return whether the chosen map is surely at or above old queries on held-out items; None if no map was chosen."""
+        """Whether the chosen map is surely at or above old queries; None if none was chosen."""
         return read_verdict(self.paths.folder) if self.settings.method == CHOSEN else None
 
     def _wanted(self) -> Evaluated:
-        """Return the inputs that an up-to-date report has."""
+        """Return the inputs of an up-to-date report."""
         return Evaluated(
             settings=self._evaluation.model_dump(mode="json"),
             models={name: self.models.digest_of(name) for name in self._judged} | self.models.inputs(),
@@ -321,7 +318,6 @@ class StageRun:
         )
 
     def _is_evaluated(self, wanted: Evaluated) -> bool:
-        """Return whether the stage's report is there and was made from the wanted inputs."""
         if not report_file(self.paths.report).is_file():
             return False
         with suppress(XcompatError):  # an unreadable record counts as none
@@ -354,8 +350,7 @@ class StageRun:
         contestants = embed_new(model, old, independent, test, cache_dir, evaluation.old_on_new)
         if evaluation.fallback is not None and contestants.confidence is None:
             raise XcompatError(
-                f"{self.settings.name}: its queries do not say how sure they are ({CHOICE} says why); "
-                "set evaluation.fallback to null"
+                f"{self.settings.name}: its queries have no confidence (see {CHOICE}); set evaluation.fallback to null"
             )
         others = {name: self.models.trained(name) for name in evaluation.compare_with}
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
@@ -368,7 +363,7 @@ class StageRun:
         return replace(contestants, extra={**contestants.extra, **extra}, ceiling=ceiling)
 
     def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:
-        """Embed the test set with every version before the old one: a chain of updates still serves their galleries."""
+        """Embed the test set with versions before the old one, whose galleries may still be in use."""
         for version in model.compatible_with[1:]:
             earlier = load_embedder(version.name, device())
             version.require(earlier.fingerprint, f"the model at {version.name}")
@@ -376,17 +371,16 @@ class StageRun:
 
     @property
     def _judged(self) -> list[str]:
-        """Return the stages that a report is of: this one, those it is compared with, and those whose galleries it maps again."""
+        """Stages in the report."""
         compared = self.settings.evaluation.compare_with if self.settings.evaluation is not None else []
         return [self.settings.name, *compared, *(hop.name for hop in self._hops)]
 
     @property
     def _hops(self) -> list[StageRecipe]:
-        """Return the stages whose mapped galleries this one maps again, the nearest first."""
         return hops_before(self.settings, self.recipe.stages)
 
     def _mapped_again(self, model: CompatModel, judged: Contestants, test: EvaluationSet) -> Iterator[Contestants]:
-        """Map the galleries of earlier maps of the recipe on to this one's new model, hop by hop."""
+        """Map the galleries of earlier maps to this new model, hop by hop."""
         maps = [model]
         for hop in self._hops:
             maps.insert(0, first := self.models.trained(hop.name))
@@ -405,7 +399,7 @@ class StageRun:
         return {name: cost for name, cost in costs.items() if cost is not None}
 
     def _losses(self) -> dict[str, list[LossPoint]]:
-        """Return the losses of the stage's training, after those of the φ that it starts from."""
+        """Return training losses of the stage and its φ."""
         projection = self.settings.projection or ""
         names = [projection.removeprefix(STAGE_PREFIX)] if projection.startswith(STAGE_PREFIX) else []
         found = {name: logged_losses(self.recipe.stage_dir(name)) for name in (*names, self.settings.name)}

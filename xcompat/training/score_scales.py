@@ -1,4 +1,4 @@
-"""Fit the score scales of a trained model on a sample of its training data."""
+"""Score scales of a trained model, from its training data."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from xcompat.models.mapped import MappedConfig
 
 FOLDER = "score_scales"
-"""Folder of a stage for what is embedded only to fit scales, until that is done."""
+"""Temporary folder of a stage for score scales."""
 SAMPLE = 1024
-"""Most images, or passages, that a trained model embeds for its score scales."""
+"""Maximum number of images or passages for score scales."""
 
 
 def solver_of(model: CompatModel) -> Callable[[Paired], CompatModel] | None:
-    """Return what solves a map again from other pairs; None for one that is trained, remembers, or maps galleries."""
+    """Return a function that solves the same map on other pairs; None for trained models, memories and gallery maps."""
     if not isinstance(model, LeastSquaresModel) or model.memory is not None or model.maps_galleries:
         return None
     config = cast("MappedConfig", model.config)
@@ -47,31 +47,29 @@ def solver_of(model: CompatModel) -> Callable[[Paired], CompatModel] | None:
 def pairs_to_scale(
     models: StageModels, data: StageData, model: CompatModel, folder: Path
 ) -> PairedEmbeddings | CaptionedEmbeddings | None:
-    """Embed a sample of the training data with the trained and with the old model; all processes embed.
+    """Embed a sample of training data with trained and old model (all processes).
 
     Args:
-        models: the old one among them.
+        models: of the stage.
         data: of the stage.
         model: the trained model.
-        folder: for what is embedded only here; the caller deletes it.
+        folder: temporary; the caller deletes it.
 
     Returns:
-        The embeddings; None for a model that is not compatible with the old model, or if the old model's embeddings of plain data
-        are not available.
+        The embeddings; None if the models are incompatible or plain old embeddings unavailable.
     """
     if model.config.old is None or data.settings.old is None:
         return None
     try:
-        if models.frozen("old").fingerprint not in model.compatible_with:  # the evaluation says so
+        if models.frozen("old").fingerprint not in model.compatible_with:  # the evaluation raises
             return None
         return _of_map(models, data, model) if model.embeds_in_memory else _of_backbone(models, data, model, folder)
     except XcompatError as error:
-        notice(f"scores of a partly re-embedded gallery are calibrated by its own items only: {error}")
+        notice(f"scores of a partly re-embedded gallery are calibrated on its own items only: {error}")
         return None
 
 
 def _of_map(models: StageModels, data: StageData, model: CompatModel) -> PairedEmbeddings:
-    """Read what the map was fitted on, which is embedded already."""
     new = data.learned(data.as_mapped(models.as_input(models.embedder("new"))))
     old = data.learned(models.frozen("old"))
     if not model.maps_galleries:
@@ -91,7 +89,7 @@ def _of_backbone(
         if "old" in data.settings.online_roles:
             of_old: Rows = cached_images(models.frozen("old"), images, folder, share)
         else:
-            of_old = data.cache(models.frozen("old"))[rows]  # the training has embedded all of them
+            of_old = data.cache(models.frozen("old"))[rows]  # cached by the training
         return _readable(PairedEmbeddings(new, of_old))
     old = models.embedder("old")
     if data.text_pairs is not None:
@@ -114,17 +112,15 @@ def _captions(texts: list[str], own: Embedder, old: Embedder, folder: Path) -> P
 
 
 def _readable(pairs: PairedEmbeddings) -> PairedEmbeddings:
-    """Leave out items that one of the models could not read."""
     kept_N = np.isfinite(np.array(pairs.new_ND[:])[:, 0]) & np.isfinite(np.array(pairs.old_Nd[:])[:, 0])
     return pairs.take(np.flatnonzero(kept_N))
 
 
 def _spread(rows: int) -> NDArray[np.int64]:
-    """Return evenly spaced rows: the same in every run, from all classes of a sorted data set."""
+    """Return evenly spaced rows, from all classes of a sorted data set."""
     return np.arange(0, rows, max(1, -(-rows // SAMPLE)))
 
 
 def _first(stream: datasets.IterableDataset) -> datasets.Dataset:
-    """Return the first rows of a stream."""
     rows = list(itertools.islice(stream, SAMPLE))
     return datasets.Dataset.from_list([{ID: str(number), **row} for number, row in enumerate(rows)])

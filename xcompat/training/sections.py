@@ -1,4 +1,4 @@
-"""The sections of a recipe: training and test data, and the evaluation."""
+"""Sections of a recipe: data and evaluation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from xcompat.data import Augmentation, CorpusSource, LabelledSource, PairSource,
 from xcompat.data.sources import ImageSource
 
 Rate = Annotated[float, Field(gt=0, lt=1)]
-"""A share of wrong answers that is allowed."""
+"""An accepted error rate."""
 
 
 class Section(BaseModel):
-    """A part of a recipe; unknown keys are refused."""
+    """Part of a recipe; unknown keys raise."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -25,10 +25,8 @@ class ZeroShotSettings(Section):
 
     Args:
         images: labelled images (with ``label_column``).
-        classes: file with one class name a line, in the order of the labels, or of the sorted folders (``xcompat classes`` writes
-            those of ImageNet and its kin).
-        templates: prompts, ``{}`` standing for the class, or ``openai`` for CLIP's 80 and ``simple`` for seven of them; their
-            embeddings are averaged.
+        classes: file with one class name per line, in the order of labels or sorted folders (see ``xcompat classes``).
+        templates: prompts with ``{}`` for the class, averaged; ``openai`` for CLIP's 80, ``simple`` for seven of them.
     """
 
     images: PairSource
@@ -39,16 +37,14 @@ class ZeroShotSettings(Section):
     @classmethod
     def _name_the_class(cls, value: list[str] | str) -> list[str] | str:
         if not value:
-            raise ValueError("there is no prompt; give one or more, such as 'a photo of a {}', or leave templates out")
+            raise ValueError("templates is empty; add a prompt such as 'a photo of a {}', or remove templates")
         for template in [] if isinstance(value, str) else value:
             if not _has_one_place(template):
-                raise ValueError(
-                    f"{template!r} must hold {{}} once, where the class goes; write other braces twice: {{{{ and }}}}"
-                )
+                raise ValueError(f"{template!r} must contain {{}} once, for the class; double other braces: {{{{ and }}}}")
         return value
 
     def prompts(self) -> list[str]:
-        """Return the prompts themselves."""
+        """Return the prompt templates."""
         from xcompat.encoders.class_names import prompt_templates
 
         return prompt_templates(self.templates) if isinstance(self.templates, str) else self.templates
@@ -73,16 +69,16 @@ ZeroShotSets = Annotated[
     | Annotated[dict[Annotated[str, StringConstraints(pattern=r"^[\w.-]+$")], ZeroShotSettings], Tag("Several")],
     Discriminator(_is_of_several),
 ]
-"""One zero-shot classification, or several by name; a name that is a key of one, such as ``images``, is taken for it."""
+"""One classification, or several by name; names cannot be keys of one."""
 
 
 class JudgedTexts(Section):
-    """Texts that search texts, and judgements of what they should find.
+    """Queries, passages, and relevance judgements.
 
     Args:
-        queries: the texts to search with; they and passages are embedded as each model embeds its queries and its passages.
-        passages: the texts to search.
-        qrels: the file of judgements, of BEIR or TREC (:func:`xcompat.data.read_qrels`).
+        queries: texts to search with; models embed them as queries.
+        passages: texts to search.
+        qrels: judgements of BEIR or TREC (:func:`xcompat.data.read_qrels`).
     """
 
     queries: TextSource
@@ -91,14 +87,14 @@ class JudgedTexts(Section):
 
 
 class JudgedTemplates(Section):
-    """Templates of images, pairs of them to verify, and subjects to identify, in the files of IJB-C.
+    """Templates of images to verify and identify, in IJB-C's files.
 
     Args:
-        images: the pictures, such as a folder of faces that are cropped and aligned; their ids are the names in ``members``.
+        images: images, e.g. aligned faces, with the names in ``members`` as ids.
         members: lines of image, template and medium (``ijbc_face_tid_mid.txt``).
-        pairs: lines of two templates, and 1 if they are of one subject, else 0 (``ijbc_template_pair_label.txt``).
-        gallery: tables of template and subject that are searched together (``ijbc_1N_gallery_G1.csv`` and ``…_G2.csv``).
-        probes: a table of template and subject that are searched for (``ijbc_1N_probe_mixed.csv``).
+        pairs: lines of two templates, and 1 for the same subject or 0 (``ijbc_template_pair_label.txt``).
+        gallery: tables of template and subject, searched together (``ijbc_1N_gallery_G1.csv``, ``…_G2.csv``).
+        probes: table of template and subject to search for (``ijbc_1N_probe_mixed.csv``).
     """
 
     images: ImageSource
@@ -108,7 +104,7 @@ class JudgedTemplates(Section):
     probes: str | None = None
 
     def files(self) -> dict[str, str]:
-        """Return the key of each file -> the file."""
+        """Return key -> file."""
         named = {"members": self.members, "pairs": self.pairs, "probes": self.probes}
         named |= {f"gallery.{number}": file for number, file in enumerate(self.gallery)}
         return {key: file for key, file in named.items() if file is not None}
@@ -116,42 +112,40 @@ class JudgedTemplates(Section):
     @model_validator(mode="after")
     def _something_to_do(self) -> JudgedTemplates:
         if bool(self.gallery) != (self.probes is not None):
-            raise ValueError("gallery and probes belong together; give both or neither")
+            raise ValueError("gallery and probes belong together; set both or neither")
         if self.pairs is None and not self.gallery:
-            raise ValueError("there is nothing to verify or to identify; give pairs, or gallery and probes")
+            raise ValueError("nothing to verify or to identify; set pairs, or gallery and probes")
         return self
 
 
 class DataSettings(Section):
-    """The training and test data of a stage.
+    """Training and test data of a stage.
 
     Args:
-        pairs: images with captions.
-        text_pairs: queries with the passages that answer them, in place of ``pairs``, for methods that learn from both.
-        texts: text-only corpora for pretraining φ and for maps; captions of ``test`` and queries of ``judged_texts`` are always
-            left out.
-        texts_limit: use the first so many texts.
-        remembered: images with captions that queries remember (``memory: pairs``); those of ``pairs`` unless given.
-        test: images with captions that no stage trains on.
-        judged_texts: texts with judgements, on whose queries no stage trains, in place of ``test`` and ``queries``.
-        templates: templates of images with pairs and subjects, in place of ``test`` and ``queries``.
-        zero_shot: labelled images for classification from prompts, or several sets of them by name.
-        images: labelled images, for methods that learn from classes.
-        subset: which classes and samples of ``images`` the stage learns from.
-        queries: labelled images that are searched for.
-        gallery: labelled images that are searched; the queries themselves unless given.
-        test_subset: which classes of ``queries`` and ``gallery`` models are judged on, such as those no map was trained on.
-        old_reads: whether the old model embeds labelled images, or their captions as a text encoder does (BT² §4.7).
-        old_embeddings: whether a method reads old embeddings of plain images and of captions (``cached``, computed once) or of
-            the same augmented view as the new ones (``online``, computed in every epoch), as pairs that are streamed need it.
-        new_embeddings: the same for the embeddings of the independent new model, which BT² reads.
-        augmentation: random changes to training images; none unless given.
-        views: for maps over images, how many augmented views of each one all models embed alike, once, in place of the plain
-            image; 0 for plain images. An epoch has every view of every image.
-        samples_per_class: K, the number of images per class in a batch, for heads with a triplet loss only.
-        one_per_id: draw one row per id and epoch, so that images of one thing are never each other's negatives.
-        embeddings_of: whether maps over cached embeddings learn from texts (the paper) or from the pairs' images.
-        shuffle_buffer: for streaming pairs, the number of samples that are shuffled together; every pass has the same order.
+        pairs: captioned images.
+        text_pairs: queries with their passages, instead of ``pairs``.
+        texts: corpora for φ and maps, without test captions and queries.
+        texts_limit: maximum number of texts.
+        remembered: captioned images for ``memory: pairs``; default: ``pairs``.
+        test: captioned test images.
+        judged_texts: texts with judgements, instead of ``test`` and ``queries``.
+        templates: templates of images, instead of ``test`` and ``queries``.
+        zero_shot: labelled images for prompts, or several sets by name.
+        images: labelled training images.
+        subset: classes and samples of ``images``.
+        queries: labelled query images.
+        gallery: labelled gallery images; default: ``queries``.
+        test_subset: evaluated classes, e.g. those outside training.
+        old_reads: whether the old model embeds images, or their captions (BT² §4.7).
+        old_embeddings: ``cached``: plain images and captions, once. ``online``: the new model's augmented view, in every epoch;
+            streams need it.
+        new_embeddings: the same for BT²'s independent model.
+        augmentation: random changes to training images.
+        views: for image maps, augmented views per image, embedded once and all used in every epoch; 0 for plain images.
+        samples_per_class: K images per class in a batch, for triplet losses.
+        one_per_id: draw one row per id and epoch, so that equal ids are never negatives.
+        embeddings_of: whether cached maps learn from texts (as in the paper) or images of pairs.
+        shuffle_buffer: streamed samples shuffled together, in the same order every pass.
     """
 
     pairs: PairSource | None = None
@@ -187,13 +181,13 @@ class DataSettings(Section):
         if self.text_pairs is None:
             return self
         if self.pairs is not None:
-            raise ValueError("text_pairs and pairs are two training sets, and a stage learns from one; leave one out")
+            raise ValueError("a stage has only one training set; remove text_pairs or pairs")
         if self.one_per_id and self.text_pairs.id_column is None:
-            raise ValueError("one_per_id: text_pairs names no id_column; set it, or leave one_per_id out")
+            raise ValueError("one_per_id: text_pairs has no id_column; set it, or remove one_per_id")
         return self
 
     def zero_shot_sets(self) -> dict[str, ZeroShotSettings]:
-        """Return the zero-shot classifications by name; the name of one without any is empty."""
+        """Return zero-shot classifications by name, empty for a single one."""
         return {"": self.zero_shot} if isinstance(self.zero_shot, ZeroShotSettings) else self.zero_shot or {}
 
     @model_validator(mode="after")
@@ -202,43 +196,38 @@ class DataSettings(Section):
         others = [name for name in ("judged_texts", "templates") if getattr(self, name) is not None]
         if len(others) > 1 or (others and images):
             one, other = (others + images)[:2]
-            raise ValueError(f"{one} and {other} are two test sets, and a stage is judged on one; leave one out")
+            raise ValueError(f"a stage has only one test set; remove {one} or {other}")
         return self
 
     @model_validator(mode="after")
     def _cameras_of_both_sides(self) -> DataSettings:
         if self.queries is not None and self.gallery is not None and self.queries.with_cameras != self.gallery.with_cameras:
             without = "queries" if self.gallery.with_cameras else "gallery"
-            raise ValueError(f"{without}: the other side has cameras and this one has none; set its camera_column or format too")
+            raise ValueError(f"{without} has no cameras, but the other side has; also set its camera_column or format")
         return self
 
 
 class EvaluationSettings(Section):
-    """How the result is judged.
+    """Settings of the evaluation.
 
     Args:
-        ks: cut-offs of recall (1, 5, 10 and 50 unless given) or of CMC (1 and 5), each 1 or more.
-        old_on_new: whether old queries search the new gallery too, in the space that both share: the results of clients that
-            still have the old model after a backfill, or of texts among images if the old model is a text encoder.
-        slerp: the weight of the old query, from 0 to 1, in a mix with the new query (:func:`xcompat.heads.slerp`). It adds the
-            case ``slerp/old``. Such a search needs both encoders for every query.
-        fallback: the lowest confidence, in (0, 1], with which a new query searches alone. Below it the old query searches, or the
-            mix of ``slerp``. It adds the case ``fallback/old``. The model's queries must have a confidence
-            (:meth:`xcompat.models.CompatModel.confidence`).
-        fars: false acceptance rates in (0, 1) at which pairs of a query and a gallery image, or of templates, are verified: each
-            adds TAR@FAR. None by default for images with classes, 1e-4 for templates.
-        fpirs: false positive identification rates in (0, 1) at which queries are identified in an open set: each adds TPIR@FPIR,
-            for which some queries must be of classes that the gallery lacks. None by default, 1e-2 for templates. Where every
-            probe's subject is in the gallery it adds TPIR@FAR, as InsightFace's evaluation of IJB-C does.
-        rerank: hits of each new query that the new model scores again (:class:`xcompat.retrieval.Reranker`); 0 for none. It adds
-            the case ``new+rerank/old``. Nothing more is embedded, as the test set's new embeddings are there.
-        rerank_weight: weight of old scores in a re-ranking; None for the one that was chosen with the model, or 1/3.
-        threshold: cosine at which a service of the old model cuts off. The report says at which score new queries cut off alike.
-        resamples: bootstrap draws.
-        chunk_size: rows per block of the similarity matrix; results do not depend on it.
-        compare_with: earlier stages whose queries are measured beside the new model's.
+        ks: cut-offs of recall (default 1, 5, 10, 50) or CMC (default 1, 5).
+        old_on_new: whether old queries also search the new gallery, e.g. of clients after a backfill, or texts among images.
+        slerp: weight of the old query, 0 to 1, in a mix with the new one (:func:`xcompat.heads.slerp`). Adds ``slerp/old``, which
+            needs both encoders.
+        fallback: confidence, in (0, 1], below which the old query (or the ``slerp`` mix) searches. Adds ``fallback/old``; queries
+            need a confidence (:meth:`xcompat.models.CompatModel.confidence`).
+        fars: false acceptance rates in (0, 1) of verification, for TAR@FAR. Default: 1e-4 for templates.
+        fpirs: false positive identification rates in (0, 1) of open-set identification, for TPIR@FPIR; some queries need classes
+            outside the gallery. Default: 1e-2 for templates. Closed sets get TPIR@FAR, as in InsightFace.
+        rerank: hits per new query that the new model re-ranks (:class:`xcompat.retrieval.Reranker`). Adds ``new+rerank/old``.
+        rerank_weight: weight of old scores in re-ranking; default: chosen with the model, or 1/3.
+        threshold: cosine cut-off of the old model; the report gives its equivalent for new queries.
+        resamples: bootstrap resamples.
+        chunk_size: rows per similarity block; does not change results.
+        compare_with: earlier stages whose queries are also evaluated.
         examples: example searches in the report.
-        tsne_pairs: items in the report's t-SNE maps; 0 leaves the maps out.
+        tsne_pairs: items in t-SNE plots; 0 for none.
     """
 
     ks: list[Annotated[int, Field(ge=1)]] | None = None
@@ -260,7 +249,5 @@ class EvaluationSettings(Section):
     def _one_case_per_name(self) -> EvaluationSettings:
         for name in ("slerp", "fallback"):
             if getattr(self, name) is not None and name in self.compare_with:
-                raise ValueError(
-                    f"compare_with names a stage {name}, which is what evaluation.{name} calls its case; rename the stage"
-                )
+                raise ValueError(f"compare_with: the name {name} is reserved for the case of evaluation.{name}; rename the stage")
         return self

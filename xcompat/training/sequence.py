@@ -1,4 +1,4 @@
-"""The table of a chain of updates: every model's queries on the gallery of every version before it."""
+"""Table of a chain of updates: queries on all earlier galleries."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AGAINST = "against-"
 
 
 def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
-    """Read the cases q_i/g_j of a chain of updates from its stages' reports (BT² §4.8).
+    """Read the cases q_i/g_j of a chain of updates from reports (BT² §4.8).
 
     Args:
-        folders: the report's folder of each stage, in order, with its reports against earlier galleries.
+        folders: stage name -> report folder, in order.
 
     Returns:
-        One row per measurement: ``query``, ``gallery``, ``direction``, ``metric``, ``value``.
+        Rows of ``query``, ``gallery``, ``direction``, ``metric``, ``value``.
     """
     rows = []
     for stage, folder in folders.items():
@@ -40,7 +40,6 @@ def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
 
 
 def _earlier(folder: Path) -> list[Path]:
-    """Return the folders of the reports against earlier galleries."""
     return [against for against in listed(folder, f"{AGAINST}*") if report_file(against).exists()]
 
 
@@ -55,11 +54,11 @@ def _rows(report: Report, names: dict[str, tuple[str, str]]) -> list[dict[str, o
 
 
 def write_sequence(output_dir: Path, folders: dict[str, Path], console: Console) -> None:
-    """Write ``sequence.csv`` and print it as a triangle, if some stage was evaluated on more than one older gallery.
+    """Write ``sequence.csv`` and print it, if there are several old galleries.
 
     Args:
-        output_dir: the run's folder.
-        folders: the report's folder of each stage, in order.
+        output_dir: folder of the run.
+        folders: stage name -> report folder, in order.
         console: where to print.
     """
     if not any(map(_earlier, folders.values())):

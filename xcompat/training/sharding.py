@@ -1,4 +1,4 @@
-"""Prepare a model for FSDP, and gather its weights afterwards; keep DDP from sending what never changes."""
+"""Models for FSDP and DDP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xcompat.models import CompatModel
 
 
 def shardable(model: CompatModel) -> CompatModel:
-    """Give scalar parameters (CLIP's ``logit_scale``) one dimension, as FSDP cannot shard scalars; in place."""
+    """Give scalar parameters one dimension in place, as FSDP cannot shard scalars."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 0:
@@ -26,14 +26,13 @@ def shardable(model: CompatModel) -> CompatModel:
 
 
 def autocast_inside(model: CompatModel, accelerator: Accelerator) -> None:
-    """Let a model that FSDP will shard compute in half precision as one that it does not: by autocast; in place.
+    """Make a model that FSDP will shard autocast its forward (in place).
 
-    FSDP's own policy, which accelerate sets instead, casts weights, inputs and outputs; losses compute in float32 and would meet
-    halves of them.
+    FSDP's mixed precision also casts inputs and outputs, but losses need float32.
 
     Args:
         model: not sharded yet.
-        accelerator: the Trainer's, whose ``unwrap_model`` takes the wrapper off; nothing is done without FSDP2.
+        accelerator: of the Trainer; without FSDP2 nothing happens.
     """
     if not accelerator.is_fsdp2:
         return
@@ -46,13 +45,13 @@ def autocast_inside(model: CompatModel, accelerator: Accelerator) -> None:
 
 
 def unsharded(model: CompatModel) -> CompatModel:
-    """Gather the weights that FSDP sharded: a collective call.
+    """Gather weights that FSDP sharded (collective call).
 
     Args:
         model: sharded or not.
 
     Returns:
-        The model itself if it is not sharded, else an equal one on the CPU of every process.
+        The model, or an equal one on the CPU of every process.
     """
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return model
@@ -68,14 +67,13 @@ def unsharded(model: CompatModel) -> CompatModel:
 
 
 def send_constants_once(model: CompatModel, accelerator: Accelerator) -> None:
-    """Send a model's own buffers from the first process to all, and not with every step as DDP would: a collective call.
+    """Broadcast a model's own buffers once, so that DDP skips them (collective call).
 
-    A method fills them before training (:meth:`CompatModel.prepare`), and where it refreshes them, every process does the same.
-    Buffers of layers, such as the statistics of batch norms, stay DDP's to send: they follow the batches of one process.
+    Every process updates them alike (:meth:`CompatModel.prepare`). DDP still sends layers' buffers, e.g. batch norm statistics.
 
     Args:
-        model: prepared, not wrapped yet.
-        accelerator: the Trainer's; nothing is done where it uses no DDP.
+        model: prepared, not wrapped.
+        accelerator: of the Trainer; without DDP nothing happens.
     """
     if not accelerator.distributed_type.value.startswith("MULTI_"):
         return

@@ -1,4 +1,4 @@
-"""The recipes that come with xcompat: listed, found by name, and copied to where they can be changed."""
+"""Shipped recipes: list, find, copy."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from xcompat.core.files import atomic_path, files_below
 from xcompat.core.progress import console, literal
 
 PLACES = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes")
-"""Inside the package, where a wheel puts them, and beside it, where they are in a clone."""
+"""Recipe folders in a wheel and in a clone."""
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the files of all recipes by their names, such as ``clip/b32_to_l14``, sorted.
+    """Return name -> file of all shipped recipes, sorted, e.g. ``clip/b32_to_l14``.
 
     Raises:
         XcompatError: the installation has none.
     """
     folder = next((place for place in PLACES if place.is_dir()), None)
     if folder is None:
-        raise XcompatError(f"{PLACES[0]} does not exist, so this installation has no recipes; install xcompat again")
+        raise XcompatError(f"{PLACES[0]} does not exist, so this installation has no recipes; reinstall xcompat")
     files = sorted(file for file in files_below(folder) if file.suffix == ".yaml")
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
 
 
 def find_recipes(name: str) -> dict[str, Path]:
-    """Return the recipes that a user means.
+    """Return shipped recipes by name.
 
     Args:
-        name: a recipe's name, the last part of one, or a folder of several; ``recipes/`` before it and ``.yaml`` behind it are
-            left out.
+        name: name, last part or folder; ``recipes/`` and ``.yaml`` are optional.
 
     Returns:
-        The files by name.
+        Name -> file.
 
     Raises:
-        XcompatError: there is none, or the last part is that of several.
+        XcompatError: no recipe, or several last parts, match.
 
     Example:
         >>> list(find_recipes("recipes/clip/b32_to_l14.yaml")), list(find_recipes("b32_to_l14"))
@@ -55,43 +54,43 @@ def find_recipes(name: str) -> dict[str, Path]:
         return inside
     ending = {each: file for each, file in known.items() if each.endswith(f"/{wanted}")}
     if len(ending) > 1:
-        raise XcompatError(f"several recipes are called {wanted}: {', '.join(ending)}; name one of them")
+        raise XcompatError(f"several recipes are named {wanted}: {', '.join(ending)}; choose one")
     if not ending:
-        raise XcompatError(f"no recipe that comes with xcompat is called {name!r}; {nearest(wanted, known)}")
+        raise XcompatError(f"xcompat has no recipe {name!r}; {nearest(wanted, known)}")
     return ending
 
 
 def suggestion(path: Path) -> str:
-    """Return what to do about a recipe that is no file here: the end of a message."""
+    """Return the fix for a missing recipe, to end a message."""
     try:
         name = next(iter(find_recipes(str(path))))
     except XcompatError:
-        return "`xcompat recipes` lists those that come with xcompat"
-    return f"one that comes with xcompat is copied by `xcompat recipes {name} --to recipes`"
+        return "list xcompat's recipes with `xcompat recipes`"
+    return f"copy xcompat's recipe with `xcompat recipes {name} --to recipes`"
 
 
 def about(file: Path) -> str:
-    """Return the first sentence of a recipe's own comment."""
+    """Return the first sentence of a recipe's header."""
     lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
     return re.split(r"(?<=\.)\s", " ".join(line.lstrip("# ").strip() for line in lines))[0].rstrip(".")
 
 
 def copy_recipes(recipes: Mapping[str, Path], folder: Path) -> list[Path]:
-    """Copy recipes into a folder, in which they keep their names.
+    """Copy recipes into a folder.
 
     Args:
-        recipes: by name, of :func:`find_recipes`.
-        folder: where to; made if missing.
+        recipes: from :func:`find_recipes`.
+        folder: target, created if missing.
 
     Returns:
         The copies.
 
     Raises:
-        XcompatError: one of them is there already; then none is copied, and nothing is overwritten.
+        XcompatError: a target exists; nothing is copied.
     """
     copies = {folder / f"{name}.yaml": file for name, file in recipes.items()}
     if there := [copy for copy in copies if copy.exists() or copy.is_symlink()]:
-        raise XcompatError(f"{there[0]} exists and is not overwritten; choose another folder with --to, or move it away")
+        raise XcompatError(f"{there[0]} already exists; choose another folder with --to, or move it")
     for copy, file in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(copy) as temporary:
@@ -100,11 +99,11 @@ def copy_recipes(recipes: Mapping[str, Path], folder: Path) -> list[Path]:
 
 
 def print_recipes(name: str | None, to: Path | None) -> None:
-    """Do what ``xcompat recipes`` is asked to.
+    """Run ``xcompat recipes``.
 
     Args:
-        name: of one or several; None for all.
-        to: the folder to copy them into; None to list several, and to print one as it is.
+        name: of recipes; None for all.
+        to: folder for copies; None to list them, or print a single one.
 
     Raises:
         XcompatError: see :func:`find_recipes` and :func:`copy_recipes`.

@@ -1,4 +1,4 @@
-"""One stage of a recipe: its folders, its models, and its training data."""
+"""Folders, models and training data of one stage."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     import datasets
 
 MOSTLY = 0.9
-"""Share of the new model's images above which the old model has hardly seen others."""
+"""Warn if the old model was trained on a larger share of the new model's images."""
 
 SIDES = (SIDE_INFO, NEW_SIDE_INFO)
-"""Roles of models of side-information."""
+"""Roles of side-information models."""
 STORED_ROLES = ("old", *SIDES)
-"""Roles in which stored embeddings can replace the model."""
+"""Roles that accept stored embeddings instead of a model."""
 
 
 _kept: ContextVar[dict[tuple[str, torch.dtype | None], Embedder] | None] = ContextVar("kept", default=None)
@@ -66,7 +66,7 @@ _kept: ContextVar[dict[tuple[str, torch.dtype | None], Embedder] | None] = Conte
 
 @contextmanager
 def keep_frozen_models() -> Iterator[None]:
-    """Load each frozen model once in the block. All of them stay in memory, so they must be small and must not change on disk."""
+    """Load each frozen model once in the block. They stay in memory, so they must be small and unchanged on disk."""
     token = _kept.set({})
     try:
         yield
@@ -75,11 +75,11 @@ def keep_frozen_models() -> Iterator[None]:
 
 
 class StagePaths:
-    """The folders that a stage writes to.
+    """Output folders of a stage.
 
     Args:
-        recipe: the whole recipe.
-        settings: the stage's settings.
+        recipe: the recipe.
+        settings: settings of the stage.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -90,11 +90,11 @@ class StagePaths:
 
 
 class StageModels:
-    """The models that a stage names, each in its role.
+    """Models of a stage by role.
 
     Args:
-        recipe: the whole recipe.
-        settings: the stage's settings.
+        recipe: the recipe.
+        settings: settings of the stage.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -102,19 +102,19 @@ class StageModels:
         self.method = method_class(settings.method)
 
     def embedder(self, role: str) -> Embedder:
-        """Load the frozen model in a role; it embeds in half precision if ``training`` sets one of the ``*16_full_eval``.
+        """Load a frozen model, in half precision with ``*16_full_eval``.
 
         Args:
             role: one of :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
-            XcompatError: the recipe names no model in that role.
+            XcompatError: the role has no model.
         """
         settings, source = self.settings, getattr(self.settings, role)
         if not isinstance(source, EncoderSource):
-            raise XcompatError(f"{settings.name}: method {settings.method} needs a trained {role} model; name it under {role}")
+            raise XcompatError(f"{settings.name}: method {settings.method} needs a trained {role} model; set {role}")
         if is_stored(source.name):
-            raise XcompatError(f"{settings.name}: {source.name} holds embeddings and no model; name one under {role}")
+            raise XcompatError(f"{settings.name}: {source.name} contains embeddings, not a model; set {role} to a model")
         halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
         chosen = next((dtype for key, dtype in halves.items() if settings.training.get(key)), None)
         resolved, kept = self._resolved(source), _kept.get()
@@ -126,13 +126,13 @@ class StageModels:
         return kept[key]
 
     def frozen(self, role: str) -> FrozenModel:
-        """Load the model in a role, or its stored embeddings if it is the old model or one of side-information.
+        """Load a model, or stored embeddings for the old and side-information roles.
 
         Args:
             role: one of :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
-            XcompatError: the recipe names nothing in that role, or stored embeddings in a role that needs a model.
+            XcompatError: the role is empty or needs a model.
         """
         source = getattr(self.settings, role)
         if role in STORED_ROLES and isinstance(source, EncoderSource) and is_stored(source.name):
@@ -141,61 +141,61 @@ class StageModels:
         return replace(embedder, reads=self.settings.data.old_reads) if role == "old" else embedder
 
     def sides(self) -> Iterator[tuple[str, FrozenModel]]:
-        """Load, one after the other, the models of side-information that the stage names and its method reads, by their roles."""
+        """Load the method's side-information models one by one, by role."""
         for role in SIDES:
             if role in self.method.columns_if_known and getattr(self.settings, role) is not None:
                 yield role, self.frozen(role)
 
     def as_input(self, new: Embedder) -> Embedder:
-        """Return the new model, or its penultimate features if the method maps these.
+        """Return the new model, or penultimate features if the method maps them.
 
         Raises:
-            XcompatError: the model has no penultimate features, or the test set has captions.
+            XcompatError: there are none, or the test set has texts.
         """
         if not self.method.maps_features(self.settings.options):
             return new
         if self.settings.data.test is not None:
-            raise XcompatError(f"{self.settings.name}: data.test has captions, and {IMAGES_ALONE}")
+            raise XcompatError(f"{self.settings.name}: data.test has captions, but {IMAGES_ALONE}")
         if self.settings.data.judged_texts is not None:
-            raise XcompatError(f"{self.settings.name}: data.judged_texts are no images, and {IMAGES_ALONE}")
+            raise XcompatError(f"{self.settings.name}: data.judged_texts has texts, but {IMAGES_ALONE}")
         return penultimate(new)
 
     def independent(self) -> Embedder | None:
-        """Load the plain new model: the one named under ``independent``, else the new model if it is trained already."""
+        """Load ``independent``, else the new model if trained."""
         if self.settings.independent is not None:
             return self.embedder("independent")
-        # a backbone that a method for labelled images starts from has no trained embedding to compare with
+        # methods for labelled images start from a backbone without a trained embedding
         data = self.settings.data
         plain = self.method.embeds_in_memory or (data.queries is None and data.templates is None)
         return self.embedder("new") if plain and isinstance(self.settings.new, EncoderSource) else None
 
     def new_encoder(self, data: StageData) -> tuple[Encoder, Processor]:
-        """Load the encoder that is to be trained with its processor, or make one with random weights.
+        """Load the encoder to train, or make one with random weights.
 
         Args:
-            data: a new tokenizer is learned from its texts.
+            data: texts for a tokenizer.
 
         Raises:
-            XcompatError: the recipe names no new encoder, or no texts for a new tokenizer.
+            XcompatError: encoder or texts are missing.
         """
         source, seed = self.settings.new, self.recipe.seed_of(self.settings)
         if source is None:
-            raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs a new encoder; name it under new")
+            raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs a new encoder; set new")
         if isinstance(source, EncoderSource):
             return load_encoder(self._resolved(source))
         return encoder_from_scratch(source, () if source.image_only else data.texts_of_pairs(), seed)
 
     def projection(self) -> ProjectionModel:
-        """Load the pretrained φ that the stage starts from.
+        """Load the stage's pretrained φ.
 
         Raises:
-            XcompatError: the recipe names none.
+            XcompatError: there is none.
         """
         settings = self.settings
         if settings.projection is None:
             raise XcompatError(
-                f"{settings.name}: method {settings.method} starts from a pretrained φ; name its folder (or stage:NAME) under "
-                "projection"
+                f"{settings.name}: method {settings.method} starts from a pretrained φ; set projection to its folder or "
+                "stage:NAME"
             )
         return ProjectionModel.from_pretrained(self.recipe.resolve(settings.projection))
 
@@ -208,11 +208,11 @@ class StageModels:
         return read_record(self.recipe.stage_dir(name) / DONE, Done).model
 
     def inputs(self) -> dict[str, str]:
-        """Return the digest of every earlier stage's model that this one is made from."""
+        """Return stage name -> digest of the models it is made from."""
         return {name: self.digest_of(name) for name in sorted(self.settings.made_from())}
 
     def old_dim(self) -> int | None:
-        """Return the old model's dimension if it is known before earlier stages are trained."""
+        """Return the old model's dimension, if known before training."""
         name = self.settings.old.name if self.settings.old is not None else ""
         if not name.startswith(STAGE_PREFIX):
             return StoredModel(name).dim if name and is_stored(name) else None
@@ -220,20 +220,19 @@ class StageModels:
         return StageModels(self.recipe, made_by).planned_dim()
 
     def planned_dim(self) -> int | None:
-        """Return the dimension of the stage's model if it does not depend on the backbone."""
+        """Return the model's dimension, if independent of the backbone."""
         return self.method.planned_dim(self.old_dim() if self.method.compares_with_old else None, self.settings.options)
 
     def _resolved(self, source: EncoderSource) -> EncoderSource:
-        """Return the source with ``stage:NAME`` replaced by its folder."""
         return source.model_copy(update={"name": self.recipe.resolve(source.name)})
 
 
 class StageData:
-    """The training data of a stage, and their embeddings.
+    """Training data of a stage and their embeddings.
 
     Args:
-        recipe: the whole recipe.
-        settings: the stage's settings.
+        recipe: the recipe.
+        settings: settings of the stage.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -241,12 +240,10 @@ class StageData:
 
     @cached_property
     def images(self) -> LabelledImages:
-        """The labelled training images of the recipe's ``subset``."""
+        """Labelled training images of ``subset``."""
         data = self.settings.data
         if data.images is None:
-            raise XcompatError(
-                f"{self.settings.name}: method {self.settings.method} learns from labelled images; name them under data.images"
-            )
+            raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs labelled images; set data.images")
         labelled = load_labelled(data.images, captions=data.old_reads == "captions")
         if data.subset is None:
             return labelled
@@ -254,7 +251,7 @@ class StageData:
         return select(labelled, data.subset).reindexed()
 
     def _warn_of_known_images(self, labelled: LabelledImages, subset: Subset) -> None:
-        """Say if a limit leaves the new model hardly any image that the old one has not seen, where it should have more."""
+        """Warn if ``limit_per_class`` leaves hardly any images new to the old model."""
         name = self.settings.old.name if isinstance(self.settings.old, EncoderSource) else ""
         old = next((each.data.subset for each in self.recipe.stages if name == f"{STAGE_PREFIX}{each.name}"), None)
         if subset.scenario != "extended-data" or subset.limit_per_class is None or old is None:
@@ -262,51 +259,51 @@ class StageData:
         if (share := known_share(labelled, subset, old)) > MOSTLY:
             notice_once(
                 f"extended-data: the old model was trained on {share:.0%} of the new model's images, because limit_per_class "
-                "keeps the first ones of both; give the old model's stage a smaller one"
+                "keeps the first ones of both; set a smaller limit_per_class in the old model's stage"
             )
 
     def test_texts(self) -> list[str]:
-        """Return the captions of the test set, or its queries and passages, which no corpus may hold."""
+        """Return captions or queries that training must exclude."""
         data = self.settings.data
         if data.judged_texts is not None:
             return load_judged_texts(data.judged_texts).texts()
         return load_pair_test_set(data.test).texts if data.test is not None else []
 
     def texts_of_pairs(self) -> list[str]:
-        """Return the texts from which a new encoder's tokenizer is learned.
+        """Return texts for a tokenizer.
 
         Raises:
-            XcompatError: the recipe names no pairs.
+            XcompatError: the recipe has no pairs.
         """
         data = self.settings.data
         if data.pairs is None:
             raise XcompatError(
-                f"{self.settings.name}: the tokenizer of a new image-text encoder is learned from data.pairs; name them"
+                f"{self.settings.name}: a new image-text encoder learns its tokenizer from data.pairs; set data.pairs"
             )
         return load_texts([data.pairs, *data.texts], exclude=self.test_texts())["text"]
 
     def learned(self, frozen: FrozenModel) -> EmbeddingCache:
-        """Embed what a map learns from with one model: the views of its images if there are some, else what :meth:`cache` has."""
+        """Embed a map's training data: views of images, or plain data."""
         return self.cache(frozen, self.settings.views(self.recipe.seed_of(self.settings)))
 
     def cache(self, frozen: FrozenModel, views: Sequence[View] = ()) -> EmbeddingCache:
-        """Embed the plain training data of a map with one model, or views of its images, or open what was embedded before."""
+        """Embed a map's plain training data or views, or open the cache."""
         data, name = self.settings.data, self.settings.name
         frozen.require_embeddings(self.settings.method)
         if data.images is not None:
             return cached_images(frozen, self.images.dataset, self.cache_dir, self.images.max_bad_share, views)
-        embedder = frozen.require_model("holds embeddings of images by their ids; name labelled images under data.images")
+        embedder = frozen.require_model("contains image embeddings by id; set data.images to labelled images")
         if data.embeddings_of == "texts":
             if not data.texts:
-                raise XcompatError(f"{name}: empty corpus, data.texts names none; name some, or set data.embeddings_of to images")
+                raise XcompatError(f"{name}: empty corpus: data.texts is not set; set it, or set data.embeddings_of to images")
             texts = load_texts(data.texts, exclude=self.test_texts(), limit=data.texts_limit)
             return cached_texts(embedder, texts, self.cache_dir)
         if data.pairs is None:
-            raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs names none")
+            raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs is not set; set it")
         return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share, views)
 
     def as_mapped(self, new: Embedder) -> Embedder:
-        """Return the new model as it embeds the training data of a map: texts as queries, if the map is one of queries."""
+        """Return the new model with its query prompt, if the map is for queries."""
         settings = self.settings
         asks = settings.learns_from_texts and not method_class(settings.method).maps_galleries_with(settings.options)
         return new.for_queries() if asks else new
@@ -317,12 +314,12 @@ class StageData:
 
     @cached_property
     def text_pairs(self) -> datasets.Dataset | None:
-        """The training queries with their passages; None if the recipe names none."""
+        """Training queries with passages, or None."""
         source = self.settings.data.text_pairs
         return load_text_pairs(source) if source is not None else None
 
     def pair_caches(self, old: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
-        """Embed the images of the pairs, and their captions one by one; or passages, and their queries as queries."""
+        """Embed images and captions of the pairs, or passages and queries."""
         if self.text_pairs is not None:
             passages = cached_captions(old, self.text_pairs[PASSAGE][:], self.cache_dir)
             return passages, cached_captions(old.for_queries(), self.text_pairs[QUERY][:], self.cache_dir)
@@ -334,12 +331,12 @@ class StageData:
 
     @cached_property
     def remembered(self) -> datasets.Dataset:
-        """The images with captions that queries may remember."""
+        """Captioned images for the memory."""
         assert self.settings.remembered_pairs is not None
         return load_pairs(self.settings.remembered_pairs)
 
     def remembered_caches(self, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
-        """Embed the images with captions that queries may remember, and the distinct captions, sorted."""
+        """Embed images for the memory, and distinct captions, sorted."""
         assert self.settings.remembered_pairs is not None
         images = cached_images(embedder, self.remembered, self.cache_dir, self.settings.remembered_pairs.max_bad_share)
         distinct = sorted(set(flatten_captions(self.remembered)[0]))
@@ -347,7 +344,7 @@ class StageData:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return the SHA-256 of a saved model's safetensors files, as 64 hexadecimal digits."""
+    """Return the SHA-256 of a model's safetensors files, 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for file in listed(folder, "*.safetensors"):
         with file.open("rb") as handle:

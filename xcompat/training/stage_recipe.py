@@ -1,4 +1,4 @@
-"""One stage of a recipe: all settings of one training, validated."""
+"""Validated settings of one stage of a recipe."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 STAGE_PREFIX = "stage:"
 LONGEST_NAME, LONGEST_NAME_BYTES = 100, 200
-"""Of a stage, whose name is that of its folder: file systems take up to 255 bytes."""
+"""Limits of stage names, which are folder names of at most 255 bytes."""
 CHOSEN = "map"
-"""The method of a recipe that names none: the query map that finds most of a held-out part of the training set."""
+"""The method of a recipe without one: the query map with the best validation score."""
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 """Keys of a stage that name a model whose embeddings are cached."""
 OF_THE_COURSE = ("classes", "for_training", "keeps_classifier")
@@ -33,41 +33,37 @@ OF_THE_COURSE = ("classes", "for_training", "keeps_classifier")
 
 
 class StageRecipe(Section):
-    """The settings of one training stage.
+    """Settings of one stage.
 
     Args:
-        name: name of the stage and of its folder; the method's name unless given.
-        method: the method's name in ``xcompat.methods``. Unless given, ``map``: of all solved maps, with metrics and memories of
-            queries, the one that finds most of a held-out part of the training set.
-        old: the model to stay compatible with: a name, a folder, or ``stage:NAME`` for an earlier stage's result.
-        new: the encoder to train: the same, or an architecture to train from scratch.
-        independent: the new model trained without an old one, which new/old and new/new are compared with.
-        side_info: the model whose embeddings are stored beside the old ones, for methods that map galleries (fct).
-        new_side_info: the new model's own side-information, to which the old one is mapped too; for chains of updates.
-        projection: the φ to start from: a checkpoint of method ``projection`` or ``stage:NAME``.
-        options: the method's own configuration.
+        name: name of stage and folder; default: the method's.
+        method: name in ``xcompat.methods``. The default ``map`` chooses the solved query map and memory with the best validation
+            score.
+        old: model to stay compatible with: a name, folder, or ``stage:NAME``.
+        new: encoder to train: the same, or an architecture to train from scratch.
+        independent: new model trained without the old one, for comparison.
+        side_info: model of embeddings stored beside old ones, for gallery maps (fct).
+        new_side_info: the new model's side-information, for chains of updates.
+        projection: φ to start from: a ``projection`` checkpoint or ``stage:NAME``.
+        options: options of the method.
         data: training and test data.
         training: fields of ``transformers.TrainingArguments``.
-        seed_offset: added to the recipe's seed for this stage's training: the same settings trained once more.
-        mini_batch_size: samples embedded at a time if the graph of a whole batch does not fit into memory. Loss and gradient stay
-            those of the whole batch of all processes, and every sample is embedded twice (Gao et al. 2021, GradCache). It must
-            divide ``training.per_device_train_batch_size``; None for the whole batch at once.
+        seed_offset: added to the recipe's seed, to repeat a training.
+        mini_batch_size: samples embedded at a time, to save memory; it must divide ``training.per_device_train_batch_size``. Loss
+            and gradient stay those of the whole batch, and samples are embedded twice (Gao et al. 2021, GradCache).
         prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in XBT §4.1).
-        encoder_lr_factor: learning rate of the encoder's own weights over that of heads and adapters. Below 1 it protects
-            pretrained weights from the first gradients of an untrained head.
-        weight_decay_on: what ``training.weight_decay`` draws towards zero: ``matrices``, the weights of layers without biases,
-            norms and prompts, or ``all`` that is trained, as SGD does in most papers.
-        memory: which training data queries or mapped galleries remember, chosen on a held-out part: ``classes`` of
-            ``data.images``, or for queries ``pairs`` of images and captions of ``data.remembered`` or ``data.pairs``; null for
-            none.
-        memory_codec: how a memory stores its entries: uncompressed (``float32``), or compressed (``SQ8``, ``SQ4``, ``SQfp16``, or
-            such as ``PQ64``), in which case a query reads only its nearest entries. Unless given, ``SQ8`` for more than 2^24
-            numbers in keys.
-        searched_classes: how many of the classes that will be searched are in ``data.images``: all (known), some (open), or
-            nobody knows (unknown). It decides what is held out to choose the memory.
-        allow_worse: whether a run counts as done with a chosen map that is not surely at or above old queries on held-out items;
-            else its exit code is 1. The map is written and marked in either case.
-        evaluation: how the result is evaluated; null for no evaluation.
+        encoder_lr_factor: learning rate of the encoder's weights over that of heads and adapters. Below 1, it protects pretrained
+            weights from untrained heads.
+        weight_decay_on: decayed weights: ``matrices`` (no biases, norms, prompts), or ``all``, as in most papers with SGD.
+        memory: training data to remember, chosen on a validation split: ``classes`` of ``data.images``, or for queries ``pairs``
+            of ``data.remembered`` or ``data.pairs``.
+        memory_codec: storage of memory entries: ``float32``, ``SQ8``, ``SQ4``, ``SQfp16`` or e.g. ``PQ64``; compressed ones are
+            read by nearest entries. Default: ``SQ8`` above 2^24 numbers in keys.
+        searched_classes: searched classes in ``data.images``: all (known), some (open), or unknown; determines the memory's
+            validation split.
+        allow_worse: whether a run succeeds with a chosen map not surely at or above old queries on held-out items; else its exit
+            code is 1. The map is written either way.
+        evaluation: evaluation settings; null for none.
     """
 
     name: str = ""
@@ -101,7 +97,7 @@ class StageRecipe(Section):
     @classmethod
     def _names_a_folder(cls, value: str) -> str:
         if value in (".", "..") or not value.isprintable() or set(value) & {"/", "\\"}:
-            raise ValueError(f"{value!r} cannot be the name of a folder; leave slashes and control characters out")
+            raise ValueError(f"{value!r} cannot be a folder name; remove slashes and control characters")
         if len(value) > LONGEST_NAME or len(value.encode()) > LONGEST_NAME_BYTES:
             raise ValueError(
                 f"{value[:20]!r}… is longer than {LONGEST_NAME} characters or {LONGEST_NAME_BYTES} bytes; choose a shorter name"
@@ -131,7 +127,7 @@ class StageRecipe(Section):
     def _known_options(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         method = info.data.get("method")
         if method == CHOSEN and value:
-            raise ValueError(f"options {', '.join(value)} are a method's, and none is named; set method: query_map, or another")
+            raise ValueError(f"options {', '.join(value)} need a method; set method: query_map, or another one")
         if method is not None and method != CHOSEN:
             known = declared_options(method) if is_quick(info) else usual_options(method)
             return check_options(method, value, known, is_quick(info))
@@ -139,56 +135,56 @@ class StageRecipe(Section):
 
     @property
     def batch_size(self) -> int:
-        """Return the number of samples per process and step."""
+        """Samples per process and step."""
         from transformers import TrainingArguments
 
         return int(self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size))
 
     @property
     def is_balanced(self) -> bool:
-        """Return whether every batch must hold equally many images of each of its classes, as triplets need."""
+        """Whether batches need equally many images per class, for triplets."""
         return method_class(self.method).balances_batches(self.options)
 
     @property
     def learns_from_pairs(self) -> bool:
-        """Return whether the memory, or the choice of a map, is learned from images with captions."""
+        """Whether memory or map choice use captioned images."""
         chosen = self.method == CHOSEN and self.data.images is None and self.remembered_pairs is not None
         return chosen or self.memory == "pairs"
 
     @property
     def remembered_pairs(self) -> PairSource | None:
-        """Return the images with captions that queries may remember."""
+        """Captioned images that queries may remember."""
         return self.data.remembered or self.data.pairs
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the model is trained in steps, and not solved."""
+        """Whether the model is trained in steps, not solved."""
         return self.method != CHOSEN and not method_class(self.method).is_solved
 
     @property
     def trains_on_labelled(self) -> bool:
-        """Return whether an encoder is trained on labelled images."""
+        """Whether an encoder is trained on labelled images."""
         method = method_class(self.method)
         return not method.embeds_in_memory and (self.data.images is not None or "labels" in method.columns)
 
     @property
     def trains_on_captions(self) -> bool:
-        """Return whether ``data.pairs`` or ``data.text_pairs`` are what is learned from, as far as they are named."""
+        """Whether an encoder learns from ``data.pairs`` or ``data.text_pairs``, if set."""
         return not method_class(self.method).embeds_in_memory and not self.trains_on_labelled
 
     @property
     def compares_pairs_with_old(self) -> bool:
-        """Return whether training reads old embeddings of ``data.pairs``."""
+        """Whether training reads old embeddings of ``data.pairs``."""
         return self.data.pairs is not None and self.trains_on_captions and "old_embeds" in method_class(self.method).columns
 
     @property
     def embeds_pairs_online(self) -> bool:
-        """Return whether the old model embeds each batch of ``data.pairs``."""
+        """Whether the old model embeds each batch of ``data.pairs``."""
         return self.compares_pairs_with_old and self.data.old_embeddings == "online"
 
     @property
     def online_roles(self) -> list[str]:
-        """Return the roles of the frozen models that embed each batch as the new model sees it."""
+        """Roles of frozen models that embed each batch."""
         columns = method_class(self.method).columns if self.trains_on_labelled else ()
         old = "old_embeds" in columns and self.data.old_embeddings == "online"
         roles = {"old": old or self.embeds_pairs_online}
@@ -197,62 +193,61 @@ class StageRecipe(Section):
 
     @property
     def is_judged(self) -> bool:
-        """Return whether the stage ends with a report."""
+        """Whether the stage ends with a report."""
         return self.evaluation is not None and self.data.tests() and method_class(self.method).compares_with_old
 
     @property
     def learns_from_texts(self) -> bool:
-        """Return whether the stage learns from texts, from which the captions of the test set are excluded."""
+        """Whether the stage learns from texts, without test captions."""
         if method_class(self.method).embeds_in_memory:
             return self.data.images is None and self.data.embeddings_of == "texts"
         return isinstance(self.new, ScratchSource) and not self.new.image_only
 
     @property
     def embeds_images(self) -> bool:
-        """Return whether the stage learns a map from embeddings of images; a map that is chosen tries several on plain ones."""
+        """Whether the stage trains a map on embeddings of images."""
         images = self.data.images is not None or self.data.embeddings_of == "images"
         return method_class(self.method).embeds_in_memory and self.method != CHOSEN and images
 
     def views(self, seed: int) -> list[View]:
-        """Return the augmented views that a map learns from, drawn by a seed; none for plain images and texts."""
+        """Return a map's augmented views; empty for plain data."""
         drawn = self.data.augmentation
         if not self.embeds_images or drawn is None or drawn.is_none:
             return []
         return [View(drawn, seed, number) for number in range(self.data.views)]
 
     def require_old_queries(self) -> None:
-        """Refuse ``evaluation.slerp`` and ``evaluation.fallback`` if there are no old queries for them.
+        """Raise if ``evaluation.slerp`` or ``evaluation.fallback`` lacks old queries.
 
         Raises:
-            XcompatError: one of them is set, and the method maps the old gallery, the old model is stored embeddings, or it reads
-                captions; or ``fallback`` is set, and the queries have no memory and so no confidence.
+            XcompatError: the method maps galleries, the old model is stored or reads captions, or ``fallback`` has no memory.
         """
         if self.evaluation is None or not self.is_judged:
             return
         if self.evaluation.slerp is not None:
-            where = f"{self.name}: evaluation.slerp mixes new queries with old ones"
+            where = f"{self.name}: evaluation.slerp needs old queries"
         elif self.evaluation.fallback is not None:
-            where = f"{self.name}: evaluation.fallback asks old queries where new ones are not sure"
+            where = f"{self.name}: evaluation.fallback needs old queries"
         else:
             return
         mend = "set it to null"
         if self.evaluation.fallback is not None and self.memory is None and self.method != CHOSEN:
-            unsure = "evaluation.fallback asks old queries where new ones are not sure, and none that remembers nothing says so"
+            unsure = "evaluation.fallback needs the confidence of new queries, but without a memory they have none"
             raise XcompatError(f"{self.name}: {unsure}; set memory, or evaluation.fallback to null")
         if method_class(self.method).maps_galleries_with(self.options):
-            raise XcompatError(f"{where}, and method {self.method} maps the old gallery to where old ones have no place; {mend}")
+            raise XcompatError(f"{where}, but method {self.method} moves the old gallery to the new space; {mend}")
         if self.old is not None and is_stored(self.old.name):
-            raise XcompatError(f"{where}, and {self.old.name} holds embeddings and no model that could embed a query; {mend}")
+            raise XcompatError(f"{where}, but {self.old.name} contains embeddings and cannot embed a query; {mend}")
         if self.data.old_reads == "captions":
-            raise XcompatError(f"{where}, and the old model reads captions where the new one reads images; {mend}")
+            raise XcompatError(f"{where}, but the old model reads captions and the new one reads images; {mend}")
 
     def resolved(self) -> dict[str, Any]:
-        """Return all settings that training depends on, as JSON, with the defaults of those that are not given."""
+        """Return the settings of training as JSON, with defaults."""
         described = self.model_dump(mode="json", exclude={"evaluation"})
         return described | {"options": usual_options(self.method) | described["options"]}
 
     def made_from(self) -> list[str]:
-        """Return the names of the earlier stages whose models this stage is made from."""
+        """Return the earlier stages whose models this one uses."""
         sources = [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
         named = dict.fromkeys([self.projection or "", *(source.name for source in sources)])
         return [name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)]
@@ -276,35 +271,35 @@ class StageRecipe(Section):
     def _there_is_something_to_remember(self) -> None:
         method = method_class(self.method)
         if self.method == CHOSEN and self.memory is not None:
-            raise ValueError("memory: without a method what queries remember is chosen with the map; leave memory out")
+            raise ValueError("memory: without a method, the memory is chosen with the map; remove memory")
         if self.method == CHOSEN and self.data.texts and (self.data.images is not None or self.remembered_pairs is not None):
             raise ValueError(
-                "data.texts: a map that is chosen learns from data.images or pairs; leave texts out, or name a method"
+                "data.texts: without a method, the map learns from data.images or pairs; remove texts, or set method"
             )
         if self.method != CHOSEN and self.memory is None and self.memory_codec is not None:
-            raise ValueError("memory_codec: nothing is remembered; set memory: classes or pairs, or leave memory_codec out")
+            raise ValueError("memory_codec: there is no memory; set memory: classes or pairs, or remove memory_codec")
         if self.memory is not None and not method.compares_with_old:
-            raise ValueError(f"memory: method {self.method} brings no queries to an old space; leave memory out")
+            raise ValueError(f"memory: method {self.method} does not map queries to an old space; remove memory")
         if self.memory == "pairs" and method.maps_galleries_with(self.options):
-            raise ValueError(f"memory: method {self.method} maps galleries, which remember classes alone; set memory: classes")
+            raise ValueError(f"memory: method {self.method} maps galleries, which only remember classes; set memory: classes")
         if self.memory == "classes" and self.data.images is None:
-            raise ValueError("memory: classes are those of labelled images; name them under data.images")
+            raise ValueError("memory: classes needs labelled images; set data.images")
         pairs = self.remembered_pairs
         if self.method == CHOSEN and self.data.images is None and pairs is not None and pairs.streaming:
-            raise ValueError("data.pairs: a map that is chosen reads them more than once; leave streaming out, or name a method")
+            raise ValueError("data.pairs: without a method, pairs are read more than once; remove streaming, or set method")
         if self.memory == "pairs" and (pairs is None or pairs.streaming):
-            raise ValueError(
-                "memory: pairs are read more than once; name them under data.remembered or data.pairs, without streaming"
-            )
+            raise ValueError("memory: pairs are read more than once; set data.remembered or data.pairs, without streaming")
         if self.memory != "pairs" and self.method != CHOSEN and self.data.remembered is not None:
-            raise ValueError("data.remembered: images with captions are remembered with memory: pairs; set it, or leave them out")
+            raise ValueError(
+                "data.remembered: only memory: pairs remembers images with captions; set it, or remove data.remembered"
+            )
 
     def _classes_are_learned(self) -> None:
         method = method_class(self.method)
         if self.trains_on_labelled and "input_ids" in method.columns and not method.learns_classes:
             raise ValueError(
-                f"data.images: method {self.method} learns from images with captions, and from no classes; leave images out "
-                "(null in this stage, where another one reads them)"
+                f"data.images: method {self.method} learns from images with captions, not from classes; remove images "
+                "(null in this stage, if another one uses them)"
             )
 
     def _text_pairs_are_read(self) -> None:
@@ -314,14 +309,14 @@ class StageRecipe(Section):
         if pairs is None or method.embeds_in_memory:
             return
         if not set(PASSAGES) <= set(method.columns_if_known):
-            raise ValueError(f"data.text_pairs: method {self.method} does not learn from texts that search texts; leave them out")
+            raise ValueError(f"data.text_pairs: method {self.method} does not learn from text pairs; remove them")
         if pairs.negative_column is not None and "old_embeds" in method.columns:
             raise ValueError(
-                f"data.text_pairs: method {self.method} compares with old embeddings of the pairs, of which negatives have none; "
-                "leave negative_column out"
+                f"data.text_pairs: method {self.method} needs old embeddings of the pairs, which negatives do not have; "
+                "remove negative_column"
             )
         if (self.options.get("adapters") or {}).get("prompts"):
-            raise ValueError("options.adapters.prompts are of images, and data.text_pairs has none; leave prompts out")
+            raise ValueError("options.adapters.prompts need images, but data.text_pairs has none; remove prompts")
 
     def _old_embeddings_are_to_be_had(self) -> None:
         pairs = self.data.pairs
@@ -329,21 +324,21 @@ class StageRecipe(Section):
             role = self.online_roles[0]
             setting = "old_embeddings" if role == "old" else "new_embeddings"
             raise ValueError(
-                f"data.{setting}: online has the {role} model make part of each batch; leave training.dataloader_num_workers out "
-                "(0 in this stage, where another one sets it for all)"
+                f"data.{setting}: online needs the {role} model for each batch; remove training.dataloader_num_workers "
+                "(0 in this stage, if another one sets it for all)"
             )
         if self.compares_pairs_with_old and not self.embeds_pairs_online and pairs is not None and pairs.streaming:
             raise ValueError(
-                f"data.pairs: method {self.method} reads old embeddings, which are cached by row, and a stream has no rows; set "
-                "data.old_embeddings: online, or leave streaming out"
+                f"data.pairs: method {self.method} reads old embeddings, which are cached by row, but a stream has no rows; set "
+                "data.old_embeddings: online, or remove streaming"
             )
 
     def _whole_classes_fill_a_batch(self) -> None:
         each, batch = self.data.samples_per_class, self.batch_size
         if self.is_balanced and (batch % each or batch < 2 * each):
             raise ValueError(
-                f"a batch of triplets holds {each} images (data.samples_per_class) of each of its classes, two or more, and "
-                f"training.per_device_train_batch_size is {batch}; make it a multiple of {each}, at least {2 * each}"
+                f"a batch of triplets needs {each} images (data.samples_per_class) of two or more classes, but "
+                f"training.per_device_train_batch_size is {batch}; set it to a multiple of {each}, at least {2 * each}"
             )
 
     def _mini_batches_make_a_batch(self) -> None:
@@ -351,22 +346,21 @@ class StageRecipe(Section):
         if size is None:
             return
         if self.method == CHOSEN:
-            raise ValueError("mini_batch_size: a map that is chosen is solved and not trained; leave mini_batch_size out")
-        classified = self.data.images is not None and not method.embeds_in_memory  # the loss then reads the classifier too
+            raise ValueError("mini_batch_size: without a method, the map is solved, not trained; remove mini_batch_size")
+        classified = self.data.images is not None and not method.embeds_in_memory  # the loss also reads the classifier
         if classified or not method.loss_of_embeddings:
             raise ValueError(
-                f"mini_batch_size: the loss of method {self.method}{' on classes' * classified} is not one of embeddings alone; "
-                "leave mini_batch_size out (null in this stage, where another one sets it for all)"
+                f"mini_batch_size: the loss of method {self.method}{' on classes' * classified} reads more than embeddings; "
+                "remove mini_batch_size (null in this stage, if another one sets it for all)"
             )
         if self.batch_size % size:
             raise ValueError(
-                f"mini_batch_size is {size}, which does not divide training.per_device_train_batch_size, {self.batch_size}; "
-                "choose a divisor"
+                f"mini_batch_size {size} does not divide training.per_device_train_batch_size {self.batch_size}; choose a divisor"
             )
 
 
 def method_class(method: str) -> type[CompatModel]:
-    """Return the class of a method by its name in a recipe; of ``map``, that of query maps."""
+    """Return a method's class; ``map`` is a query map."""
     return _methods()["query_map" if method == CHOSEN else method]
 
 
@@ -377,7 +371,7 @@ def _methods() -> dict[str, type[CompatModel]]:
 
 
 def usual_options(method: str) -> dict[str, Any]:
-    """Return the options of a method, by its name in a recipe, with their defaults; ``map`` has none.
+    """Return a method's options with defaults; ``map`` has none.
 
     Example:
         >>> usual_options("ridge")["regularisation"]
@@ -393,5 +387,5 @@ def usual_options(method: str) -> dict[str, Any]:
 
 
 def declared_options(method: str) -> set[str]:
-    """Return the names that :func:`usual_options` has, without importing the method."""
+    """Return names of :func:`usual_options` without importing the method."""
     return {"adapters", "logit_scale", *method_options(method)} - {*ROLES, *OF_THE_COURSE}

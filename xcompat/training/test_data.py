@@ -1,4 +1,4 @@
-"""Test data that cannot be read or judged on, refused before any stage trains."""
+"""Checks of test data before any stage trains."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from xcompat.training.paths import said_of
 from xcompat.training.stage_recipe import StageRecipe
 
 TEST_SETS = ("test", "zero_shot", "queries", "gallery", "test_subset", "judged_texts", "templates", "old_reads")
-"""Keys of the data section that say what a stage is judged on."""
+"""Keys of the data section that define a stage's test data."""
 
 
 def check_test_sets(stages: Sequence[StageRecipe]) -> None:
-    """Refuse test data that cannot be read or judged on, so that no stage is trained for nothing.
+    """Raise if test data cannot be read or evaluated on.
 
-    Each test set is listed once, whatever the number of stages that are judged on it. No picture is decoded, and what is read of
-    shards and tables stays in the cache from which they are judged.
+    Distinct test sets are checked once, without decoding images; rows read stay cached.
 
     Args:
-        stages: of one recipe; those that are not judged are passed over.
+        stages: of one recipe.
 
     Raises:
-        XcompatError: naming the stage, the key of its data section, and what is wrong.
+        XcompatError: with stage, key and cause.
     """
     known: set[str] = set()
     for settings in filter(lambda stage: stage.is_judged, stages):
@@ -63,7 +62,7 @@ def _check_test_set(settings: StageRecipe, fpirs: bool) -> None:
 
 
 def _require_matches(queries: LabelledImages, gallery: LabelledImages, stage: str, fpirs: bool) -> None:
-    """Refuse queries of which none can be found; for ``fpirs`` also those of which all can, so that none is an impostor."""
+    """Raise if no query can be found, or with ``fpirs`` if all can."""
     found = gallery.class_names()
     others, itself = Counter(found), dict(zip(ids_beside(gallery.dataset, queries.dataset), found, strict=True))
     asked = zip(queries.dataset[ID], queries.class_names(), strict=True)
@@ -71,10 +70,10 @@ def _require_matches(queries: LabelledImages, gallery: LabelledImages, stage: st
     if not any(matched):
         raise XcompatError(
             f"{stage}: data.queries: no query has another image of its class in the gallery, so nothing can be found; "
-            "name queries and a gallery of the same classes"
+            "use queries and a gallery of the same classes"
         )
     if fpirs and all(matched):
         raise XcompatError(
             f"{stage}: evaluation.fpirs: every query's class is in the gallery, so there is no impostor to refuse; "
-            "add queries of other classes, or leave fpirs out"
+            "add queries of other classes, or remove fpirs"
         )

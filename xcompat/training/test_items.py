@@ -1,4 +1,4 @@
-"""What a test set's galleries hold and what its queries are, for people: pictures, texts, and which of them match."""
+"""Gallery items and queries of a test set, for display."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PICTURES, CAPTIONS, TEXTS = "pictures", "captions", "texts"
 
 @dataclass(frozen=True)
 class GalleryItems:
-    """The items of one gallery of a test set.
+    """Items of a test set's gallery.
 
     Args:
         title: :data:`PICTURES`, :data:`CAPTIONS` or :data:`TEXTS`.
-        kind: what a contestant's ``matrices`` call their embeddings.
+        kind: key in ``matrices``.
         ids: N distinct ids.
         metadata: N objects.
-        picture: gives the picture of a row; None for texts.
+        picture: returns the image of a row; None for texts.
     """
 
     title: str
@@ -33,15 +33,15 @@ class GalleryItems:
 
 @dataclass(frozen=True)
 class Questions:
-    """The queries of one direction of a test set.
+    """Queries of one direction.
 
     Args:
-        gallery: title of the gallery that they search.
-        kind: what a contestant's ``matrices`` call their embeddings.
-        query: gives the text or the picture of a row.
-        words: what a row is called.
-        matches: whether a row is to find an item, by the item's id and metadata.
-        own_id: the id under which a row is in the gallery itself, which it is not to find; None if it is not.
+        gallery: title of the gallery.
+        kind: key in ``matrices``.
+        query: returns text or image of a row.
+        words: returns the display name of a row.
+        matches: whether a row should find an item, by id and metadata.
+        own_id: id of a row in the gallery, or None.
     """
 
     gallery: str
@@ -53,7 +53,7 @@ class Questions:
 
 
 def distinct(names: Sequence[Any]) -> list[str]:
-    """Return names as they are where they are distinct; of several that are alike, each with its number.
+    """Return names as strings, numbered if equal.
 
     Example:
         >>> distinct(["a", "b", "a"])

@@ -1,4 +1,4 @@
-"""Train a stage on the kind of data that its method learns from: embeddings, labelled images, or images with captions."""
+"""Training of a stage on any kind of data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xcompat.vectors import is_stored
 
 
 def train_stage(settings: StageRecipe, models: StageModels, data: StageData, seed: int, checkpoints: Path) -> CompatModel:
-    """Build a stage's model, train or solve it, and return it."""
+    """Build, and train or solve, a stage's model."""
     if settings.data.images is not None:
         warn_of_shared_images(data)
     if models.method.is_solved:
@@ -41,11 +41,10 @@ def train_stage(settings: StageRecipe, models: StageModels, data: StageData, see
 
 
 def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, seed: int, checkpoints: Path) -> None:
-    """Refuse faults of a stage that are known before any training, so that no earlier stage is trained for nothing.
+    """Raise for errors that are known before training.
 
     Raises:
-        XcompatError: the training section does not fit, a tracker is not installed, dimensions do not fit, a class is unknown or
-            without images, triplets cannot be made, or a stored old embedding is missing.
+        XcompatError: settings, dimensions, classes or triplets do not fit, or a tracker or stored embedding is missing.
     """
     if not models.method.is_solved:
         arguments = training_arguments(settings, seed, checkpoints)
@@ -59,8 +58,8 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
     for role in STORED_ROLES if settings.views(seed) else ():
         if (source := getattr(settings, role)) is not None and is_stored(source.name):
             raise XcompatError(
-                f"{settings.name}: {source.name} holds embeddings of plain images, and no model for data.views; name the model "
-                f"under {role}, or leave data.views out"
+                f"{settings.name}: {source.name} contains embeddings of plain images, but data.views needs a model; set "
+                f"{role} to the model, or remove data.views"
             )
     if settings.old is not None and is_stored(settings.old.name):
         old = StoredModel(settings.old.name)
@@ -69,7 +68,7 @@ def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, se
 
 
 def _check_size(settings: StageRecipe, models: StageModels, data: StageData, seed: int, arguments: TrainingArguments) -> None:
-    """Refuse data that make no batch, as far as they can be counted now: not what is fetched, nor a corpus without copies."""
+    """Raise if the data, as far as countable now, cannot fill a batch."""
     if settings.data.images is not None:
         sampler = triplet_sampler(settings, data.images, seed)
         check_size(len(data.images) * max(1, settings.data.views) if sampler is None else len(sampler), arguments)
@@ -85,7 +84,7 @@ def _check_size(settings: StageRecipe, models: StageModels, data: StageData, see
 
 
 def fill_caches(settings: StageRecipe, models: StageModels, data: StageData, role: str) -> None:
-    """Embed the stage's training data with the model in a role, as far as its training will read them."""
+    """Embed training data with the model in a role, if needed."""
     if models.method.embeds_in_memory:
         fill_map_caches(models, data, role)
     elif settings.data.images is not None:

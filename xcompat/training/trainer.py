@@ -1,4 +1,4 @@
-"""The stock transformers Trainer, set up for one stage."""
+"""Transformers' Trainer for one stage."""
 
 from __future__ import annotations
 
@@ -45,32 +45,29 @@ DEFAULTS: dict[str, Any] = {
     "save_total_limit": 2,
     "ddp_find_unused_parameters": False,
     "optim": USUAL,
-    "trackio_static_space_id": False,  # else a push to the Hub would publish Trackio's log in a Space
+    "trackio_static_space_id": False,  # otherwise push_to_hub publishes Trackio's log in a Space
 }
-"""What differs from transformers' defaults; a recipe may set each."""
+"""Changed defaults of transformers; recipes may set them."""
 NEEDED: dict[str, Any] = {
     "remove_unused_columns": False,
     "logging_nan_inf_filter": False,  # it would hide what DivergenceCallback looks for
 }
-"""What no training goes without."""
+"""Arguments that every training needs."""
 
 
 class StageTrainer(Trainer):
-    """The stock Trainer, with what every training of a compatible model needs beside it.
-
-    It draws from a sampler of ours where there is one, embeds in mini-batches where asked to, steps at several rates of learning,
-    tells model and data how far training is, and looks after losses and checkpoints.
+    """Transformers' Trainer with samplers, mini-batches, several learning rates, and checks.
 
     Args:
-        model: as its method built it.
-        args: transformers' own; what :data:`NEEDED` holds must stand there.
-        data: training set, collator and perhaps a sampler of samples for all processes; accelerate deals its batches in turn.
-        settings: the stage: its mini-batches and rates of learning.
-        callbacks: more of them.
-        cost: counts what training takes; nothing does without it.
+        model: untrained model.
+        args: transformers' arguments with :data:`NEEDED`.
+        data: training set, collator and optional sampler for all processes.
+        settings: the stage.
+        callbacks: extra callbacks.
+        cost: records the cost, if set.
 
     Raises:
-        XcompatError: the data do not fill a batch, or the model cannot be trained in mini-batches.
+        XcompatError: the data do not fill a batch, or mini-batches do not work.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class StageTrainer(Trainer):
         if parse_flag_from_env("ACCELERATE_USE_FSDP"):
             model = shardable(model)
         else:
-            nn.Module.to(model, memory_format=torch.channels_last)  # the layout that convolutions are fastest in; FSDP refuses it
+            nn.Module.to(model, memory_format=torch.channels_last)  # faster convolutions; FSDP refuses it
         looked_after = [
             EpochCallback(dataset, self.sampler),
             DivergenceCallback(),
@@ -105,7 +102,7 @@ class StageTrainer(Trainer):
             train_dataset=dataset,
             data_collator=collator,
             callbacks=[*([cost] if cost is not None else []), *callbacks, *looked_after],
-            optimizer_cls_and_kwargs=(OptimiserFactory, _optimiser(args, settings)),  # type: ignore[arg-type]  # is called alike
+            optimizer_cls_and_kwargs=(OptimiserFactory, _optimiser(args, settings)),  # type: ignore[arg-type]  # has the same call
         )
         autocast_inside(model, self.accelerator)
         send_constants_once(model, self.accelerator)
@@ -113,12 +110,12 @@ class StageTrainer(Trainer):
             refuse_what_parts_change(model, self.accelerator)
 
     def train(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
-        """Train; noise and dropout of two processes must differ, after weights that are alike everywhere."""
+        """Train, with different noise in each process."""
         torch.manual_seed(self.args.seed + rank())
         return super().train(*arguments, **named)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Compute and backpropagate the loss of one batch, in mini-batches where asked to."""
+        """Backpropagate a batch, in mini-batches if set."""
         if self.cost is not None:
             self.cost.count(inputs)
         if self.mini_batch_size is None or self.mini_batch_size == self.args.train_batch_size:
@@ -128,7 +125,7 @@ class StageTrainer(Trainer):
         return backward_in_parts(self.accelerator, model, self._prepare_inputs(inputs), self.mini_batch_size, share)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
-        """Ask for the loss, so that a batch without a column that it needs is refused by the column's name."""
+        """Request the loss, so that a missing column raises by name."""
         return super().compute_loss(model, {**inputs, "return_loss": True}, *arguments, **named)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
@@ -136,20 +133,20 @@ class StageTrainer(Trainer):
 
 
 def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, folder: Path) -> CompatModel:
-    """Train with the stock Trainer, continuing from the last complete checkpoint.
+    """Train, resuming from the last complete checkpoint.
 
     Args:
-        model: as its method built it.
-        data: training set, collator and perhaps a sampler.
+        model: untrained model.
+        data: training set, collator and optional sampler.
         settings: the stage.
-        seed: of data order and noise.
-        folder: where checkpoints go; what was logged goes beside it.
+        seed: random seed of data order and noise.
+        folder: for checkpoints; logs go beside it.
 
     Returns:
-        The trained model, unwrapped and whole.
+        The model, unwrapped and unsharded.
 
     Raises:
-        XcompatError: the data do not fill a batch, training diverged, or Ctrl-C (after saving a checkpoint).
+        XcompatError: the data do not fill a batch, training diverged, or Ctrl-C.
     """
     bar, interrupt, history = ProgressCallback(settings.name), InterruptCallback(), HistoryCallback(folder.with_name(LOG))
     arguments, cost = training_arguments(settings, seed, folder), CostCallback(folder.with_name(COST))
@@ -171,15 +168,12 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
 
 
 def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> TrainingArguments:
-    """Turn the recipe's training section into transformers' own arguments.
+    """Convert the training section to transformers' arguments.
 
     Args:
         settings: the stage.
-        seed: of data order and noise.
-        folder: where checkpoints go.
-
-    Returns:
-        The arguments.
+        seed: random seed of data order and noise.
+        folder: for checkpoints.
     """
     on_cpu = process_state().device.type == "cpu"
     fixed = NEEDED | {
@@ -187,8 +181,8 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
         "seed": seed,
         "data_seed": seed,
         "disable_tqdm": True,
-        # ranks read different shards themselves; dispatching from rank 0 would decode everything there. A batch is copied while
-        # the step before it is computed; a copy that is waited for would hold up what is to be launched after it
+        # ranks read their own shards, as dispatching from rank 0 would decode everything there; copies to the device overlap
+        # with the previous step
         "accelerator_config": {"dispatch_batches": False, "non_blocking": not on_cpu},
     }
     given = {**DEFAULTS, "use_cpu": on_cpu, **settings.training}
@@ -198,27 +192,27 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
         arguments = TrainingArguments(**{**given, **fixed})
     except (TypeError, ValueError) as error:
         raise XcompatError(f"{settings.name}: the training section does not fit: {' '.join(str(error).split())}") from None
-    if arguments.n_gpu > 1:  # the Trainer would copy the model to each, and contrast every part of a batch with itself alone
+    if arguments.n_gpu > 1:  # DataParallel would contrast each part of a batch only with itself
         notice(f"one of {arguments.n_gpu} GPUs is used; start with `accelerate launch -m xcompat` to use all")
         arguments._n_gpu = 1
     return arguments
 
 
 def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
-    """Refuse what is not installed and a Hub that cannot be pushed to: the Trainer notices when all is embedded.
+    """Raise early for missing packages or a failing Hub.
 
     Args:
         settings: the stage.
-        arguments: of :func:`training_arguments`.
+        arguments: from :func:`training_arguments`.
 
     Raises:
-        XcompatError: naming the tracker or the optimiser with the line that installs it, or what is wrong with the Hub.
+        XcompatError: with the install command or the Hub's error.
     """
     _try_out(arguments, settings)
     known = set(integration_utils.INTEGRATION_TO_CALLBACK)
     for name in arguments.report_to or ():
         if name not in known:
-            raise XcompatError(f"{settings.name}: training.report_to names {name!r}, which is no tracker; {nearest(name, known)}")
+            raise XcompatError(f"{settings.name}: training.report_to: unknown tracker {name!r}; {nearest(name, known)}")
         if name not in integration_utils.get_available_reporting_integrations():
             raise XcompatError(not_installed(settings.name, name))
     if arguments.push_to_hub:
@@ -227,12 +221,8 @@ def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
 
 
 def _try_out(arguments: TrainingArguments, settings: StageRecipe) -> None:
-    """Make optimiser and schedule of a single layer, and compile it if asked to: what they refuse is said before any training.
-
-    Raises:
-        XcompatError: naming the fields of the training section.
-    """
-    layer, longer = nn.Linear(1, 1), 1000 + 2 * int(arguments.warmup_steps)  # than a warm-up of any length
+    """Build optimiser, schedule and compiler for one layer, to fail before training."""
+    layer, longer = nn.Linear(1, 1), 1000 + 2 * int(arguments.warmup_steps)  # than any warm-up
     steps = arguments.max_steps if arguments.max_steps > 0 else longer
     optimiser_of = _optimiser(arguments, settings)
     fields = "optim, optim_args"
@@ -241,7 +231,7 @@ def _try_out(arguments: TrainingArguments, settings: StageRecipe) -> None:
         fields = "lr_scheduler_type, lr_scheduler_kwargs, warmup_steps"
         warmup, more = arguments.get_warmup_steps(steps), arguments.lr_scheduler_kwargs
         if isinstance(more, str):
-            raise TypeError(f"{more!r} are no keys and values")
+            raise TypeError(f"{more!r} is not a mapping of keys to values")
         schedule = get_scheduler(arguments.lr_scheduler_type, optimiser, warmup, steps, more)
         for factor in getattr(schedule, "lr_lambdas", ()):
             float(factor(warmup) + factor(steps))
@@ -251,15 +241,10 @@ def _try_out(arguments: TrainingArguments, settings: StageRecipe) -> None:
             torch.compile(layer, backend=backend.value.lower(), mode=arguments.torch_compile_mode)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise XcompatError(f"{settings.name}: training ({fields}) cannot be used as it is given: {reason}") from None
+        raise XcompatError(f"{settings.name}: invalid training settings ({fields}): {reason}") from None
 
 
 def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str, Any]:
-    """Return what :class:`OptimiserFactory` makes the optimiser of.
-
-    Raises:
-        XcompatError: the optimiser takes no groups of parameters, does not read what is set, or its package is not installed.
-    """
     given = {name: value for name in ADAM if (value := getattr(arguments, name)) != getattr(TrainingArguments, name)}
     given |= {"optim": OptimizerNames(arguments.optim).value, "optim_args": arguments.optim_args}
     try:
@@ -279,14 +264,14 @@ def _optimiser(arguments: TrainingArguments, settings: StageRecipe) -> dict[str,
 
 
 def check_size(samples: int | None, arguments: TrainingArguments) -> None:
-    """Refuse data of which no batch can be made, or of which nobody knows when an epoch ends.
+    """Raise if data do not fill a batch, or training has no end.
 
     Args:
-        samples: their number in an epoch; None for a stream.
-        arguments: of :func:`training_arguments`.
+        samples: per epoch; None for a stream.
+        arguments: from :func:`training_arguments`.
 
     Raises:
-        XcompatError: naming what to change in the training section.
+        XcompatError: with the setting to change.
     """
     if samples is None:
         if arguments.max_steps <= 0:

@@ -1,4 +1,4 @@
-"""What a stage learns from: its training set, what makes batches of it, and what draws from it."""
+"""Training data of a stage: data set, collator and sampler."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class Data(NamedTuple):
-    """What a stage learns from.
+    """Training data of a stage.
 
     Args:
-        dataset: the training set.
-        collator: makes a batch of its samples.
-        sampler: which samples make a batch, for all processes together; shuffled ones if None.
+        dataset: training set.
+        collator: makes batches.
+        sampler: for all processes; None for shuffled samples.
     """
 
     dataset: Dataset[Any] | datasets.IterableDataset
@@ -55,28 +55,24 @@ def pair_data(
     old: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None,
     views: Views | None = None,
 ) -> Data:
-    """Make the training set of a method that reads images and captions.
+    """Return training data of images and captions.
 
     Args:
-        data: the recipe's data section.
-        pairs: the loaded pairs.
-        processor: the new encoder's preprocessing.
-        seed: of everything random that happens to a sample.
-        old: for methods that read old embeddings: those of the images and of all captions, cached, or the old model, which then
-            embeds each batch anew.
-        views: what the method compares of each image beside one view.
-
-    Returns:
-        The data set and its collator.
+        data: the data section.
+        pairs: loaded pairs.
+        processor: preprocessing of the new encoder.
+        seed: random seed of samples.
+        old: caches of images and captions, or the old model for online embeddings, or None.
+        views: extra views of each image.
     """
     collator = PairCollator(processor, data.augmentation, views)
     if isinstance(old, Embedder):
         collator = OnlineCollator(processor, data.augmentation, views, dict.fromkeys((OLD_EMBEDS, OLD_TEXT_EMBEDS), old))
         old = None
     if data.pairs is not None and data.pairs.streaming:
-        assert old is None, "rows of a cache, which a stream does not have: the stage is refused"
-        # Ranks read shards of different lengths. A stream that ended would leave them with batches of unequal size, which
-        # cannot be gathered, and the Trainer does not drop a stream's last batch: so it starts again until max_steps.
+        assert old is None, "a stream has no rows of a cache: the stage is refused"
+        # Shards of ranks differ in length, and the Trainer does not drop a stream's last batch. To keep batches of equal size,
+        # which gathering needs, the stream repeats until max_steps.
         unusable = BadSamples(data.pairs.max_bad_share)
         return Data(stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, passes=None, seed=seed, bad=unusable), collator)
     extra: dict[str, Any] = (
@@ -96,38 +92,35 @@ def labelled_data(
     views: Views | None = None,
     online: Mapping[str, Embedder] | None = None,
 ) -> Data:
-    """Make the training set of a method that reads labelled images.
+    """Return training data of labelled images.
 
     Args:
-        settings: the stage; with a head of triplets every batch holds a few classes, equally many images of each.
-        images: the labelled images.
-        processor: the new encoder's preprocessing.
-        seed: of everything random that happens to a sample.
-        extra: more columns, one row for each image.
-        views: what the method compares of each image beside one view.
-        online: frozen models that embed each batch anew, by the column they fill.
-
-    Returns:
-        The data set, its collator, and the sampler of triplets.
+        settings: the stage; triplet heads get balanced batches.
+        images: labelled images.
+        processor: preprocessing of the new encoder.
+        seed: random seed of samples.
+        extra: extra columns, one row per image.
+        views: extra views of each image.
+        online: frozen models that embed each batch, by column.
 
     Raises:
-        XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
+        XcompatError: too few images or classes for triplets.
     """
     bad = BadSamples(images.max_bad_share, len(images.dataset))
     collator = PairCollator(processor, settings.data.augmentation, views)
     if online:
         collator = OnlineCollator(processor, settings.data.augmentation, views, online)
-    unread = {CAPTION} & set(images.dataset.column_names)  # captions are the old model's to read
+    unread = {CAPTION} & set(images.dataset.column_names)  # only the old model reads captions
     rows = images.dataset.remove_columns(list(unread))
     dataset = PairDataset(rows, seed=seed, image_extra=extra, embedded=embedded_rows(extra.values()), bad=bad)
     return Data(dataset, collator, triplet_sampler(settings, images, seed))
 
 
 def triplet_sampler(settings: StageRecipe, images: LabelledImages, seed: int) -> ClassBalancedSampler | None:
-    """Return what draws a few classes for each batch and equally many images of each, for a head of triplets; else None.
+    """Return a class-balanced sampler for triplet heads, or None.
 
     Raises:
-        XcompatError: triplets cannot be made, as a class has a single image or there are too few classes.
+        XcompatError: too few images or classes for triplets.
     """
     if not settings.is_balanced:
         return None
@@ -136,15 +129,12 @@ def triplet_sampler(settings: StageRecipe, images: LabelledImages, seed: int) ->
 
 
 def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str, NDArray[np.int64] | EmbeddingCache]) -> Data:
-    """Make the training set of a map over cached embeddings; rows that one of the models could not read are left out.
+    """Return training data of cached embeddings, without unreadable rows.
 
     Args:
-        new: embeddings of the new model.
-        old: embeddings of the old model, in the same order.
-        extra: more columns, one row for each sample.
-
-    Returns:
-        The data set and its collator.
+        new: new embeddings.
+        old: old embeddings in the same order.
+        extra: extra columns, one row per sample.
     """
     embedded_N = embedded_rows([new, old, *extra.values()])
     rows = None if embedded_N is None else np.flatnonzero(embedded_N)
@@ -152,10 +142,7 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str,
 
 
 def embedded_rows(columns: Iterable[Any]) -> NDArray[np.bool_] | None:
-    """Return which rows have an embedding in every cache among some columns: (N,) bool; None if no cache is one of images.
-
-    A picture that could not be read when it was embedded may be readable when it is trained on.
-    """
+    """Return which rows are in every cache: (N,) bool; None without images."""
     caches = [column for column in columns if isinstance(column, EmbeddingCache)]
     if not any(cache.info.kind == "images" for cache in caches):
         return None

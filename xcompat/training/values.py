@@ -1,4 +1,4 @@
-"""Check the values that a recipe gives to the Trainer and to a method, before anything is loaded."""
+"""Checks of training settings and method options."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ BOUNDS: dict[str, Any] = {
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers"), Field(ge=0)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Field(ge=0, lt=1)),
 }
-"""Bounds of ``TrainingArguments`` that transformers does not check, and outside of which training fails or does nothing."""
+"""Bounds of ``TrainingArguments`` that transformers does not check, but training needs."""
 _LEVELS = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 CHOICES: dict[str, Any] = {
     "log_level": _LEVELS,
     "log_level_replica": _LEVELS,
     "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"] | None,
 }
-"""The same for fields that take one of a few words."""
+"""The same for fields with a few valid words."""
 
-_JUDGED = "a stage is judged by its evaluation section, not by the Trainer; leave it out"
-_OURS = "every stage sets it itself; leave it out"
+_JUDGED = "the evaluation section, not the Trainer, evaluates a stage; remove it"
+_OURS = "every stage sets it itself; remove it"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -50,35 +50,35 @@ REFUSED: dict[str, str] = {
         ),
         _OURS,
     ),
-    "resume_from_checkpoint": "a stage continues from its own last checkpoint by itself; leave it out",
-    "label_smoothing_factor": "the loss is the method's own; leave it out",
-    "neftune_noise_alpha": "noise is an option of methods that have it (options.noise_std); leave it out",
-    "auto_find_batch_size": "the loss depends on the size of the batch; set mini_batch_size, which does not change it",
-    "optim_target_modules": "no optimiser that can be used here reads it; leave it out",
-    "save_only_model": "a checkpoint must hold all that a stage continues from; leave it out",
-    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config", "use_cache"), "it is for models that write texts; leave it out"),
-    "include_num_input_tokens_seen": "images have no tokens; leave it out",
+    "resume_from_checkpoint": "a stage resumes from its last checkpoint by itself; remove it",
+    "label_smoothing_factor": "the method has its own loss; remove it",
+    "neftune_noise_alpha": "noise is a method's option (options.noise_std); remove it",
+    "auto_find_batch_size": "the loss depends on the batch size; set mini_batch_size, which does not change the loss",
+    "optim_target_modules": "no supported optimiser reads it; remove it",
+    "save_only_model": "a resume needs complete checkpoints; remove it",
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config", "use_cache"), "it is for models that generate text; remove it"),
+    "include_num_input_tokens_seen": "images have no tokens; remove it",
     "deepspeed": "the launcher sets it up; start with accelerate_configs/deepspeed_zero2.yaml",
-    "ddp_backend": "the launcher chooses it; leave it out",
-    "ddp_timeout": "processes wait six hours for each other, as one of them may be evaluating; leave it out",
-    "parallelism_config": "every process must hold whole embeddings; leave it out",
+    "ddp_backend": "the launcher chooses it; remove it",
+    "ddp_timeout": "processes wait six hours for each other, as one may be evaluating; remove it",
+    "parallelism_config": "every process needs whole embeddings; remove it",
 }
-"""Fields of ``TrainingArguments`` that would change nothing, or what must not change, and why."""
+"""Fields of ``TrainingArguments`` that have no effect or must not change, and why."""
 _NEED_A_TEST_SET = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "save_strategy": ("best",)}
 
 
 def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str, Any]:
-    """Refuse keys that ``TrainingArguments`` does not have, and values that cannot be trained with.
+    """Refuse unknown or invalid fields of ``TrainingArguments``.
 
     Args:
-        given: the training section of a stage.
-        is_quick: whether to look at transformers' source alone, without importing it; some types then pass unchecked.
+        given: training section of a stage.
+        is_quick: whether to parse transformers' source, without all types.
 
     Returns:
-        The section, with integers for whole numbers such as ``1e3`` where integers are asked for.
+        The section, with whole numbers such as ``1e3`` as integers if needed.
 
     Raises:
-        ValueError: naming the key and what is wrong, in one line.
+        ValueError: with key and cause, in one line.
     """
     checked: dict[str, Any] = {}
     hints = trainer_fields() if is_quick else _imported_hints()
@@ -90,23 +90,23 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str
         if key in REFUSED and not is_quick and not is_usual(key, value):
             raise ValueError(f"training.{key}: {REFUSED[key]}")
         if value in _NEED_A_TEST_SET.get(key, ()):
-            raise ValueError(f"training.{key}: {value} follows a metric of the Trainer's, and {_JUDGED}")
+            raise ValueError(f"training.{key}: {value} needs a metric of the Trainer, but {_JUDGED}")
     check_optimiser(given)
     epochs = given.get("num_train_epochs", 1)
     if not epochs > 0 and not given.get("max_steps", -1) > 0:
-        raise ValueError(f"training.num_train_epochs: {epochs} trains nothing; give more than 0, or training.max_steps")
+        raise ValueError(f"training.num_train_epochs: {epochs} trains nothing; set more than 0, or training.max_steps")
     if "max_steps" in given and given["max_steps"] != -1 and given["max_steps"] < 1:
         raise ValueError(
-            f"training.max_steps: {given['max_steps']} trains nothing; give 1 or more, or leave it out for num_train_epochs"
+            f"training.max_steps: {given['max_steps']} trains nothing; set 1 or more, or remove it for num_train_epochs"
         )
     return checked
 
 
 def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-    """Yield fields of ``TrainingArguments`` that others decide about: whether something reads them, and if not, why.
+    """Yield fields that depend on others: name, whether they are read, and why not.
 
     Args:
-        given: the training section of a stage.
+        given: training section of a stage.
     """
     usual = {"save_strategy": "steps", "logging_strategy": "steps", "lr_scheduler_type": "linear"}
     saved, logged, schedule = (_named(given.get(name, value)) for name, value in usual.items())
@@ -116,13 +116,13 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
     shown = ("run_name", "project", *(f"trackio_{name}_id" for name in ("space", "bucket", "static_space")))
     recomputed = bool(given.get("activation_checkpointing") or given.get("gradient_checkpointing"))
     decided: list[tuple[tuple[str, ...], bool, str]] = [
-        (("save_steps",), saved == "steps", f"training.save_strategy is {saved}, which counts no steps"),
-        (("logging_steps",), logged == "steps", f"training.logging_strategy is {logged}, which counts no steps"),
+        (("save_steps",), saved == "steps", f"training.save_strategy is {saved}, not steps"),
+        (("logging_steps",), logged == "steps", f"training.logging_strategy is {logged}, not steps"),
         (tuple(f"hub_{name}" for name in hub), bool(given.get("push_to_hub")), "nothing is pushed without training.push_to_hub"),
-        (shown, tracked, "training.report_to names no tracker"),
+        (shown, tracked, "training.report_to has no tracker"),
         (("fsdp_config",), bool(given.get("fsdp")), "nothing is sharded without training.fsdp"),
         (("warmup_steps",), schedule != "constant", "lr_scheduler_type constant has no warm-up; constant_with_warmup has one"),
-        (("lr_scheduler_kwargs",), not schedule.startswith("constant"), f"training.lr_scheduler_type {schedule} reads none"),
+        (("lr_scheduler_kwargs",), not schedule.startswith("constant"), f"training.lr_scheduler_type {schedule} takes none"),
         (
             tuple(f"dataloader_{name}" for name in workers),
             bool(given.get("dataloader_num_workers")),
@@ -131,7 +131,7 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
         (
             ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
             recomputed,
-            "nothing is computed again without training.activation_checkpointing",
+            "nothing is recomputed without training.activation_checkpointing",
         ),
     ]
     for names, is_read, why in decided:
@@ -151,26 +151,26 @@ def _imported_hints() -> dict[str, Any]:
 
 
 def is_usual(key: str, value: Any) -> bool:  # noqa: ANN401 - whatever the YAML holds
-    """Return whether a field of ``TrainingArguments`` has the value that it has unless given."""
+    """Return whether a field of ``TrainingArguments`` has its default."""
     from transformers import TrainingArguments
 
-    return bool(value == getattr(TrainingArguments, key, []))  # lists alone are no attributes of the class
+    return bool(value == getattr(TrainingArguments, key, []))  # default lists are no class attributes
 
 
 def check_options(method: str, given: Mapping[str, Any], known: Collection[str], is_quick: bool = False) -> dict[str, Any]:
-    """Refuse options that a method does not have, and values of the wrong type or out of the range that it declares.
+    """Refuse unknown or invalid options of a method.
 
     Args:
-        method: its name in `xcompat.methods`.
-        given: the options section of a stage.
+        method: name in `xcompat.methods`.
+        given: options section of a stage.
         known: the method's options.
-        is_quick: whether to look at the method's source alone, without importing it; some types then pass unchecked.
+        is_quick: whether to parse the method's source, without all types.
 
     Returns:
-        The section, with integers for whole numbers such as ``1e3`` where integers are asked for.
+        The section, with whole numbers such as ``1e3`` as integers if needed.
 
     Raises:
-        ValueError: naming the option and what is wrong, in one line.
+        ValueError: with option and cause, in one line.
     """
     checked: dict[str, Any] = {}
     hints = {"logit_scale": float} | method_options(method) if is_quick else _option_hints(method)
@@ -196,7 +196,7 @@ def _hints_of(config: type) -> dict[str, Any]:
 
 
 def _check(key: str, hint: Any, value: Any, bound: Any = None) -> Any:  # noqa: ANN401 - a type annotation, a Field
-    """Return the value, as an integer if it is a whole number where an integer is asked for."""
+    """Return the value, as an integer if needed."""
     try:
         read = TypeAdapter(hint if bound is None else Annotated[hint, bound]).validate_python(value)
     except ValidationError as error:

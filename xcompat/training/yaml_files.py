@@ -1,4 +1,4 @@
-"""Read YAML within limits, so that a few lines of aliases or brackets cannot fill the memory or end in a traceback."""
+"""YAML within limits of size and depth."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from xcompat.core.errors import XcompatError
 
 MOST_BYTES = 2**20
 MOST_VALUES = 100_000
-"""Keys and values of a file, with each repetition by an alias."""
+"""Keys and values of a file, with aliases expanded."""
 MOST_LEVELS = 64
 MOST_BITS = 64
-"""Most bits of an integer."""
+"""Maximum size of an integer."""
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses a document that is too deep or too large before it constructs any object."""
+    """YAML's safe loader that refuses deep or large documents before it constructs objects."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._level = 0
-        self._measured: dict[int, tuple[int, int]] = {}  # by node id: number of values and levels, aliases expanded
+        self._measured: dict[int, tuple[int, int]] = {}  # node id -> values and levels, aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # noqa: ANN401 - as yaml has it
-        """Compose a node as yaml does, and measure it."""
+        """Compose a node and measure it."""
         self._level += 1
         if self._level > MOST_LEVELS:
             raise _TooMuch(f"more than {MOST_LEVELS} levels")
@@ -42,15 +42,15 @@ class LimitedLoader(yaml.SafeLoader):
         inside = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
         if any(id(part) not in self._measured for part in parts):
-            raise _TooMuch("a part that holds itself")
+            raise _TooMuch("a part that contains itself")
         measured = [self._measured[id(part)] for part in parts]
         values, levels = 1 + sum(each[0] for each in measured), 1 + max((each[1] for each in measured), default=0)
         if values > MOST_VALUES or levels > MOST_LEVELS:
-            raise _TooMuch(f"more than {MOST_VALUES:,} values or {MOST_LEVELS} levels, with what its aliases stand for")
+            raise _TooMuch(f"more than {MOST_VALUES:,} values or {MOST_LEVELS} levels, with aliases expanded")
         return values, levels
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Read an integer of at most ``MOST_BITS`` bits."""
+        """Parse an integer of limited size."""
         try:
             value: int = super().construct_yaml_int(node)
         except ValueError as error:  # of thousands of digits, or none
@@ -64,7 +64,7 @@ LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_y
 
 
 class RecipeLoader(LimitedLoader):
-    """YAML's safe loader that reads 1e-4 as a number (YAML 1.1 wants 1.0e-4)."""
+    """YAML's safe loader that reads 1e-4 as a number (YAML 1.1 needs 1.0e-4)."""
 
 
 RecipeLoader.add_implicit_resolver(
@@ -79,24 +79,21 @@ class _TooMuch(yaml.YAMLError):
 
 
 def parse_yaml(text: str, loader: type[LimitedLoader] = LimitedLoader) -> Any:  # noqa: ANN401 - whatever the YAML holds
-    """Read YAML.
+    """Parse YAML.
 
     Args:
-        text: of at most `MOST_BYTES` characters.
-        loader: how plain words are read.
-
-    Returns:
-        The document's value.
+        text: at most `MOST_BYTES` characters.
+        loader: its class.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or beyond the limits of this module.
+        yaml.YAMLError: invalid YAML, or beyond the limits.
 
     Example:
         >>> parse_yaml("{a: [1, two]}")
         {'a': [1, 'two']}
     """
     if len(text) > MOST_BYTES:
-        raise _TooMuch(f"{len(text):,} characters, and settings have less than {MOST_BYTES:,}")
+        raise _TooMuch(f"{len(text):,} characters, more than the limit of {MOST_BYTES:,}")
     try:
         return yaml.load(text, Loader=loader)  # noqa: S506 - a subclass of the safe loader
     except ValueError as error:  # such as the impossible date 2026-13-01
@@ -107,18 +104,15 @@ def read_yaml(path: Path, loader: type[LimitedLoader] = LimitedLoader) -> Any:  
     """Read a YAML file.
 
     Args:
-        path: an existing file.
-        loader: how plain words are read.
-
-    Returns:
-        The document's value.
+        path: existing file.
+        loader: its class.
 
     Raises:
-        XcompatError: it is no YAML, or beyond the limits of this module.
+        XcompatError: invalid YAML, or beyond the limits.
     """
     if path.stat().st_size > MOST_BYTES:
         raise XcompatError(
-            f"{path} has {path.stat().st_size:,} bytes, more than settings have ({MOST_BYTES:,}); name another file"
+            f"{path} has {path.stat().st_size:,} bytes, more than the limit of {MOST_BYTES:,}; choose another file"
         )
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), loader)

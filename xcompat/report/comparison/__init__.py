@@ -1,4 +1,4 @@
-"""Compare methods over several seeds under one protocol, in one table."""
+"""Comparison of methods over several seeds under one protocol."""
 
 from __future__ import annotations
 

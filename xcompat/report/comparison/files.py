@@ -1,4 +1,4 @@
-"""The files of a comparison: CSV and JSON for programs, Markdown and a self-contained page for people."""
+"""Files of a comparison: CSV and JSON for programs, Markdown and a self-contained page for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
     """Write the folder ``comparison`` atomically: ``compare.json``, ``.csv`` (one row per model), ``.md`` and ``.html``.
 
     Args:
-        directory: parent of the folder; made if missing.
+        directory: parent of the folder; created if missing.
         comparison: the comparison.
 
     Returns:
@@ -42,7 +42,7 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
     directory = Path(directory)
     require_comparison_place(directory)
     document = _document(comparison)
-    # reversed twice: the methods' columns, some of which the floor lacks, determine the order of columns
+    # reversed twice, so that the methods, which have the most columns, set their order
     table = pd.json_normalize(document["rows"][::-1], sep="/")[::-1].convert_dtypes()
     shown = {"comparison": comparison, "tables": tables(comparison), "summary": summary(comparison)}
     plots = {name: png_uri(figure_png(figure)) for name, figure in draw_comparison(comparison).items()}
@@ -61,12 +61,12 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
 
 
 def require_comparison_place(directory: str | Path) -> None:
-    """Raise :class:`XcompatError` if the folder ``comparison`` of a directory holds files that no comparison wrote."""
+    """Raise :class:`XcompatError` if a directory's folder ``comparison`` contains files of another origin."""
     require_replaceable(Path(directory) / FOLDER_NAME, MADE_BY, overwrite=None)
 
 
 def comparison_file(directory: str | Path) -> Path:
-    """Return the path of ``compare.json`` in a study's folder or in its ``comparison``, whether it exists or not."""
+    """Return the path of ``compare.json`` in a study's folder or its ``comparison``, whether it exists or not."""
     places = (Path(directory) / FOLDER_NAME / JSON_NAME, Path(directory) / JSON_NAME)
     return next((file for file in places if file.is_file()), places[0])
 
@@ -84,7 +84,7 @@ def _document(comparison: Comparison) -> dict[str, Any]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    """Return a model's row; in the CSV, nested keys become columns, joined by slashes."""
+    """Return a model's row; CSV columns join nested keys with slashes."""
     galleries = {"old_gallery": _by_direction(row.old_gallery), "own_gallery": _by_direction(row.own_gallery)}
     if not isinstance(row, MethodRow):
         return {"name": row.name, "method": None, **galleries}

@@ -1,4 +1,4 @@
-"""Plot each method's result on the old gallery against its result on its own gallery."""
+"""Plots of each method's result on the old gallery against its result on its own gallery."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _draw(comparison: Comparison, key: Key) -> Figure:
     figure, axes = new_figure(4.8)
     axes.grid(axis="x", color="#eef1f4", linewidth=0.8)
     floor = comparison.old.old_gallery[key].mean * 100
-    axes.axhline(floor, color=_COLOURS["old"], linestyle="--", linewidth=1.2, label="old/old, the floor")
+    axes.axhline(floor, color=_COLOURS["old"], linestyle="--", linewidth=1.2, label="old/old, the baseline")
     plain = comparison.independent
     if plain is not None and key in plain.own_gallery:
         ceiling = plain.own_gallery[key].mean * 100
@@ -59,7 +59,6 @@ def _draw(comparison: Comparison, key: Key) -> Figure:
 
 
 def _mark(axes: Axes, row: Row, key: Key) -> None:
-    """Draw a model with its standard deviations; methods that map galleries are diamonds."""
     across, up = row.own_gallery[key], row.old_gallery[key]
     if isinstance(row, MethodRow):
         marker, colour = "D" if row.maps_galleries else "o", _COLOURS["method"]
@@ -79,14 +78,14 @@ def _mark(axes: Axes, row: Row, key: Key) -> None:
 
 
 def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
-    """Write each name as near to its point as possible without covering a point, a line or another name."""
+    """Write each name near its point without covering points, lines or other names."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()  # lays the axes out
     inside = axes.get_window_extent(renderer)
-    taken = [line.get_window_extent(renderer).padded(2) for line in axes.lines]  # markers, caps, floor and ceiling
+    taken = [line.get_window_extent(renderer).padded(2) for line in axes.lines]  # markers, caps, baseline and ceiling
     taken += [line.get_window_extent(renderer).padded(1) for line in axes.collections]  # whiskers
     for name, point in points.items():
         arrow = {"arrowstyle": "-", "color": "#9aa5b1", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5}
@@ -96,7 +95,7 @@ def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, floa
         places = _places(axes.transData.transform(point), size.width, size.height, figure.dpi / 72)
         outside = [size.width * size.height - _overlap(box, inside) for _, (box, *_) in places]
         covered = [sum(_overlap(box, other) for box in boxes for other in taken) for _, boxes in places]
-        best = int(np.argmin(np.round(np.add(outside, covered))))  # the nearest of those that cover least
+        best = int(np.argmin(np.round(np.add(outside, covered))))  # the nearest of the places that cover least
         offset, boxes = places[best]
         text.set_position(offset)
         taken += boxes
@@ -105,17 +104,7 @@ def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, floa
 def _places(
     point: NDArray[np.float64], width: float, height: float, per_point: float
 ) -> list[tuple[tuple[float, float], list[Bbox]]]:
-    """Return possible places of a name, nearest first.
-
-    Args:
-        point: (x, y) in pixels.
-        width: width of the name in pixels.
-        height: height of the name in pixels.
-        per_point: pixels per point.
-
-    Returns:
-        The offset of its lower left corner in points; its box, and dots on the line that joins it to the point, in pixels.
-    """
+    """Return candidate places of a name, nearest first: offset in points, then its box and line in pixels."""
     from matplotlib.transforms import Bbox
 
     places = []
@@ -132,7 +121,6 @@ def _places(
 
 
 def _overlap(one: Bbox, other: Bbox) -> float:
-    """Return the area that two boxes share."""
     width = min(one.x1, other.x1) - max(one.x0, other.x0)
     height = min(one.y1, other.y1) - max(one.y0, other.y0)
     return float(max(width, 0.0) * max(height, 0.0))

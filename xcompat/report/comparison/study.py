@@ -1,4 +1,4 @@
-"""The results of a study: every method's mean and spread over seeds, and differences with intervals over queries."""
+"""Results of a study: mean and spread of each method over seeds, and differences with intervals over queries."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Key = tuple[str, str]
 
 _OWN_CASES = ("old/old", "new/old", "new/new")
 _COMMON_CASES = ("old/old", "independent/old", "independent/independent")
-_SAME = 0.005  # embedding again on another machine changes a few ranks; another model or test set, more than half a point
-_ROUNDING = 2.0**-23  # of a difference of two numbers of about 1, which reports hold as float32
+_SAME = 0.005  # re-embedding on another machine changes a few ranks; another model or test set changes over half a point
+_ROUNDING = 2.0**-23  # of a difference of two numbers of about 1, stored as float32
 
 
 class Spread(NamedTuple):
-    """A metric over seeds.
+    """Metric over seeds.
 
     Args:
         mean: a fraction.
-        std: the sample's standard deviation (n - 1); None for a single seed.
+        std: sample standard deviation (n - 1); None for a single seed.
     """
 
     mean: float
@@ -39,15 +39,15 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """A method, trained and evaluated with every seed.
+    """Method that was trained and evaluated with every seed.
 
     Args:
-        name: name of its stage.
-        method: its name in recipes.
+        name: stage name.
+        method: name in recipes.
         reports: seed -> report.
         parameters: number of parameters of the finished model outside its encoder.
-        maps_galleries: whether gallery items go through those parameters instead of queries.
-        seconds: training time, one per seed.
+        maps_galleries: whether gallery items pass through those parameters, not queries.
+        seconds: training time per seed.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Row:
     """Results of one model's queries.
 
     Args:
-        name: the model.
+        name: model name.
         old_gallery: (direction, metric) -> result on the old gallery.
-        own_gallery: the same on the gallery that the model embedded itself; empty for the old model.
+        own_gallery: (direction, metric) -> result on the model's own gallery; empty for the old model.
     """
 
     name: str
@@ -75,25 +75,25 @@ class Row:
 
 @dataclass(frozen=True)
 class MethodRow(Row):
-    """The row of a method: ``old_gallery`` is its new/old, ``own_gallery`` its new/new.
+    """Results of a method: ``old_gallery`` is its new/old, ``own_gallery`` its new/new.
 
     Args:
-        method: its name in recipes.
-        compatible: number of seeds with which new/old was above old/old on every metric.
-        not_hurt: number of seeds with which new/new was not below independent/independent; None if not measured.
+        method: name in recipes.
+        compatible: number of seeds with new/old above old/old on every metric.
+        not_hurt: number of seeds with new/new not below independent/independent; None if not measured.
         gains: (direction, metric) -> new/old - old/old, mean over seeds, with its interval over queries.
-        behind_best: likewise new/old - new/old of the best method; empty for the best method.
+        behind_best: the same for new/old - new/old of the best method; empty for the best method.
         from_old: (direction, metric) -> old queries on the new gallery, old/new; empty if not measured.
-        reranked: likewise new queries on the old gallery whose first hits are re-ranked, new+rerank/old.
-        without_memory: (direction, metric) -> its queries without metric and memory on the old gallery; empty if they use
+        reranked: (direction, metric) -> new+rerank/old; empty if not measured.
+        without_memory: (direction, metric) -> new queries without metric and memory on the old gallery; empty if they use
             neither.
-        old_with_memory: likewise old queries with the same metric and memory.
+        old_with_memory: (direction, metric) -> old queries with the same metric and memory on the old gallery.
         beside_old_with_memory: new/old - ``old_with_memory``, mean over seeds, with its interval over queries.
-        extra_dims: dimensions of the new model's embeddings minus those of the old one's.
+        extra_dims: dimension of new embeddings minus that of old ones.
         parameters: see :class:`Contender`.
         maps_galleries: see :class:`Contender`.
         seconds: training time, mean over seeds.
-        peak_memory: the most bytes of any seed while it was trained or solved; None if that is not known of every seed.
+        peak_memory: most bytes of any seed during training or solving; None if unknown for a seed.
     """
 
     method: str
@@ -114,23 +114,23 @@ class MethodRow(Row):
 
     @property
     def differences(self) -> list[Difference]:
-        """The gains as a report lists them: what of them is more than luck of the test set, and how many queries would tell."""
+        """Gains in the form of a report, with outcomes and numbers of queries needed."""
         return [Difference(*key, each.mean, (each.low, each.high), each.queries_needed) for key, each in self.gains.items()]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A study's result.
+    """Result of a study.
 
     Args:
-        name: the study's name.
-        seeds: the seeds of all runs.
-        old: the floor, old/old.
+        name: study name.
+        seeds: all seeds.
+        old: old/old, the baseline.
         independent: independent/old, and independent/independent, the ceiling; None if no report has them.
         methods: one row per method, in the study's order.
         best: name of the method with the highest new/old on the first metric.
         sizes: direction -> (queries, gallery items).
-        notes: facts that a reader must know, one sentence each.
+        notes: notes for the reader, one sentence each.
     """
 
     name: str
@@ -144,31 +144,31 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """Every row in order: floor, ceiling, methods."""
+        """All rows in order: baseline, ceiling, methods."""
         return [self.old, *([self.independent] if self.independent is not None else []), *self.methods]
 
     @property
     def first_metric(self) -> Key:
-        """The metric by which the best method is chosen."""
+        """Metric that decides on the best method."""
         return next(iter(self.old.old_gallery))
 
 
 def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000) -> Comparison:
     """Compare the reports of several methods and seeds.
 
-    Differences are taken between per-query values averaged over seeds. Their 95 % intervals come from a paired bootstrap over
-    queries, so they hold for other queries, not for other seeds.
+    Differences are between values per query, averaged over seeds. Their 95 % intervals come from a paired bootstrap over queries,
+    so they generalise to other queries, not to other seeds.
 
     Args:
-        name: the study's name.
-        contenders: one per method, all evaluated on the same test set with the same old model.
-        n_resamples: number of bootstrap samples.
+        name: study name.
+        contenders: one per method, all with the same test set and old model.
+        n_resamples: bootstrap draws.
 
     Returns:
         The comparison.
 
     Raises:
-        XcompatError: there is no contender, a seed's report is missing, or reports do not share the same cases.
+        XcompatError: no contender, a missing report of a seed, or reports with different cases.
     """
     seeds = _require_comparable(contenders)
     first = next(iter(contenders[0].reports.values()))
@@ -216,14 +216,14 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
 
 
 def _said_of_forgetting(contender: Contender) -> str:
-    """Return a note if queries use a memory with some seeds only; else an empty text."""
+    """Return a note if only some seeds use a memory, else an empty text."""
     reports = contender.reports.values()
     forgetful = sum(not _metrics(report, f"{WITHOUT_MEMORY}/old") for report in reports)
     if forgetful in (0, len(reports)):
         return ""
     return (
-        f"In {forgetful} of {len(reports)} seeds, queries of {contender.name} wear no metric and no memory: there, what they are "
-        "without stands for themselves, and what old queries are with the same for old queries."
+        f"In {forgetful} of {len(reports)} seeds, queries of {contender.name} use no metric and no memory. "
+        f"For these seeds, new/old replaces {WITHOUT_MEMORY}/old, and old/old replaces {OLD_WITH_MEMORY}/old."
     )
 
 
@@ -232,12 +232,12 @@ def values_per_query(report: Report, query: str, direction: str, metric: str) ->
 
     Args:
         report: the report.
-        query: the model that embeds the queries.
+        query: query model.
         direction: as in the report's cases.
         metric: recall or CMC at some k, or a mean average precision.
 
     Returns:
-        float64 ``(Q,)``, NaN for queries left out; None if the report does not hold them.
+        float64 ``(Q,)``, NaN for excluded queries; None if the report lacks them.
     """
     stored_Q = report.average_precision.get((query, "old", direction, metric))
     if stored_Q is not None:
@@ -250,13 +250,7 @@ def values_per_query(report: Report, query: str, direction: str, metric: str) ->
 
 
 def _values_per_query(contender: Contender, query: str, plain: str = "") -> dict[Key, np.ndarray]:
-    """Average each query's values over the seeds, for the metrics that every report has.
-
-    Args:
-        contender: the method.
-        query: the model that embeds the queries.
-        plain: the model that stands in for it with seeds whose queries use no memory, if others do.
-    """
+    """Average each query's values over seeds; ``plain`` replaces ``query`` for seeds without memory."""
     reports = list(contender.reports.values())
     asked = [query if _metrics(report, f"{query}/old") else plain for report in reports]
     if plain and query not in asked:
@@ -289,7 +283,7 @@ def _metrics(report: Report, label: str) -> dict[Key, float]:
 
 
 def _spreads(contender: Contender, label: str, plain: str = "") -> dict[Key, Spread]:
-    """Return mean and deviation of a case over seeds; seeds without the case use the case ``plain`` if other seeds have it."""
+    """Return mean and deviation of a case over seeds; ``plain`` replaces it for seeds without it."""
     reports = list(contender.reports.values())
     per_seed = [_metrics(report, label) for report in reports]
     if plain and any(per_seed):
@@ -303,7 +297,6 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _peak_memory(contender: Contender) -> int | None:
-    """Return the most memory that a method took with any seed, as its reports say it; None if one does not."""
     costs = [report.costs.get(contender.name) for report in contender.reports.values()]
     known = [cost.own_memory for cost in costs if cost is not None]
     peaks = [peak for peak in known if peak is not None]
@@ -320,15 +313,14 @@ def _verdicts(contender: Contender) -> tuple[int, int | None]:
 
 
 def _require_comparable(contenders: Sequence[Contender]) -> list[int]:
-    """Refuse reports that are not comparable; return the seeds."""
     if not contenders:
-        raise XcompatError("there is nothing to compare: no stage of the study is evaluated; give it an old model and a test set")
+        raise XcompatError("nothing to compare: no stage of the study is evaluated; add an old model and a test set")
     seeds = list(dict.fromkeys(seed for each in contenders for seed in each.reports))
     for each in contenders:
         missing = [seed for seed in seeds if seed not in each.reports]
         if missing or not seeds:
             what = f"seed {missing[0]}" if missing else "any seed"
-            raise XcompatError(f"{each.name} has no report of {what}; run `xcompat compare` to its end")
+            raise XcompatError(f"{each.name} has no report for {what}; run `xcompat compare` until it is finished")
     reference = contenders[0]
     for each in contenders:
         for seed, report in each.reports.items():
@@ -353,20 +345,19 @@ def _require_same_cases(names: tuple[str, str], one: Report, other: Report) -> N
         (one.ranks[key] < 0).tolist() == (ranks_Q < 0).tolist() for key, ranks_Q in other.ranks.items() if key in one.ranks
     )
     if different or not left_out:
-        what = f"{different[0][0]} is in one alone, or of another size" if different else "they left out other queries"
+        what = f"{different[0][0]} is missing in one, or differs in size" if different else "they excluded different queries"
         raise XcompatError(
             f"{' and '.join(names)} do not share the same cases: {what}; "
-            "give all stages of the study the same test data and evaluation.ks"
+            "use the same test data and evaluation.ks for all stages of the study"
         )
 
 
 def _require_same_opponents(one: Contender, other: Contender, seed: int) -> None:
-    """Refuse methods that were compared with different old or independent models."""
     reports = one.reports[seed], other.reports[seed]
     if reports[0].old.fingerprint != reports[1].old.fingerprint:
         raise XcompatError(
             f"{one.name} and {other.name} do not share the same cases: their old models are {reports[0].old.name} and "
-            f"{reports[1].old.name} (seed {seed}); compare methods that were trained for one old model"
+            f"{reports[1].old.name} (seed {seed}); compare methods with the same old model"
         )
     for label in _COMMON_CASES:
         metrics = [_metrics(report, label) for report in reports]
@@ -375,5 +366,5 @@ def _require_same_opponents(one: Contender, other: Contender, seed: int) -> None
                 raise XcompatError(
                     f"{one.name} and {other.name} do not share the same cases: {label} {' '.join(key)} is "
                     f"{metrics[0][key]:.4f} and {metrics[1][key]:.4f} (seed {seed}); "
-                    "give all stages the same test data and the same independent model"
+                    "use the same test data and independent model for all stages"
                 )

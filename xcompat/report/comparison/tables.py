@@ -1,4 +1,4 @@
-"""Lay a comparison out as tables of text, the same for the page, Markdown and the terminal, and print them."""
+"""Comparisons as text tables for page, Markdown and terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spr
 from xcompat.report.wording import approximately, gain_with_interval, spread
 
 NOTHING = "–"
-OLD_QUERIES, RERANKED_HITS = "from old", "re-ranked"
+OLD_QUERIES, RERANKED_HITS = "old queries", "re-ranked"
 
 
 class TableRow(NamedTuple):
-    """One model's row.
+    """Row of one model.
 
     Args:
-        name: the model.
+        name: model name.
         cells: one text per column.
         is_best: whether it is the best method.
     """
@@ -36,12 +36,12 @@ class TableRow(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One table.
+    """Text table.
 
     Args:
-        title: the table's title.
+        title: table title.
         explanation: how to read it.
-        columns: headings of all columns but the first, which names the models.
+        columns: headings of all columns after the first, which names the models.
         rows: one per model.
     """
 
@@ -52,17 +52,19 @@ class Table(NamedTuple):
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Return per direction the results, gains over old/old and distances to the best method; then verdicts and costs."""
+    """Return results, gains over old/old and distances to the best method per direction, then verdicts and costs."""
     found = []
     for direction, (n_queries, n_gallery) in comparison.sizes.items():
         size = f"{direction}: {n_queries:,} queries, {n_gallery:,} items"
         found.append(_values(comparison, direction, f"{size}; percent"))
         gains = {row.name: row.gains for row in comparison.methods}
-        floor = "new/old minus old/old on the same queries, averaged over seeds, in points, with the 95 % interval over queries."
+        floor = "new/old minus old/old on the same queries, mean over seeds, in points, with 95 % intervals over queries."
         found.append(_differences(comparison, direction, f"{direction}: gain over old/old", floor, gains))
         if len(comparison.methods) > 1:
             behind = {row.name: row.behind_best for row in comparison.methods if row.name != comparison.best}
-            best = f"new/old minus that of {comparison.best}, the best by {headline(comparison.first_metric)}, likewise."
+            best = (
+                f"new/old minus new/old of {comparison.best}, the best by {headline(comparison.first_metric)}, in the same form."
+            )
             found.append(_differences(comparison, direction, f"{direction}: distance to {comparison.best}", best, behind))
         found.append(_memories(comparison, direction))
     return [table for table in found if table.rows] + [_costs(comparison)]
@@ -123,13 +125,13 @@ def _values(comparison: Comparison, direction: str, title: str) -> Table:
         values = [_cases(row, side).get(key) for side, key in columns]
         rows.append(TableRow(row.name, [spread(*value) if value else NOTHING for value in values], row.name == comparison.best))
     explanation = (
-        "On old: queries on the old gallery, new/old for a method, old/old the floor. On own: queries on the gallery that the "
-        "model embedded itself, new/new for a method, independent/independent the ceiling. Mean ± standard deviation over seeds."
+        "On old: results on the old gallery (new/old for a method; old/old is the baseline). On own: results on the model's own "
+        "gallery (new/new for a method; independent/independent is the ceiling). Mean ± standard deviation over seeds."
     )
     if any(side == RERANKED_HITS for side, _ in columns):
-        explanation += " Re-ranked: queries on the old gallery, the first hits scored again by the new model."
+        explanation += " Re-ranked: results on the old gallery after the new model re-ranks the first hits."
     if any(side == OLD_QUERIES for side, _ in columns):
-        explanation += " From old: old queries on the gallery that the method's model embedded, in the space that both share."
+        explanation += " Old queries: their results on the method's own gallery, in the shared space."
     return Table(title, explanation, list(columns.values()), rows)
 
 
@@ -155,7 +157,7 @@ def _differences(
 
 
 def _memories(comparison: Comparison, direction: str) -> Table:
-    """Separate the effect of metric and memory: new queries without them, and old queries with them."""
+    """Separate the effect of metric and memory."""
     wearing = [row for row in comparison.methods if row.without_memory]
     metrics = [metric for each, metric in (wearing[0].gains if wearing else ()) if each == direction]
     rows = []
@@ -167,11 +169,11 @@ def _memories(comparison: Comparison, direction: str) -> Table:
         cells += [gain_with_interval(one.mean, one.low, one.high) if one else NOTHING for one in beside]
         rows.append(TableRow(row.name, cells, row.name == comparison.best))
     explanation = (
-        "Without: new queries without metric and memory, on the old gallery. Old with: old queries that wear the same, which "
-        "need no new model. Beside it: new/old minus that, with the 95 % interval over queries."
+        "No memory: new queries without metric and memory, on the old gallery. Old + memory: old queries with the same metric "
+        "and memory, which need no new model. Gain: new/old minus old + memory, with 95 % intervals over queries."
     )
-    columns = [f"{metric_name(metric)}\n{side}" for side in ("without", "old with", "beside it") for metric in metrics]
-    return Table(f"{direction}: what metric and memory do", explanation, columns, rows)
+    columns = [f"{metric_name(metric)}\n{side}" for side in ("no memory", "old + memory", "gain") for metric in metrics]
+    return Table(f"{direction}: effect of metric and memory", explanation, columns, rows)
 
 
 def _costs(comparison: Comparison) -> Table:
@@ -190,25 +192,24 @@ def _costs(comparison: Comparison) -> Table:
         ]
 
     explanation = (
-        "Compatible: with how many seeds new/old was above old/old on every metric. Beyond luck: better if the intervals of all "
-        "gains lie above zero, worse if one lies below, else the queries cannot tell; in brackets how many would, an estimate "
-        "(80 % power) that takes gains and spreads for the true ones. Not hurt: with how many new/new was not below "
-        "independent/independent. Extra parameters: of the finished model outside its encoder, the heads and maps that every "
-        "query goes through, or every gallery item, once, where a method maps galleries. Seconds: of the method's stage."
+        "Compatible: number of seeds with new/old above old/old on every metric. Outcome: better if the intervals of all gains "
+        "lie above zero, worse if one lies below, otherwise cannot tell. Brackets estimate the number of queries needed (80 % "
+        "power, with gains and spreads as measured). Not hurt: number of seeds with new/new not below "
+        "independent/independent. Extra parameters: heads and maps outside the encoder. Every query passes through them, or "
+        "every gallery item once if the method maps galleries. Training seconds: time of the method's stage."
     )
-    columns = ["compatible", "beyond luck", "not hurt", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
+    columns = ["compatible", "outcome", "not hurt", "extra\ndimensions", "extra\nparameters", "training\nseconds"]
     if remembered:
         columns.append("peak\nmemory")
         explanation += (
-            " Peak memory: the most with any seed while it was trained or solved, on the accelerator, and without one of the "
-            "whole process."
+            " Peak memory: maximum over seeds during training or solving, on the accelerator or, without one, of the whole "
+            "process."
         )
     rows = [TableRow(row.name, cells(row), row.name == comparison.best) for row in comparison.methods]
     return Table("Verdicts and costs", explanation, columns, rows)
 
 
 def _beyond_luck(row: MethodRow) -> str:
-    """Return what of a method's gains is more than luck of the test set, and how many queries would tell if that is open."""
     if not row.gains:
         return NOTHING
     outcome, last = overall_outcome(row.differences), hangs_on(row.differences)

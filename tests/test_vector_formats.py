@@ -1,0 +1,205 @@
+"""Embeddings as databases, services and other tools write them are read with their ids."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+
+from xcompat.core.errors import XcompatError
+from xcompat.vectors import Columns, column_names, is_table, read_vectors
+
+ROWS = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+IDS = ["007", "b", "c d", 'e"', "é"]
+Write = Callable[[Path], Path]
+
+
+def _json(here: Path, document: object) -> Path:
+    (here / "a.json").write_text(json.dumps(document))
+    return here / "a.json"
+
+
+def _lines(here: Path, rows: list[object]) -> Path:
+    (here / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return here / "a.jsonl"
+
+
+def _csv(file: Path, head: list[str], delimiter: str = ",") -> Path:
+    opened = gzip.open if file.name.endswith(".gz") else open
+    with opened(file, "wt", newline="", encoding="utf-8") as lines:
+        written = csv.writer(lines, delimiter=delimiter)
+        written.writerow(head)
+        written.writerows([name, f"a text,\nof {name}", str(row.tolist())] for name, row in zip(IDS, ROWS, strict=True))
+    return file
+
+
+def _as_numpy_prints(here: Path) -> Path:
+    pq.write_table(pa.table({"id": IDS, "embedding": [str(row) for row in ROWS]}), here / "a.parquet")
+    return here / "a.parquet"
+
+
+def _archive(here: Path) -> Path:
+    np.savez(here / "a.npz", ids=np.array(IDS), embeddings=ROWS, labels=np.arange(5))
+    return here / "a.npz"
+
+
+def _tensors(here: Path) -> Path:
+    save_file({"embeddings": ROWS, "other": ROWS[:2]}, here / "a.safetensors", metadata={"ids": json.dumps(IDS)})
+    return here / "a.safetensors"
+
+
+def _feather(here: Path) -> Path:
+    table = pa.table({"doc_id": IDS, "vector": list(ROWS)})
+    with pa.OSFile(str(here / "a.feather"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    return here / "a.feather"
+
+
+def _dataset(here: Path) -> Path:
+    datasets.Dataset.from_dict({"_id": IDS, "emb": ROWS.tolist()}).save_to_disk(here / "saved", num_shards=2)
+    return here / "saved"
+
+
+def _clip_retrieval(here: Path) -> Path:
+    (here / "img_emb").mkdir()
+    (here / "metadata").mkdir()
+    for number, part in enumerate((slice(0, 2), slice(2, 5))):
+        np.save(here / "img_emb" / f"img_emb_{9 + number}.npy", ROWS[part])  # 10 after 9
+        pq.write_table(
+            pa.table({"image_path": IDS[part], "key": ["x"] * len(IDS[part])}), here / f"metadata/m_{9 + number}.parquet"
+        )
+    return here
+
+
+def _points(vector: Callable[[list[float]], object] = lambda row: row) -> list[dict[str, object]]:
+    return [
+        {"id": name, "vector": vector(row.tolist()), "payload": {"text": "a", "values": 3}}
+        for name, row in zip(IDS, ROWS, strict=True)
+    ]
+
+
+def _batch(encode: Callable[[np.ndarray], object]) -> list[object]:
+    return [
+        {
+            "custom_id": name,
+            "error": None,
+            "response": {"status_code": 200, "body": {"data": [{"index": 0, "embedding": encode(row)}]}},
+        }
+        for name, row in zip(IDS, ROWS, strict=True)
+    ]
+
+
+HITS = [{"_index": "a", "_id": name, "_source": {"embedding": row.tolist()}} for name, row in zip(IDS, ROWS, strict=True)]
+OBJECTS = [
+    {"class": "A", "id": name, "properties": {"title": "t"}, "vectors": {"default": row.tolist()}}
+    for name, row in zip(IDS, ROWS, strict=True)
+]
+FORMATS: dict[str, Write] = {
+    "CSV of a cookbook": lambda here: _csv(here / "a.csv", ["id", "text", "embedding"]),
+    "compressed TSV": lambda here: _csv(here / "a.tsv.gz", ["doc_id", "text", "vector"], "\t"),
+    "Parquet with vectors as NumPy prints them": _as_numpy_prints,
+    "npz": _archive,
+    "safetensors": _tensors,
+    "Feather": _feather,
+    "data set on disk": _dataset,
+    "clip-retrieval": _clip_retrieval,
+    "Qdrant scroll": lambda here: _json(here, {"result": {"points": _points(), "next_page_offset": None}, "status": "ok"}),
+    "pages of a scroll": lambda here: _json(here, [{"result": {"points": _points()[:2]}}, {"result": {"points": _points()[2:]}}]),
+    "Qdrant with a named vector": lambda here: _lines(
+        here, list(_points(lambda row: {"image": row, "sparse": {"indices": [1]}}))
+    ),
+    "Elasticsearch": lambda here: _json(here, {"hits": {"total": 5, "hits": HITS}}),
+    "Elasticsearch lines": lambda here: _lines(here, list(HITS)),
+    "Pinecone fetch": lambda here: _json(
+        here,
+        {"namespace": "", "vectors": {name: {"id": name, "values": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)}},
+    ),
+    "Pinecone upsert": lambda here: _json(
+        here, {"vectors": [{"id": name, "values": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)]}
+    ),
+    "Weaviate": lambda here: _json(here, {"objects": OBJECTS}),
+    "Chroma get": lambda here: _json(here, {"ids": IDS, "embeddings": ROWS.tolist(), "documents": None}),
+    "id to vector": lambda here: _json(here, dict(zip(IDS, ROWS.tolist(), strict=True))),
+    "OpenAI batch": lambda here: _lines(here, _batch(lambda row: row.tolist())),
+    "OpenAI batch in base64": lambda here: _lines(here, _batch(lambda row: base64.b64encode(row.tobytes()).decode())),
+    "JSON lines in base64": lambda here: _lines(
+        here, [{"key": name, "embedding": base64.b64encode(row.tobytes()).decode()} for name, row in zip(IDS, ROWS, strict=True)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_vectors_and_ids_are_those_that_were_written(name: str, tmp_path: Path) -> None:
+    path = FORMATS[name](tmp_path)
+    found = read_vectors(path)
+    assert found.ids == IDS
+    np.testing.assert_allclose(found.rows_ND, ROWS, rtol=1e-6 if "NumPy" not in name else 1e-4)
+    assert is_table(path) or path.suffix in (".npz", ".safetensors")
+
+
+def test_columns_can_be_chosen(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"id": ["x"] * 5, "sku": IDS, "image": list(ROWS), "embedding": list(ROWS[::-1])}), tmp_path / "a.parquet"
+    )
+    found = read_vectors(tmp_path / "a.parquet", Columns("sku", "image"))
+    assert found.ids == IDS and np.array_equal(found.rows_ND, ROWS)
+    assert column_names(tmp_path / "a.parquet") == ["id", "sku", "image", "embedding"]
+
+
+def test_one_of_several_named_vectors_is_chosen(tmp_path: Path) -> None:
+    dump = _json(tmp_path, {"result": {"points": _points(lambda row: {"text": row[::-1], "image": row})}})
+    with pytest.raises(XcompatError, match=r"item 0 has the vectors text, image; choose one with --vector-name"):
+        read_vectors(dump)
+    assert np.array_equal(read_vectors(dump, Columns(vector="image")).rows_ND, ROWS)
+
+
+def test_failed_requests_of_a_batch_have_no_embedding(tmp_path: Path) -> None:
+    lines = [*_batch(lambda row: row.tolist()), {"custom_id": "f", "response": None, "error": {"code": "429"}}]
+    found = read_vectors(_lines(tmp_path, lines))
+    assert found.ids == [*IDS, "f"] and np.isnan(found.rows_ND[5]).all() and np.isfinite(found.rows_ND[:5]).all()
+
+
+WRONG: dict[str, tuple[Write, str]] = {
+    "no JSON": (lambda here: (here / "a.json").write_text("{") and here / "a.json", "a.json line 1 is no JSON"),
+    "no items": (lambda here: _json(here, {"status": "ok"}), "holds no embeddings"),
+    "no id": (lambda here: _json(here, [{"embedding": [1.0, 2.0]}]), "item 0 of .* has no id; choose its field with --id-column"),
+    "no numbers": (lambda here: _json(here, [{"id": "a", "vector": ["x"]}]), "item 0 holds no list of numbers"),
+    "a matrix": (lambda here: _json(here, [{"id": "a", "vector": [[1.0], [2.0]]}]), "holds an array of 2 dimensions"),
+    "a shortened vector": (
+        lambda here: (here / "a.csv").write_text('id,embedding\na,"[0.1 0.2 ... 0.9]"\n') and here / "a.csv",
+        "row 0 of .*a.csv holds no vector .'.0.1 0.2 ... 0.9.'",
+    ),
+    "a CSV without vectors": (
+        lambda here: (here / "a.csv").write_text("id,text\na,b\n") and here / "a.csv",
+        "no column 'embedding' .it has id, text.; choose one with --vector-name",
+    ),
+    "two matrices": (
+        lambda here: (np.savez(here / "a.npz", x=ROWS, y=ROWS), here / "a.npz")[1],
+        "holds the matrices x, y; choose one with --vector-name",
+    ),
+    "objects in npz": (lambda here: (np.savez(here / "a.npz", x=np.array([{}, 1])), here / "a.npz")[1], "cannot read .*a.npz"),
+    "splits": (
+        lambda here: (datasets.DatasetDict(train=datasets.Dataset.from_dict({"id": IDS})).save_to_disk(here / "d"), here / "d")[
+            1
+        ],
+        "holds the splits train; choose one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_unreadable_files_are_explained_in_one_line(name: str, tmp_path: Path) -> None:
+    write, said = WRONG[name]
+    with pytest.raises(XcompatError, match=said) as failed:
+        read_vectors(write(tmp_path))
+    assert "\n" not in str(failed.value)
