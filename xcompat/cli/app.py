@@ -142,9 +142,16 @@ MemoryCodec = Annotated[
 @app.command("map")
 def map_(
     old: Annotated[
-        Path, typer.Option(help="Old embeddings (.npy, Parquet, JSON lines or a folder). With --texts: or the old model.")
+        Path,
+        typer.Option(help="Old embeddings: a faiss index, gallery, file or folder. With --texts or --images: or the old model."),
     ],
-    new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts: or the new model.")],
+    new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts or --images: or the new model.")],
+    ids: Annotated[
+        Path | None,
+        typer.Option(help="Ids of --old, one per line, if it has none: names of the pictures of --images."),
+    ] = None,
+    images: Annotated[Path | None, typer.Option(help="Pictures that a side that is a model embeds: a folder or shards.")] = None,
+    texts: SideTexts = None,
     out: Annotated[Path, typer.Option(help="Output folder for the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
         str | None, typer.Option(help="Old model, or its name in the gallery. Default: the one recorded in --old.")
@@ -162,7 +169,6 @@ def map_(
     ] = False,
     start_from: StartFrom = None,
     activation: Activation = None,
-    texts: SideTexts = None,
     embed_with: EmbedWith = None,
     requests_per_minute: Annotated[float | None, typer.Option(help="Maximum number of --embed-with calls per minute.")] = None,
     price_per_million_tokens: Annotated[
@@ -173,23 +179,34 @@ def map_(
         bool, typer.Option("--allow-worse", help="Write the best map even if it may find less than old queries.")
     ] = False,
     gallery: SearchedVectors = None,
+    id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: found by its name, e.g. id or doc_id.")] = None,
+    vector_name: Annotated[
+        str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")
+    ] = None,
 ) -> None:
     """Fit a map from new queries to an old gallery, from embeddings alone.
 
-    --old and --new are tables with id and embedding, or folders with image_embeds.npy and image_ids.txt (one id per line).
+    --old and --new are files with id and embedding (Parquet, Arrow, CSV, JSON, exports of databases and embedding APIs),
+    arrays (.npy, .npz), or folders with image_embeds.npy and image_ids.txt (one id per line).
     Optional files: labels.txt (one class per line), text_embeds.npy and text_ids.txt (captions, with the id of their image), or
-    query_embeds.npy and query_ids.txt (questions, with the id of their text). With --texts, --old and --new may be models.
+    query_embeds.npy and query_ids.txt (questions, with the id of their text).
+
+    With --texts or --images, --old and --new may be models.
 
     Use a random sample of the gallery. --gallery checks it.
 
     The best map on held-out items is written. Exit code 1, and no output, if no map is surely as good as old queries.
     """
     from xcompat.mapping.asked import Asked, start_of, texts_of
-    from xcompat.vectors import BAD_SHARE
+    from xcompat.mapping.indexes import Reading
+    from xcompat.vectors import BAD_SHARE, Columns
 
-    given = texts_of(texts, embed_with, requests_per_minute, price_per_million_tokens), start_of(start_from, activation)
+    embedded = texts_of(texts, images, embed_with, requests_per_minute, price_per_million_tokens)
+    given = embedded, start_of(start_from, activation)
+    reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
-    asked = Asked(old, new, out, *choices, BAD_SHARE if max_bad_share is None else max_bad_share, allow_worse, gallery)
+    bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
+    asked = Asked(old, new, out, *choices, bad_share, allow_worse, gallery, reading)
     asked.require()
     from xcompat.mapping.commands import map_embeddings
 

@@ -1,55 +1,73 @@
-"""Relevance judgements (qrels): which items answer which query, and how well."""
+"""Relevance judgements (qrels)."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.data.text_files import text_lines
 
+_FIELDS = (
+    ("query-id", "query_id", "qid"),
+    ("corpus-id", "corpus_id", "doc_id", "docid", "passage_id", "pid"),
+    ("score", "relevance", "rel", "label"),
+)
+"""Names of query, item and gain in JSON lines."""
+
 
 def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
-    """Read judgements as BEIR (query, item, gain) or TREC (query, iteration, item, gain) writes them.
+    """Read judgements in BEIR (query, item, gain) or TREC (query, iteration, item, gain) format.
 
     Args:
-        file: a judgement a line, its columns separated by tabs or blanks; gzip if it is called ``.gz``. A first line without a
-            number at its end is a header. The higher the gain the better; 0 and below are not relevant.
+        file: one judgement per line, separated by tabs or spaces, optionally with a header; gzip if it ends in ``.gz``. Higher
+            gains are better; 0 and below are not relevant.
 
     Returns:
         Query id -> item id -> gain.
 
     Raises:
-        XcompatError: the file is missing, or a line is no judgement or contradicts another one.
+        XcompatError: the file is missing, or a line is invalid or contradicts another.
     """
     file = require_qrels(file)
     qrels: dict[str, dict[str, float]] = {}
     for place, (number, line) in enumerate(text_lines(file)):
-        columns = line.split("\t") if "\t" in line else line.split()
+        columns = _fields(line) if line.startswith("{") else line.split("\t") if "\t" in line else line.split()
         gain = _gain(columns)
         if gain is None and place == 0 and len(columns) in (3, 4):
             continue
         if gain is None:
             raise XcompatError(
-                f"{file} line {number} is no judgement ({line[:60]!r}); write query, item and gain, or TREC's four columns"
+                f"{file} line {number} is not a judgement ({line[:60]!r}); write query, item and gain, or TREC's four columns"
             )
         query, item = columns[0].strip(), columns[-2].strip()
         if qrels.setdefault(query, {}).setdefault(item, gain) != gain:
-            raise XcompatError(f"{file} line {number} judges {item!r} for {query!r} once more, and otherwise; keep one of both")
+            raise XcompatError(f"{file} line {number} contradicts an earlier gain of {item!r} for {query!r}; keep one of them")
     if not qrels:
-        raise XcompatError(f"{file} holds no judgement; write query, item and gain in each line")
+        raise XcompatError(f"{file} contains no judgements; write query, item and gain in each line")
     return qrels
 
 
 def require_qrels(file: str | Path) -> Path:
-    """Return the path of a file of judgements, or refuse one that is not there."""
+    """Return the path of a judgements file, or raise if it does not exist."""
     if not Path(file).is_file():
-        raise MissingPathError(f"the judgements {file} do not exist; name a file of query, item and gain")
+        raise MissingPathError(f"judgements file {file} does not exist; give a file with query, item and gain")
     return Path(file)
 
 
+def _fields(line: str) -> list[str]:
+    """Return query, item and gain of a JSON object, as data sets of MTEB keep them; nothing if a field is missing."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return []
+    fields = [next((found[name] for name in names if name in found), None) for names in _FIELDS]
+    return [] if None in fields else [str(field) for field in fields]
+
+
 def _gain(columns: list[str]) -> float | None:
-    """Return the gain of a judgement; None where these columns are none."""
+    """Return the gain of a judgement, or None if the columns are invalid."""
     if len(columns) not in (3, 4):
         return None
     try:

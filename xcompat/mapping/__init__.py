@@ -1,4 +1,4 @@
-"""From two folders of embeddings to a map of queries, chosen by retrieval on held-out items and classes."""
+"""Choice of a query map from two folders of embeddings, by retrieval on held-out items and classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name: its module, and torch with it, is imported when it is used
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name; its module and torch are imported on first use
     for module, names in _PLACES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""Maps of other tools, from ``.npz`` and ``.safetensors``: a linear map, or a network with one hidden layer."""
+"""Maps of other tools in ``.npz`` and ``.safetensors`` files: linear maps, or networks with one hidden layer."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from xcompat.methods import ProjectionModel, QueryMapModel, ResidualMlpModel
 from xcompat.models import CompatModel
 
 LARGEST = 2**31
-"""Most bytes of an adapter; a small file may hold more zeros than memory does."""
+"""Most bytes of an uncompressed adapter: a small file can expand beyond memory."""
 SHARP = 2.0**10
-"""Factor k by which max(x, 0) is written as GELU(k·x) / k. The two differ by less than 0.17 / k, where x is about 0."""
+"""Factor k in GELU(k·x) / k, which replaces max(x, 0). The two differ by less than 0.17 / k, near x = 0."""
 _NAMES = {"W": "W", "weight": "W", "b": "b", "bias": "b", "scale": "scale", "scaling": "scale", "U": "U", "V": "V"}
 _LAYER = re.compile(r"(\d+)\.(weight|bias)")
 _FORMS = "W with b and scale, U and V with b and scale, or 0.weight, 0.bias, 2.weight, … of nn.Sequential"
 
 
 class Adapter(NamedTuple):
-    """A reading of an adapter's file.
+    """Interpretation of an adapter file.
 
     Args:
         model: the map.
-        how: how its arrays are read, in words.
+        how: interpretation of its arrays, in words.
     """
 
     model: CompatModel
@@ -42,30 +42,30 @@ class Adapter(NamedTuple):
 
 
 def read_adapters(path: Path, old: Described, new_dim: int, activation: Activation | None) -> list[Adapter]:
-    """Read a map of another tool; where shapes leave open which side of a matrix is which, in every way.
+    """Read a map of another tool, with all interpretations that its array shapes allow.
 
     Args:
-        path: an ``.npz`` or ``.safetensors`` file.
-        old: the old model, as ``describe_old`` gives it.
+        path: ``.npz`` or ``.safetensors`` file.
+        old: old model, from ``describe_old``.
         new_dim: D, dimension of the new embeddings.
-        activation: of a network, where its file does not say.
+        activation: activation of a network, if its file does not record it.
 
     Returns:
-        The readings, one or more.
+        One or more interpretations.
 
     Raises:
-        XcompatError: the file is damaged, maps between other dimensions, or holds what no model of this library expresses.
+        XcompatError: the file is damaged, maps between other dimensions, or contains an unsupported map.
     """
     arrays, named = _arrays(path)
     for name, array in arrays.items():
         if not array.isfinite().all():
-            raise XcompatError(f"{name} in {path} holds values that are not finite; write the adapter again")
+            raise XcompatError(f"{name} in {path} contains values that are not finite; export the adapter again")
     arrays = _without_prefix(arrays)
     activation = _activation(path, activation, named)
     if any(_LAYER.fullmatch(name) for name in arrays):
         return list(_networks(path, arrays, old, new_dim, activation))
     if activation is not None:
-        raise XcompatError(f"{path} holds a linear map, which has no activation {activation}; leave it out")
+        raise XcompatError(f"{path} contains a linear map, which has no activation {activation}; remove --activation")
     return list(_lines(path, arrays, old, new_dim))
 
 
@@ -73,19 +73,19 @@ def read_adapters(path: Path, old: Described, new_dim: int, activation: Activati
 
 
 def _arrays(path: Path) -> tuple[dict[str, Tensor], str | None]:
-    """Return the arrays of a file as float32, and the activation that it names."""
+    """Return the arrays of a file as float32, and its recorded activation."""
     try:
         return _npz(path) if path.suffix == ".npz" else _safetensors(path)
     except (OSError, XcompatError):
         raise
     except Exception as error:  # NumPy, zipfile and zlib raise many kinds of errors on damaged files
-        raise XcompatError(f"{path} holds no arrays of numbers ({what_failed(error)}); write it again") from None
+        raise XcompatError(f"cannot read arrays of numbers from {path} ({what_failed(error)}); export it again") from None
 
 
 def _npz(path: Path) -> tuple[dict[str, Tensor], str | None]:
     with zipfile.ZipFile(path) as entries:
         if sum(entry.file_size for entry in entries.infolist()) > LARGEST:
-            raise XcompatError(f"{path} holds more than {LARGEST // 2**30} GiB; an adapter is smaller")
+            raise XcompatError(f"{path} contains more than {LARGEST // 2**30} GiB; adapters are smaller")
     with np.load(path, allow_pickle=False) as file:
         found = {name: file[name] for name in file.files}
     activation = found.pop("activation", None)
@@ -100,17 +100,17 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
             arrays = {name: _float(path, name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a mapping
             return arrays, (file.metadata() or {}).get("activation")
     except SafetensorError as error:
-        raise XcompatError(f"{path} is no safetensors file ({what_failed(error)}); write it again") from None
+        raise XcompatError(f"{path} is not a safetensors file ({what_failed(error)}); export it again") from None
 
 
 def _float(path: Path, name: str, array: Tensor) -> Tensor:
     if not array.is_floating_point():
-        raise XcompatError(f"{name} in {path} holds {str(array.dtype).removeprefix('torch.')}; weights are floats")
+        raise XcompatError(f"{name} in {path} is {str(array.dtype).removeprefix('torch.')}; weights must be floats")
     return array.float()
 
 
 def _without_prefix(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove what all names begin with, such as the attribute of a module, up to a dot."""
+    """Remove a common prefix of all names, e.g. a module's attribute, up to a dot."""
     parts = {name: name.split(".") for name in arrays}
     while parts and len({each[0] for each in parts.values()}) == 1 and min(map(len, parts.values())) > 1:
         parts = {name: each[1:] for name, each in parts.items()}
@@ -119,9 +119,9 @@ def _without_prefix(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _activation(path: Path, given: Activation | None, named: str | None) -> Activation | None:
     if given is not None and named is not None and given != named.lower():
-        raise XcompatError(f"{path} names the activation {named!r}, --activation {given!r}; leave --activation out")
+        raise XcompatError(f"{path} records the activation {named!r}, but --activation is {given!r}; remove --activation")
     if named is not None and named.lower() not in ("relu", "gelu"):
-        raise XcompatError(f"{path} names the activation {named!r}, which no map has: relu or gelu")
+        raise XcompatError(f"{path} has the unsupported activation {named!r}; only relu and gelu are supported")
     return given or cast("Activation | None", named and named.lower())
 
 
@@ -129,18 +129,18 @@ def _activation(path: Path, given: Activation | None, named: str | None) -> Acti
 
 
 def _lines(path: Path, arrays: Mapping[str, Tensor], old: Described, new_dim: int) -> Iterator[Adapter]:
-    """Yield the readings of x·W·scale + b."""
+    """Yield the interpretations of x·W·scale + b."""
     old_dim = cast(int, old["dim"])
     for name in sorted(arrays.keys() - _NAMES.keys()):
-        raise XcompatError(f"{path} holds {name!r}; {nearest(name, _NAMES)} ({_FORMS})")
+        raise XcompatError(f"{path} contains the unknown array {name!r}; {nearest(name, _NAMES)} ({_FORMS})")
     named = {_NAMES[name]: array for name, array in arrays.items()}
     if len(named) < len(arrays) or named.keys() & {"W", "U", "V"} not in ({"W"}, {"U", "V"}):
-        raise XcompatError(f"{path} holds {', '.join(arrays) or 'nothing'}; an adapter holds {_FORMS}")
+        raise XcompatError(f"{path} contains {', '.join(arrays) or 'no array'}; an adapter has {_FORMS}")
     whole = _of_shape(named["W"], new_dim, old_dim) if "W" in named else _of_factors(named["U"], named["V"], new_dim, old_dim)
     matrices = dict(whole)
     if not matrices:
         shapes = " and ".join(f"{name} of {tuple(named[name].shape)}" for name in ("W", "U", "V") if name in named)
-        raise XcompatError(f"{path} holds {shapes}, which maps no {new_dim} to {old_dim} dimensions, as given")
+        raise XcompatError(f"{path} contains {shapes}, which cannot map {new_dim} to {old_dim} dimensions")
     zero_d, one_d = torch.zeros(old_dim), torch.ones(old_dim)
     bias_d = _vector(path, "b", named.get("b", zero_d), old_dim)
     scale_d = _vector(path, "scale", named.get("scale", one_d), old_dim)
@@ -152,7 +152,7 @@ def _lines(path: Path, arrays: Mapping[str, Tensor], old: Described, new_dim: in
 
 
 def _of_shape(weight: Tensor, new_dim: int, old_dim: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices (D, d) that a weight may stand for."""
+    """Yield the possible matrices (D, d) of a weight."""
     if weight.shape == (new_dim, old_dim):
         yield "x·W", weight
     if weight.shape == (old_dim, new_dim):
@@ -160,7 +160,7 @@ def _of_shape(weight: Tensor, new_dim: int, old_dim: int) -> Iterator[tuple[str,
 
 
 def _of_factors(first: Tensor, second: Tensor, new_dim: int, old_dim: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices (D, d) that two factors of low rank may stand for."""
+    """Yield the possible matrices (D, d) of two low-rank factors."""
     if first.ndim != 2 or second.ndim != 2:
         return
     for name, left in (("U", first), ("Uᵀ", first.T)):
@@ -172,7 +172,7 @@ def _of_factors(first: Tensor, second: Tensor, new_dim: int, old_dim: int) -> It
 
 def _vector(path: Path, name: str, values: Tensor, dim: int) -> Tensor:
     if values.numel() not in (1, dim) or (name == "b" and values.numel() != dim):
-        raise XcompatError(f"{name} in {path} has the shape {tuple(values.shape)}; it has {dim} numbers, one for each dimension")
+        raise XcompatError(f"{name} in {path} has the shape {tuple(values.shape)}; it needs {dim} numbers, one per dimension")
     return values.reshape(-1).expand(dim)
 
 
@@ -182,11 +182,11 @@ def _vector(path: Path, name: str, values: Tensor, dim: int) -> Tensor:
 def _networks(
     path: Path, arrays: Mapping[str, Tensor], old: Described, new_dim: int, activation: Activation | None
 ) -> Iterator[Adapter]:
-    """Yield the readings of the layers of ``nn.Sequential``."""
+    """Yield the interpretations of the layers of ``nn.Sequential``."""
     old_dim = cast(int, old["dim"])
     for name in arrays:
         if not _LAYER.fullmatch(name):
-            raise XcompatError(f"{path} holds {name!r} beside layers of nn.Sequential, which have a weight and a bias alone")
+            raise XcompatError(f"{path} contains {name!r} beside layers of nn.Sequential, which have only a weight and a bias")
     if _is_projection(arrays, new_dim, old_dim) and activation != "relu":
         model = ProjectionModel(ProjectionModel.config_class(old=old, embedding_dim=new_dim))
         model.projection.load_state_dict(dict(arrays))
@@ -194,7 +194,7 @@ def _networks(
         return
     weights, given = _two_layers(path, arrays)
     if activation is None:
-        raise XcompatError(f"{path} does not say its activation; give --activation relu, or gelu")
+        raise XcompatError(f"{path} does not record its activation; set --activation relu or gelu")
     found = list[Adapter]()
     for how, (first, last) in (("W·x", weights), ("x·W", (weights[0].T, weights[1].T))):
         biases = [torch.zeros(len(w)) if b is None else b for w, b in zip((first, last), given, strict=True)]
@@ -204,7 +204,7 @@ def _networks(
             found.append(Adapter(_network(old, new_dim, layers, activation), f"two layers {how} with {activation}"))
     if not found:
         shapes = " and ".join(str(tuple(each.shape)) for each in weights)
-        raise XcompatError(f"{path} holds layers of {shapes}, which map no {new_dim} to {old_dim} dimensions, as given")
+        raise XcompatError(f"{path} contains layers of {shapes}, which cannot map {new_dim} to {old_dim} dimensions")
     yield from found
 
 
@@ -215,15 +215,15 @@ def _is_projection(arrays: Mapping[str, Tensor], new_dim: int, old_dim: int) -> 
 
 
 def _two_layers(path: Path, arrays: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return the weights of a network with one hidden layer, and the biases that there are; refuse any other network."""
+    """Return the weights and biases of a network with one hidden layer; reject any other network."""
     layers = sorted({int(name.split(".")[0]) for name in arrays})
     for layer in layers:
         if arrays.get(f"{layer}.weight", torch.zeros(0)).ndim != 2:
-            raise XcompatError(f"layer {layer} in {path} is no linear layer; of such networks XBT's φ alone is known")
+            raise XcompatError(f"layer {layer} in {path} is not a linear layer; only XBT's φ can have other layers")
     if len(layers) != 2 or layers[1] == layers[0] + 1:
         raise XcompatError(
-            f"{path} holds the layers {', '.join(map(str, layers))}; no map here is of that form: it has two linear layers and "
-            "an activation between them, or is XBT's φ"
+            f"{path} contains the layers {', '.join(map(str, layers))}; supported networks have two linear layers with an "
+            "activation between them, or are XBT's φ"
         )
     first, last = (arrays[f"{layer}.weight"] for layer in layers)
     for name, bias in arrays.items():
@@ -233,7 +233,7 @@ def _two_layers(path: Path, arrays: Mapping[str, Tensor]) -> tuple[tuple[Tensor,
 
 
 def _network(old: Described, new_dim: int, layers: dict[str, Tensor], activation: Activation) -> CompatModel:
-    """Return a network as the residual of a linear map that is zero."""
+    """Return a network as the residual of a zero linear map."""
     config = ResidualMlpModel.config_class(old=old, embedding_dim=new_dim, hidden=len(layers["0.bias"]))
     model = ResidualMlpModel(config)
     for parameter in model.skip.parameters():

@@ -1,4 +1,4 @@
-"""The choice of a line where nothing says what a query should find: by what the new model finds among held-out items."""
+"""Choice of a map without labels, by agreement with the new model's neighbours."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from xcompat.mapping.sentences import Sentences, Texts
 from xcompat.models.old_knowledge import Rows
 
 LEARNED = 25_000
-"""Most items that a fold learns from: of 2,048 dimensions in float32 they take 200 MB of each side."""
+"""Most items that a fold learns from: 2,048 float32 dimensions take 200 MB per side."""
 SEARCHED = 10_000
-"""Most held-out items that are searched."""
+"""Most validation items to search."""
 FEWEST = 40
-"""Least items from which some are held out."""
+"""Fewest items for a validation split."""
 NEIGHBOURS = 10
 PROTOCOL = "held-out items"
 SHARED = f"neighbours@{NEIGHBOURS}"
 
 
 class HeldOutItems(HeldOut):
-    """Items whose mapped new embeddings search the old embeddings of other items.
+    """Validation items whose mapped new embeddings search the old embeddings of other items.
 
-    ``neighbours@10`` is the share of an item's 10 nearest neighbours by the new model that are among the 10 that its query finds
-    by the old embeddings. Old queries find some of them too: what they find is the floor.
+    ``neighbours@10`` is the share of an item's 10 nearest neighbours, by the new model, among its 10 hits in the old embeddings.
+    The share that old queries reach is the baseline.
     """
 
     sharpnesses, shares, powers = (), (), ()
 
     def __init__(self, pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
         if len(pairs) < FEWEST:
-            raise NothingHeldOutError(f"too few items to hold any out: it takes {FEWEST}, and there are {len(pairs)}")
+            raise NothingHeldOutError(f"too few items for a validation split: at least {FEWEST} are needed, found {len(pairs)}")
         self.pairs = pairs
         order_N = np.random.default_rng(seed).permutation(len(pairs))
         held = min(SEARCHED, round(HELD_OUT * len(pairs)))
         folds = [np.roll(order_N, -number * held) for number in range(2)]
         self.learned_rows = [np.sort(rows_N[held:][:LEARNED]) for rows_N in folds]
-        self.searched_rows = [rows_N[:held] for rows_N in folds]  # in random order: the first of them ask
+        self.searched_rows = [rows_N[:held] for rows_N in folds]  # random order: the first rows are queries
         self.searched = [_unit(pairs.old_Nd, rows_G) for rows_G in self.searched_rows]
         own = (_unit(pairs.new_ND, rows_G) for rows_G in self.searched_rows)
         self.near = [_nearest(new_GD[:QUERIES], new_GD) for new_GD in own]
@@ -71,12 +71,12 @@ class HeldOutItems(HeldOut):
         return parts
 
     def searched_folds(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Return the rows and the old embeddings of the items that each fold searches."""
+        """Return the rows and old embeddings that each fold searches."""
         return list(zip(self.searched_rows, self.searched, strict=True))
 
     @override
     def re_embedded(self, candidate: Candidate) -> list[Measured]:
-        """Measure the old gallery again: without labels nothing says what a re-embedded one loses."""
+        """Measure the old gallery again: without labels, the loss after re-embedding is unknown."""
         return self.measured(self.queries_of(candidate))
 
     @override
@@ -91,26 +91,25 @@ def agree(
     with_old_model: bool = False,
     texts: Texts | None = None,
 ) -> Choice:
-    """Choose a line without labels, and measure how far its queries agree with the new model.
+    """Choose a linear map without labels, and measure its agreement with the new model.
 
-    With texts, the line is taken whose queries find most texts by one of their sentences. Without texts, it is the whitened line
-    if it agrees surely more than old queries do: in all upgrades with labels that were measured it finds more than the other
-    lines, and agreement does not show it, because on photos it favours rotations (docs/results/lines.md). A map that was brought
-    along is taken instead if it agrees more.
+    With texts, the map that finds most texts by one of their sentences wins. Without texts, the whitened map wins if it surely
+    agrees more than old queries do. It finds most in all labelled upgrades, but on photos agreement favours rotations
+    (docs/results/lines.md). An imported map wins if it agrees more.
 
     Args:
-        pairs: the training set; its classes are not read.
-        seed: of the folds and of the intervals.
-        lines: the solver of each line, by name.
-        with_old_model: whether the old model can embed queries; they then meet new ones half-way. Agreement overrates lines alone
-            where queries are not like what is stored (docs/results/lines.md).
-        texts: what the pairs are embeddings of, and the new model.
+        pairs: training set, used without classes.
+        seed: seed of folds and intervals.
+        lines: solver of each linear map, by name.
+        with_old_model: whether to mix in old queries half-way. Agreement overrates maps alone if queries differ from stored items
+            (docs/results/lines.md).
+        texts: texts of the pairs, and the new model.
 
     Returns:
-        Every trial, and the best.
+        All trials, and the best one.
 
     Raises:
-        NothingHeldOutError: there are too few items to hold any out.
+        NothingHeldOutError: too few items for a validation split.
     """
     held = HeldOutItems(pairs, lines, seed)
     held.direction = TEXT_TO_TEXT if texts is not None else held.direction
@@ -132,7 +131,7 @@ def agree(
         floor=held.floor_means(),
         n_queries={PROTOCOL: sum(min(QUERIES, len(rows_G)) for rows_G in held.searched_rows)},
         learned_at_most=most if most == LEARNED else None,
-        no_confidence="they remember nothing",
+        no_confidence="the map has no memory",
         of_agreement=True,
         of_few_pairs=len(pairs) < 2 * max(pairs.dims),
         sentences=sentences,
@@ -142,7 +141,7 @@ def agree(
 
 
 def _preferred(trials: list[Trial]) -> Trial:
-    """Return the whitened line, or a map of others that agrees more; if it agrees no more than old queries, the best of all."""
+    """Return the whitened map or a better imported one; if whitening does not surely beat old queries, the best of all."""
     own = next((trial for trial in trials if trial.candidate.line == WHITENED and trial.is_surely_better), None)
     if own is None:
         return careful(trials)
@@ -157,18 +156,18 @@ def choose_by_what_is_known(
     with_old_model: bool = False,
     texts: Texts | None = None,
 ) -> Choice:
-    """Choose by classes or captions; where neither is known, by agreement with the new model.
+    """Choose by classes or captions, or by agreement with the new model if neither is known.
 
     Args:
-        pairs: the training set.
-        searched: what is known of the classes that will be searched.
-        seed: of the folds and of the intervals.
-        lines: the solver of each line, by name.
+        pairs: training set.
+        searched: classes that users will search.
+        seed: seed of folds and intervals.
+        lines: solver of each linear map, by name.
         with_old_model: whether the old model can embed queries.
-        texts: as :func:`agree` takes them.
+        texts: as in :func:`agree`.
 
     Raises:
-        NothingHeldOutError: there are too few items to hold any out.
+        NothingHeldOutError: too few items for a validation split.
     """
 
     def choose_from(pairs: Paired, texts: Texts | None) -> Choice:
@@ -178,19 +177,19 @@ def choose_by_what_is_known(
 
     distinct, kept, copies = leave_out_copies(pairs, texts.texts if texts is not None else None)
     if copies:
-        with suppress(NothingHeldOutError):  # where nearly all are copies, they are held out as they are
+        with suppress(NothingHeldOutError):  # if nearly all items are copies, keep the copies
             asking = texts._replace(texts=kept) if texts is not None and kept is not None else None
             return replace(choose_from(distinct, asking), copies=copies)
     return choose_from(pairs, texts)
 
 
 def _unit(rows_ND: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return some rows, each divided by its length, so that none is nearer to all queries for being longer."""
+    """Return rows divided by their lengths, so that long rows are not near to every query."""
     return normalise_rows(rows_of(rows_ND, rows_G))
 
 
 def _nearest(asked_Qd: NDArray[np.float32], old_Gd: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the places of the nearest entries (Q, K); the first entry is the first query's own item, and so on."""
+    """Return the nearest entries of each query (Q, K), without its own item: entry i is that of query i."""
     scores_QG = asked_Qd @ old_Gd.T
     np.fill_diagonal(scores_QG, -np.inf)
     return np.argpartition(-scores_QG, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]

@@ -1,4 +1,4 @@
-"""What ``xcompat map`` is asked for, checked by the names of files alone, before anything that embeds or maps is imported."""
+"""Request for ``xcompat map``, checked by file names before any model code is imported."""
 
 from __future__ import annotations
 
@@ -10,60 +10,66 @@ from pathlib import Path
 from typing import Literal
 
 from xcompat.core.checksums import file_record
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.core.files import files_below
 from xcompat.core.ownership import read_marker, require_replaceable
 from xcompat.core.progress import notice
+from xcompat.data.sources import files_digest
 from xcompat.encoders import is_loadable, require_model, require_own
 from xcompat.mapping.folds import Searched
+from xcompat.mapping.indexes import READ_AS_IT_IS, Reading, is_gallery
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
-from xcompat.vectors import BAD_SHARE, require_codec
+from xcompat.vectors import ARRAYS, BAD_SHARE, column_names, is_table, require_codec
+from xcompat.vectors.formats import DOCUMENTS
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]
 SUFFIXES = (".npz", ".safetensors")
-"""Of adapters of other tools."""
+"""Suffixes of other tools' adapter files."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts to embed, and the service that embeds them in the place of a new model, if any.
+    """Texts or pictures to embed, and the service instead of a new model, if any.
 
     Args:
-        path: as :func:`xcompat.data.load_items_of_text` takes it.
+        path: texts as in :func:`xcompat.data.load_items_of_text`, or pictures as in :func:`xcompat.data.load_pairs`.
         embed_with: ``module:function`` of the service; None for a model.
-        requests_per_minute: as :class:`~xcompat.embeddings.provider.Provider` takes it.
-        price: of a million tokens, likewise.
+        requests_per_minute: as in :class:`~xcompat.embeddings.provider.Provider`.
+        price: per million tokens, as in :class:`~xcompat.embeddings.provider.Provider`.
+        are_pictures: whether ``path`` contains pictures.
 
     Raises:
-        XcompatError: a rate or a price cannot be one.
+        XcompatError: the rate or price is not above 0, there is no service, or a service would embed pictures.
     """
 
     path: Path
     embed_with: str | None = None
     requests_per_minute: float | None = None
     price: float | None = None
+    are_pictures: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is not above zero."""
+        if self.are_pictures and self.embed_with is not None:
+            raise XcompatError("--embed-with embeds texts; use --texts in place of --images, or remove --embed-with")
         for option, value in (("requests-per-minute", self.requests_per_minute), ("price-per-million-tokens", self.price)):
             if value is not None and not value > 0:
-                raise XcompatError(f"--{option} is {value:g}; it is above 0")
+                raise XcompatError(f"--{option} is {value:g}; it must be above 0")
             if value is not None and self.embed_with is None:
-                raise XcompatError(f"--{option} is about a service: name its function with --embed-with, or leave it out")
+                raise XcompatError(f"--{option} needs a service; set its function with --embed-with, or remove --{option}")
 
     def service_named(self, name: Path) -> dict[str, str] | None:
-        """Describe the service, whose model has a name, for a report; None for a model."""
+        """Describe the service and its model for a report; return None without a service."""
         return {"name": str(name), "service": self.embed_with} if self.embed_with is not None else None
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a map that exists already comes from.
+    """Source of an existing map.
 
     Args:
-        name: of a checkpoint on the Hub, its folder, or an adapter's file.
-        activation: of a network in an adapter's file, where that does not say.
+        name: Hub name or folder of a checkpoint, or an adapter file.
+        activation: activation of a network in an adapter file that does not record it.
     """
 
     name: str
@@ -72,24 +78,25 @@ class Start:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a map is made of, and where it is written.
+    """Inputs and settings of a map, and its output folder.
 
     Args:
-        old: the old model's embeddings (see :func:`~xcompat.mapping.paired.load_paired`); with texts, perhaps the old model.
-        new: the new model's embeddings of the same items; with texts, the new model, or the name of that of a service.
-        out: gets ``model`` and ``report.json``.
-        old_model: the gallery's model, or the gallery's name for it; the name of ``old`` if None.
-        new_model: the model that embeds the queries; None if only embeddings are known, and queries come as embeddings.
-        searched: what is known of the classes that will be searched.
-        seed: of the folds.
-        overwrite: whether anything at ``out`` may be replaced.
-        memory_codec: how entries of a memory are kept, as in :meth:`RememberedClasses.memory`.
-        remember_items: whether queries lean towards the old embeddings of all given items that they resemble.
-        texts: what a side that is a model embeds; its embeddings are cached beside ``out``.
-        start: a map that exists already, tried like those that are solved.
-        max_bad_share: the share of each side's rows that may have no usable embedding.
-        allow_worse: whether to write the best candidate even if it is not surely at or above old queries.
-        gallery: what queries will search, a gallery or its vectors, to compare the pairs with; None if it is not available.
+        old: old embeddings (see :func:`~xcompat.mapping.paired.load_paired`); with ``texts``, optionally the old model.
+        new: new embeddings of the same items; with ``texts``, the new model or a service's model name.
+        out: output folder for ``model`` and ``report.json``.
+        old_model: the gallery's model, or its name there; None for the name of ``old``.
+        new_model: model of the queries; None if queries are embeddings.
+        searched: classes that users will search.
+        seed: seed of the folds.
+        overwrite: whether to replace anything at ``out``.
+        memory_codec: codec of a memory, as in :meth:`RememberedClasses.memory`.
+        remember_items: whether to remember all given items.
+        texts: texts for sides that are models; embeddings are cached beside ``out``.
+        start: existing map to try.
+        max_bad_share: largest share of unusable rows per side.
+        allow_worse: whether to write a map that is not surely at or above old queries.
+        gallery: gallery or vectors to compare with the pairs, or None.
+        reading: file with the ids of ``old``, and names of columns.
     """
 
     old: Path
@@ -107,16 +114,17 @@ class Asked:
     max_bad_share: float = BAD_SHARE
     allow_worse: bool = False
     gallery: Path | None = None
+    reading: Reading = READ_AS_IT_IS
 
     @cached_property
     def read(self) -> list[Path]:
-        """What is read, and must not be written to; the rest are names of models."""
+        """Existing input paths, which must not be overwritten."""
         paths = (self.old, self.new, *([Path(self.start.name)] if self.start is not None else []))
         return [path for path in paths if path.exists()]
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """Option -> its value, or the digest of the files that it names, of all that make another map if they differ."""
+        """Option -> value, or digest of its files, for all options that change the map."""
         texts, start = self.texts, self.start
         given = {
             "old": _digest(side_files(self.old)) if holds_embeddings(self.old) else str(self.old),
@@ -127,7 +135,11 @@ class Asked:
             "seed": self.seed,
             "memory-codec": self.memory_codec,
             "remember-items": self.remember_items or None,
-            "texts": _digest(_files(texts.path)) if texts is not None else None,
+            "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
+            "id-column": self.reading.columns.id,
+            "vector-name": self.reading.columns.vector,
+            "texts": _digest(_files(texts.path)) if texts is not None and not texts.are_pictures else None,
+            "images": files_digest(str(texts.path)) if texts is not None and texts.are_pictures else None,
             "embed-with": texts.embed_with if texts is not None else None,
             "start-from": (_digest(_files(Path(start.name))) or start.name) if start is not None else None,
             "activation": start.activation if start is not None else None,
@@ -135,101 +147,120 @@ class Asked:
         return {option: str(value) for option, value in given.items() if value is not None}
 
     def require(self) -> None:
-        """Refuse what cannot be read, files of others at ``out``, and a map of other inputs there.
+        """Raise if inputs are unreadable, or ``out`` contains foreign files or another map.
 
         Raises:
-            XcompatError: naming what is missing or in the way.
+            XcompatError: something is missing or in the way.
         """
         require_codec(self.memory_codec)
         require_replaceable(self.out, MADE_BY, self.overwrite, self.read)
         require_sides(self.old, self.new, self.texts, self.start, self.old_model, self.new_model)
+        self._require_columns()
         made = read_marker(self.out)
         if self.overwrite or made is None:
             return
-        if not made.about:  # as an earlier version wrote it
-            notice(f"{self.out} holds a map that does not say what it was made of: it is replaced")
+        if not made.about:  # written by an earlier version
+            notice(f"replacing the map in {self.out}, which does not record its inputs")
         elif others := [f"--{name}" for name in self.inputs | made.about if self.inputs.get(name) != made.about.get(name)]:
             raise XcompatError(
-                f"{self.out} holds a map that was made with other {', '.join(others)}; name another folder with --out, or "
+                f"{self.out} contains a map made with a different {', '.join(others)}; choose another folder with --out, or "
                 "replace it with --overwrite"
             )
 
+    def _require_columns(self) -> None:
+        """Raise if no side has a chosen column, or the file with ids does not exist."""
+        if self.reading.ids is not None and not self.reading.ids.is_file():
+            raise MissingPathError(f"--ids {self.reading.ids} does not exist; use a text file with one id per line")
+        tables = [side for side in (self.old, self.new) if side.exists() and not is_gallery(side)]
+        names = [name for side in tables if is_table(side) for name in column_names(side)]
+        is_opaque = any(
+            side.name.endswith((*ARRAYS, *DOCUMENTS)) for side in tables
+        )  # their names are checked when they are read
+        for option, name in zip(("--id-column", "--vector-name"), self.reading.columns, strict=True):
+            if name is not None and name not in names and not is_opaque:
+                raise XcompatError(f"{option} {name}: no side has this column (there are {', '.join(names) or 'none'})")
 
-def texts_of(path: Path | None, embed_with: str | None, requests_per_minute: float | None, price: float | None) -> Texts | None:
-    """Return the texts to embed, if any.
+
+def texts_of(
+    texts: Path | None, images: Path | None, embed_with: str | None, requests_per_minute: float | None, price: float | None
+) -> Texts | None:
+    """Return the texts or pictures to embed, if any.
 
     Raises:
-        XcompatError: something is said of a service, and no texts are named.
+        XcompatError: there are both, or service options without texts.
     """
     about_service = (embed_with, requests_per_minute, price)
-    if path is not None:
-        return Texts(path, *about_service)
+    if texts is not None and images is not None:
+        raise XcompatError("--texts and --images cannot be combined; choose the kind of items that both models embed")
+    if texts is not None or images is not None:
+        path = texts if texts is not None else images
+        assert path is not None
+        return Texts(path, *about_service, are_pictures=images is not None)
     if any(each is not None for each in about_service):
-        raise XcompatError("--embed-with and its options embed texts: name them with --texts, or leave the options out")
+        raise XcompatError("--embed-with and its options need texts; add --texts, or remove these options")
     return None
 
 
 def start_of(name: str | None, activation: Activation | None) -> Start | None:
-    """Return the map that exists already, if any.
+    """Return the existing map, if any.
 
     Raises:
-        XcompatError: an activation is given, and no map.
+        XcompatError: there is an activation, but no map.
     """
     if name is not None:
         return Start(name, activation)
     if activation is not None:
-        raise XcompatError("--activation says what a file under --start-from computes; name one, or leave it out")
+        raise XcompatError("--activation needs an adapter file in --start-from; add one, or remove --activation")
     return None
 
 
 def _files(path: Path) -> Iterable[Path]:
-    """Return a file, or the files below a folder; none of what is neither."""
     return files_below(path) if path.is_dir() else [path] if path.is_file() else []
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Return a digest of the contents of some files; nothing without any."""
+    """Return a digest of the contents of files, or an empty string without files."""
     records = [file_record(file).xxh3 for file in files]
     return hashlib.sha256(" ".join(records).encode()).hexdigest() if records else ""
 
 
 def require_start(start: Start) -> bool:
-    """Return whether a map that exists already is a file of another tool; else it is a checkpoint.
+    """Return whether an existing map is another tool's file, not a checkpoint.
 
     Raises:
-        XcompatError: it is neither, or a checkpoint is given an activation.
+        XcompatError: it is neither, or a checkpoint has an activation.
     """
     path = Path(start.name)
     if path.suffix in SUFFIXES or path.is_file():
         if path.suffix not in SUFFIXES or not path.is_file():
-            raise XcompatError(f"{path} is no file of {' or '.join(SUFFIXES)}; name one, or a checkpoint by folder or name")
+            raise XcompatError(f"{path} is not a file of {' or '.join(SUFFIXES)}; use one, or the folder or name of a checkpoint")
         return True
     if start.activation is not None:
-        raise XcompatError(f"{start.name} is a checkpoint, which says itself what it computes; leave --activation out")
+        raise XcompatError(f"{start.name} is a checkpoint, which records its own activation; remove --activation")
     return False
 
 
 def require_sides(
     old: Path, new: Path, texts: Texts | None, start: Start | None, old_model: str | None, new_model: str | None
 ) -> None:
-    """Refuse folders and files that hold neither embeddings nor, where texts are given, a model.
+    """Raise if a side contains neither embeddings nor, with texts, a model.
 
     Args:
-        old: the old side.
-        new: the new side; with a service only the name of its model.
-        texts: what a side that is a model embeds.
-        start: a map that exists already.
-        old_model: the gallery's model beside stored embeddings, or the gallery's name for it.
-        new_model: the model of the queries beside stored embeddings.
+        old: old side.
+        new: new side; with a service, the name of its model.
+        texts: texts for sides that are models.
+        start: existing map.
+        old_model: the gallery's model, or its name there.
+        new_model: model of the queries.
 
     Raises:
-        XcompatError: naming what is missing, or a side that is both stored and to be embedded by a service.
+        XcompatError: something is missing, or a service would embed a stored side.
     """
     is_service = texts is not None and texts.embed_with is not None
     if is_service and holds_embeddings(new):
         raise XcompatError(
-            f"--embed-with embeds the texts as --new, and {new} holds embeddings already: leave --embed-with out, or name the "
-            "service's model as --new"
+            f"--embed-with embeds the texts as --new, but {new} already contains embeddings; remove --embed-with, or set --new "
+            "to the name of the service's model"
         )
     for side in (old,) if is_service else (old, new):
         if texts is None or holds_embeddings(side):

@@ -25,7 +25,7 @@ from xcompat.models.remembered import ClassStatistics, RememberedClasses, Rememb
 Paired = PairedEmbeddings | CaptionedEmbeddings
 Described = dict[str, object]
 Solver = Callable[[Paired, Described], CompatModel]
-"""From pairs, and the old model as ``describe_old`` gives it, to a linear map; one that was imported ignores the pairs."""
+"""Maps pairs and the old model (from ``describe_old``) to a linear map; an imported map ignores the pairs."""
 
 
 def rotation(centre: bool = False, scale: bool = False) -> Solver:
@@ -39,12 +39,12 @@ def rotation(centre: bool = False, scale: bool = False) -> Solver:
 
 
 def solve_ridge(pairs: Paired, old: Described) -> CompatModel:
-    """Solve for the ridge regression."""
+    """Solve a ridge regression."""
     return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit_moments(pairs.moments).eval()
 
 
 def solve_whitened(pairs: Paired, old: Described) -> CompatModel:
-    """Solve for the whitened map."""
+    """Solve a whitened map."""
     return WhitenedModel(WhitenedModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit_moments(pairs.moments).eval()
 
 
@@ -60,34 +60,33 @@ LINES: dict[str, Solver] = {
 
 
 def steady(lines: Mapping[str, Solver], learned: int, dim: int) -> Mapping[str, Solver]:
-    """Leave out ridge regression where a fold learns from fewer items than an embedding has dimensions.
+    """Drop ridge regression if a fold learns from fewer items than the embedding dimension.
 
-    With a weak penalty its error is largest where both numbers are equal (double descent; Hastie et al. 2022, Surprises in
-    High-Dimensional Ridgeless Least Squares Interpolation). What it finds after fewer items does not say what it finds after all
-    of them. The others have no such peak.
+    With a weak penalty, its error peaks where both numbers are equal (double descent; Hastie et al. 2022, Surprises in
+    High-Dimensional Ridgeless Least Squares Interpolation). Results on fewer items then do not predict those on all items.
 
     Args:
-        lines: the solver of each line, by name.
-        learned: the number of items that a fold learns from.
-        dim: of what the lines map.
+        lines: solver of each linear map, by name.
+        learned: items per fold.
+        dim: dimension of the mapped embeddings.
 
     Returns:
-        The other lines; all, if there are no others.
+        The other maps, or all if there are no others.
     """
     return {name: solve for name, solve in lines.items() if solve is not solve_ridge or learned >= dim} or lines
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A map of queries and its settings.
+    """Map of queries and its settings.
 
     Args:
-        line: name of the linear map from the new space to the old one.
+        line: linear map from the new space to the old one.
         power: α of the metric; None for no metric.
         damping: ε of the metric.
         sharpness: β of the memory.
         share: λ of the memory; 0 for no memory.
-        old_share: weight of the old model's query on the arc between both (:func:`~xcompat.heads.slerp`); 0 for the map alone.
+        old_share: weight of the old query on the arc between both (:func:`~xcompat.heads.slerp`); 0 for the map alone.
     """
 
     line: str
@@ -99,7 +98,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The candidate's parts, without their settings."""
+        """Parts of the candidate, without their settings."""
         parts = {"metric": self.power is not None, "memory": self.share, "old query": self.old_share}
         return " + ".join([self.line, *(part for part, has in parts.items() if has)])
 
@@ -111,21 +110,21 @@ class Candidate:
 
 
 LEAST_SPREAD = 1e-12
-"""Least variance within classes, a dimension, of embeddings that differ there: that of rounding in float32 is smaller."""
+"""Least variance per dimension that counts as a difference within classes: float32 rounding gives less."""
 OF_ITEMS = 60.0, 0.8
-"""β and λ of a memory of stored items, in the middle of what is tried for others: without questions nothing can choose them."""
+"""β and λ of a memory of stored items: the middle of the usual range, because they cannot be validated without questions."""
 GUESS = Candidate(WHITENED)
-"""The candidate if no items can be held out."""
+"""Candidate if there are too few items for a validation split."""
 
 
 class Known:
-    """The parts of candidates, learned from a training set; each is computed when a candidate first needs it.
+    """Parts of candidates, learned from a training set on first use.
 
     Args:
-        pairs: the training set.
-        old: the old model as ``describe_old`` gives it; a placeholder if None.
-        lines: the solver of each line, by name.
-        codec: of the memory's entries (see :meth:`RememberedClasses.memory`).
+        pairs: training set.
+        old: old model, from ``describe_old``; a placeholder if None.
+        lines: solver of each linear map, by name.
+        codec: codec of the memory's entries (see :meth:`RememberedClasses.memory`).
     """
 
     def __init__(
@@ -140,14 +139,13 @@ class Known:
         self._computed: dict[Hashable, Tensor] = {}
 
     def line(self, name: str) -> CompatModel:
-        """Return a linear map by name; it is solved once."""
+        """Return a linear map by name, solved on first use."""
         if name not in self._lines:
             self._lines[name] = self.lines[name](self.pairs, self.old)
         return self._lines[name]
 
     @cached_property
     def _statistics(self) -> tuple[ClassStatistics, ClassStatistics]:
-        """Statistics of the new and of the old embeddings of labelled items."""
         pairs = self.pairs
         assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
         new, old = (ClassStatistics.of(side, pairs.labels_N, pairs.n_classes) for side in (pairs.new_ND, pairs.old_Nd))
@@ -156,7 +154,7 @@ class Known:
     def differ(self) -> tuple[bool, bool]:
         """Return whether new, and old, embeddings of labelled items differ within classes.
 
-        The keys of a memory are compared by how the new ones do, and a metric of queries is solved from how the old ones do.
+        A memory needs this for its keys (new embeddings), and a metric of queries for old embeddings.
         """
         new, old = (float(side.within_dd.diagonal().mean()) > LEAST_SPREAD for side in self._statistics)
         return new, old
@@ -172,7 +170,6 @@ class Known:
         return RememberedClasses.of(*self._statistics, pairs.new_ND, pairs.labels_N)
 
     def _metric(self, candidate: Candidate) -> QueryMetric:
-        """Return the metric of a candidate; it is solved once."""
         key = candidate.power, candidate.damping
         if key not in self._metrics:
             if candidate.power is None:
@@ -183,7 +180,7 @@ class Known:
         return self._metrics[key]
 
     def memory(self, candidate: Candidate, confidence: Calibration | None = None) -> QueryMemory | None:
-        """Return the metric and the memory of a candidate, calibrated if a calibration is given; None if it has neither."""
+        """Return a candidate's metric and memory, with the calibration if given; None if it has neither."""
         if candidate.power is None and not candidate.share:
             return None
         metric = self._metric(candidate)
@@ -191,20 +188,20 @@ class Known:
             alone = QueryMemory(*self.pairs.dims, entries=0)
             alone.metric = metric
             return alone
-        if self._memory is None or self._memory[0] is not metric:  # candidates that differ in β and λ share their entries
+        if self._memory is None or self._memory[0] is not metric:  # entries do not depend on β and λ
             self._memory = metric, self._remembered.memory(metric, candidate.sharpness, candidate.share, self.codec)
         memory = self._memory[1]
         memory.sharpness, memory.share = candidate.sharpness, candidate.share
         return memory.calibrated(confidence.slope, confidence.offset) if confidence is not None else memory
 
     def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable, *beside: np.ndarray) -> Tensor:
-        """Map queries into the old space by a candidate; with turned pairs, stored embeddings into the new space.
+        """Map queries to the old space; with turned pairs, map stored embeddings to the new space.
 
         Args:
             candidate: the candidate.
             new_QD: new embeddings of the queries.
-            asked: identifies the queries; results that candidates share are computed once for them.
-            beside: further inputs of the map (see :meth:`PairedEmbeddings.inputs`).
+            asked: key of the queries, to share results between candidates.
+            beside: further inputs (see :meth:`PairedEmbeddings.inputs`).
 
         Returns:
             (Q, d) float32, L2-normalised.
@@ -224,7 +221,7 @@ class Known:
 
     @torch.inference_mode()
     def recalled(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
-        """Return the old embeddings (Q, d) that queries recall from a candidate's memory; arguments as in :meth:`queries`."""
+        """Return the recalled old embeddings (Q, d) of queries; arguments as in :meth:`queries`."""
         memory = self.memory(candidate)
         assert memory is not None
         of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
@@ -242,10 +239,10 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
     Args:
         candidate: its parts and settings.
         known: the parts, learned from a training set.
-        confidence: the calibration of its memory; None for none.
+        confidence: calibration of its memory; None for none.
     """
 
-    def solve_copy(pairs: Paired, old: Described) -> CompatModel:  # an imported line is one model, which must not change
+    def solve_copy(pairs: Paired, old: Described) -> CompatModel:  # an imported map must not change
         return copy.deepcopy(known.lines[candidate.line](pairs, old))
 
     def solve(pairs: Paired) -> CompatModel:
@@ -257,8 +254,8 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
 
 
 def _assembled(candidate: Candidate, known: Known, confidence: Calibration | None) -> CompatModel:
-    """Return a candidate's model without its score scales."""
+    """Return a candidate's model without score scales."""
     line, memory = known.line(candidate.line), known.memory(candidate, confidence)
-    model = line if memory is None else line.remember(memory)  # an imported line may have a memory of its own
+    model = line if memory is None else line.remember(memory)  # an imported map can have its own memory
     model.config.old_share = candidate.old_share or None
     return model

@@ -1,4 +1,4 @@
-"""The choice of a map: the candidate whose queries find most among held-out items and classes."""
+"""Choice of a map: the candidate with the best queries on held-out items and classes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from xcompat.score_scale import OLD_WEIGHT
 
 DAMPINGS = (0.1, 0.3, 1.0)
 MIXED = 0.5
-"""The weight of the old query where it joins the new one half-way."""
+"""Weight of the old query in a half-way mixture."""
 OLD_SHARES = (0.3, 0.5, 0.7)
 OLD_WEIGHTS = (OLD_WEIGHT, 0.0, 0.5)
-"""Weights of old scores in a re-ranking."""
-"""The weights that are tried."""
+"""Weights of old scores to try in a re-ranking."""
 
 
 NEARLY_ALL, MUCH_MORE = 0.9, 1.5
-"""Share of the new model's neighbours, and how many times as many as old queries find, that a map alone has to find."""
+"""Least share of the new model's neighbours, or for a map alone least multiple of the share that old queries find."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +31,29 @@ class Choice:
     """All trials, and the chosen one.
 
     Args:
-        trials: all, in the order of trying.
-        chosen: the best of them (:attr:`objective`).
-        without_new_model: the old model with the metric and the memory of the best, the part of its gain that needs no new model;
-            None if the best has neither, or the old model can have no such memory.
+        trials: all trials, in order.
+        chosen: best trial (:attr:`objective`).
+        without_new_model: old model with the best's metric and memory; None without either.
         floor: protocol -> metric -> value of old queries.
         n_queries: protocol -> number of queries.
-        learned_at_most: the number of items, or captioned images, that each fold learned from, if there were more; else None.
-        too_few_for_ridge: the number of items that a fold learned from, if these were too few to try ridge regression; else None.
-        than: the line whose gains were subtracted from those of metric and memory; None to compare with old queries. Both models
-            may have trained on the held-out items, the old one on more of them, and gains over old queries then say less.
-        mixed: the best, half-way with old queries; only where the best map is not surely at or above these, and no old model can
-            embed queries.
-        confidence: the calibration of the best's memory; None without one.
-        no_confidence: why there is none.
-        of_galleries: whether the maps are of stored embeddings, not of queries.
-        of_agreement: whether the new model's neighbours were what all looked for (:func:`~xcompat.mapping.agreement.agree`).
-        of_few_pairs: whether there are fewer than twice as many pairs as the larger space has dimensions.
-        sentences: line -> mean reciprocal rank of a held-out text, asked for by one of its sentences; empty without texts.
-        remembers: whether what is chosen has a memory, its own or one that came with the map.
-        left_out: sentences about candidates that could not be solved, and were not tried.
-        backfill_losses: metrics on which what is chosen finds less once the new model has re-embedded everything.
-        copies: the number of items that are exact copies of others, and were not held out.
-        cases: what old queries and those of the chosen candidate find, by population.
-        reranked: the best, the first hits scored again by the new model; None if that cannot be measured.
-        rerank_weight: weight of old scores in it, the best of :data:`OLD_WEIGHTS`; None without it.
-        by_chance: whether what is chosen finds no more than chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
+        learned_at_most: items, or captioned images, per fold if capped; else None.
+        too_few_for_ridge: items per fold if too few to try ridge regression; else None.
+        than: linear map as baseline of metric and memory; None for old queries. Needed if models trained on held-out items.
+        mixed: best map, mixed half-way with old queries; None if it is safe or already mixed.
+        confidence: calibration of the best's memory, or None.
+        no_confidence: reason for no calibration.
+        of_galleries: whether stored embeddings are mapped, not queries.
+        of_agreement: whether trials measure agreement (:func:`~xcompat.mapping.agreement.agree`).
+        of_few_pairs: whether there are fewer pairs than twice the larger dimension.
+        sentences: map -> mean reciprocal rank of held-out texts by their sentences; empty without texts.
+        remembers: whether the chosen map has a memory.
+        left_out: sentences about candidates that were not tried.
+        backfill_losses: metrics that fall after a backfill with the new model.
+        copies: number of exact copies, which are not held out.
+        cases: results of old queries and the chosen map, by population.
+        reranked: best map with hits re-ranked by the new model, or None.
+        rerank_weight: best weight of old scores for re-ranking (:data:`OLD_WEIGHTS`), or None.
+        by_chance: whether the chosen map does not surely beat chance (:meth:`~xcompat.mapping.held_out.HeldOut.is_by_chance`).
     """
 
     trials: list[Trial]
@@ -86,18 +82,18 @@ class Choice:
 
     @property
     def is_safe(self) -> bool:
-        """Whether what is chosen is surely at or above old queries.
+        """Whether the chosen map is surely at or above old queries.
 
-        Without labels, agreement with the new model has to stand for it (:attr:`agrees_enough`).
+        Without labels, agreement with the new model replaces this test (:attr:`agrees_enough`).
         """
         return (self.agrees_enough if self.of_agreement else self.chosen.is_surely_no_worse) and not self.by_chance
 
     @property
     def agrees_enough(self) -> bool:
-        """Whether queries agree so far with the new model that no upgrade measured with as much lost (docs/results/lines.md).
+        """Whether no measured upgrade with this agreement lost quality (docs/results/lines.md).
 
-        They find nearly all of the new model's neighbours. Or there are many pairs, and they surely find more of them than old
-        queries do: half-way queries any number more, a map alone 1.5 times as many. One of 1.4 times as many lost 4 points.
+        Queries must find nearly all of the new model's neighbours. With many pairs, surely more than old queries is enough for a
+        mixture, and 1.5 times as many for a map alone. A map with 1.4 times as many lost 4 points.
         """
         (floor,) = (value for metrics in self.floor.values() for value in metrics.values())
         found = floor + self.chosen.least.low
@@ -108,29 +104,29 @@ class Choice:
 
     @property
     def objective(self) -> str:
-        """The criterion of the choice, in words."""
+        """Criterion of the choice, in words."""
         if self.of_agreement:
             if self.sentences:
-                return "the largest mean reciprocal rank of a held-out text, asked for by one of its sentences"
-            return "whitened, if it finds surely more of the new model's nearest neighbours than old queries do"
+                return "the largest mean reciprocal rank of a held-out text, searched by one of its sentences"
+            return "whitened, if it surely finds more of the new model's nearest neighbours than old queries do"
         beside = "old queries" if self.than is None else "the same without metric and memory"
         best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
-        careful = "; where it is not surely above zero, the largest mean gain of what is close to it and remembers little"
+        careful = "; if it is not surely above zero, the largest mean gain of close candidates with a small memory"
         return best + careful * (self.than is None)
 
     def shown(self) -> list[Trial]:
-        """Return, in the order of trying, the best trial of each kind of candidate, and the chosen one, which need not be one."""
+        """Return the best trial of each kind of candidate, and the chosen trial."""
         kinds = dict.fromkeys(trial.candidate.kind for trial in self.trials)
         best = [better((trial for trial in self.trials if trial.candidate.kind == kind), self.than) for kind in kinds]
         return [trial for trial in self.trials if trial is self.chosen or any(trial is each for each in best)]
 
 
 def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
-    """Return the trial with the largest worst gain over protocols and metrics, to a tenth of a point, then the largest mean.
+    """Return the trial with the largest worst gain over protocols and metrics (to 0.1 points), then the largest mean.
 
     Args:
         trials: one or more.
-        than: the trial whose gains are subtracted; None for gains over old queries.
+        than: baseline trial; None for gains over old queries.
     """
 
     def worst(trial: Trial) -> float:
@@ -143,11 +139,10 @@ def better(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
 
 
 def careful(trials: Collection[Trial]) -> Trial:
-    """Return the best trial whose every gain is surely above zero; else the best mean among close ones.
+    """Return the best trial with all gains surely above zero; else the best mean among close trials.
 
-    Few held-out items are weak evidence. A memory with a large share costs most on unseen classes; the smallest share costs
-    almost nothing there and gains on all others (after the rule of one standard error, Breiman et al. 1984, Classification and
-    Regression Trees §3.4.3).
+    Few held-out items are weak evidence. Memories with large shares cost most on unseen classes, and the smallest share almost
+    nothing (one-standard-error rule, Breiman et al. 1984, Classification and Regression Trees §3.4.3).
 
     Args:
         trials: one or more.
@@ -161,16 +156,16 @@ def careful(trials: Collection[Trial]) -> Trial:
 
 
 def joined(choices: Sequence[Choice]) -> Choice:
-    """Join the choices for several inputs of the map, such as layers of the new model, on the same items.
+    """Merge the choices for several inputs of the map, e.g. layers of the new model, on the same items.
 
-    A layer that was trained on the held-out items finds more of them than of unseen items, and earlier layers less so. Among
-    inputs whose worst gain is within a standard error of the best, the one furthest from the last layer is therefore taken.
+    Layers trained on held-out items look too good, earlier layers less so. Among inputs with a worst gain within a standard error
+    of the best, the earliest layer wins.
 
     Args:
         choices: one or more, the new model's last layer first.
 
     Returns:
-        The choice of the taken input, with the trials of all.
+        The choice of the winning input, with the trials of all.
     """
     best = better(choice.chosen for choice in choices)
     taken = [choice for choice in choices if choice.chosen.worst >= best.worst - best.error][-1]
@@ -178,7 +173,7 @@ def joined(choices: Sequence[Choice]) -> Choice:
 
 
 def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Trial]:
-    """Try every line, the two best with every metric, then memories on the best of these, then dampings of the best of those."""
+    """Try all linear maps, the two best with each metric, memories on the best, and dampings on the best of these."""
     alone = [Candidate(name) for name in lines]
     trials = {than.candidate: than} if than is not None else {}
 
@@ -199,12 +194,12 @@ def _tried(held: HeldOut, lines: Iterable[str], than: Trial | None) -> list[Tria
 
 
 def mixtures(held: HeldOut, trials: Collection[Trial], chosen: Trial) -> list[Trial]:
-    """Try the chosen candidate, the best line and the whitened line together with old queries.
+    """Mix the chosen candidate, the best linear map and the whitened map with old queries.
 
     Args:
-        held: what is held out.
-        trials: those without old queries.
-        chosen: the best of them.
+        held: validation split.
+        trials: trials without old queries.
+        chosen: best of them.
     """
     line = better(trial for trial in trials if trial.candidate.kind == trial.candidate.line).candidate
     bases = dict.fromkeys((chosen.candidate, line, replace(line, line=WHITENED)))
@@ -212,16 +207,16 @@ def mixtures(held: HeldOut, trials: Collection[Trial], chosen: Trial) -> list[Tr
 
 
 def _calibrated(held: HeldOut, candidate: Candidate, brought: bool) -> tuple[Calibration | None, str]:
-    """Return the calibration of a candidate's memory, or None and why there is none."""
+    """Return the calibration of a candidate's memory, or None and the reason."""
     if candidate.share and not held.of_galleries:
         return calibrate(held.evidence(candidate))
     if brought:
-        return None, "what they remember came with the map, and was calibrated where that was made, if anywhere"
-    return None, "what they search remembers, not they" if held.of_galleries else "they remember nothing"
+        return None, "the memory came with the map, which may have its own calibration"
+    return None, "the gallery has the memory, not the queries" if held.of_galleries else "the map has no memory"
 
 
 def _reranked(held: HeldOut, candidate: Candidate) -> tuple[Trial | None, float | None]:
-    """Try a candidate whose first hits the new model scores again, with several weights of old scores; return the best."""
+    """Try several weights of old scores for re-ranking; return the best."""
     tried = {weight: held.try_reranked(candidate, weight) for weight in OLD_WEIGHTS}
     found = {weight: trial for weight, trial in tried.items() if trial is not None}
     if not found:
@@ -231,16 +226,16 @@ def _reranked(held: HeldOut, candidate: Candidate) -> tuple[Trial | None, float 
 
 
 def _half_way(held: HeldOut, chosen: Trial) -> Trial | None:
-    """Try the chosen candidate half-way with old queries, unless it needs none or has them."""
+    """Mix the chosen candidate half-way with old queries, unless it is safe or already mixed."""
     if chosen.is_surely_no_worse or chosen.candidate.old_share or held.of_galleries:
         return None
     return held.try_(replace(chosen.candidate, old_share=MIXED))
 
 
 def _old_alone(held: HeldOut, chosen: Trial) -> Trial | None:
-    """Try the old model with the metric and the memory of the chosen candidate, if it has either."""
+    """Try the old model with the chosen metric and memory, if any."""
     if chosen.candidate.power is None and not chosen.candidate.share:
-        return None  # old queries are the floor itself
+        return None  # old queries are the baseline itself
     beside = held.with_old_queries()
     if chosen.candidate.share and not beside.shares:
         return None
@@ -248,11 +243,10 @@ def _old_alone(held: HeldOut, chosen: Trial) -> Trial | None:
 
 
 def _held_out(pairs: Paired, searched: Searched, lines: Mapping[str, Solver], seed: int) -> HeldOut:
-    """Hold out parts of a training set."""
     if isinstance(pairs, CaptionedEmbeddings):
         return HeldOutCaptions(pairs, lines, seed)
     if pairs.labels_N is None:
-        raise NothingHeldOutError("no classes or captions are known, so nothing says what a query should find")
+        raise NothingHeldOutError("a validation split needs classes or captions")
     return (HeldOutGalleries if isinstance(pairs, TurnedEmbeddings) else HeldOutClasses)(pairs, searched, lines, seed)
 
 
@@ -264,24 +258,23 @@ def choose(
     beside_line: bool = False,
     with_old_model: bool = False,
 ) -> Choice:
-    """Try candidates part by part: lines with metrics, memories, and finer settings.
+    """Try candidates part by part: linear maps with metrics, memories, and finer settings.
 
-    Where no map is surely at or above old queries, and the old model can embed queries too, mixtures of both queries are tried.
+    If no map is surely at or above old queries, mixtures with old queries are tried.
 
     Args:
-        pairs: the training set, with classes or with captions; turned for maps of galleries, which take no metric.
-        searched: what is known of the classes that will be searched.
-        seed: of the folds and of the intervals.
-        lines: the solver of each line, by name.
-        beside_line: whether metric and memory are compared with the first line alone instead of old queries, for a model that was
-            trained on the held-out items, as the old one may have been.
+        pairs: training set with classes or captions; turned for maps of galleries, which have no metric.
+        searched: classes that users will search.
+        seed: seed of folds and intervals.
+        lines: solver of each linear map, by name.
+        beside_line: whether the first linear map is the baseline instead of old queries, for a model trained on held-out items.
         with_old_model: whether the old model can embed queries.
 
     Returns:
-        Every trial, and the best.
+        All trials, and the best one.
 
     Raises:
-        NothingHeldOutError: neither classes nor captions are known, or there are too few items to hold any out.
+        NothingHeldOutError: no classes or captions, or too few items for a validation split.
     """
     held = _held_out(pairs, searched, lines, seed)
     than = held.try_(Candidate(next(iter(lines)))) if beside_line else None

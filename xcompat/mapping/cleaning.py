@@ -1,4 +1,4 @@
-"""Pairs without the wrong ones, and without exact copies."""
+"""Removal of wrong pairs and exact copies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RightPairs(NamedTuple):
     """Pairs without the wrong ones.
 
     Args:
-        pairs: those that are kept, with a note if any was dropped.
+        pairs: kept pairs, with a note if some were dropped.
         rows_R: their rows; None if none was dropped, or the pairs are images and captions.
-        dropped: the number of wrong pairs.
+        dropped: number of dropped pairs.
     """
 
     pairs: Paired
@@ -29,7 +29,7 @@ class RightPairs(NamedTuple):
 
 
 def drop_wrong_pairs(pairs: Paired, seed: int = 0) -> RightPairs:
-    """Leave out pairs whose two embeddings are of different items (:func:`~xcompat.mapping.pair_checks.find_right_pairs`)."""
+    """Drop pairs of embeddings of different items (:func:`~xcompat.mapping.pair_checks.find_right_pairs`)."""
     if isinstance(pairs, CaptionedEmbeddings):
         images, texts = (drop_wrong_pairs(side, seed) for side in (pairs.images, pairs.texts))
         if not (dropped := images.dropped + texts.dropped):
@@ -47,14 +47,14 @@ def drop_wrong_pairs(pairs: Paired, seed: int = 0) -> RightPairs:
 
 
 def leave_out_copies(pairs: Paired, texts: Sequence[str] | None) -> tuple[Paired, Sequence[str] | None, int]:
-    """Keep one of each group of items that are equal on both sides, so that no fold searches what it learned from.
+    """Keep one item of each group of exact copies, so that no fold searches items that it learned from.
 
     Args:
-        pairs: the pairs; images with captions stay as they are, as a caption may describe several images.
+        pairs: the pairs. Images with captions are unchanged, because a caption can describe several images.
         texts: their texts.
 
     Returns:
-        The pairs, their texts, and the number of copies that were left out.
+        The pairs, their texts, and the number of dropped copies.
     """
     if not isinstance(pairs, PairedEmbeddings) or (rows_R := first_of_copies(pairs.new_ND, pairs.old_Nd)) is None:
         return pairs, texts, 0
@@ -64,6 +64,6 @@ def leave_out_copies(pairs: Paired, texts: Sequence[str] | None) -> tuple[Paired
 
 def _describe_dropped(dropped: int, count: int) -> str:
     return (
-        f"Left out are {dropped:,} of {count:,} pairs ({100 * dropped / count:.0f} %): their old embedding fits the new one no "
-        "better than that of another item does. Do the ids, or the rows, name the same items on both sides?"
+        f"Dropped {dropped:,} of {count:,} pairs ({100 * dropped / count:.0f} %): their old and new embeddings do not match. "
+        "Check that ids or rows name the same items on both sides."
     )

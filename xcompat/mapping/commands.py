@@ -25,6 +25,7 @@ from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts
 from xcompat.mapping.imported import THEIRS, Imported, read_imported
+from xcompat.mapping.indexes import describe_gallery_model, is_gallery
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.sentences import Texts
 from xcompat.mapping.showing import as_json, choice_table, said_of
@@ -34,19 +35,19 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.vectors import require_codec
 
 _REFUSED = (
-    "Nothing was written: no candidate is surely at or above old queries. Give more items, or their classes or captions; or "
+    "Nothing was written: no candidate is surely at or above old queries. Add items, classes or captions, or "
     "write the best candidate with --allow-worse."
 )
 
 
 class _Decision(NamedTuple):
-    """What is taken, and why.
+    """Chosen candidate, and the reasons.
 
     Args:
-        candidate: what is taken.
+        candidate: the chosen candidate.
         said: sentences for the user.
-        choice: all that was tried on what was held out; None if nothing could be.
-        is_untried: whether the candidate has a part that nothing was held out to try.
+        choice: all trials on the validation split; None without one.
+        is_untried: whether a part of the candidate was not validated.
     """
 
     candidate: Candidate
@@ -56,59 +57,59 @@ class _Decision(NamedTuple):
 
     @property
     def confidence(self) -> Calibration | None:
-        """The calibration of the candidate's memory."""
+        """Calibration of the candidate's memory."""
         return self.choice.confidence if self.choice is not None else None
 
     @property
     def is_safe(self) -> bool:
-        """Whether new queries are surely at or above old ones; see :attr:`~xcompat.mapping.choosing.Choice.is_safe`."""
+        """Whether new queries are surely at or above old ones (:attr:`~xcompat.mapping.choosing.Choice.is_safe`)."""
         return self.choice is not None and self.choice.is_safe and not self.is_untried
 
 
 class Remembering(NamedTuple):
-    """What queries remember beyond what is chosen on classes or captions.
+    """Memory settings beyond the choice on classes or captions.
 
     Args:
-        codec: how entries are kept, as in :meth:`RememberedClasses.memory`.
-        items: whether queries lean towards the old embeddings of all given items that they resemble.
+        codec: codec of the memory's entries, as in :meth:`RememberedClasses.memory`.
+        items: whether queries lean towards the old embeddings of all similar given items.
     """
 
     codec: str | None = None
     items: bool = False
 
     def require(self, pairs: Paired) -> None:
-        """Refuse what does not go with what is known of the items."""
+        """Raise if the settings do not fit the labels of the items."""
         require_codec(self.codec)
         unknown = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None
         if self.items and not unknown:
-            raise XcompatError("--remember-items: with classes or captions what is remembered is chosen; leave it out")
+            raise XcompatError("--remember-items does not work with classes or captions, which define the memory; remove it")
         if self.codec is not None and unknown and not self.items:
-            raise XcompatError("--memory-codec: without classes or captions nothing is remembered; leave it out")
+            raise XcompatError("--memory-codec needs a memory; add classes or captions, or remove it")
 
     def added_to(self, decided: _Decision, items: int) -> _Decision:
-        """Return what is taken, with a memory of the items if one is asked for."""
+        """Return the decision, with a memory of the items if requested."""
         if not self.items:
             return decided
         sharpness, share = OF_ITEMS
         said = (
-            f"Queries lean towards the old embeddings of those of the {items:,} items that they resemble, which nothing was held "
-            "out to choose. Give what the gallery holds, most of it: of a small part of it they find less than without."
+            f"Queries lean towards the old embeddings of similar items, out of {items:,}. This memory was not validated. Use "
+            "most of the gallery's items: with a small part of them, queries find less than without a memory."
         )
         remembering = replace(decided.candidate, sharpness=sharpness, share=share)
         return decided._replace(candidate=remembering, said=[*decided.said, said], is_untried=True)
 
 
 def map_embeddings(asked: Asked) -> bool:
-    """Choose a map of queries on held-out items, solve it on everything, and write it as a model.
+    """Choose a map of queries on a validation split, solve it on all items, and save it as a model.
 
     Args:
-        asked: what it is made of; :meth:`~xcompat.mapping.asked.Asked.require` has found nothing wrong with it.
+        asked: inputs and settings, checked by :meth:`~xcompat.mapping.asked.Asked.require`.
 
     Returns:
-        Whether a model was written: one that is surely at or above old queries, unless a worse one is allowed.
+        Whether a model was written. It must be surely at or above old queries, unless a worse one is allowed.
 
     Raises:
-        XcompatError: the embeddings cannot be used, or there is something at ``out`` that may not be replaced.
+        XcompatError: the embeddings are unusable, or something at ``out`` must not be replaced.
     """
     silence_libraries()
     out, texts, remembering = asked.out, asked.texts, Remembering(asked.memory_codec, asked.remember_items)
@@ -162,13 +163,12 @@ def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:
 
 
 def _require_classes(searched: Searched, pairs: Paired) -> None:
-    """Refuse what is said of classes where none are known."""
+    """Raise if ``searched`` needs classes and there are none."""
     if searched != "unknown" and (not isinstance(pairs, PairedEmbeddings) or pairs.labels_N is None):
-        raise XcompatError(f"--searched-classes {searched}: no classes are given, as in labels.txt; leave it out, or give them")
+        raise XcompatError(f"--searched-classes {searched} needs classes; add labels.txt, or remove --searched-classes")
 
 
 def _say(decided: _Decision) -> None:
-    """Print what was tried, and what came of it."""
     if decided.choice is not None:
         console.print(choice_table(decided.choice))
     for line in decided.said:
@@ -183,16 +183,7 @@ def _decide(
     seed: int,
     with_old_model: bool,
 ) -> _Decision:
-    """Choose on what can be held out; where nothing can, take a guess.
-
-    Args:
-        found: the pairs, and perhaps their texts.
-        lines: the solver of each line, by name.
-        theirs: a map that exists already.
-        searched: what is known of the classes that will be searched.
-        seed: of the folds.
-        with_old_model: whether both models can embed queries.
-    """
+    """Choose on a validation split, or guess if there are too few items."""
     pairs, texts = found.pairs, None
     if found.new is not None and found.texts is not None:
         texts = Texts(found.texts, found.new)
@@ -200,22 +191,21 @@ def _decide(
     try:
         choice = choose_by_what_is_known(pairs, searched, seed, lines, with_old_model, texts)
     except NothingHeldOutError as error:
-        uncompared = " Theirs was not compared, and is not taken." if theirs is not None else ""
-        return _Decision(GUESS, [*about, f"{error}: the line that is taken is a guess.{uncompared}"])
+        uncompared = " The imported map was not compared and is not used." if theirs is not None else ""
+        return _Decision(GUESS, [*about, f"{error}. The map is a guess.{uncompared}"])
     judged = [theirs.said_of(choice)] if theirs is not None else []
     return _Decision(choice.chosen.candidate, [*about, *said_of(choice), *judged], choice)
 
 
 def _pairs(asked: Asked) -> TextPairs:
-    """Read both sides, or embed texts with those that are models; caches lie beside ``out``, which is replaced as a whole."""
+    """Read both sides, or embed texts with models. Caches are beside ``out``, because ``out`` is replaced as a whole."""
     if asked.texts is not None:
         cache = asked.out.with_name(f"{asked.out.name}.cache")
-        return pairs_of_texts(asked.old, asked.new, asked.texts, cache, asked.max_bad_share)
-    return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share), None, None)
+        return pairs_of_texts(asked.old, asked.new, asked.texts, cache, asked.max_bad_share, asked.reading)
+    return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share, asked.reading), None, None)
 
 
 def _drop_wrong_pairs(found: TextPairs, seed: int) -> tuple[TextPairs, int]:
-    """Leave out wrong pairs and their texts, and return how many these are."""
     right = drop_wrong_pairs(found.pairs, seed)
     texts = found.texts
     if texts is not None and right.rows_R is not None:
@@ -227,7 +217,7 @@ def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
     """Return the gallery's model; None if only its name is known."""
     if found.old is not None:
         if name is not None:
-            raise XcompatError(f"--old-model {name}: --old is a model already; leave one out")
+            raise XcompatError(f"--old-model {name}: --old is already a model; remove one of them")
         return found.old
     if name is None or not is_loadable(name):
         return None
@@ -237,25 +227,27 @@ def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
 
 
 def _named_old(name: str | None, path: Path, dim: int) -> dict[str, Any]:
-    """Describe the gallery's model by its name alone, as in galleries that adopted an index."""
+    """Describe the gallery's model by its name, as in galleries that adopted an index."""
+    if name is None and is_gallery(path):
+        return describe_gallery_model(path)
     if name is None:
         notice(
-            f"the old model is called {path.stem!r} after {path}, like every other that lies in such a place: say with "
-            "--old-model which it is, or what galleries call it"
+            f"the old model is named {path.stem!r} after {path}, and other models could get the same name: set "
+            "--old-model to the model, or to its name in galleries"
         )
         return describe_old(Fingerprint.from_string(path.stem), dim)
     notice(
-        f"--old-model {name} is a name: the map fits galleries that have this name for their model. For a gallery that the "
-        f"model itself built, give the model (a folder, or its full name on the Hub), or run `xcompat gallery alias GALLERY "
+        f"--old-model {name} is only a name: the map works with galleries that use this name for their model. For a gallery "
+        f"built by the model itself, set the model (folder, or full name on the Hub), or run `xcompat gallery alias GALLERY "
         f"{shlex.quote(name)}` later"
     )
     return describe_old(Fingerprint.from_string(name), dim)
 
 
 def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
-    """Return what embeds the queries; None if they come as embeddings."""
+    """Return the model of the queries; None if queries are embeddings."""
     if found.new is not None and name is not None:
-        raise XcompatError(f"--new-model {name}: --new is a model already; leave one out")
+        raise XcompatError(f"--new-model {name}: --new is already a model; remove one of them")
     new = load_embedder(name) if name is not None else found.new
     if new is not None:
         require_dim(new, found.pairs.dims[0], "--new-model")
@@ -263,13 +255,12 @@ def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
 
 
 def require_dim(model: Embedder, dim: int, option: str) -> None:
-    """Refuse a model that embeds in another dimension than the given embeddings have."""
+    """Raise if a model's dimension differs from that of the given embeddings."""
     if model.dim != dim:
-        raise XcompatError(f"{option} {model.name} embeds in {model.dim} dimensions, the embeddings given have {dim}")
+        raise XcompatError(f"{option} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}")
 
 
 def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: Imported | None) -> dict[str, Any]:
-    """Gather the measurements for ``report.json``."""
     candidate = decided.candidate
     document: dict[str, Any] = {
         "items": len(pairs),

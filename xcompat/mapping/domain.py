@@ -1,4 +1,4 @@
-"""Comparison of the pairs that a map learns from with the gallery that its queries search."""
+"""Comparison of a map's training pairs with the searched gallery."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from xcompat.mapping.sides import Side, read_sides
 from xcompat.models.old_knowledge import Rows
 
 FAR = 0.1
-"""A shift above it draws a warning. On SciFact and Cranfield random samples are below 0.01, texts of another domain above 0.2."""
+"""A larger shift draws a warning. On SciFact and Cranfield it is below 0.01 for random samples, above 0.2 for other domains."""
 COMPARED = 20_000
-"""Most rows of each side that are compared."""
+"""Most rows to compare per side."""
 
 
 def measure_shift(pairs_Nd: Rows, gallery_Gd: Rows) -> float:
@@ -40,15 +40,15 @@ def measure_shift(pairs_Nd: Rows, gallery_Gd: Rows) -> float:
 
 
 def describe_shift(pairs_Nd: Rows, gallery_Gd: Rows, name: str) -> tuple[str, ...]:
-    """Return a warning if the pairs are unlike the gallery; nothing if they are alike.
+    """Return a warning if the pairs are unlike the gallery.
 
     Args:
         pairs_Nd: old embeddings of the pairs.
         gallery_Gd: stored embeddings of the gallery.
-        name: of the gallery, for the warning.
+        name: name of the gallery for the warning.
 
     Raises:
-        XcompatError: they have different dimensions.
+        XcompatError: the dimensions differ.
     """
     if pairs_Nd.shape[1] != gallery_Gd.shape[1]:
         raise XcompatError(f"{name} has {gallery_Gd.shape[1]} dimensions, and the old embeddings have {pairs_Nd.shape[1]}")
@@ -92,5 +92,5 @@ def _sample(rows_Nd: Rows) -> NDArray[np.float64]:
 
 
 def _spread(rows_N: NDArray[np.int64], most: int = COMPARED) -> NDArray[np.int64]:
-    """Return at most so many row numbers, evenly spread over all."""
+    """Return evenly spread row numbers, at most ``most``."""
     return rows_N if len(rows_N) <= most else rows_N[np.linspace(0, len(rows_N) - 1, most).astype(np.int64)]

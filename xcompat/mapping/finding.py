@@ -1,4 +1,4 @@
-"""``xcompat find``: maps that others made for the same two models."""
+"""``xcompat find``: published maps between two models."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
 def find_maps(old: str | None, new: str | None) -> Listed:
-    """List checkpoints on the Hub that search one model's galleries with another's queries.
+    """List Hub checkpoints that search one model's galleries with another model's queries.
 
     Args:
-        old: the gallery's model, by name, folder, or the beginning of its fingerprint; None for any.
-        new: the queries' model, likewise.
+        old: the gallery's model: name, folder, or beginning of its fingerprint; None for any.
+        new: the queries' model, in the same forms.
 
     Returns:
-        Those whose cards do not say otherwise.
+        The checkpoints, unless their cards name other models.
 
     Raises:
-        XcompatError: neither is given, one is no model, or the Hub cannot be reached.
+        XcompatError: neither model is given, one is not a model, or the Hub is unreachable.
     """
     if old is None and new is None:
         raise XcompatError("name the old model with --old, the new one with --new, or both")
@@ -52,12 +52,10 @@ def find_maps(old: str | None, new: str | None) -> Listed:
 
 
 def _require_model(name: str) -> None:
-    """Refuse stored embeddings, and folders that hold no model."""
+    """Raise if a path contains stored embeddings, or no model."""
     path = Path(name)
     if path.suffix == ".npy" or (path.is_dir() and listed(path, "*.npy") and not _is_model(path)):
-        raise XcompatError(
-            f"{name} holds stored embeddings, which do not say what made them; give the name or the folder of that model"
-        )
+        raise XcompatError(f"{name} contains stored embeddings, not a model; use the name or folder of the model that made them")
     if not _is_digest(name):
         require_model(name)
 
@@ -67,7 +65,7 @@ def _is_digest(name: str) -> bool:
 
 
 def _digest_of(name: str) -> str:
-    """Return a model's fingerprint, or what is given of it."""
+    """Return a model's fingerprint, or the given beginning of one."""
     if _is_digest(name):
         return name
     from xcompat.models.embedder import load_embedder
@@ -80,20 +78,20 @@ def _is_model(folder: Path) -> bool:
 
 
 def print_found(maps: Listed, old: str | None, new: str | None, json_only: bool) -> bool:
-    """Print what was found, or in one line what to do instead.
+    """Print the checkpoints, or one line on the next step if there are none.
 
     Args:
-        maps: by :func:`find_maps`.
-        old: what it was asked for.
-        new: what it was asked for.
-        json_only: whether a program reads.
+        maps: result of :func:`find_maps`.
+        old: the gallery's model, as given.
+        new: the queries' model, as given.
+        json_only: whether to print JSON.
 
     Returns:
-        Whether anything was found.
+        Whether there are any checkpoints.
     """
     found = maps.found
     if json_only:
-        console.out(json.dumps(as_json(found), indent=1), highlight=False)  # control characters are spelled out
+        console.out(json.dumps(as_json(found), indent=1), highlight=False)  # escapes control characters
     elif found:
         console.print(found_table(found))
         if maps.is_cut:
@@ -103,14 +101,14 @@ def print_found(maps: Listed, old: str | None, new: str | None, json_only: bool)
     else:
         asked = (("queries of", new), ("galleries of", old))
         pair = " on ".join(f"{what} {name}" for what, name in asked if name is not None)
-        line = f"nothing on {constants.ENDPOINT} is made for {pair}; make a map: xcompat map --old FOLDER --new FOLDER"
+        line = f"no checkpoint on {constants.ENDPOINT} is for {pair}; make a map: xcompat map --old FOLDER --new FOLDER"
         console.print(literal(line), soft_wrap=True)
     return bool(found)
 
 
 def found_table(found: list[Found]) -> Table:
-    """Return what was found as a table for the terminal; texts of strangers stand in it literally."""
-    title = "least gains over old queries in points, with 95 % intervals"
+    """Return the checkpoints as a table for the terminal; texts from the Hub are printed literally."""
+    title = "lowest gains over old queries in points, with 95 % intervals"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     for name in ("checkpoint\nmethod, revision, changed", "from → to"):
         table.add_column(name, overflow="fold")
@@ -137,7 +135,7 @@ def _shown(text: str) -> str:
 
 
 def as_json(found: list[Found]) -> list[dict[str, Any]]:
-    """Return what was found as JSON."""
+    """Return the checkpoints as JSON."""
     return [
         {key: value for key, value in asdict(each).items() if key != "is_other"} | {"finds_more": each.finds_more}
         for each in found

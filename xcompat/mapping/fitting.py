@@ -1,4 +1,4 @@
-"""From embeddings in memory to a chosen map: what `xcompat map` does, for Python."""
+"""Python API of `xcompat map`: from embeddings in memory to a chosen map."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from xcompat.retrieval.versions import as_float32
 
 
 class FittedMap:
-    """A chosen map of queries, and the evidence for it.
+    """Chosen map of queries, and its validation results.
 
     Args:
         model: the map, as `xcompat map` saves it.
         choice: all candidates and their results on held-out items; None if there were too few items.
-        dropped: the number of wrong pairs that were left out.
+        dropped: number of dropped wrong pairs.
     """
 
     def __init__(self, model: CompatModel, choice: Choice | None, dropped: int = 0) -> None:
@@ -52,22 +52,22 @@ class FittedMap:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Return all measurements, as ``report.json`` of `xcompat map` holds them; empty if nothing could be held out."""
+        """All measurements, as in ``report.json`` of `xcompat map`; empty if there were too few items."""
         return as_json(self.choice) | {"verdict": self.is_safe} if self.choice is not None else {}
 
     def to_space(self, embeds: ArrayLike | Tensor) -> NDArray[np.float32]:
-        """Bring embeddings of the new model into the space of the old gallery.
+        """Map embeddings of the new model to the old space.
 
         Args:
             embeds: (B, D) floats of any length above 0.
 
         Returns:
-            (B, d) float32, L2-normalised; without the old query that the map may have been chosen to be mixed with.
+            (B, d) float32, L2-normalised, without mixing in old queries.
         """
         return self.model.view(torch.from_numpy(normalise_rows(as_float32(embeds)))).numpy(force=True)
 
     def encode_query(self, queries: str | Sequence[str]) -> NDArray[np.float32]:
-        """Embed texts as queries of the old gallery, mixed with the old model's queries if the map was chosen so.
+        """Embed texts as queries of the old gallery, mixed with old queries if the chosen map does so.
 
         Args:
             queries: one text or several.
@@ -76,7 +76,7 @@ class FittedMap:
             (d,) or (B, d) float32, L2-normalised.
 
         Raises:
-            XcompatError: the map does not know the new model: ``new_model`` was not named.
+            XcompatError: the map was fitted without ``new_model``.
         """
         texts = [queries] if isinstance(queries, str) else list(queries)
         if self._embedder is None:
@@ -85,14 +85,13 @@ class FittedMap:
         return found_Bd[0] if isinstance(queries, str) else found_Bd
 
     def save(self, folder: str | Path) -> None:
-        """Save the model into a folder, from which every command and ``AutoModel`` load it."""
+        """Save the model to a folder, which all commands and ``AutoModel`` can load."""
         self.model.save_pretrained(folder)
 
     def __repr__(self) -> str:
-        """Describe the chosen map and its results on held-out items."""
         dims = f"{self.model.config.embedding_dim} to {self.model.config.old['dim']} dimensions"
         if self.choice is None:
-            return f"FittedMap({GUESS}, {dims}): a guess, as nothing could be held out"
+            return f"FittedMap({GUESS}, {dims}): a guess, without a validation split"
         return f"FittedMap({self.choice.chosen.candidate}, {dims}): {said_of(self.choice)[-1]}"
 
 
@@ -106,24 +105,23 @@ def fit_map(
     seed: int = 0,
     gallery: ArrayLike | Tensor | str | Path | None = None,
 ) -> FittedMap:
-    """Choose a map of queries on held-out items, and solve it on everything.
+    """Choose a map of queries on held-out items, and solve it on all items.
 
     Args:
-        old: (N, d) float embeddings of items by the old model; or where they lie, as `xcompat map --old` takes it.
-        new: (N, D) float embeddings of the same items by the new model, row by row; or where they lie.
-        labels: N classes, for evidence of what users look for. Files bring their own.
-        texts: N texts of the items: with the new model named, their sentences are evidence too.
-        old_model: the old model, by folder or name on the Hub, so that its queries can join the new ones where no map alone is
-            surely at or above them; or what a gallery calls it.
-        new_model: the new model, so that texts can be queries.
+        old: (N, d) float embeddings by the old model, or their path as in `xcompat map --old`.
+        new: (N, D) float embeddings of the same items by the new model, or their path.
+        labels: N classes for validation. Files have their own.
+        texts: N texts for validation by sentences, which needs ``new_model``.
+        old_model: folder or Hub name of the old model, to mix in its queries if no map alone is safe; or its name in galleries.
+        new_model: new model, to embed texts as queries.
         seed: random seed of the validation split.
-        gallery: stored embeddings that queries will search, or their place. A notice warns if the pairs are unlike them.
+        gallery: stored embeddings or their path. A notice warns if the pairs are unlike them.
 
     Returns:
-        The map. Look at ``is_safe`` before you use it: the best candidate may find less than old queries.
+        The map. Check ``is_safe`` before you use it: the best candidate can find less than old queries.
 
     Raises:
-        XcompatError: the sides cannot be used, or a model does not fit them.
+        XcompatError: the sides are unusable, or a model does not fit them.
 
     Example:
         ``found = fit_map(old_vectors, new_vectors, labels); found.to_space(query)``
@@ -156,7 +154,6 @@ def fit_map(
 
 
 def _load_side(model: str, dim: int, argument: str) -> Embedder:
-    """Load a model whose embeddings have some dimension."""
     embedder = load_embedder(model)
     require_dim(embedder, dim, argument)
     return embedder
@@ -168,19 +165,18 @@ def _pairs(
     labels: Sequence[Hashable] | None,
     texts: Sequence[str] | None,
 ) -> tuple[Paired, Sequence[str] | None]:
-    """Return the usable pairs, and their texts."""
     if isinstance(old, str | Path) != isinstance(new, str | Path):
         raise XcompatError("fit_map takes both sides as arrays, or both as paths")
     if isinstance(old, str | Path):
         if labels is not None or texts is not None:
-            raise XcompatError("fit_map: labels and texts belong to arrays; with paths the classes are those of labels.txt")
+            raise XcompatError("fit_map: labels and texts work only with arrays; with paths, classes come from labels.txt")
         return load_paired(Path(old), Path(new)), None
     old_Nd, new_ND = as_float32(old), as_float32(new)
     given = {"old": old_Nd, "new": new_ND, "labels": labels, "texts": texts}
     counts = {name: len(side) for name, side in given.items() if side is not None}
     if len(set(counts.values())) > 1:
         unequal = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-        raise XcompatError(f"fit_map takes the same items row by row, not {unequal}")
+        raise XcompatError(f"fit_map needs the same items row by row, found {unequal}")
     usable_N = np.logical_and(*(np.isfinite(side).all(1) & (side != 0).any(1) for side in (old_Nd, new_ND)))
     if not usable_N.any():
         raise XcompatError("no row has usable embeddings on both sides: all are zero, or not finite")
@@ -190,7 +186,7 @@ def _pairs(
 
 
 def _numbers(labels: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Number the classes in the order in which they first occur."""
-    plain = getattr(labels, "tolist", lambda: labels)()  # scalars of a tensor are hashed by where they lie
+    """Number the classes in the order of their first occurrence."""
+    plain = getattr(labels, "tolist", lambda: labels)()  # scalars of a tensor are hashed by address
     numbers = {label: number for number, label in enumerate(dict.fromkeys(plain))}
     return np.array([numbers[label] for label in plain], np.int64)

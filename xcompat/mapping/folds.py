@@ -1,4 +1,4 @@
-"""Folds of a training set: held-out items and held-out classes simulate queries about unseen ones."""
+"""Folds of a training set; held-out items and classes simulate queries about unseen ones."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from xcompat.core.errors import NothingHeldOutError
 from xcompat.evaluation.cases import ALL, KNOWN, NEW, NEW_IN_WHOLE
 
 Searched = Literal["known", "open", "unknown"]
-"""What a user knows of the classes that will be searched: all are in the training set, some are, or nothing."""
+"""Classes that users will search: all in the training set (known), some of them (open), or unknown."""
 
 IN_WHOLE = "new classes in the whole gallery"
-"""Items of new classes that search everything: themselves, the held-out items of known classes, and the learned items."""
+"""Items of new classes search themselves, held-out items of known classes, and learned items."""
 PROTOCOLS: dict[Searched, tuple[str, ...]] = {
     "known": ("known classes",),
     "open": ("known classes", "half of them new", IN_WHOLE),
     "unknown": ("known classes", "half of them new", "new classes", IN_WHOLE),
 }
 POPULATIONS = {"known classes": KNOWN, "half of them new": ALL, "new classes": NEW, IN_WHOLE: NEW_IN_WHOLE}
-"""Protocol -> the population of its queries in ``report.json``."""
+"""Protocol -> population of its queries in ``report.json``."""
 WHOLE = 10_000
-"""Most learned items that are searched."""
+"""Most learned items in a searched gallery."""
 HELD_OUT = 0.3
 """Share of a known class's items that is held out."""
 LEARNED = 100_000
-"""Most items that a fold learns from: more take longer and change little."""
+"""Most items that a fold learns from; more take longer and change little."""
 QUERIES = 1000
-"""Most held-out items of known classes, and of new classes; each is a query, and each is searched."""
+"""Most held-out items of known classes, and of new classes. Each is a query and is searched."""
 CLASSES = 16
-"""Fewest classes that search each other, if there are as many: few classes are told apart by every map, and one by none."""
+"""Fewest classes that search each other, if available: every map separates a few classes."""
 FEWEST = 4
-"""Least items of a class from which some are held out: two to find each other, two to learn from."""
+"""Fewest items of a class to hold some out: two to find each other, two to learn from."""
 FEWEST_GROUPS = 10
-"""Least captioned images from which some are held out: fewer are no evidence."""
+"""Fewest captioned images for a validation split."""
 
 
 @dataclass(frozen=True)
 class Fold:
-    """A split of a training set.
+    """Split of a training set.
 
     Args:
         fit_F: rows to learn from.
         queries: protocol -> held-out rows that search.
-        galleries: protocol -> rows that are searched; a query never finds itself.
+        galleries: protocol -> searched rows; a query never finds itself.
     """
 
     fit_F: NDArray[np.int64]
@@ -61,14 +61,14 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
 
     Args:
         labels_N: classes of the items.
-        searched: chooses the protocols; with ``known`` no class is held out.
-        seed: of the split.
+        searched: classes that users will search; ``known`` holds out items but no classes.
+        seed: seed of the split.
 
     Yields:
         Two folds.
 
     Raises:
-        NothingHeldOutError: there are too few items to hold any out.
+        NothingHeldOutError: too few items for a validation split.
     """
     from xcompat.models.old_knowledge import samples_of_classes
 
@@ -78,8 +78,8 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
     halves = (rows_C[::2], rows_C[1::2]) if searched != "known" else (rows_C, rows_C)
     if min(sum(len(rows) >= FEWEST for rows in half) for half in halves) < 2:
         raise NothingHeldOutError(
-            f"too few items to hold any out: it takes {2 * len(set(map(id, halves)))} classes of {FEWEST} items each, "
-            f"and there are {sum(len(rows) >= FEWEST for rows in rows_C)}"
+            f"too few items for a validation split: {2 * len(set(map(id, halves)))} classes of {FEWEST} items each are needed, "
+            f"found {sum(len(rows) >= FEWEST for rows in rows_C)}"
         )
     for number, half in enumerate(halves):
         split = [_split(rows, number) for rows in half]
@@ -97,21 +97,21 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
 
 
 def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Split captioned images twice; held-out groups share no image and no caption with the groups to learn from.
+    """Split captioned images twice; held-out groups share no image or caption with the training groups.
 
     Args:
-        n_groups: the number of groups of images and captions.
-        seed: of the split.
+        n_groups: number of groups of images and captions.
+        seed: seed of the split.
 
     Yields:
-        Groups to learn from, and held-out groups that search each other, twice.
+        Training groups, and held-out groups that search each other, twice.
 
     Raises:
-        NothingHeldOutError: there are too few to hold any out.
+        NothingHeldOutError: too few groups for a validation split.
     """
     if n_groups < FEWEST_GROUPS:
-        few = f"it takes {FEWEST_GROUPS} captioned images, and there are {n_groups}"
-        raise NothingHeldOutError(f"too few items to hold any out: {few}")
+        few = f"{FEWEST_GROUPS} captioned images are needed, found {n_groups}"
+        raise NothingHeldOutError(f"too few items for a validation split: {few}")
     order_K = np.random.default_rng(seed).permutation(n_groups)
     held = min(QUERIES, round(HELD_OUT * n_groups))
     for number in range(2):
@@ -120,14 +120,14 @@ def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int
 
 
 def _split(rows: NDArray[np.int64], number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return a class's rows to learn from and its held-out rows; with known classes, the second fold holds out other rows."""
+    """Return a class's training rows and held-out rows; each fold holds out different rows."""
     held = max(2, round(HELD_OUT * len(rows))) if len(rows) >= FEWEST else 0
     rows = np.roll(rows, number * held)
     return rows[held:], rows[:held]
 
 
 def _enough(groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return groups that make :data:`QUERIES` rows: whole ones, unless these would be fewer than :data:`CLASSES`."""
+    """Return groups with :data:`QUERIES` rows in total, cut if they would be fewer than :data:`CLASSES`."""
     most = max(QUERIES // CLASSES, math.ceil(QUERIES / len(groups)))
     groups = [group[:most] for group in groups]
     ends = np.cumsum([len(group) for group in groups])

@@ -1,29 +1,31 @@
-"""Pairs from texts: what a model or a service embeds of them, beside stored embeddings of the same texts or the old model's."""
+"""Pairs from texts: embeddings by a model or service, joined with stored embeddings or those of the other model."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.arrays import numbered
+from xcompat.core.arrays import SomeRows, numbered
 from xcompat.core.distributed import from_main_process, process_state
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
-from xcompat.data import load_items_of_text
+from xcompat.data import load_items_of_text, load_pairs
 from xcompat.data.schema import ID, TEXT
-from xcompat.embeddings.embed import embed_texts
+from xcompat.data.sources import files_digest
+from xcompat.embeddings.embed import embed_images, embed_texts
 from xcompat.embeddings.provider import ALIKE, Provider, compare_sketches, load_function
 from xcompat.mapping.asked import Texts
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.domain import describe_shift, sample_side
+from xcompat.mapping.indexes import Reading
 from xcompat.mapping.paired import PairedEmbeddings, picked
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
     import datasets
 
 Source = Side | Embedder | Provider
-"""One side: its stored embeddings, or what embeds."""
+"""One side of the pairs: stored embeddings, a model, or a service."""
 TEXTS = "text"
-OWN_ID = "give each text an id of its own on both sides"
-DIGESTED = 4096  # texts read at a time
+OWN_ID = "give each text a unique id on both sides"
+DIGESTED = 4096  # texts per read
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class TextPairs:
 
     Args:
         pairs: both models' embeddings of the same texts.
-        old: the old model; None if its embeddings were stored.
-        new: the new model, as it embeds queries; None if its embeddings were stored, or a service made them.
-        service: the service that made them, as a map's configuration describes it; None without one.
-        texts: the texts, row by row; None if embeddings alone are known.
+        old: old model; None if its embeddings were stored.
+        new: new model, which embeds queries; None for stored embeddings or a service.
+        service: service of the new side, as described in a map's configuration, or None.
+        texts: the texts, row by row, or None.
     """
 
     pairs: Paired
@@ -59,65 +61,82 @@ class TextPairs:
     texts: Sequence[str] | None = None
 
 
-def pairs_of_texts(old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_share: float = BAD_SHARE) -> TextPairs:
-    """Embed texts with each side that is a model, and join them with the other side by their ids.
+def pairs_of_texts(
+    old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
+) -> TextPairs:
+    """Embed texts or pictures with each side that is a model, and join both sides by their ids.
 
-    The new model embeds them as queries, because queries are what the map will be given; the old one as what a gallery holds.
+    The new model embeds queries, because the map receives queries; the old model embeds gallery items.
+
+    Stored ids are those of the texts, or the paths of the pictures. If no path is an id, file names are compared, then file names
+    without suffix.
 
     Args:
-        old: the old model, or its embeddings (see :func:`~xcompat.mapping.sides.read_sides`); rows without ids are in the order
-            of the texts.
-        new: the new model, likewise; with a service, the name of its model.
-        texts: the texts.
-        cache_dir: folder of what is embedded; a further call continues there, and embeds nothing twice.
-        max_bad_share: the share of stored rows that may have no usable embedding.
+        old: old model, or its embeddings (see :func:`~xcompat.mapping.sides.read_sides`); rows without ids are in the order of
+            the texts, or of the sorted paths of the pictures.
+        new: new model or its embeddings; with a service, the name of its model.
+        texts: texts or pictures to embed, and optionally the service.
+        cache_dir: folder of cached embeddings; another call continues there.
+        max_bad_share: largest share of unusable stored rows, and of unreadable pictures.
+        reading: names of columns, and the file with the ids of the old side.
 
     Returns:
-        The pairs in the order of the texts.
+        Pairs in the order of the texts or pictures.
 
     Raises:
-        XcompatError: both sides are embeddings, or share no text.
+        XcompatError: both sides are embeddings, or they share no item.
     """
-    old_source = _source(old, max_bad_share)
+    reading = reading or Reading()
+    old_source = _source(old, max_bad_share, reading)
     service = texts.embed_with
     new_source: Source = (
-        _source(new, max_bad_share)
+        _source(new, max_bad_share, reading._replace(ids=None))
         if service is None
         else Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
     )
     if isinstance(old_source, Side) and isinstance(new_source, Side):
-        raise XcompatError("--texts names what is to be embedded, and both sides are embeddings; name a model as --new")
-    items = load_items_of_text(texts.path)
+        option = "--images" if texts.are_pictures else "--texts"
+        raise XcompatError(f"both sides are embeddings, so there is nothing to embed; remove {option}, or pass a model as --new")
+    items = load_pairs(str(texts.path)) if texts.are_pictures else load_items_of_text(texts.path)
     ids: list[str] = items[ID][:]
+    old_source, new_source = (_with_ids_of(source, ids) if texts.are_pictures else source for source in (old_source, new_source))
     old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
     kept_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
     taken = items if len(kept_N) == len(items) else items.select(kept_N)
     asked = new_source.for_queries() if isinstance(new_source, Embedder) else new_source
     described = None
     if isinstance(asked, Provider) and service is not None:
-        process_state()  # processes must have joined the group before one of them acts for all
-        described = from_main_process(partial(describe_service, asked, service, _cache_folder(asked, taken, cache_dir)))
-    old_Nd = _embeddings(old_source, taken, old_places_N[kept_N], cache_dir)
-    new_ND = _embeddings(asked, taken, new_places_N[kept_N], cache_dir)
+        process_state()  # join the process group before the main process acts for all
+        described = from_main_process(partial(describe_service, asked, service, _cache_folder(asked, _digest(taken), cache_dir)))
+    sides = ((old_source, old_places_N[kept_N]), (asked, new_places_N[kept_N]))
+    if texts.are_pictures:
+        old_Nd, new_ND = (
+            _picture_embeddings(*side, taken, cache_dir, files_digest(str(texts.path)), max_bad_share) for side in sides
+        )
+        readable_N = np.flatnonzero(np.isfinite(old_Nd[:][:, 0]) & np.isfinite(new_ND[:][:, 0]))
+        old_Nd, new_ND, kept_N = SomeRows(old_Nd, readable_N), SomeRows(new_ND, readable_N), kept_N[readable_N]
+    else:
+        old_Nd, new_ND = (_embeddings(source, taken, places_n, cache_dir) for source, places_n in sides)
     stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
     labels_N = _classes(stored, places_N[kept_N])
     notes = _notes(stored, ids, kept_N, texts.path)
     if isinstance(old_source, Side) and len(old_Nd) < old_source.usable_N.sum():
         notes = (*notes, *describe_shift(old_Nd, sample_side(old_source), str(old)))
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
-    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described, taken[TEXT])
+    known = None if texts.are_pictures else taken[TEXT]
+    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described, known)
 
 
 def describe_service(provider: Provider, function: str, cache: Path) -> dict[str, Any]:
-    """Describe a service by its answers to a few test texts, which must be those that a cache was begun with.
+    """Describe a service by its embeddings of test texts, and check that the same model started the cache.
 
     Args:
         provider: the service.
-        function: the name of the function that asks it.
-        cache: the folder of what it embeds. If the cache is finished by the same function, nothing is asked.
+        function: name of its function.
+        cache: folder of cached embeddings. If this function has completed it, the service is not called.
 
     Raises:
-        XcompatError: another model answered when the cache was begun.
+        XcompatError: another model started the cache.
     """
     record = cache.with_name(f"{cache.name}.service.json")
     known = read_json(record) if record.exists() else None
@@ -135,72 +154,103 @@ def describe_service(provider: Provider, function: str, cache: Path) -> dict[str
     return described
 
 
-def _cache_folder(source: Embedder | Provider, items: datasets.Dataset, cache_dir: Path) -> Path:
-    return cache_dir / f"texts-{source.fingerprint.digest[:16]}-{_digest(items)[:16]}"
+def _cache_folder(source: Embedder | Provider, digest: str, cache_dir: Path, kind: str = "texts") -> Path:
+    return cache_dir / f"{kind}-{source.fingerprint.digest[:16]}-{digest[:16]}"
 
 
-def _source(path: Path, max_bad_share: float) -> Source:
-    """Read stored embeddings, or load a model."""
+def _source(path: Path, max_bad_share: float, reading: Reading) -> Source:
     if not holds_embeddings(path):
         return load_embedder(str(path))
-    sides = read_sides(path, max_bad_share)
+    sides = read_sides(path, max_bad_share, reading)
     return sides[TEXTS] if TEXTS in sides else next(iter(sides.values()))
 
 
 def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
-    """Return the row of each text in what is stored; -1 where it has none."""
+    """Return the row of each text in the stored embeddings, or -1."""
     if not isinstance(source, Side):
         return np.arange(len(ids))
     if source.ids is None:
         if len(source.embeds_ND) != len(ids):
             raise XcompatError(
-                f"{source.path} has {len(source.embeds_ND):,} rows and {texts} {len(ids):,} texts; rows without ids are in the "
-                "order of the texts"
+                f"{source.path} has {len(source.embeds_ND):,} rows, but {texts} has {len(ids):,} texts; rows without ids must "
+                "be in the order of the texts"
             )
         return np.where(source.usable_N, np.arange(len(ids)), -1)
-    count = Counter(source.ids)  # of texts that share an id none can be told from the others
+    count = Counter(source.ids)  # texts that share an id are ambiguous
     place = {name: row for row, name in enumerate(source.ids) if count[name] == 1 and source.usable_N[row]}
     places_N = np.array([place.get(name, -1) for name in ids], np.int64)
     if (places_N < 0).all():
         if shared := next((name for name in ids if name in count), None):
-            raise XcompatError(f"{source.path} names {shared!r} {count[shared]} times, so no row is that of a text; {OWN_ID}")
-        raise XcompatError(f"{source.path} and {texts} share no id ({source.ids[0]!r}, {ids[0]!r}); each text has its id in both")
+            raise XcompatError(f"{source.path} contains the id {shared!r} {count[shared]} times; {OWN_ID}")
+        raise XcompatError(f"{source.path} and {texts} share no id ({source.ids[0]!r}, {ids[0]!r}); use the same ids in both")
     return places_N
 
 
 def _classes(source: Source, places_N: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return the class of each text, if what is stored has classes."""
     if not isinstance(source, Side) or source.labels is None:
         return None
     return numbered([source.labels[row] for row in places_N.tolist()])[1]
 
 
 def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
-    """Say how many texts are used, if some, or some stored embeddings, have no partner."""
+    """Report how many texts are used, if some texts or embeddings have no partner."""
     if not isinstance(source, Side) or len(kept_N) == len(ids) == len(source.embeds_ND):
         return source.notes if isinstance(source, Side) else ()
     stored = f"the {len(source.embeds_ND):,} embeddings of {source.path}"
-    used = f"{len(kept_N):,} of the {len(ids):,} texts of {texts} have one of {stored}."
+    used = f"{len(kept_N):,} of {len(ids):,} texts in {texts} match one of {stored}."
     count, given = Counter(source.ids), set(ids)
     shared = [name for name, times in count.items() if times > 1 and name in given]
     if not shared:
         return *source.notes, used
-    alike = f"Left out are {len(shared):,} whose id several embeddings have, such as {shared[0]!r}: {OWN_ID}."
+    alike = f"Texts not used because several embeddings have their id: {len(shared):,}, e.g. {shared[0]!r}; {OWN_ID}."
     return *source.notes, used, alike
 
 
 def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.int64], cache_dir: Path) -> Rows:
-    """Return the embeddings of texts: looked up, or computed and cached under the digests of model and texts."""
+    """Return stored embeddings of texts, or compute and cache them under the digests of model and texts."""
     if isinstance(source, Side):
         return picked(source.embeds_ND, places_N)
-    digest, folder = _digest(items), _cache_folder(source, items, cache_dir)
+    digest = _digest(items)
+    folder = _cache_folder(source, digest, cache_dir)
     if isinstance(source, Provider):
         return source.embed_texts(items[TEXT], folder, digest)
     return embed_texts(source, items[TEXT], folder, digest)
 
 
+def _picture_embeddings(
+    source: Source,
+    places_N: NDArray[np.int64],
+    pictures: datasets.Dataset,
+    cache_dir: Path,
+    files: str | None,
+    max_bad_share: float,
+) -> Rows:
+    """Return stored embeddings of pictures, or compute and cache them; NaN for unreadable pictures."""
+    if isinstance(source, Side):
+        return picked(source.embeds_ND, places_N)
+    assert isinstance(source, Embedder), source
+    if not any(source.processor.image_size):
+        raise XcompatError(f"{source.name} embeds texts only, but --images contains pictures; use an image-text model, e.g. CLIP")
+    digest = hashlib.sha256("\0".join([files or "", *pictures[ID]]).encode()).hexdigest()
+    folder = _cache_folder(source, digest, cache_dir, "images")
+    return embed_images(source, pictures, folder, digest, max_bad_share=max_bad_share)
+
+
+def _with_ids_of(source: Source, ids: Sequence[str]) -> Source:
+    """Rename stored ids to the pictures' paths, by file names, if no stored id is such a path."""
+    if not isinstance(source, Side) or source.ids is None or not set(ids).isdisjoint(source.ids):
+        return source
+    for name_of in (lambda path: PurePosixPath(path).name, lambda path: PurePosixPath(path).stem):
+        count = Counter(map(name_of, ids))
+        paths = {name: path for path in ids if count[name := name_of(path)] == 1}
+        renamed = [paths.get(name_of(each), each) for each in source.ids]
+        if not set(ids).isdisjoint(renamed):
+            return replace(source, ids=renamed, notes=(*source.notes, f"{source.path}: its ids are matched by file names."))
+    return source
+
+
 def _digest(items: datasets.Dataset) -> str:
-    """Hash the texts, so that a file that was touched or moved is not embedded again."""
+    """Hash the texts, so that a touched or moved file is not embedded again."""
     digest = hashlib.sha256()
     for start in range(0, len(items), DIGESTED):
         for text in items[start : start + DIGESTED][TEXT]:

@@ -1,4 +1,4 @@
-"""Held-out parts of a training set, and the results of candidates on them compared with the old model."""
+"""Validation splits of a training set, and results of candidates on them compared with the old model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from xcompat.vectors import AS_THEY_ARE
 
 RESAMPLES = 1000
 CHANCE_LEVEL = 0.99
-"""Of the interval that tells a candidate from chance: one map in 200 that is chance goes unnoticed."""
+"""Level of the interval that compares a candidate with chance: one in 200 chance maps goes unnoticed."""
 POWERS = (0.15, 0.25, 0.35, 0.5)
 RECALLS = (1, 5, 10)
 QUESTION_TO_PASSAGE, PASSAGE_TO_QUESTION = "question to passage", "passage to question"
@@ -38,20 +38,20 @@ _STANDARD_ERRORS = 1.96  # half the width of a 95 % interval
 Values = dict[str, dict[str, np.ndarray]]
 """Protocol -> metric -> value of each query."""
 Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
-"""From a fold's number, a protocol, and rows of some pairs to these rows' queries in the searched space."""
+"""Maps a fold's number, a protocol, and rows of some pairs to queries in the searched space."""
 
 
 class Measured(NamedTuple):
-    """Results of the queries of one fold by one protocol.
+    """Results of one fold's queries with one protocol.
 
     Args:
-        fold: its number.
-        protocol: its name.
+        fold: fold number.
+        protocol: protocol name.
         found: metric -> value of each query.
-        quality_Q: each query's result as one number: average precision, or for captions the reciprocal rank.
-        about_Q: the item of each query.
-        clusters_Q: what the bootstrap draws: the class of each query, or its group of images and captions.
-        n_gallery: the number of items that are searched.
+        quality_Q: one number per query: average precision, or for captions the reciprocal rank.
+        about_Q: item of each query.
+        clusters_Q: bootstrap cluster of each query: its class or its group of captions.
+        n_gallery: number of searched items.
     """
 
     fold: int
@@ -70,7 +70,7 @@ class Trial:
     Args:
         candidate: the candidate.
         gains: protocol -> metric -> new/old minus old/old, paired over the queries of all folds.
-        shown_only: protocols whose gains are shown and decide nothing.
+        shown_only: protocols that do not affect the choice.
     """
 
     candidate: Candidate
@@ -78,28 +78,28 @@ class Trial:
     shown_only: tuple[str, ...] = ()
 
     def cells(self) -> Iterator[tuple[str, str, PairedDifference]]:
-        """Yield protocol, metric and gain of the protocols that decide."""
+        """Yield protocol, metric and gain of all protocols that affect the choice."""
         deciding = {protocol: gains for protocol, gains in self.gains.items() if protocol not in self.shown_only}
         return ((protocol, metric, gain) for protocol, gains in deciding.items() for metric, gain in gains.items())
 
     @property
     def least(self) -> PairedDifference:
-        """The smallest gain over the deciding protocols and all metrics."""
+        """Smallest gain over these protocols and all metrics."""
         return min((gain for _, _, gain in self.cells()), key=lambda gain: gain.mean)
 
     @property
     def worst(self) -> float:
-        """The mean of the smallest gain."""
+        """Mean of the smallest gain."""
         return self.least.mean
 
     @property
     def error(self) -> float:
-        """The standard error of the smallest gain."""
+        """Standard error of the smallest gain."""
         return (self.least.high - self.least.low) / (2 * _STANDARD_ERRORS)
 
     @property
     def is_surely_better(self) -> bool:
-        """Whether every interval lies above zero."""
+        """Whether every interval is above zero."""
         return all(gain.low > 0 for _, _, gain in self.cells())
 
     @property
@@ -109,16 +109,16 @@ class Trial:
 
     @property
     def mean(self) -> float:
-        """The mean gain."""
+        """Mean gain."""
         return float(np.mean([gain.mean for _, _, gain in self.cells()]))
 
 
 class HeldOut(ABC):
-    """Folds of a training set, the candidates' parts learned from each, and the results of old queries.
+    """Folds of a training set, the parts of candidates learned from each, and the results of old queries.
 
     Args:
-        lines: the solver of each line, by name.
-        seed: of the folds and of the intervals.
+        lines: solver of each linear map, by name.
+        seed: seed of folds and intervals.
     """
 
     sharpnesses: Sequence[float]
@@ -126,11 +126,11 @@ class HeldOut(ABC):
     powers: Sequence[float]
     of_galleries = False
     direction = IMAGE_TO_IMAGE
-    """Of the search in ``report.json``, where protocols are no directions."""
+    """Direction of search in ``report.json``, unless protocols are directions."""
     left_out: tuple[str, ...] = ()
-    """Sentences about the candidates that cannot be solved, and are not tried."""
+    """Sentences about candidates that cannot be solved and are not tried."""
     shown_only: tuple[str, ...] = ()
-    """Protocols whose results are shown and decide nothing."""
+    """Protocols with results that are only shown, and do not affect the choice."""
     learned_rows: list[NDArray[np.int64]]
     """Rows, or groups, that each fold learns from."""
 
@@ -145,11 +145,11 @@ class HeldOut(ABC):
         }
 
     def floor_means(self) -> dict[str, dict[str, float]]:
-        """Return what old queries find: protocol -> metric -> mean."""
+        """Return the results of old queries: protocol -> metric -> mean."""
         return {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in self.floor.items()}
 
     def cases(self, candidate: Candidate) -> tuple[Case, ...]:
-        """Return what old queries and a candidate's find, by protocol, as ``report.json`` lists cases."""
+        """Return results of old queries and of a candidate by protocol, as cases of ``report.json``."""
         sizes = {each.protocol: each.n_gallery for each in self.old}
         cases = []
         for query, found in (("old", self.floor), ("new", _joined(self.measured(self.queries_of(candidate))))):
@@ -175,7 +175,7 @@ class HeldOut(ABC):
         """Measure every query of every fold.
 
         Args:
-            queries: brings queries to the searched space.
+            queries: maps queries to the searched space.
         """
 
     def found_by_old(self) -> list[Measured]:
@@ -183,10 +183,10 @@ class HeldOut(ABC):
         return self.measured(_stay)
 
     def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
-        """Measure queries whose first hits the new model scores again; None if that cannot be measured.
+        """Measure queries with hits re-ranked by the new model; return None if this is not supported.
 
         Args:
-            queries: brings queries to the searched space.
+            queries: maps queries to the searched space.
             old_weight: weight of the old score, see :func:`~xcompat.score_scale.combine_scores`.
         """
         return None
@@ -196,7 +196,7 @@ class HeldOut(ABC):
         """Return the same folds with the old model in place of the new one."""
 
     def backfill_losses(self, candidate: Candidate) -> tuple[BackfillLoss, ...]:
-        """Return the metrics on which a candidate finds less once the new model has re-embedded everything."""
+        """Return the metrics that fall after the new model has re-embedded the gallery."""
         losses = []
         now, after = _joined(self.measured(self.queries_of(candidate))), _joined(self.re_embedded(candidate))
         for protocol, metrics in now.items():
@@ -208,10 +208,10 @@ class HeldOut(ABC):
 
     @abstractmethod
     def re_embedded(self, candidate: Candidate) -> list[Measured]:
-        """Measure a candidate's queries in a gallery that the new model has re-embedded."""
+        """Measure a candidate's queries in a gallery re-embedded by the new model."""
 
     def stored_by(self, candidate: Candidate) -> Queries:
-        """Return what a gallery stores of the new model's items with a candidate's line."""
+        """Return the function that embeds gallery items with the new model and a candidate's linear map."""
 
         def stored(fold: int, _: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             line = self.known[fold].line(candidate.line)
@@ -233,7 +233,7 @@ class HeldOut(ABC):
         return queries
 
     def evidence(self, candidate: Candidate) -> Evidence:
-        """Measure for each query whether a candidate hurts it, and the length of what it recalls."""
+        """Measure for each query the length of its recalled embedding, and whether the candidate hurts it."""
         leaning = list[NDArray[np.float64]]()
         queries = self.queries_of(candidate)
 
@@ -249,7 +249,7 @@ class HeldOut(ABC):
         return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
 
     def try_reranked(self, candidate: Candidate, old_weight: float) -> Trial | None:
-        """Measure a candidate whose first hits the new model scores again; None if that cannot be measured."""
+        """Measure a candidate with hits re-ranked by the new model; return None if this is not supported."""
         again = self.reranked(self.queries_of(candidate), old_weight)
         return None if again is None else self._trial(candidate, _joined(again))
 
@@ -270,10 +270,10 @@ class HeldOut(ABC):
         return Trial(candidate, gains, self.shown_only)
 
     def is_by_chance(self, candidate: Candidate) -> bool:
-        """Return whether a candidate's queries find no more, for sure, than the same queries dealt out to other items.
+        """Return whether a candidate's queries do not surely beat the same queries swapped between items.
 
-        With somebody else's query an item finds by chance alone: as often as the sizes of classes, and entries that are near to
-        everything, let it. The mean of all metrics is compared; one of them alone may be at its ceiling on few items.
+        Swapped queries find items by chance, depending on class sizes and on entries near to everything. All metrics are
+        averaged, because a single metric can reach its maximum on few items.
         """
         queries, draw = self.queries_of(candidate), np.random.default_rng(self.seed)
 
@@ -284,7 +284,7 @@ class HeldOut(ABC):
             np.concatenate([np.mean(list(each.found.values()), axis=0) for each in self.measured(asked)])
             for asked in (queries, dealt)
         )
-        # an item asks by several protocols, and finds much the same
+        # queries of one item give similar results with all protocols
         clusters_Q = np.concatenate([each.clusters_Q for each in self.old])
         return paired_bootstrap(own_Q, dealt_Q, RESAMPLES, CHANCE_LEVEL, self.seed, clusters_Q).low <= 0
 
@@ -328,7 +328,7 @@ class HeldOutClasses(HeldOut):
         Args:
             asked: embeds items as queries.
             searched: embeds items as gallery entries.
-            old_weight: weight of old scores, if the new model scores the first hits again; None for plain hits.
+            old_weight: weight of old scores for re-ranking by the new model; None for no re-ranking.
         """
         parts = []
         for number, fold in enumerate(self.folds):
@@ -342,7 +342,7 @@ class HeldOutClasses(HeldOut):
                     own = rows_of(self.pairs.new_ND, rows_Q), rows_of(self.pairs.new_ND, rows_G)
                     compared = rerank(compared, *own, CANDIDATES, old_weight)
                 ranked = rank(compared)
-                assert (ranked.positives_Q > 0).all()  # of each class, folds hold out two items at least
+                assert (ranked.positives_Q > 0).all()  # folds hold out at least two items per class
                 first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
                 found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
                 parts.append(Measured(number, protocol, found, precision_Q, rows_Q, labels_Q, len(rows_G)))
@@ -359,10 +359,9 @@ class HeldOutClasses(HeldOut):
 
 
 class HeldOutGalleries(HeldOutClasses):
-    """New embeddings of items that search mapped old embeddings of others; the sides of the pairs are turned.
+    """New embeddings of items that search mapped old embeddings of others; the pairs exchange old and new.
 
-    No metric is tried: it would transform mapped embeddings alone, away from queries and from entries that the new model stores
-    in the same gallery.
+    No metric is tried: it would transform mapped embeddings, but not queries and new embeddings.
     """
 
     powers = ()
@@ -371,7 +370,7 @@ class HeldOutGalleries(HeldOutClasses):
 
     @override
     def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
-        return None  # what is mapped are the old embeddings
+        return None  # this map moves old embeddings
 
     @override
     def measured(self, queries: Queries) -> list[Measured]:
@@ -396,9 +395,9 @@ class HeldOutGalleries(HeldOutClasses):
 
 
 class HeldOutCaptions(HeldOut):
-    """Captions that search images, and images that search captions; or questions that search passages, and the reverse.
+    """Captions that search images, or questions that search passages, and the reverse.
 
-    Nobody searches questions with passages: these results are shown and decide nothing.
+    Results of passages that search questions are only shown and do not affect the choice.
     """
 
     sharpnesses, shares, powers = (40.0, 60.0, 100.0), (0.3, 0.5, 0.8, 1.2), ()
@@ -441,7 +440,7 @@ class HeldOutCaptions(HeldOut):
         Args:
             queries: embeds items as queries.
             stored: embeds items as gallery entries.
-            old_weight: weight of old scores, if the new model scores the first hits again; None for plain hits.
+            old_weight: weight of old scores for re-ranking by the new model; None for no re-ranking.
         """
         parts = []
         for number, pairs in enumerate(self.searched):

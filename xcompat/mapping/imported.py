@@ -1,4 +1,4 @@
-"""Maps that exist already: a checkpoint or another tool's adapter, judged on the user's sample before it is used."""
+"""Existing maps: a checkpoint or another tool's adapter, compared on the user's sample before use."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from xcompat.models.embedder import load_checkpoint
 from xcompat.report.wording import gain, interval
 
 THEIRS = "theirs"
-"""Name of the line that was not solved here."""
-_COMPARED = 4096  # rows that decide between readings of a file
+"""Name of the imported linear map."""
+_COMPARED = 4096  # rows that choose an interpretation of a file
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A map that exists already, tried like a line that is solved.
+    """Existing map, tried like a solved one.
 
     Args:
-        model: the map, perhaps with a memory of its own.
-        source: its ``name``, ``revision`` and ``fingerprint``; of a file its SHA-256.
+        model: the map, with its own memory if it has one.
+        source: its ``name``, ``revision`` and ``fingerprint`` (SHA-256 for a file).
         notes: sentences about it for the user.
     """
 
@@ -46,33 +46,33 @@ class Imported:
         return f"{self.source['name']} at {revision[:12]}" if revision else str(self.source["name"])
 
     def said_of(self, choice: Choice) -> str:
-        """Return in a sentence how the map did beside what was solved here."""
+        """Return a sentence that compares the map with those solved here."""
         if choice.chosen.candidate.line == THEIRS:
-            return f"Theirs is {self}: it is taken. If it learned from items of this sample, it looks better than it is."
+            return f"The imported map {self} is chosen. If it was trained on items of this sample, its results are too good."
         least = better(trial for trial in choice.trials if trial.candidate.line == THEIRS).least
         told = f"{gain(least.mean)} points ({interval((least.low, least.high))})"
-        return f"Theirs is {self}: it is not taken, as its least gain at its best is {told}."
+        return f"The imported map {self} is not chosen: its lowest gain is {told}."
 
     def solve(self, _: Paired, old: Described) -> CompatModel:
-        """Return the map for galleries of the old model: a :data:`Solver` that learns nothing from the pairs."""
+        """Return the map for galleries of the old model: a :data:`Solver` that ignores the pairs."""
         self.model.config.old = old
         return self.model
 
 
 def read_imported(start: Start, pairs: Paired, old: Described, new: Mapping[str, Any] | None) -> Imported:
-    """Read a map and refuse one that was made for other models.
+    """Read a map, and reject maps made for other models.
 
     Args:
-        start: where it comes from.
+        start: source of the map.
         pairs: the user's sample.
-        old: the gallery's model, as ``describe_old`` gives it.
-        new: the queries' model, as ``Embedder.describe_encoder`` gives it; None if it is not known.
+        old: the gallery's model, from ``describe_old``.
+        new: the queries' model, from ``Embedder.describe_encoder``; None if unknown.
 
     Returns:
         The map.
 
     Raises:
-        XcompatError: there is no such map, or it does not fit the sample or its models.
+        XcompatError: the map does not exist, or does not fit the sample or its models.
     """
     name, activation = start.name, start.activation
     path = Path(name)
@@ -95,22 +95,22 @@ def _adapter(path: Path, pairs: Paired, old: Described, activation: Activation |
 
 
 def _best_reading(path: Path, readings: list[Adapter], pairs: Paired) -> tuple[Adapter, str]:
-    """Return the reading that brings new embeddings nearest to old ones, and say how the file is read."""
+    """Return the interpretation that maps new embeddings nearest to old ones, and a note about it."""
     if len(readings) == 1:
-        return readings[0], f"{path.name} is read as {readings[0].how}, as its shapes say."
+        return readings[0], f"{path.name} is read as {readings[0].how}, by its array shapes."
     new_BD, old_Bd = (each[:_COMPARED] for each in next(iter(pairs.batches())))
     cosines = [float((each.model.view(new_BD) * old_Bd).sum(1).mean()) for each in readings]
     best = int(np.argmax(cosines))
     told = ", ".join(f"{each.how} {cosine:.3f}" for each, cosine in zip(readings, cosines, strict=True))
     how = readings[best].how
-    return readings[best], f"{path.name} is read as {how}, which by mean cosine fits the sample best ({told})."
+    return readings[best], f"{path.name} is read as {how}, which fits the sample best (mean cosines: {told})."
 
 
 def _require_map_of_queries(name: str, model: CompatModel) -> None:
     if model.maps_galleries:
-        raise XcompatError(f"{name} maps galleries, not queries: xcompat gallery upgrade takes it")
+        raise XcompatError(f"{name} maps galleries, not queries; use it with xcompat gallery upgrade")
     if not model.embeds_in_memory:
-        raise XcompatError(f"{name} embeds pictures or texts itself and is no map of embeddings; use it as it is")
+        raise XcompatError(f"{name} embeds images or texts and is not a map of embeddings; use it directly")
     if model.maps_features(model.config.to_dict()):
         raise XcompatError(f"{name} maps penultimate features, not embeddings; start from another map")
 
@@ -119,12 +119,12 @@ def _require_dims(name: str, model: CompatModel, pairs: Paired) -> None:
     dims = model.config.embedding_dim, model.config.old["dim"]
     if dims != pairs.dims:
         raise XcompatError(
-            f"{name} maps {dims[0]} to {dims[1]} dimensions, the embeddings given have {pairs.dims[0]} and {pairs.dims[1]}"
+            f"{name} maps {dims[0]} to {dims[1]} dimensions, but the given embeddings have {pairs.dims[0]} and {pairs.dims[1]}"
         )
 
 
 def _about_old(name: str, model: CompatModel, old: Described) -> list[str]:
-    """Refuse a map for galleries of another model; return a note where the gallery's model is known by its name alone."""
+    """Reject a map for another model's galleries; return a note if the gallery's model is known only by name."""
     gallery, known = Fingerprint(str(old["fingerprint"]), str(old["name"])), model.compatible_with
     if gallery in known:
         return []
@@ -132,18 +132,18 @@ def _about_old(name: str, model: CompatModel, old: Described) -> list[str]:
     if not gallery.is_of_name:
         raise XcompatError(f"{name} searches galleries of {versions}, not of {gallery}; start from another map")
     return [
-        f"{name} was made for galleries of {versions}; the old model is known by the name {gallery.name!r} alone, so only the "
-        "sample says whether it is the same."
+        f"{name} was made for galleries of {versions}; the old model is known only by the name {gallery.name!r}, so only the "
+        "results on this sample show whether it is the same."
     ]
 
 
 def _about_new(name: str, model: CompatModel, new: Mapping[str, Any] | None) -> list[str]:
-    """Refuse a map of another model's embeddings; return a note where either model is not known."""
+    """Reject a map of another model's embeddings; return a note if either model is unknown."""
     described = model.config.encoder
     if described is None or new is None:
-        made_for = "a model that it does not name" if described is None else described["name"]
-        unknown = "" if new is not None else ", and --new-model does not say whose these are"
-        return [f"{name} maps embeddings of {made_for}{unknown}: only the sample says whether it fits."]
+        made_for = "an unknown model" if described is None else described["name"]
+        unknown = "" if new is not None else ", and --new-model is not set"
+        return [f"{name} maps embeddings of {made_for}{unknown}: only the results on this sample show whether it fits."]
     mapped, given = (Fingerprint(each["fingerprint"], each["name"]) for each in (described, new))
     if mapped != given:
         raise XcompatError(f"{name} maps embeddings of {mapped}, not of {given}; start from another map")

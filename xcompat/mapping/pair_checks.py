@@ -1,4 +1,4 @@
-"""Checks of pairs before a map is chosen: wrong pairs and exact copies."""
+"""Checks of pairs before the choice of a map: wrong pairs and exact copies."""
 
 from __future__ import annotations
 
@@ -13,28 +13,22 @@ if TYPE_CHECKING:
     from xcompat.models.old_knowledge import Rows
 
 SCANNED = 5_000
-"""Most pairs that are looked at before all are."""
+"""Most pairs to check first; if some of them are wrong, all pairs are checked."""
 FEWEST = 200
-"""Fewest pairs among which wrong ones can be told."""
+"""Fewest pairs for a detection of wrong ones."""
 LEAST_SHARE = 0.02
-"""Share of wrong pairs below which none is dropped: so many right pairs may look wrong."""
+"""Share of wrong pairs below which none is dropped, because right pairs could look wrong."""
 _FOLDS, _ROUNDS = 4, 4
 _TAIL = 0.1
-_CAUGHT, _LOST = 0.8, 0.01  # the share of wrong pairs that a threshold must find, and that of right pairs that it may take along
+_CAUGHT, _LOST = 0.8, 0.01  # least share of wrong pairs, and most of right ones, below a threshold
 _LEAST_KEPT = 0.25
 _HASHED = 64  # columns
-_DIMS = 512  # of the spaces that are compared: wider ones are projected at random, as the rotation takes the cube of them
+_DIMS = 512  # wider spaces are projected at random, as a rotation takes cubic time
 _BLOCK = 20_000
 
 
 class _Turn(NamedTuple):
-    """A centred rotation from the new space to the old one.
-
-    Args:
-        new_D: mean of new embeddings.
-        old_d: mean of old embeddings.
-        turn_Dd: the rotation.
-    """
+    """Centred rotation from the new space to the old one, with the means of both."""
 
     new_D: NDArray[np.float64]
     old_d: NDArray[np.float64]
@@ -54,12 +48,7 @@ class _Turn(NamedTuple):
 
 
 class _Narrow(NamedTuple):
-    """Embeddings of one side, projected at random where they have many dimensions.
-
-    Args:
-        rows_ND: the embeddings.
-        along_DK: the projection; None for none.
-    """
+    """Embeddings of one side, with a random projection if they have many dimensions."""
 
     rows_ND: Rows
     along_DK: NDArray[np.float32] | None
@@ -75,20 +64,19 @@ class _Narrow(NamedTuple):
 
 
 def find_right_pairs(new_ND: Rows, old_Nd: Rows, seed: int = 0) -> NDArray[np.bool_] | None:
-    """Tell wrong pairs from right ones: those whose old embedding is as far from the mapped new one as another item's.
+    """Find pairs whose old embedding fits the mapped new one better than another item's does.
 
-    A trimmed orthogonal Procrustes fit (Rousseeuw 1984, least trimmed squares) gives the cosine of each pair by a map that has
-    not seen it. The same cosines of rows that were dealt out to others are the null distribution. The share of wrong pairs is
-    estimated at its median (Storey 2002), and pairs are dropped below the threshold of least expected error (Efron 2004,
-    local false discovery rates). Nothing is dropped unless wrong pairs stand apart from right ones.
+    A trimmed orthogonal Procrustes fit (Rousseeuw 1984, least trimmed squares) gives each pair's cosine by a map fitted without
+    it. Cosines of shuffled rows are the null distribution; its median gives the share of wrong pairs (Storey 2002). Pairs are
+    dropped below the threshold of least expected error (Efron 2004, local false discovery rates), if wrong pairs stand apart.
 
     Args:
         new_ND: embeddings of the new model.
         old_Nd: embeddings of the old model, row by row.
-        seed: of folds, and of what is dealt out.
+        seed: seed of folds and shuffles.
 
     Returns:
-        Bool (N,), False for wrong pairs; None if there are none, or they cannot be told.
+        Bool (N,), False for wrong pairs; None if there are none, or they cannot be detected.
     """
     count, draw = len(new_ND), np.random.default_rng(seed)
     if count < FEWEST:
@@ -123,7 +111,7 @@ def _cross_fitted(
     kept_S: NDArray[np.bool_],
     draw: np.random.Generator,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the cosine of each pair by a map of other folds, and that of its new embedding with another item's old one."""
+    """Return each pair's cosine by a map of other folds, and that with another item's old embedding."""
     cosines_S, null_S = np.empty(len(new_SD)), np.empty(len(new_SD))
     for fold in range(_FOLDS):
         others_S, rows = kept_S & (folds_S != fold), np.flatnonzero(folds_S == fold)
@@ -134,12 +122,12 @@ def _cross_fitted(
 
 
 def _threshold(cosines_S: NDArray[np.float64], null_S: NDArray[np.float64], is_last: bool) -> float | None:
-    """Return the cosine up to which pairs are wrong; None if wrong pairs are few, or do not stand apart in the end."""
+    """Return the highest cosine of wrong pairs; None if they are few, or in the last round not separate."""
     found_S, null_S = np.sort(cosines_S), np.sort(null_S)
     tail, wrong = (float((found_S <= np.quantile(null_S, q)).mean()) / q for q in (_TAIL, 0.5))
     if not LEAST_SHARE <= wrong <= 1 - LEAST_SHARE or tail < wrong / 2:  # the tail of right pairs is shorter
         return None
-    below_S = np.arange(1, len(found_S) + 1) / len(found_S)  # the share of pairs up to each cosine
+    below_S = np.arange(1, len(found_S) + 1) / len(found_S)  # share of pairs up to each cosine
     null_below_S = np.searchsorted(null_S, found_S, side="right") / len(null_S)
     best = int(np.argmax(2 * wrong * null_below_S - below_S))
     lost = (below_S[best] - wrong * null_below_S[best]) / (1 - wrong)
@@ -148,10 +136,10 @@ def _threshold(cosines_S: NDArray[np.float64], null_S: NDArray[np.float64], is_l
 
 
 def first_of_copies(new_ND: Rows, old_Nd: Rows, seed: int = 0) -> NDArray[np.int64] | None:
-    """Return the first row of each group of pairs that are equal on both sides; None if no pair is a copy of another.
+    """Return the first row of each group of pairs that are equal on both sides; None without copies.
 
-    Rows with equal hashes are compared number by number. A hash is the sum of the bits of some 64 columns of each side times
-    random numbers, modulo 2^64.
+    Rows with equal hashes are compared number by number. A hash is the sum modulo 2^64 of random numbers times the bits of about
+    64 columns per side.
     """
     draw, hashes_N = np.random.default_rng(seed), np.zeros(len(new_ND), np.uint64)
     for side in (new_ND, old_Nd):

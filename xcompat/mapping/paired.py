@@ -18,13 +18,14 @@ from typing_extensions import override
 from xcompat.core.arrays import SomeRows, numbered, rows_of
 from xcompat.core.errors import XcompatError
 from xcompat.mapping.domain import describe_shift, sample_side
+from xcompat.mapping.indexes import Reading
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
 from xcompat.vectors import BAD_SHARE
 
 Pick: TypeAlias = Callable[[Rows, NDArray[np.int64]], Rows]
-"""From embeddings and the numbers of some rows to these rows."""
+"""Maps embeddings and row numbers to these rows."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class PairedEmbeddings:
 
     Args:
         new_ND: float embeddings of the new model, L2-normalised.
-        old_Nd: float embeddings of the old model, of the same items row by row.
-        labels_N: int64 class of each item; None if the classes are unknown.
-        notes: sentences for the user about how the sides were joined.
+        old_Nd: float embeddings of the old model, row by row.
+        labels_N: int64 classes, or None.
+        notes: sentences for the user about the join.
     """
 
     new_ND: Rows
@@ -44,16 +45,15 @@ class PairedEmbeddings:
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self.new_ND)
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Return D and d."""
+        """Dimensions D and d of new and old embeddings."""
         return self.new_ND.shape[1], self.old_Nd.shape[1]
 
     def together(self) -> PairedEmbeddings:
-        """Return all items as one set, this one."""
+        """Return all items as one set."""
         return self
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -62,20 +62,20 @@ class PairedEmbeddings:
 
     @cached_property
     def moments(self) -> Moments:
-        """The moments that every line is solved from, summed once."""
+        """Moments for solving linear maps, computed once."""
         return Moments.of(self.batches())
 
     @property
     def n_classes(self) -> int:
-        """Return C; 0 without labels."""
+        """Number of classes C; 0 without labels."""
         return int(self.labels_N.max()) + 1 if self.labels_N is not None else 0
 
     def take(self, rows_R: NDArray[np.int64]) -> Self:
-        """Copy some of the items; all of them in order are not copied."""
+        """Copy some of the items; return all items in order without a copy."""
         return self._picked(rows_R, rows_of)
 
     def narrowed(self, rows_R: NDArray[np.int64]) -> Self:
-        """Return some of the items, whose embeddings stay where they are."""
+        """Return some of the items without copying their embeddings."""
         return self._picked(rows_R, SomeRows)
 
     def _picked(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
@@ -89,16 +89,16 @@ class PairedEmbeddings:
         return replace(self, new_ND=self.old_Nd)
 
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return the inputs of a map for some of the items: new embeddings."""
+        """Return the map's inputs for some of the items: new embeddings."""
         return (rows_of(self.new_ND, rows_R),)
 
 
 @dataclass(frozen=True)
 class TurnedEmbeddings(PairedEmbeddings):
-    """Pairs for a map of galleries, with turned sides: ``new_ND`` are the old model's embeddings, ``old_Nd`` the new model's.
+    """Pairs for a map of galleries: ``new_ND`` are the old model's embeddings, and ``old_Nd`` the new model's.
 
     Args:
-        side_NS: stored side-information of the old embeddings, for a map that reads it.
+        side_NS: stored side-information of the old embeddings, for a map that uses it.
     """
 
     side_NS: Rows | None = None
@@ -109,17 +109,17 @@ class TurnedEmbeddings(PairedEmbeddings):
 
     @override
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return the inputs of a map for some of the items: old embeddings and their side-information, if there is any."""
+        """Return the map's inputs for some of the items: old embeddings, and side-information if available."""
         return (*super().inputs(rows_R), *([self.side_NS[rows_R]] if self.side_NS is not None else []))
 
 
 @dataclass(frozen=True)
 class CaptionedEmbeddings:
-    """Embeddings of images and of their captions by both models, or of passages and the questions that they answer.
+    """Embeddings of images and captions, or passages and questions, by both models.
 
     Args:
-        images: the images, or the passages; a label is the number of an item's group.
-        texts: the captions, or the questions. A caption describes the images of its group, and each group has both.
+        images: images or passages, labelled by group.
+        texts: captions or questions, labelled by group. Each group has images and texts.
         notes: as in :class:`PairedEmbeddings`.
         are_questions: whether these are passages and questions.
     """
@@ -133,22 +133,22 @@ class CaptionedEmbeddings:
     def whole(
         cls, images: PairedEmbeddings, texts: PairedEmbeddings, notes: tuple[str, ...] = (), are_questions: bool = False
     ) -> Self:
-        """Join images and captions, without groups that lack either or have a number below 0.
+        """Join images and captions; drop incomplete groups and groups with negative numbers.
 
         Args:
-            images: labelled by their group.
-            texts: labelled by their group.
+            images: images, labelled by group.
+            texts: captions, labelled by group.
             notes: as in the class.
             are_questions: as in the class.
 
         Raises:
-            XcompatError: no group has both.
+            XcompatError: no group is complete.
         """
         assert images.labels_N is not None and texts.labels_N is not None
         both_K = np.intersect1d(images.labels_N, texts.labels_N)
         both_K = both_K[both_K >= 0]
         if not len(both_K):
-            raise XcompatError("no image has a caption, and no caption an image: there is nothing to remember")
+            raise XcompatError("no image has a caption, so there is nothing to remember; give captions the ids of their images")
         return cls(images, texts, notes, are_questions)._of(both_K, PairedEmbeddings.narrowed)
 
     def of_old(self) -> CaptionedEmbeddings:
@@ -156,12 +156,12 @@ class CaptionedEmbeddings:
         return replace(self, images=self.images.of_old(), texts=self.texts.of_old())
 
     def __len__(self) -> int:
-        """Return the number of embeddings of each model."""
+        """Return the number of images and captions."""
         return len(self.images) + len(self.texts)
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Return D and d."""
+        """Dimensions D and d of new and old embeddings."""
         return self.images.dims
 
     def together(self) -> PairedEmbeddings:
@@ -176,17 +176,17 @@ class CaptionedEmbeddings:
 
     @cached_property
     def moments(self) -> Moments:
-        """As in :class:`PairedEmbeddings`."""
+        """Moments for solving linear maps, computed once."""
         return Moments.of(self.batches())
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the group of each image and of each caption."""
+        """Group of each image and of each caption."""
         assert self.images.labels_N is not None and self.texts.labels_N is not None
         return self.images.labels_N, self.texts.labels_N
 
     def take(self, groups_K: NDArray[np.int64]) -> Self:
-        """Copy the items of some groups; the groups are renumbered."""
+        """Copy the items of some groups, and renumber these groups."""
         return self._of(groups_K, PairedEmbeddings.take)
 
     def _of(self, groups_K: NDArray[np.int64], picked: Callable[[PairedEmbeddings, NDArray[np.int64]], PairedEmbeddings]) -> Self:
@@ -198,15 +198,15 @@ class CaptionedEmbeddings:
 
 
 def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[str]) -> tuple[NDArray[np.int64], ...]:
-    """Number the groups of images and captions: an image and its captions, and all images with the same caption.
+    """Number the groups of images and captions: an image with its captions, and all images with the same caption.
 
     Args:
         image_ids: N ids.
-        text_ids: M ids of the images that the captions describe; an unknown id makes a group without images.
+        text_ids: M ids of the captioned images, which can be unknown.
         texts: M captions.
 
     Returns:
-        The groups of the images (N,) and of the captions (M,), from 0; groups without an image or without a caption are -1.
+        Groups of the images (N,) and captions (M,), from 0; -1 for groups without images or captions.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -223,39 +223,48 @@ def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[s
     return number[group[images_N]], number[group[texts_M]]
 
 
-def load_paired(old: Path, new: Path, max_bad_share: float = BAD_SHARE) -> PairedEmbeddings | CaptionedEmbeddings:
-    """Read both models' embeddings and bring them into one order.
+def load_paired(
+    old: Path, new: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
+) -> PairedEmbeddings | CaptionedEmbeddings:
+    """Read both models' embeddings, and bring them into the same order.
+
+    A side is one of:
+
+    - a folder with ``image_embeds.npy`` and ``image_ids.txt`` (one id per line), or the same with ``text_``, and optionally
+      ``labels.txt`` (one class per line);
+    - a folder with both, in which texts have the ids of their images;
+    - texts with ``query_embeds.npy`` and ``query_ids.txt``, in which queries have the ids of their answers;
+    - a faiss index, or a gallery;
+    - any file of :func:`~xcompat.vectors.read_vectors`; without ids, both sides need the same rows.
 
     Args:
-        old: a folder with ``image_embeds.npy`` and ``image_ids.txt`` (one id per line), or the same with ``text_``, and perhaps
-            ``labels.txt`` (one class per line); or with both, where a text's id is that of the image it describes; or texts
-            with ``query_embeds.npy`` and ``query_ids.txt``, where a query's id is that of the text that answers it; or anything
-            else that :func:`~xcompat.vectors.read_vectors` reads: tables have ids, and a bare ``.npy`` file has the same rows as
-            the other side's.
-        new: likewise; either side may have the classes.
-        max_bad_share: the share of each side's rows that may have no usable embedding.
+        old: old side.
+        new: new side. Either side can have the classes.
+        max_bad_share: largest share of unusable rows per side.
+        reading: names of the columns of both sides, and the file with the ids of the old side.
 
     Returns:
-        The items of both sides, in the order of the old side: images with captions, or passages with questions, if both sides
-        have both.
+        Common items in the order of the old side: images with captions, or passages with questions, if both sides have both.
 
     Raises:
-        XcompatError: a file is missing or unusable, the sides share no item, or their classes contradict each other.
+        XcompatError: a file is missing or unusable, the sides share no item, or their classes differ.
     """
-    old_sides, new_sides = (read_sides(side, max_bad_share) for side in (old, new))
+    reading = reading or Reading()
+    old_sides = read_sides(old, max_bad_share, reading)
+    new_sides = read_sides(new, max_bad_share, reading._replace(ids=None))
     if (BARE in old_sides) != (BARE in new_sides):
         bare = old if BARE in old_sides else new
-        raise XcompatError(f"{bare} has rows without ids, the other side has ids; give two .npy files, or two folders")
+        raise XcompatError(f"{bare} has rows without ids, but the other side has ids; give two .npy files, or two folders")
     old_sides, new_sides = _of_one_kind(old_sides, new_sides), _of_one_kind(new_sides, old_sides)
     kinds = [kind for kind in old_sides if kind in new_sides]
     if not kinds:
-        found = f"{old} holds {' and '.join(old_sides)} embeddings, {new} {' and '.join(new_sides)} embeddings"
-        raise XcompatError(f"{found}: give what both models made of the same items")
+        found = f"{old} contains {' and '.join(old_sides)} embeddings, but {new} {' and '.join(new_sides)} embeddings"
+        raise XcompatError(f"{found}; give embeddings of the same items by both models")
     if len(kinds) > 2:
         raise XcompatError(f"{old} and {new} contain images, texts and queries; keep the files of two of them")
     paired = {kind: _paired(old_sides[kind], new_sides[kind]) for kind in kinds}
     notes = [
-        f"Of {side} only the {kinds[0]}s are read: the other side has nothing else."
+        f"{side}: only the {kinds[0]}s are used, because the other side has no other items."
         for side, found in ((old, old_sides), (new, new_sides))
         if len(found) > len(kinds)
     ]
@@ -264,11 +273,11 @@ def load_paired(old: Path, new: Path, max_bad_share: float = BAD_SHARE) -> Paire
         return replace(pairs, notes=(*notes, *pairs.notes))
     (images, image_ids), (texts, text_ids) = (paired[kind] for kind in kinds)
     are_questions = kinds[0] == KINDS[1]
-    if are_questions and set(image_ids).isdisjoint(text_ids):  # a folder of `xcompat evaluate`, whose queries have own ids
-        unused = f"The queries are not used: none has the id of a text, such as {image_ids[0]!r}."
+    if are_questions and set(image_ids).isdisjoint(text_ids):  # in folders of `xcompat evaluate`, queries have other ids
+        unused = f"The queries are not used, because none has the id of a text, e.g. {image_ids[0]!r}."
         return replace(images, notes=(*notes, *images.notes, unused))
     if images.labels_N is not None:
-        raise XcompatError(f"{old} and {new} have classes ({LABELS}) and captions: leave out {LABELS}, or the {kinds[1]} files")
+        raise XcompatError(f"{old} and {new} have classes ({LABELS}) and captions; remove {LABELS}, or the {kinds[1]} files")
     image_groups_N, text_groups_M = grouped(image_ids, text_ids, list(map(str, range(len(text_ids)))))
     return CaptionedEmbeddings.whole(
         replace(images, labels_N=image_groups_N),
@@ -279,11 +288,11 @@ def load_paired(old: Path, new: Path, max_bad_share: float = BAD_SHARE) -> Paire
 
 
 def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
-    """Return one kind of items in one order, with their ids."""
+    """Return one kind of items in the same order on both sides, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
     usable_N = old.usable_N[old_rows_N] & new.usable_N[new_rows_N]
     if not usable_N.any():
-        raise XcompatError(f"{old.path} and {new.path} have a usable embedding of no common item; embed the items again")
+        raise XcompatError(f"{old.path} and {new.path} share no item with usable embeddings on both sides; embed the items again")
     old_rows_N, new_rows_N, notes = old_rows_N[usable_N], new_rows_N[usable_N], (*old.notes, *new.notes, *notes)
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
     labels_N = numbered(labels)[1] if labels is not None else None
@@ -295,7 +304,7 @@ def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
 
 
 def _of_one_kind(sides: dict[str, Side], others: dict[str, Side]) -> dict[str, Side]:
-    """Take the items of a table for what the other side holds, if that is of one kind."""
+    """Read a table as the single kind of items on the other side."""
     return dict(zip(others, sides.values(), strict=True)) if ITEM in sides and len(others) == 1 else sides
 
 
@@ -304,19 +313,19 @@ def _same_items(old: Side, new: Side) -> tuple[NDArray[np.int64], NDArray[np.int
     if old.ids is None or new.ids is None:
         if len(old.embeds_ND) != len(new.embeds_ND):
             raise XcompatError(
-                f"{old.path} has {len(old.embeds_ND):,} rows and {new.path} {len(new.embeds_ND):,}; rows without ids stand for "
+                f"{old.path} has {len(old.embeds_ND):,} rows, but {new.path} {len(new.embeds_ND):,}; rows without ids must be "
                 "the same items in the same order"
             )
         rows_N = np.arange(len(old.embeds_ND))
         return rows_N, rows_N, ()
     if old.ids == new.ids:
         return (rows_N := np.arange(len(old.ids))), rows_N, ()
-    each, other = Counter(old.ids), Counter(new.ids)  # captions of an id can be matched only if both sides have equally many
+    each, other = Counter(old.ids), Counter(new.ids)  # an id with several captions needs the same number on both sides
     places, keys = {key: row for row, key in enumerate(new.keys) if each[key[0]] == other[key[0]]}, old.keys
     old_rows_N = np.array([row for row, key in enumerate(keys) if key in places], np.int64)
     if not len(old_rows_N):
         raise XcompatError(
-            f"{old.path} and {new.path} share no id ({old.ids[0]!r}, {new.ids[0]!r}); an item has the same id on both sides"
+            f"{old.path} and {new.path} share no id ({old.ids[0]!r}, {new.ids[0]!r}); use the same ids on both sides"
         )
     new_rows_N = np.array([places[keys[row]] for row in old_rows_N.tolist()], np.int64)
     if len(old_rows_N) == len(old.ids) == len(new.ids):
@@ -328,16 +337,16 @@ def _same_items(old: Side, new: Side) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_N: NDArray[np.int64]) -> list[str] | None:
-    """Return the class of each item, from the side that has classes; if both have, they must agree."""
+    """Return the class of each item; raise if both sides have classes and they differ."""
     sides = ((old.labels, old_rows_N), (new.labels, new_rows_N))
     found = [[labels[row] for row in rows_N.tolist()] for labels, rows_N in sides if labels is not None]
     if len(found) == 2 and found[0] != found[1]:
         row, first, second = next((row, *both) for row, both in enumerate(zip(*found, strict=True)) if both[0] != both[1])
         name = old.ids[int(old_rows_N[row])] if old.ids is not None else f"row {row}"
-        raise XcompatError(f"{name} is {first!r} in {old.path / LABELS} and {second!r} in {new.path / LABELS}")
+        raise XcompatError(f"{name} has the class {first!r} in {old.path / LABELS}, but {second!r} in {new.path / LABELS}")
     return found[0] if found else None
 
 
 def picked(embeds_ND: NDArray[Any], rows_N: NDArray[np.int64]) -> NDArray[Any]:
-    """Return some rows; all of them in order stay on disk."""
+    """Return some rows; all rows in order stay on disk."""
     return embeds_ND if np.array_equal(rows_N, np.arange(len(embeds_ND))) else rows_of(embeds_ND, rows_N)

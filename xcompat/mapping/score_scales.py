@@ -1,4 +1,4 @@
-"""Fit the score scales of a map on the pairs that it was fitted on."""
+"""Score scales and thresholds of a map, fitted on its training pairs."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from xcompat.models.score_scale import ScoredItems, fit_score_scales
 
 Paired = PairedEmbeddings | CaptionedEmbeddings
 SAMPLE = 512
-"""Most queries, and most searched items, of each kind."""
+"""Most queries, and most searched items, per direction of search."""
 FOLDS = 4
 FEWEST = FOLDS * 2 * FEWEST_SCORED
-"""Fewest items, or captioned images, of which some are held out from a map that is solved again: each fold needs both sides."""
+"""Fewest items, or captioned images, for cross-fitting: each fold needs both sides."""
 NO_OVERFIT = 5
-"""Items for each dimension of the larger space from which on a solved map scores items that it learned from as it does others."""
+"""Items per dimension of the larger space from which a solved map scores its training items like others."""
 
 
 def scale_scores(model: CompatModel, pairs: Paired, solve: Callable[[Paired], CompatModel] | None = None) -> None:
     """Fit ``config.score_scales`` and ``config.thresholds`` of a model; leave them None if there are too few pairs.
 
-    A map that was solved from few pairs brings these pairs nearer to each other than later items. Their scores would then say
-    nothing about later ones, so the map is solved again without a part of the pairs, and these are scored.
+    A map overfits few pairs, and their scores misrepresent later items. Then each part of the pairs is scored by a map solved
+    without it.
 
     Args:
-        model: with the memory that it is saved with.
-        pairs: embeddings of both models, e.g. those that the model was fitted on.
-        solve: solves the model again from other pairs; None for a model that did not learn from these.
+        model: model with its final memory.
+        pairs: embeddings of both models, e.g. the training pairs.
+        solve: solves the model from other pairs; None if it was not trained on these pairs.
     """
     draw = np.random.default_rng(0)
     samples = [(solved, sample) for solved, part in _held_out(model, pairs, solve, draw) for sample in _samples(part, draw)]
@@ -47,7 +47,7 @@ def scale_scores(model: CompatModel, pairs: Paired, solve: Callable[[Paired], Co
 def _held_out(
     model: CompatModel, pairs: Paired, solve: Callable[[Paired], CompatModel] | None, draw: np.random.Generator
 ) -> Iterator[tuple[CompatModel, Paired]]:
-    """Yield a model, and pairs that it has not learned from; everything at once where that makes no difference."""
+    """Yield models with pairs that they were not fitted on, or the model with all pairs if overfitting is negligible."""
     if solve is None or not FEWEST <= (count := _count(pairs)) < NO_OVERFIT * max(pairs.dims):
         yield model, pairs
         return
@@ -58,12 +58,10 @@ def _held_out(
 
 
 def _count(pairs: Paired) -> int:
-    """Return how many items, or captioned images, can be held out one by one."""
     return int(pairs.groups[0].max()) + 1 if isinstance(pairs, CaptionedEmbeddings) else len(pairs)
 
 
 def _samples(pairs: Paired, draw: np.random.Generator) -> Sequence[ScoredItems]:
-    """Draw queries and searched items of each kind."""
     if isinstance(pairs, CaptionedEmbeddings):
         kinds = [(pairs.texts, pairs.images), (pairs.images, pairs.texts), (pairs.images, pairs.images)]
     else:
@@ -72,7 +70,7 @@ def _samples(pairs: Paired, draw: np.random.Generator) -> Sequence[ScoredItems]:
 
 
 def _drawn(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random.Generator) -> ScoredItems:
-    """Draw queries and searched items; no item is both."""
+    """Draw queries and searched items without overlap."""
     rows_Q = draw.permutation(len(asking))[:SAMPLE]
     rows_N = draw.permutation(len(searched))[:SAMPLE]
     if asking is searched:
@@ -80,7 +78,7 @@ def _drawn(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random
         rows_Q, rows_N = drawn[::2], drawn[1::2]
     sides = (asking, rows_Q), (searched, rows_N)
     side, labels = None, [None if each.labels_N is None else each.labels_N[np.sort(rows)] for each, rows in sides]
-    if isinstance(searched, TurnedEmbeddings):  # the sides of a map of galleries are exchanged
+    if isinstance(searched, TurnedEmbeddings):  # old and new are exchanged
         side = _tensor(searched.side_NS, rows_N) if searched.side_NS is not None else None
         both = *_both(asking.old_Nd, asking.new_ND, rows_Q), *_both(searched.old_Nd, searched.new_ND, rows_N)
     else:

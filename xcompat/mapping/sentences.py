@@ -1,4 +1,4 @@
-"""Evidence from texts: a sentence of a held-out text must find the text itself in the old gallery."""
+"""Evidence from texts: a sentence of a held-out text must find the text in the old gallery."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models.embedder import Embedder
 
 ASKED = 500
-"""Most sentences of a fold; the new model embeds each."""
+"""Most sentences per fold; the new model embeds each."""
 FEWEST = 50
-"""Fewest sentences of a fold that are evidence."""
+"""Fewest sentences per fold to count as evidence."""
 WORDS = 4
-"""Fewest words of a sentence that asks."""
+"""Fewest words of a sentence."""
 _BETWEEN = re.compile(r"(?<=[.!?;])\s+")
 
 
 class Texts(NamedTuple):
-    """The texts of pairs, and what embeds queries.
+    """Texts of pairs, and the model of the queries.
 
     Args:
         texts: N strings.
@@ -40,14 +40,14 @@ class Texts(NamedTuple):
 class Sentences:
     """Sentences of held-out texts that search the old embeddings of whole held-out texts.
 
-    Stored passages that ask for their neighbours flatter every map, because what people type is shorter. A sentence takes that
-    step too, without a label. On SciFact it orders lines exactly as nDCG does (docs/results/lines.md). It does not compare them
-    with old queries: a model that counts words finds the text of its own sentence best, and little else.
+    Stored passages as queries flatter every map, because user queries are shorter, like sentences. On SciFact, sentences rank
+    linear maps exactly as nDCG does (docs/results/lines.md). They do not compare maps with old queries, because models that count
+    words find the text of their sentence too easily.
 
     Args:
-        held: what is held out.
-        folds: of each fold, the rows (G,) of the held-out items and their old embeddings (G, d).
-        given: the texts of all items, and the new model.
+        held: validation split.
+        folds: rows (G,) of the held-out items and their old embeddings (G, d), per fold.
+        given: texts of all items, and the new model.
     """
 
     def __init__(self, held: HeldOut, folds: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]], given: Texts) -> None:
@@ -62,7 +62,7 @@ class Sentences:
                 self.asking.append((rows_Q, PairedEmbeddings(new_QD, new_QD)))
 
     def __len__(self) -> int:
-        """Return how many ask; 0 where a fold has too few texts of several sentences."""
+        """Return the number of sentences; 0 if a fold has too few texts of several sentences."""
         return sum(len(rows_Q) for rows_Q, _ in self.asking) if len(self.asking) == len(self.folds) else 0
 
     def reciprocal_ranks(self, candidate: Candidate) -> NDArray[np.float64]:

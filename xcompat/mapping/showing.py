@@ -1,4 +1,4 @@
-"""The output of a choice of maps: a table on the terminal, sentences, and JSON."""
+"""Output of a choice of maps: a table on the terminal, sentences, and JSON."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from xcompat.score_scale import CANDIDATES
 
 
 def choice_table(choice: Choice) -> Table:
-    """Return a table of the candidates that people see and their gains over old queries; what is taken is marked."""
-    title = "points over old queries on what was held out, with 95 % intervals"
+    """Return a table of the best candidates and their gains over old queries, with the chosen one marked."""
+    title = "gain over old queries on the validation split in points, with 95 % intervals"
     if choice.of_agreement:
         title = (
-            f"points over old queries at the share of the new model's {NEIGHBOURS} nearest items that are found, 95 % intervals"
+            f"gain over old queries in the share of the new model's {NEIGHBOURS} nearest items, in points, with 95 % intervals"
         )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     table.add_column("candidate", overflow="fold")
     for protocol, count in choice.n_queries.items():
-        only = "\nshown, does not decide" if protocol in choice.chosen.shown_only else ""
+        only = "\nshown only, not decisive" if protocol in choice.chosen.shown_only else ""
         table.add_column(f"{protocol}\n{count:,} queries{only}", no_wrap=True)
     floors = ("\n".join(f"{metric_name(m)} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
     table.add_row("old queries", *floors)
     for trial in choice.shown():
         is_taken = trial is choice.chosen
-        table.add_row(f"{trial.candidate} (taken)" if is_taken else str(trial.candidate), *_cells(trial), style="bold" * is_taken)
+        table.add_row(
+            f"{trial.candidate} (chosen)" if is_taken else str(trial.candidate), *_cells(trial), style="bold" * is_taken
+        )
     if choice.without_new_model is not None:
         table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
     if choice.mixed is not None:
-        table.add_row("the best, half-way with old queries", *_cells(choice.mixed), style="dim")
+        table.add_row("the best, mixed half-way with old queries", *_cells(choice.mixed), style="dim")
     if choice.reranked is not None:
         table.add_row(f"the best, {CANDIDATES} hits re-ranked", *_cells(choice.reranked), style="dim")
     return table
@@ -54,25 +56,25 @@ def _cells(trial: Trial) -> list[str]:
 
 
 def said_of(choice: Choice) -> list[str]:
-    """Return the results of a choice in sentences."""
+    """Return the results of a choice as sentences."""
     best = choice.chosen
     held = []
     if choice.by_chance:
         held.append(
-            "! No better than chance: dealt out to other items, the queries find as much. Do the ids, or the rows, name the same "
-            f"items on both sides{'' if choice.of_agreement else ', and the right classes or captions'}?"
+            "! No better than chance: queries swapped between items find as much. Check that ids or rows name the same "
+            f"items on both sides{'' if choice.of_agreement else ', and that classes or captions are right'}."
         )
     if choice.copies:
         held.append(
-            f"{choice.copies:,} item{'s are exact copies' if choice.copies > 1 else ' is an exact copy'} of others: each item is "
-            "held out once, and what is written learns from all."
+            f"{choice.copies:,} item{'s are exact copies' if choice.copies > 1 else ' is an exact copy'} of others: the "
+            "validation split uses one of each, and the saved map learns from all."
         )
     if choice.learned_at_most is not None:
-        held.append(f"What was tried learned from {choice.learned_at_most:,} at most; what is written learns from all there are.")
+        held.append(f"Candidates learned from at most {choice.learned_at_most:,} items; the saved map learns from all.")
     if choice.too_few_for_ridge is not None:
         held.append(
-            f"What was tried learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
-            "ridge regression is left out, and the rest is weak evidence. Give more items."
+            f"Candidates learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
+            "ridge regression is not tried, and the results are weak evidence. Add more items."
         )
     held += choice.left_out
     held += [backfill_warning(choice.backfill_losses)] if choice.backfill_losses else []
@@ -80,28 +82,27 @@ def said_of(choice: Choice) -> list[str]:
     if choice.of_agreement:
         return [*held, _said_of_agreement(choice)]
     if choice.by_chance and best.is_surely_no_worse:
-        return [*held, *sure]  # these gains are chance
+        return [*held, *sure]  # the gains are chance
     if not choice.is_safe:
         mix = ""
         if choice.mixed is not None:
             mix = (
-                f" Half-way between new and old queries the least is {_least(choice.mixed)}: if the old model can still embed, "
-                "name it with --old-model."
+                f" Mixed half-way with old queries, the lowest gain is {_least(choice.mixed)}: if you can still run the old "
+                "model, add --old-model."
             )
-        least = f"the least of the best, {best.candidate}, is {_least(best)}"
+        least = f"the best, {best.candidate}, has a lowest gain of {_least(best)}"
         return [*held, f"No candidate is surely at or above old queries: {least}.{mix}", *sure]
-    said = [*held, f"New queries are surely at or above old ones in everything that was held out; the least is {_least(best)}."]
+    said = [*held, f"New queries are surely at or above old ones on the validation split; the lowest gain is {_least(best)}."]
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
-            f"On average {100 * best.mean:+.1f} points; the old model with the same metric and memory has {100 * own.mean:+.1f}, "
-            "which needs no new one."
+            f"Mean gain: {100 * best.mean:+.1f} points. The old model with the same metric and memory has {100 * own.mean:+.1f}, "
+            "without any new model."
         )
     return [*said, *sure]
 
 
 def _said_of_agreement(choice: Choice) -> str:
-    """Return a sentence on how far queries find what the new model would find, and on what that leaves open."""
     (protocol, floor), gains = next(iter(choice.floor.items())), next(iter(choice.chosen.gains.values()))
     old, change = floor[SHARED], gains[SHARED]
     found = (
@@ -113,38 +114,37 @@ def _said_of_agreement(choice: Choice) -> str:
         ranks = ", ".join(
             f"{line} {100 * rank:.0f}" for line, rank in sorted(choice.sentences.items(), key=lambda each: -each[1])
         )
-        found = f"{found} Asked for by one of its sentences, a held-out text has this mean reciprocal rank (%): {ranks}."
+        found = f"{found} Mean reciprocal rank (%) of a held-out text searched by one of its sentences: {ranks}."
     if choice.is_safe:
         return (
-            f"{found} In every upgrade that was measured, queries that agree so far with the new model found at least as much as "
-            "old ones. Labels (labels.txt) or captions would show it for your data."
+            f"{found} In all measured upgrades with this agreement, new queries found at least as much as "
+            "old ones. Add labels (labels.txt) or captions to test this on your data."
         )
-    few = "more pairs than twice the dimensions, and " if choice.of_few_pairs else ""
+    few = "more pairs than twice the dimensions and " if choice.of_few_pairs else ""
     return (
-        f"{found} That is what the map keeps of the new model. It does not show that new queries find as much as old ones: give "
-        f"classes (labels.txt) or captions, or {few}the old model with --old-model to search half-way between both queries."
+        f"{found} This agreement does not show that new queries find as much as old ones: add "
+        f"classes (labels.txt) or captions, or {few}the old model with --old-model to mix both queries."
     )
 
 
 def _least(trial: Trial) -> str:
-    """Return a trial's smallest gain over old queries, with its metric and protocol."""
     protocol, metric, least = min(trial.cells(), key=lambda cell: cell[2].mean)
     return f"{gain(least.mean)} points ({interval((least.low, least.high))}) at {metric_name(metric)}, {protocol}"
 
 
 def _said_of_confidence(choice: Choice) -> list[str]:
-    """Return a sentence on the quality of the confidence, or on why a memory has none; none where nothing is remembered."""
+    """Return a sentence on a memory's confidence, or on why it has none; empty without a memory."""
     found = choice.confidence
     if found is None:
-        return [f"No query says how sure it is: {choice.no_confidence}."] if choice.remembers else []
-    risk = f"{100 * found.hurt:.0f} % of the queries found less than old ones, of the surer half {100 * found.risk[0.5]:.0f} %"
+        return [f"Queries have no confidence: {choice.no_confidence}."] if choice.remembers else []
+    risk = f"{100 * found.hurt:.0f} % of queries found less than old ones, {100 * found.risk[0.5]:.0f} % of the surer half"
     said = (
-        f"Each query says how probable it is that it finds no less than an old one (AUROC {found.area.value:.2f}, "
-        f"{found.area.low:.2f} to {found.area.high:.2f}; off by {100 * found.error:.0f} points on average): {risk}."
+        f"Each query has a confidence, the probability that it finds no less than an old one (AUROC {found.area.value:.2f}, "
+        f"{found.area.low:.2f} to {found.area.high:.2f}; calibration error {100 * found.error:.0f} points): {risk}."
     )
     if choice.than is None:
         return [said]
-    return [f"{said} On items that neither model has learned from it may be off by more."]
+    return [f"{said} On items that neither model was trained on, the error can be larger."]
 
 
 def as_json(choice: Choice) -> dict[str, Any]:
@@ -195,17 +195,17 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 
 def gains_written(document: dict[str, Any], file: Path) -> list[Gain]:
-    """Read the gains of the written map from its ``report.json``.
+    """Read the gains of the saved map from its ``report.json``.
 
     Args:
-        document: what the file holds.
-        file: for the message.
+        document: content of the file.
+        file: path for the error message.
 
     Returns:
-        They; none if nothing was held out, or no labels said what a query should find.
+        The gains; empty without a validation split or labels.
 
     Raises:
-        XcompatError: the file was damaged.
+        XcompatError: the file is damaged.
     """
     if document.get("of_agreement"):
         return []
@@ -226,4 +226,4 @@ def gains_written(document: dict[str, Any], file: Path) -> list[Gain]:
             for low, high in [found["ci95"]]
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise XcompatError(f"{file} is no complete report of a map; run `xcompat map` again") from None
+        raise XcompatError(f"{file} is not a complete report of a map; run `xcompat map` again") from None

@@ -1,4 +1,4 @@
-"""One model's stored embeddings by kind of items, with ids and classes, brought to length 1."""
+"""One model's stored embeddings by kind of items, with ids and classes, scaled to length 1."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import files_below
+from xcompat.mapping.indexes import Reading, is_gallery, is_index, read_gallery, read_index
 from xcompat.vectors import (
     BAD_SHARE,
     EMBEDDING_COLUMNS,
     ID,
+    READABLE,
     SUFFIXES,
+    Vectors,
     check_rows,
     is_table,
     read_vectors,
@@ -27,25 +30,25 @@ from xcompat.vectors import (
 )
 
 KINDS = ("image", "text", "query")
-"""Kinds of items in a folder. Of two kinds, the second searches the first."""
+"""Kinds of items in a folder. If there are two, the second kind searches the first."""
 BARE = "row"
-"""What an array without ids holds."""
+"""Kind of items in an array without ids."""
 ITEM = "item"
-"""What a table holds, which does not say of what kind its items are."""
+"""Kind of items in a table, which does not record it."""
 LABELS = "labels.txt"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One model's embeddings of one kind of items; without ``ids`` both models' rows are in the same order.
+    """One model's embeddings of one kind of items; without ``ids``, both models' rows are in the same order.
 
     Args:
-        path: the file or folder.
-        embeds_ND: the embeddings, of length 1 where they are usable.
-        usable_N: (N,) bool, False for rows without a usable embedding, which no pair gets.
+        path: file or folder.
+        embeds_ND: the embeddings; usable ones have length 1.
+        usable_N: (N,) bool, False for rows without a usable embedding, which are not paired.
         notes: sentences for the user about such rows.
-        ids: the id of each row.
-        labels: the class of each row.
+        ids: id of each row.
+        labels: class of each row.
     """
 
     path: Path
@@ -57,7 +60,7 @@ class Side:
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        """Return the key of each item: its id, and its number among captions with the same id."""
+        """Key of each item: its id, and its number among captions with this id."""
         seen = Counter[str]()
         keys = []
         for name in self.ids or []:
@@ -67,44 +70,65 @@ class Side:
 
 
 def holds_embeddings(path: Path) -> bool:
-    """Return whether :func:`read_sides` is what a path is for: a file, or a folder of embeddings, and no model."""
-    return path.is_file() or is_table(path) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS)
+    """Return whether a path is a file or folder of embeddings, not a model."""
+    is_stored = path.is_file() or is_gallery(path) or is_table(path)
+    return is_stored or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS)
 
 
-def read_sides(path: Path, max_bad_share: float = BAD_SHARE) -> dict[str, Side]:
+def read_sides(path: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None) -> dict[str, Side]:
     """Read one model's embeddings.
 
     Args:
-        path: as :func:`~xcompat.mapping.paired.load_paired` takes each side.
-        max_bad_share: the share of rows that may have no usable embedding.
+        path: a side of :func:`~xcompat.mapping.paired.load_paired`.
+        max_bad_share: share of rows that may lack a usable embedding.
+        reading: names of columns, and a file with ids.
 
     Returns:
-        The embeddings by kind of items: images, texts, queries, or several; :data:`BARE` rows; or the :data:`ITEM` of tables.
+        The embeddings by kind of items: images, texts and queries; :data:`BARE` rows; or the :data:`ITEM` of tables.
 
     Raises:
-        XcompatError: a file is missing or unusable, or too many rows have no usable embedding.
+        XcompatError: a file is missing or unusable, or too many rows lack a usable embedding.
     """
     if kinds := require_side(path):
         return {kind: _read_side(path, kind, kind != kinds[0], max_bad_share) for kind in kinds}
-    vectors = read_vectors(path)
+    vectors = _read_file(path, reading or Reading())
     side = Side(path, *check_rows(vectors.rows_ND, path, vectors.ids, max_bad_share), vectors.ids)
     if side.ids is not None:
         _require_distinct(path, side.ids)
     return {BARE if side.ids is None else ITEM: side}
 
 
+def _read_file(path: Path, reading: Reading) -> Vectors:
+    """Read a gallery, a faiss index, or any file of embeddings, with the given ids if it has none."""
+    if is_gallery(path):
+        return read_gallery(path)
+    if is_index(path):
+        return read_index(path, reading.ids)
+    vectors = read_vectors(path, reading.columns)
+    if reading.ids is None:
+        return vectors
+    if vectors.ids is not None:
+        raise XcompatError(f"{path} has ids of its own; remove --ids")
+    ids = read_lines(reading.ids)
+    if len(ids) != len(vectors.rows_ND):
+        raise XcompatError(f"{reading.ids} has {len(ids):,} lines, but {path} has {len(vectors.rows_ND):,} rows")
+    return Vectors(vectors.rows_ND, ids)
+
+
 def require_side(path: Path) -> list[str]:
-    """Refuse what is no embeddings, by the names of the files alone.
+    """Raise if a path does not contain embeddings, judged only by file names.
 
     Args:
-        path: as :func:`read_sides` takes it.
+        path: as in :func:`read_sides`.
 
     Returns:
-        The kinds of items in a folder; none of a file or table.
+        The kinds of items in a folder; empty for a file or table.
 
     Raises:
-        XcompatError: a file is missing, or is none of embeddings.
+        XcompatError: a file is missing or does not contain embeddings.
     """
+    if is_gallery(path) or is_index(path):
+        return []
     kinds = [kind for kind in KINDS if stored_at(path / f"{kind}_embeds") is not None or (path / f"{kind}_ids.txt").exists()]
     if kinds or (path.is_dir() and not is_table(path)):
         kinds = kinds or [KINDS[0]]
@@ -112,20 +136,22 @@ def require_side(path: Path) -> list[str]:
             place, listed = _files_of(path, kind)
             for name in (place.name, *([] if is_table(place) else [listed])):
                 if not (path / name).exists():
-                    bare = "; or give both .npy files, if their rows are in one order" if name == listed else ""
-                    raise XcompatError(f"{path} lacks {name}; it should hold {place.name}, {listed} and perhaps {LABELS}{bare}")
+                    bare = "; or give both .npy files, if their rows are in the same order" if name == listed else ""
+                    raise XcompatError(f"{path} lacks {name}; it needs {place.name} and {listed}, and optionally {LABELS}{bare}")
     elif not path.exists() or (path.is_file() and not path.name.endswith(SUFFIXES)):
-        what = "is no file of embeddings" if path.exists() else "does not exist"
+        what = "is not a file of embeddings" if path.exists() else "does not exist"
         raise XcompatError(
-            f"{path} {what}; name a folder with image_embeds.npy and image_ids.txt, or a .npy file, or Parquet or JSON lines "
-            f"with the columns {ID} and {EMBEDDING_COLUMNS[0]}"
+            f"{path} {what}; use a faiss index, a gallery, a folder with image_embeds.npy and image_ids.txt, or {READABLE} with "
+            f"{ID} and {EMBEDDING_COLUMNS[0]}"
         )
     return kinds
 
 
 def side_files(path: Path) -> list[Path]:
-    """Return the files that :func:`read_sides` reads, which :func:`require_side` has looked for."""
+    """Return the files that :func:`read_sides` reads; raise as :func:`require_side` does."""
     kinds = require_side(path)
+    if is_gallery(path):
+        return [file for file in path.iterdir() if file.is_file()]  # manifests name the segments and their checksums
     places = [place for kind in kinds for place in (_files_of(path, kind)[0], path / f"{kind}_ids.txt")]
     places = [*places, path / LABELS] if kinds else [path]
     places += [file for place in places for file in steps_beside(place)]
@@ -133,27 +159,27 @@ def side_files(path: Path) -> list[Path]:
 
 
 def read_labels(file: Path) -> list[str]:
-    """Return the class that each line of a file names.
+    """Return the class on each line of a file.
 
     Raises:
-        XcompatError: a line is blank; images without a class are no class of their own.
+        XcompatError: a line is blank.
     """
     labels = read_lines(file)
     if blank := [number for number, label in enumerate(labels, 1) if not label.strip()]:
         raise XcompatError(
-            f"{file}: {len(blank):,} of {len(labels):,} lines are blank, first line {blank[0]:,}; name the class of each image, "
-            "or leave out images without one"
+            f"{file}: {len(blank):,} of {len(labels):,} lines are blank, first line {blank[0]:,}; give each image a class, "
+            "or remove images without one"
         )
     return labels
 
 
 def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
-    """Return where embeddings of a kind lie, or would, and the name of the file with their ids."""
+    """Return the path of one kind's embeddings, existing or expected, and the name of its ids file."""
     return stored_at(folder / f"{kind}_embeds") or folder / f"{kind}_embeds.npy", f"{kind}_ids.txt"
 
 
 def _read_side(path: Path, kind: str, searches: bool, max_bad_share: float) -> Side:
-    """Read one kind of items; those that search others have the ids of what they should find, and no classes."""
+    """Read one kind of items. Items that search others have the ids of their targets, and no classes."""
     place, listed = _files_of(path, kind)
     vectors = read_vectors(place)
     require_floats(vectors.rows_ND, place)
@@ -170,4 +196,4 @@ def _read_side(path: Path, kind: str, searches: bool, max_bad_share: float) -> S
 def _require_distinct(file: Path, ids: list[str]) -> None:
     if len(set(ids)) < len(ids):
         twice = next(name for name, count in Counter(ids).items() if count > 1)
-        raise XcompatError(f"{file} names {twice!r} more than once; an id is that of one item")
+        raise XcompatError(f"{file} contains the id {twice!r} more than once; ids must be unique")

@@ -1,4 +1,4 @@
-"""Thresholds that a model keeps: old cosines, and the scores at which its queries cut off alike."""
+"""Thresholds of a model: old cosines, and the equivalent scores of its queries."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from xcompat.score_scale import Thresholds
 EDGES = np.arange(-500, 501) / 500
 """Scores at which pairs are counted."""
 GRID = EDGES[50:-20:25]
-"""Old thresholds that are carried over, every .05; others are interpolated."""
+"""Old thresholds to carry over, in steps of .05; others are interpolated."""
 FEWEST = 30
-"""Least pairs above an old threshold, and below it, from which it is carried over."""
+"""Fewest pairs above and below an old threshold to carry it over."""
 RESAMPLES, SEED = 200, 0
 
 
 class _Scored(NamedTuple):
-    """Cosines of old and of new queries with the items of a gallery, and which pairs are true matches, if that is known."""
+    """Cosines of old and new queries with gallery items, and the true matches if known."""
 
     old_QN: NDArray[np.float32]
     new_QN: NDArray[np.float32]
@@ -35,15 +35,14 @@ class _Scored(NamedTuple):
 
 
 def fit_thresholds(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Thresholds | None:
-    """Carry old thresholds over to a model's queries, on items that both models embedded.
+    """Carry old thresholds over to a model's queries, on items embedded by both models.
 
     Args:
-        samples: queries and searched items, each with a model that brings its queries into the old space, or old embeddings into
-            its own.
+        samples: queries and searched items, each with a model that maps queries to the old space or old embeddings to its own.
 
     Returns:
-        The thresholds; None if scores are no cosines, or too few pairs are known. With enough pairs of one class they keep the
-        share of true matches, else the number of hits.
+        The thresholds; None if scores are not cosines, or there are too few pairs. They keep the share of true matches if classes
+        are known, and the number of hits otherwise.
     """
     if not samples or any(model.metric == "l2" for model, _ in samples):
         return None
@@ -62,7 +61,7 @@ def fit_thresholds(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Thresh
 
 
 def _counted(scored: Sequence[_Scored], side: str, keeps: Keeps) -> NDArray[np.float64]:
-    """Return each query's pairs, true matches or all of them, and then those at or above each edge: (Q, 1 + B)."""
+    """Return each query's number of pairs (true matches or all), then those at or above each edge: (Q, 1 + B)."""
     above, n_bins = [], len(EDGES) + 1
     for each in scored:
         scores_QN: NDArray[np.float32] = getattr(each, side)
@@ -81,7 +80,7 @@ def _matches(items: ScoredItems) -> NDArray[np.bool_] | None:
 
 @torch.inference_mode()
 def _scores(model: CompatModel, items: ScoredItems) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return (Q, N) cosines of old queries with old items, and of the model's queries with the gallery before any backfill."""
+    """Return (Q, N) cosines of old queries with old items, and of the model's queries with the gallery before a backfill."""
     new_QD, old_Qd, _, old_Nd = (rows.to(model.device) for rows in items[:4])
     old_Qd, old_Nd = model.of_metric(old_Qd), model.of_metric(old_Nd)
     if model.maps_galleries:
