@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -101,7 +102,7 @@ def in_one_graph(model: CompatModel, batch: dict[str, Tensor], size: int) -> Ten
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])  # of 8: the last one of size 3 is smaller
-@pytest.mark.parametrize("method", IN_PARTS)
+@pytest.mark.parametrize("method", mostly_nightly(IN_PARTS, METHOD_OF_EACH_KIND.__contains__))
 def test_loss_and_gradient_are_those_of_the_plain_step(method: str, size: int, folder_of: dict[str, str]) -> None:
     model = build(method, folder_of["clip"])
     batch = batch_for(model)

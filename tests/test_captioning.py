@@ -12,6 +12,7 @@ import pytest
 import torch
 import warm
 from PIL import Image
+from schedule import mostly_nightly
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
@@ -233,7 +234,9 @@ def pictures() -> list[Image.Image]:
 
 
 @pytest.mark.parametrize("prompt", [None, "a photo of"])
-@pytest.mark.parametrize("kind", ["blip", "git", "pix2struct", "llava", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "kind", mostly_nightly(["blip", "git", "pix2struct", "llava", "qwen2_vl"], ("blip", "qwen2_vl").__contains__)
+)
 def test_every_kind_of_model_writes_what_it_writes_alone(
     folder_of_kind: dict[str, str], pictures: list[Image.Image], kind: str, prompt: str | None
 ) -> None:

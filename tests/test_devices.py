@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import ARCHITECTURES
 from PIL import Image
+from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from test_models import TRAINED, batch_for, build
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -71,7 +72,9 @@ def test_a_tensor_that_stayed_behind_is_noticed(fake: FakeTensorMode) -> None:
         torch.ones(2, device=GPU) + torch.ones(2)
 
 
-@pytest.mark.parametrize("method", [name for name in TRAINED if name not in DEPEND_ON_NUMBERS])
+@pytest.mark.parametrize(
+    "method", mostly_nightly([name for name in TRAINED if name not in DEPEND_ON_NUMBERS], METHOD_OF_EACH_KIND.__contains__)
+)
 def test_a_loss_is_computed_where_the_model_is(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = build(method, folder_of).train()
     batch = batch_for(model, images)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from schedule import mostly_nightly, mostly_nightly_rows
 from scipy.stats import binomtest
 
 from xcompat import Fingerprint, cli
@@ -64,7 +65,7 @@ def foreign(photos: Path, tmp_path: Path) -> np.ndarray:
     return embedded(photos, load_embedder(save_stand_in(tmp_path / "foreign", "clip", 8, seed=5)))[1]
 
 
-@pytest.mark.parametrize("planted", [0, 1, 10, 50])
+@pytest.mark.parametrize("planted", mostly_nightly([0, 1, 10, 50], (0, 10).__contains__))
 def test_planted_vectors_of_another_model_are_found_and_no_others(
     planted: int, photos: Path, model: Embedder, tmp_path: Path
 ) -> None:
@@ -116,7 +117,11 @@ def test_another_preparation_of_the_pictures_is_named(
 
 
 @pytest.mark.parametrize(
-    ("factory", "length"), [("SQ8", 1.0), ("SQfp16", 30.0), ("IVF4,SQ8", 30.0), ("HNSW8,SQ8", 1.0), ("IVF4,PQ4x4", 30.0)]
+    ("factory", "length"),
+    mostly_nightly_rows(
+        [("SQ8", 1.0), ("SQfp16", 30.0), ("IVF4,SQ8", 30.0), ("HNSW8,SQ8", 1.0), ("IVF4,PQ4x4", 30.0)],
+        lambda factory, _: factory in ("SQ8", "IVF4,SQ8"),
+    ),
 )
 def test_what_an_index_keeps_roughly_is_no_false_alarm(
     factory: str, length: float, photos: Path, model: Embedder, tmp_path: Path

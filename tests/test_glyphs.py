@@ -140,9 +140,9 @@ def test_corpus_is_large_distinct_and_excludes(glyphs: Glyphs) -> None:
     assert len(set(corpus) - set(glyphs.names.values())) > 20_000
 
 
-@pytest.mark.parametrize("code", [0x4E00, 0xF900, 0xAC00, 0x18800, 0x1B170, 0x18B00, 0x13000, 0x14400, 0x10600, 0xE0100])
-def test_corpus_has_no_running_numbers(code: int) -> None:
-    assert unicodedata.name(chr(code)).lower() not in set(unicode_corpus())
+def test_corpus_has_no_running_numbers() -> None:
+    numbered = (0x4E00, 0xF900, 0xAC00, 0x18800, 0x1B170, 0x18B00, 0x13000, 0x14400, 0x10600, 0xE0100)
+    assert not {unicodedata.name(chr(code)).lower() for code in numbered} & set(unicode_corpus())
 
 
 def test_dataset_holds_the_pixels_and_shares_ids(glyphs: Glyphs) -> None:

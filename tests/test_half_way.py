@@ -154,12 +154,17 @@ def test_the_command_line_asks_the_old_model_too(gallery: Gallery, map_folder: s
     require_equal(hits, expected)
 
 
-def test_an_export_says_that_it_holds_the_map_alone(map_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_export_says_that_it_holds_the_map_alone(
+    map_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = {"file": "none.onnx", "inputs": {}, "outputs": {}}  # test_export_onnx.py exports towers, which takes seconds
+    monkeypatch.setattr("xcompat.export.onnx_towers._write", lambda *_: written)
     notice_once.cache_clear()
     done = CliRunner().invoke(app, ["export", "onnx", map_folder, "--out", str(tmp_path / "out")])
     assert done.exception is None and "queries of the old model, which are missing here" in caplog.text
 
 
+@pytest.mark.nightly
 def test_mixtures_are_tried_where_no_map_is_surely_at_or_above_old_queries() -> None:
     pairs = made(new_noise=3.0, old_noise=1.0)
     alone, both = choose(pairs), choose(pairs, with_old_model=True)

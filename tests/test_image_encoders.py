@@ -13,6 +13,7 @@ from conftest import IMAGE_ARCHITECTURES, SHARED, TEXTS
 from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from schedule import mostly_nightly
 from timm.models import save_for_hf
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,6 +50,8 @@ SMALL_STEMS = {
     },
 }
 EVERY = (*IMAGE_ARCHITECTURES, *SMALL_STEMS)
+OFTEN = ("resnet", "resnet-small", "timm_wrapper", "vit")
+"""Of each library and kind one, which is tested on every change."""
 TOKENS = ("clip_vision_model", "vit")
 MOBILENETS = ("mobilenet_v1_0.25_128", "mobilenet_v2_1.0_224")
 
@@ -120,7 +123,7 @@ def library_features(name: str, folder: str, pixels: Tensor) -> Tensor:
     return output.last_hidden_state[:, 0] if name == "vit" else output.pooler_output.flatten(1)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
 @torch.no_grad()
 def test_embeddings_are_what_the_library_computes_normalised(
     name: str, folders: dict[str, str], images: list[Image.Image]
@@ -145,7 +148,7 @@ def test_the_image_tower_of_open_clip_is_what_the_library_computes(folder_of: di
     assert torch.equal(encoder.embed_images(pixels), model.eval().encode_image(pixels, normalize=True))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
 @torch.no_grad()
 def test_save_and_load_keep_embeddings_and_fingerprint(
     name: str, folders: dict[str, str], images: list[Image.Image], tmp_path: Path
@@ -158,7 +161,7 @@ def test_save_and_load_keep_embeddings_and_fingerprint(
     assert encoder.fingerprint(processor) == again.fingerprint(its_processor)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
 @torch.no_grad()
 def test_a_checkpoint_rebuilds_the_encoder_from_its_description(
     name: str, folders: dict[str, str], images: list[Image.Image], tmp_path: Path
@@ -173,7 +176,7 @@ def test_a_checkpoint_rebuilds_the_encoder_from_its_description(
     assert model.fingerprint() == again.fingerprint()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
 def test_training_pixels_are_evaluation_pixels(name: str, folders: dict[str, str]) -> None:
     _, processor = load(folders[name])
     picture = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
@@ -187,7 +190,7 @@ def test_a_grey_picture_has_three_channels(folders: dict[str, str], images: list
         assert processor.images([images[0].convert("L")]).shape == (1, 3, 32, 32)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
 def test_texts_are_refused_in_one_line(name: str, folders: dict[str, str]) -> None:
     encoder, processor = load(folders[name])
     assert not encoder.has_text and list(encoder.towers) == ["image"] and processor.max_length == 0
@@ -276,7 +279,7 @@ def test_a_wrong_recipe_is_found_before_anything_is_built(source: dict[str, obje
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("name", MOBILENETS)
+@pytest.mark.parametrize("name", mostly_nightly(MOBILENETS, MOBILENETS[0].__eq__))
 @torch.no_grad()
 def test_real_mobilenets_give_their_pooler_output(name: str, images: list[Image.Image]) -> None:
     folder = SHARED / "models" / name
@@ -350,7 +353,7 @@ def test_loading_names_what_is_missing(folders: dict[str, str], tmp_path: Path) 
         load_encoder(str(tmp_path / "bert"))
 
 
-@pytest.mark.parametrize("name", ["resnet", "mobilenet_v2"])
+@pytest.mark.parametrize("name", mostly_nightly(["resnet", "mobilenet_v2"], "resnet".__eq__))
 @torch.no_grad()
 def test_an_encoder_at_another_size_is_the_library_at_that_size(
     name: str, folders: dict[str, str], images: list[Image.Image], tmp_path: Path
@@ -443,7 +446,7 @@ def test_batch_statistics_do_not_move_beside_lora() -> None:
     assert all(module.training for module in encoder.modules()), "what has no adapters trains as a whole"
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in TOKENS])
+@pytest.mark.parametrize("name", mostly_nightly([name for name in EVERY if name not in TOKENS], OFTEN.__contains__))
 def test_convolutions_take_neither_prompts_nor_lora(name: str, folders: dict[str, str]) -> None:
     encoder, _ = load(folders[name])
     with pytest.raises(XcompatError, match="cannot take visual prompts"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from schedule import mostly_nightly_rows
 from torch.nn import functional as F
 from transformers import AutoModel
 
@@ -66,7 +67,10 @@ def looped(query: torch.Tensor, nearest: int, sharpness: float = 20.0) -> np.nda
     return recalled / (1 + np.exp(-(2 * cosines.max() - 1)))
 
 
-@pytest.mark.parametrize(("codec", "apart"), [("SQfp16", 2e-3), ("SQ8", 0.01), ("SQ4", 0.12), ("PQ8", 0.5)])
+@pytest.mark.parametrize(
+    ("codec", "apart"),
+    mostly_nightly_rows([("SQfp16", 2e-3), ("SQ8", 0.01), ("SQ4", 0.12), ("PQ8", 0.5)], lambda codec, _: codec in ("SQ8", "PQ8")),
+)
 def test_over_all_entries_it_is_what_a_loop_gives_but_for_the_codec(codec: str, apart: float) -> None:
     memory = holding(codec)
     assert memory.lists > 1 and memory.rest_codes_KB.shape[1] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
+import itertools
 import pickle
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
+from schedule import mostly_nightly, mostly_nightly_rows
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.encoders.standins import save_stand_in
@@ -107,8 +109,13 @@ def in_haystack(model: Source, stored_Nd: np.ndarray, query: str) -> list[str]:
     return [found.id for found in pipeline.run({"embedder": {"text": query}})["retriever"]["documents"]]
 
 
-@pytest.mark.parametrize("search", [in_langchain, in_llamaindex, in_haystack])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "search"),
+    mostly_nightly_rows(
+        itertools.product(MODELS, [in_langchain, in_llamaindex, in_haystack]),
+        lambda name, search: name == "remembering" or search is in_langchain,
+    ),
+)
 def test_it_finds_rank_by_rank_what_a_gallery_finds(
     name: str, search: Search, old: Embedder, source_of: dict[str, str], tmp_path: Path
 ) -> None:
@@ -149,7 +156,7 @@ def ways_of(model: Source, **options: Any) -> dict[str, tuple[list[float], list[
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_nightly(MODELS, ("maps galleries", "remembering").__contains__))
 def test_documents_are_what_a_gallery_stores(name: str, source_of: dict[str, str]) -> None:
     """In any order of lengths, by any way of asking; a memory is of queries alone."""
     if name == "the old model":
@@ -257,7 +264,7 @@ def test_what_cannot_be_embedded_is_refused(
     assert embeddings.embed_documents([]) == []
 
 
-@pytest.mark.parametrize("name", ["closed form", "phi", "the old model"])
+@pytest.mark.parametrize("name", mostly_nightly(["closed form", "phi", "the old model"], "phi".__eq__))
 def test_documents_are_ordered_by_the_new_model(name: str, source_of: dict[str, str], old: Embedder) -> None:
     """As a naive sum of cosines orders them; LangChain gives no scores, and gets the order of the new model alone."""
     query, source = QUERIES[0], source_of[name]

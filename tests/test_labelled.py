@@ -393,6 +393,7 @@ def test_what_a_triplet_cannot_be_made_of(tmp_path: Path) -> None:
 
 
 @needs_shared
+@pytest.mark.nightly
 def test_real_tiny_imagenet() -> None:
     images = load_labelled(str(SHARED / "tiny-imagenet" / "val-0000.tar.gz"))
     assert np.bincount(images.labels()).tolist() == [50] * 200

@@ -96,7 +96,7 @@ def test_columns_are_those_of_the_method(method: str) -> None:
     assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
 
 
-@pytest.mark.parametrize("method", mostly_nightly(METHODS, ("xbt", "bct", "whitened").__contains__))
+@pytest.mark.parametrize("method", mostly_nightly(METHODS, ("bct", "whitened").__contains__))
 def test_recipes_run(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

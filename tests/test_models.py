@@ -98,7 +98,7 @@ def shake(model: CompatModel) -> None:
             parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_nightly(METHODS, (*METHOD_OF_EACH_KIND, "bt2").__contains__))
 def test_layers_in_a_row_give_what_the_model_gives(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = build(method, folder_of).for_inference()
     shake(model)
@@ -115,7 +115,7 @@ def test_layers_in_a_row_give_what_the_model_gives(method: str, folder_of: dict[
     assert any(layers is None for layers, *_ in rows) is (method in NOT_IN_A_ROW)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_nightly(METHODS, (*METHOD_OF_EACH_KIND, "independent").__contains__))
 def test_save_load_keeps_embeddings_and_fingerprint(
     method: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
 ) -> None:
@@ -249,7 +249,7 @@ def test_export_is_whole(method: str, folder_of: dict[str, str], images: list[Im
         assert torch.equal(embeddings(again, images)[0], embeddings(model, images)[0])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_nightly(METHODS, (*METHOD_OF_EACH_KIND, "independent").__contains__))
 def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = build(method, folder_of)
     shake(model)
@@ -299,7 +299,7 @@ def test_steps_lower_the_loss_and_move_only_what_trains(
             assert torch.equal(value, frozen[name]), f"{name} is frozen"
 
 
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize("method", mostly_nightly(TRAINED, METHOD_OF_EACH_KIND.__contains__))
 def test_a_missing_column_is_named(method: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = build(method, folder_of)
     for column in model.columns:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 from hub_server import Hub
+from schedule import mostly_nightly_rows
 from test_models import build, shake
 
 from xcompat import Fingerprint, XcompatError
@@ -33,8 +35,12 @@ def found(name: str) -> Fingerprint | str:
         return line
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("kind", ["short", "moved", "503"])
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    mostly_nightly_rows(
+        itertools.product(["short", "moved", "503"], FILES), lambda kind, file: kind == "short" or file == FILES[0]
+    ),
+)
 def test_a_hub_that_fails_on_a_file(kind: str, file: str, pulled: tuple[str, Fingerprint], hub: Hub) -> None:
     name, wanted = pulled
     if kind in ("short", "moved"):
@@ -47,8 +53,10 @@ def test_a_hub_that_fails_on_a_file(kind: str, file: str, pulled: tuple[str, Fin
     assert found(name) == wanted
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("kind", ["cut", "dangling"])
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    mostly_nightly_rows(itertools.product(["cut", "dangling"], FILES), lambda kind, file: kind == "cut" or file == FILES[0]),
+)
 def test_a_damaged_copy_in_the_cache(kind: str, file: str, pulled: tuple[str, Fingerprint], tmp_path: Path) -> None:
     name, wanted = pulled
     assert found(name) == wanted

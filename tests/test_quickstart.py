@@ -9,9 +9,9 @@ from pathlib import Path
 
 import warm
 
-SHORT = [f"stages.{stage}.training.max_steps={steps}" for stage, steps in ((0, 4), (1, 4), (2, 20), (5, 2))]
-REMEMBERED = ["stages.5.data.remembered.limit=3000"]  # embedding all 46,600 takes half of the time
-JUDGED = ["stages.5.evaluation.resamples=200", "stages.5.evaluation.tsne_pairs=50"]  # maps of 500 take a tenth of the time
+SHORT = [f"stages.{stage}.training.max_steps={steps}" for stage, steps in ((0, 4), (1, 4), (2, 8), (5, 2))]
+REMEMBERED = ["stages.5.data.remembered.limit=500"]  # embedding all 46,600 takes half of the time
+JUDGED = ["stages.5.evaluation.resamples=100", "stages.5.evaluation.tsne_pairs=50"]  # maps of 500 take a tenth of the time
 
 
 def quickstart(output: Path) -> list[str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import warm
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from schedule import mostly_nightly
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
@@ -67,7 +68,7 @@ def _shard_and_save(rank: int, encoder: str, store: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["clip", "open_clip"])
+@pytest.mark.parametrize("kind", mostly_nightly(["clip", "open_clip"], "clip".__eq__))
 def test_a_sharded_step_equals_a_plain_one(kind: str, folder_of: dict[str, str], tmp_path: Path) -> None:
     warm.spawn(_shard_and_save, (folder_of[kind], str(tmp_path / "store"), str(tmp_path / "out")))
     model = IndependentModel.from_encoder(folder_of[kind])
@@ -178,7 +179,7 @@ def _train_as_accelerate_shards(rank: int, encoder: str, store: str, out: str) -
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["clip", "open_clip"])
+@pytest.mark.parametrize("kind", mostly_nightly(["clip", "open_clip"], "clip".__eq__))
 def test_the_trainer_shards_as_accelerate_does(kind: str, folder_of: dict[str, str], tmp_path: Path) -> None:
     """Weights in the layout of convolutions are refused, and so is a model that says nothing of its input's embeddings."""
     warm.spawn(_train_as_accelerate_shards, (folder_of[kind], str(tmp_path / "store"), str(tmp_path / "out")), processes=1)

@@ -103,7 +103,11 @@ def test_the_python_api_keeps_timestamps_as_text(tmp_path: Path) -> None:
     assert gallery.metadata(["x"]) == [{"at": DAY.isoformat(), "nan": None, "empty": "", "half": "\ufffd", "n": 3}]
 
 
-@given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists)))
+@given(
+    st.dictionaries(
+        st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=9)
+    )
+)
 def test_converted_rows_are_always_json(row: dict[str, object]) -> None:
     text = json.dumps(JsonColumns().convert(row), allow_nan=False, ensure_ascii=False)
     assert text.encode()

@@ -17,6 +17,7 @@ from hub_server import Hub
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from schedule import mostly_nightly
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.sentence_transformer.modules import BoW, LayerNorm, Pooling, StaticEmbedding
@@ -108,6 +109,8 @@ def modules_of(kind: str, folder: Path) -> list[nn.Module]:
 
 
 KINDS = ("mean", "cls", "max", "weightedmean", "dense", "qwen2", "llama", "t5", "static")
+OFTEN = ("mean", "dense", "qwen2", "static")
+"""An encoder, one with a layer after it, a decoder and vectors of words: these are tested on every change."""
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +148,7 @@ def edit(file: Path, **changes: object) -> None:
 # ------------------------------------------------------------------------------------------------------- embeddings
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, OFTEN.__contains__))
 def test_both_roles_embed_as_sentence_transformers_does(kind: str, made: Made) -> None:
     encoder, processor = load_encoder(made(kind))
     texts = [text for text in PASSAGES if text]
@@ -156,7 +159,7 @@ def test_both_roles_embed_as_sentence_transformers_does(kind: str, made: Made) -
         assert embeds.shape[1] == encoder.embedding_dim
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, OFTEN.__contains__))
 def test_empty_texts_do_not_crash(kind: str, made: Made) -> None:
     encoder, processor = load_encoder(EncoderSource(name=made(kind), query_prompt="", passage_prompt=""))
     with torch.no_grad():
@@ -240,7 +243,7 @@ def test_fingerprints_tell_whatever_changes_an_embedding(made: Made, tmp_path: P
 _OTHERWISE = {"query_prompt": "q: ", "passage_prompt": "", "truncate_dim": 12}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, OFTEN.__contains__))
 def test_a_saved_encoder_is_the_same_to_both_libraries(kind: str, made: Made, tmp_path: Path) -> None:
     encoder, processor = load_encoder(made(kind))
     encoder.save_pretrained(tmp_path)
@@ -254,7 +257,7 @@ def test_a_saved_encoder_is_the_same_to_both_libraries(kind: str, made: Made, tm
     np.testing.assert_allclose(theirs.encode_document(TEXTS), expected.encode_document(TEXTS), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, OFTEN.__contains__))
 def test_a_described_encoder_is_built_and_found_again(kind: str, made: Made) -> None:
     source = EncoderSource(name=made(kind), query_prompt="q: ", passage_prompt="p: ", truncate_dim=16)
     encoder, processor = load_encoder(source)
@@ -429,7 +432,7 @@ def query_map(new: Embedder, old: Embedder, **options: Any) -> RidgeModel:
     return RidgeModel(config).fit([pairs])
 
 
-@pytest.mark.parametrize("kind", ["dense", "qwen2", "t5"])
+@pytest.mark.parametrize("kind", mostly_nightly(["dense", "qwen2", "t5"], "qwen2".__eq__))
 def test_lora_is_switched_off_merged_and_reloaded(kind: str, made: Made, old: Embedder, tmp_path: Path) -> None:
     model = XbtModel.from_encoder(made(kind), old=old.describe_old(), adapters={"lora": {"rank": 2}})
     batch = model.processor.texts(TEXTS)
@@ -534,6 +537,7 @@ def test_an_export_needs_no_xcompat_and_knows_the_prompts(space: Any, made: Made
     np.testing.assert_allclose(module.encode(QUESTIONS), kept, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_onnx_has_the_text_tower_alone(made: Made, old: Embedder, tmp_path: Path) -> None:
     model = query_map(load_embedder(made("mean")).for_queries(), old.for_queries())
     to_onnx(model, tmp_path / "onnx")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from schedule import mostly_nightly
 from transformers import pipeline
 
 from xcompat import Fingerprint, XcompatError
@@ -286,7 +287,7 @@ def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
 OLD = Fingerprint.from_string("old")
 
 
-@pytest.fixture(scope="module", params=["faiss", "milvus"])
+@pytest.fixture(scope="module", params=mostly_nightly(["faiss", "milvus"], "faiss".__eq__))
 def grouped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     """Return a gallery of three segments, of documents with many passages and with few, and of items without a document."""
     folder = tmp_path_factory.mktemp("grouped")
@@ -327,7 +328,7 @@ def test_groups_are_those_of_the_whole_ranking(
     assert grouped.search(np.empty((0, 6)), OLD, top_k, where, group_by="document") == []
 
 
-@pytest.mark.parametrize("merge", ["raw", "standardised", "calibrated"])
+@pytest.mark.parametrize("merge", mostly_nightly(["raw", "standardised", "calibrated"], "calibrated".__eq__))
 def test_groups_of_several_versions_make_one_ranking(
     merge: Any, documents: Path, tmp_path: Path, old_folder: str, newer: str
 ) -> None:
