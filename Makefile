@@ -30,11 +30,12 @@ nightly: $(STAMP) ## Run the long forms and all of each kind: every recipe, ever
 test-quickstart: $(STAMP) ## Run the shortened quickstart alone: every stage works, the numbers mean nothing.
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/test_quickstart.py
 
-lint: $(STAMP) ## Check style (ruff), types (mypy) and layers (import-linter).
+lint: $(STAMP) ## Check style (ruff), types (mypy), layers (import-linter) and English (docs/prose.py).
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python docs/prose.py
 
 docs: $(STAMP) ## Build the site from docs/ into site/: no broken link, no public name without a page.
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict

@@ -52,9 +52,9 @@ def ways(gpu_texts: float) -> list[Way]:
         Way("a gallery in files, mapped", 42_000, 128),
         Way("PostgreSQL, mapped, no index", 1_000_000 / 51, 512, 1.4, 2.8),
         Way("PostgreSQL, mapped under HNSW", 843, 512, 2.7, 5.5),
-        Way("captions embedded anew", 768 / 3.76),
-        Way("captions embedded anew on a GPU", gpu_texts, gpu=True),
-        Way("pictures embedded anew", 64 / 3.02),
+        Way("captions re-embedded", 768 / 3.76),
+        Way("captions re-embedded on a GPU", gpu_texts, gpu=True),
+        Way("pictures re-embedded", 64 / 3.02),
     ]
 
 
@@ -69,7 +69,7 @@ def rows(dim: int, machines: int, gpu_texts: float, prices: tuple[float, float, 
             if way.rate is None:
                 yield count, way.name, "0", *stored, "0", month
             elif not way.rate:
-                yield count, way.name, "not run: no GPU at hand", *stored, "", month
+                yield count, way.name, "not run: no GPU available", *stored, "", month
             else:
                 hours = vectors / way.per_second(dim) / 3600
                 cost = f"{hours * (gpu if way.gpu else machine):,.1f}"

@@ -66,7 +66,7 @@ def lane(*parts: Part, after: tuple[str, ...] = (), start: int = 0) -> Lane:
 
 @dataclass(frozen=True)
 class Picture:
-    """What a method trains, and what is left of it when queries search.
+    """What a method trains, and which parts remain when queries search.
 
     Args:
         lanes: training, from top to bottom.
@@ -173,7 +173,7 @@ PICTURES: dict[str, Picture] = {
     "lce": of_a_map(trained("T, a network"), "inside its class?", ("centres near centres?", frozen("centres of the classes"))),
     "fct": Picture(
         (
-            lane(frozen("side model, perhaps"), vectors("ψ"), after=(ITEMS.text,)),
+            lane(frozen("side model (optional)"), vectors("ψ"), after=(ITEMS.text,)),
             lane(ITEMS, OLD, OLD_VECTOR, H),
             lane(NEW, vectors("its new embedding"), after=(ITEMS.text,)),
         ),
@@ -185,7 +185,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "fastfill": Picture(
         (
-            lane(frozen("side model, perhaps"), vectors("ψ"), after=(ITEMS.text,)),
+            lane(frozen("side model (optional)"), vectors("ψ"), after=(ITEMS.text,)),
             lane(ITEMS, OLD, OLD_VECTOR, H),
             lane(NEW, vectors("its new embedding"), after=(ITEMS.text,)),
         ),
@@ -193,7 +193,7 @@ PICTURES: dict[str, Picture] = {
         (QUERY, NEW),
         (stored("old vectors, and ψ"), H, stored("new vectors")),
         arrows=(("ψ", H.text),),
-        caption="mapped once; then embedded anew",
+        caption="mapped once, later re-embedded",
     ),
     "bct": of_classes(lane(OLD_CLASSES, after=(F.text,)), losses=((FOR_OLD, (OLD_CLASSES.text,)),)),
     "oca": Picture(
@@ -247,7 +247,7 @@ PICTURES: dict[str, Picture] = {
         (lane(PHOTOS, BACKBONE, F, W), lane(data("or pictures, captions"), trained("both towers"), vectors("v and w"))),
         ((WHICH, (W.text,)), ("or: which caption is whose?", ("v and w",))),
         (QUERY, BACKBONE),
-        (stored("vectors of all items, made anew"),),
+        (stored("re-embedded items"),),
         caption="old vectors cannot be searched",
     ),
     "simclr": of_images(
@@ -346,7 +346,7 @@ def draw(picture: Picture) -> Figure:
 
 
 def _columns(picture: Picture) -> dict[str, int]:
-    """Return the column of each part by its text; a lane may stand above the one that it follows."""
+    """Return the column of each part by its text; a lane may stand above its predecessor."""
     columns: dict[str, int] = {}
     for line in sorted(picture.lanes, key=lambda line: len(line.after)):
         first = max((columns[text] + 1 for text in line.after), default=line.start)

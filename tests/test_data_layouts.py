@@ -66,7 +66,7 @@ def test_superclasses_and_cifar_10(made: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_part_of_cifar_is_said(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match=r"contains test\.bin, train\.bin; give the paths of those to read, such as"):
+    with pytest.raises(XcompatError, match=r"contains test\.bin, train\.bin; give the paths to read, e.g."):
         labelled(made / "cifar-100-binary")
     with pytest.raises(XcompatError, match="CIFAR-100 has no column 'fin'; did you mean 'fine'"):
         labelled(made / "cifar-100-binary" / "test.bin", label_column="fin")

@@ -35,7 +35,7 @@ RESULTS, METHOD_PAGES, TUTORIALS = (
     for folder in ("docs/results", "docs/methods", "docs/tutorials")
 )
 LINKING = [*PAGES, *METHOD_PAGES, *TUTORIALS, *RESULTS, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
-README_LINES, README_WIDTH = 250, 150
+README_LINES, README_WIDTH = 120, 150
 EXAMPLES = [
     (name, language, code)
     for name, page in PAGES.items()

@@ -288,7 +288,7 @@ def test_missing_weights_are_named(folder_of: dict[str, str], tmp_path: Path) ->
     weights = load_file(tmp_path / "clip" / "model.safetensors")
     del weights["text_projection.weight"]
     save_file(weights, tmp_path / "clip" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(XcompatError, match="lacks 1 weights, such as text_projection.weight; fetch or save it again"):
+    with pytest.raises(XcompatError, match="lacks 1 weights, e.g. text_projection.weight; download or save it again"):
         load_encoder(str(tmp_path / "clip"))
 
 

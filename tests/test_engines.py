@@ -530,7 +530,7 @@ def test_unread_pictures_of_all_processes_count_together(old_folder: str, tmp_pa
     )
     command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
     done = warm.run("-c", code, "embed", *command, folder=tmp_path, ranks=2)
-    assert done.returncode != 0 and "2 of 4 pictures cannot be read, such as '1'; mend or remove them" in done.stderr
+    assert done.returncode != 0 and "2 of 4 images cannot be read, e.g. '1'; fix or remove them" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ engines

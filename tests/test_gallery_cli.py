@@ -357,9 +357,9 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
         (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids names the vectors of --from-faiss"),
         (
             ("upgrade", "gallery", "--model", "x", "--budget", "9"),
-            "--budget is of pictures to embed anew: name them",
+            "--budget applies to re-embedded pictures: add --backfill",
         ),
-        (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype is of pictures to embed anew"),
+        (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype applies to re-embedded pictures"),
         (("search", "nowhere", "text", "--model", "x"), "nowhere is not a gallery"),
         (("verify", "nowhere"), "nowhere is not a gallery"),
     ],

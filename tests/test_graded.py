@@ -175,11 +175,12 @@ def test_evaluate_judges_folders_by_their_judgements(tmp_path: Path) -> None:
     assert plots == {"cases-text-to-text.png", "success-text-to-text.png", "tsne-0.png"}
 
 
-def test_judgements_are_read_as_trec_and_beir_write_them(tmp_path: Path) -> None:
-    trec, beir = tmp_path / "qrels.txt", tmp_path / "test.tsv"
+def test_judgements_are_read_as_trec_beir_and_mteb_write_them(tmp_path: Path) -> None:
+    trec, beir, mteb = tmp_path / "qrels.txt", tmp_path / "test.tsv", tmp_path / "test.jsonl"
     trec.write_text("1 0 a b\n1 0 d1 2\n\n2 0 d2 -1\n")
     beir.write_text("query-id\tcorpus-id\tscore\n1\td1\t2\n2\td2\t-1\n")
-    assert read_qrels(trec) == read_qrels(beir) == {"1": {"d1": 2.0}, "2": {"d2": -1.0}}
+    mteb.write_text('{"query-id": "1", "corpus-id": "d1", "score": 2}\n{"query-id": 2, "corpus-id": "d2", "score": -1}\n')
+    assert read_qrels(trec) == read_qrels(beir) == read_qrels(mteb) == {"1": {"d1": 2.0}, "2": {"d2": -1.0}}
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,8 @@ def test_judgements_are_read_as_trec_and_beir_write_them(tmp_path: Path) -> None
         ("q d 1\nq d\n", "line 2 is not a judgement"),
         ("q d nan\nq d inf\n", "line 2 is not a judgement"),
         ("q d 1\nq d 2\n", "line 2 contradicts an earlier gain of 'd' for 'q'"),
+        ('{"query-id": "q", "score": 1}\n', "line 1 is not a judgement"),
+        ('{"query-id": "q", "corpus-id"\n', "line 1 is not a judgement"),
         ("query item gain\n", "contains no judgements"),
     ],
 )

@@ -297,5 +297,5 @@ def test_what_does_not_fit_is_refused(raw: dict[str, Any], changes: dict[str, An
 
 def test_ids_that_do_not_meet_are_refused(raw: dict[str, Any], judged: dict[str, Any]) -> None:
     Path(judged["qrels"]).write_text("someone\tp1\t1\n")
-    with pytest.raises(XcompatError, match="no query has a judgement: judgements have query ids such as 'someone'.* 'q0'"):
+    with pytest.raises(XcompatError, match="no query has a judgement: judgements have query ids like 'someone'.* 'q0'"):
         run_recipe(recipe_of(raw))

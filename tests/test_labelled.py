@@ -245,7 +245,7 @@ def saved(folder: Path, labels: list[object], feature: object = datasets.Value("
         ([0, -1], datasets.ClassLabel(names=["a", "b"]), None, "image '.*set/1' has no label"),
         (["cat", None], datasets.Value("string"), None, "has no label"),
         (["", ""], datasets.Value("string"), None, r"\(and 1 more\) has no label"),
-        ([0.5, 1.0], datasets.Value("float32"), None, "labels are floats such as 0.5"),
+        ([0.5, 1.0], datasets.Value("float32"), None, "labels are floats, e.g. 0.5"),
         ([MAX_INDEX, 1], datasets.Value("int64"), None, "store them as text"),
     ],
 )

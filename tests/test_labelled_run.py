@@ -812,7 +812,7 @@ def test_a_name_stands_for_one_picture_in_queries_and_gallery(
     test = load_test_set(DataSettings(queries=paths["queries"], gallery=paths["all"]))
     assert isinstance(test, LabelledTestSet)
     assert test.gallery_ids == ["ant/bytes.png (gallery)", "ant/copy.png", "ant/more.png", "ant/size.png (gallery)"]
-    assert "2 of 4 images of the gallery have the id of a different query image, such as 'ant/bytes.png'" in caplog.text
+    assert "2 of 4 images of the gallery have the id of a different query image, e.g. 'ant/bytes.png'" in caplog.text
     itself = test.questions()[IMAGE_TO_IMAGE].own_id
     assert sorted(filter(None, map(itself, range(3)))) == ["ant/copy.png"]
     assert test.galleries()[0].ids == test.gallery_ids

@@ -363,7 +363,7 @@ def test_saved_datasets(tmp_path: Path) -> None:
     loaded = load_pairs(PairSource(path=str(tmp_path / "one"), caption_column="info.title"))
     assert (loaded["caption"][:], loaded["id"][:]) == (["t0", "t1", "t2"], ["0", "1", "2"])
     assert loaded[1]["image"]["bytes"] == png(1)
-    with pytest.raises(XcompatError, match=r"columns such as info\.title do not work with streaming; set streaming to false"):
+    with pytest.raises(XcompatError, match=r"columns \(info\.title\) do not work with streaming; set streaming to false"):
         load_pairs(PairSource(path=str(tmp_path / "one"), caption_column="info.title", streaming=True))
     datasets.DatasetDict(train=dataset, test=dataset.select([2])).save_to_disk(tmp_path / "two")
     two = PairSource(path=str(tmp_path / "two"), caption_column="info.title")

@@ -166,7 +166,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "ids of floats": (lambda here: parquet(here / "a.parquet", made(), [float(row) for row in range(ITEMS)]), "'id' is double"),
     "cut": (lambda here: _cut(parquet(here / "a.parquet", made())), "cannot read .* after row 0"),
     "cut JSON": (lambda here: _cut(json_lines(here / "a.jsonl.gz", made())), "cannot read .* after row"),
-    "no JSON": (lambda here: _written(here / "a.jsonl", "a b c\n"), "first line is no JSON object"),
+    "no JSON": (lambda here: _written(here / "a.jsonl", "a b c\n"), "first line is not a JSON object"),
     "later": (lambda here: _written(here / "a.jsonl", '{"id": "a", "embedding": [1]}\n{"id": 3'), "cannot read .* after row"),
     "nothing": (lambda here: _written(here / "a.jsonl", "\n"), "holds no embeddings"),
 }

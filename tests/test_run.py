@@ -305,7 +305,7 @@ MISTYPED = {
         ({"queries": "cats", "test_subset": {"classes": ["dog"]}}, "data.queries: class 'dog' is not among the 1 classes"),
         (
             {"judged_texts": {"queries": "asked.csv", "passages": "answers.csv", "qrels": "qrels.txt"}},
-            "data.judged_texts: no query has a judgement: judgements have query ids such as 'q7'",
+            "data.judged_texts: no query has a judgement: judgements have query ids like 'q7'",
         ),
         (
             {"templates": {"images": "shard.tar", "members": "members.txt", "pairs": "pairs.txt"}},

@@ -399,7 +399,7 @@ def test_a_model_without_some_weights_is_refused(made: Made, tmp_path: Path) -> 
     weights = load_file(folder / "model.safetensors")
     kept = {key: value for key, value in weights.items() if "layer.1.output.dense" not in key}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    refused(str(folder), r"lacks 2 weights, such as encoder\.layer\.1\.output\.dense\.bias")
+    refused(str(folder), r"lacks 2 weights, e.g. encoder\.layer\.1\.output\.dense\.bias")
     kept = {key: value for key, value in weights.items() if not key.startswith("pooler")}  # which nothing reads
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     encoder, processor = load_encoder(str(folder))

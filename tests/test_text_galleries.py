@@ -279,7 +279,7 @@ def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
         assert code == 2 and err.count("\n") == 1 and message in err
     assert not (tmp_path / "g").exists()
     code, _, err = run("upgrade", tmp_path, "--model", "m", "--words", 3)
-    assert code == 2 and "--words is of texts to embed anew: name them with --backfill" in err
+    assert code == 2 and "--words applies to re-embedded texts: add --backfill" in err
 
 
 # ------------------------------------------------------------------------------------------------------------- groups

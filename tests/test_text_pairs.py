@@ -56,7 +56,7 @@ def test_pairs_are_read_with_their_negatives(pairs_file: str, capsys: pytest.Cap
     pairs = load_text_pairs(TextPairSource(path=pairs_file, negative_column="wrong", id_column="about"))
     assert len(pairs) == 24 and pairs[3] == {"query": "3 who", "passage": "3 fish", "negatives": ["3 fox", "3 hen"], "id": "3"}
     said = " ".join(capsys.readouterr().out.split())
-    assert "2 of 26 rows lack a text and are skipped, such as" in said and "line 25" in said.replace("\n", "")
+    assert "2 of 26 rows lack a text and are skipped, e.g." in said and "line 25" in said.replace("\n", "")
 
 
 def test_a_pair_without_an_id_is_refused(pairs_file: str) -> None:

@@ -170,7 +170,7 @@ def test_failed_requests_of_a_batch_have_no_embedding(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Write, str]] = {
-    "no JSON": (lambda here: (here / "a.json").write_text("{") and here / "a.json", "a.json line 1 is no JSON"),
+    "no JSON": (lambda here: (here / "a.json").write_text("{") and here / "a.json", "a.json line 1 is not JSON"),
     "no items": (lambda here: _json(here, {"status": "ok"}), "holds no embeddings"),
     "no id": (lambda here: _json(here, [{"embedding": [1.0, 2.0]}]), "item 0 of .* has no id; choose its field with --id-column"),
     "no numbers": (lambda here: _json(here, [{"id": "a", "vector": ["x"]}]), "item 0 holds no list of numbers"),

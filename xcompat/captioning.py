@@ -98,8 +98,8 @@ class Captioner:
             asked = self._asked(list(images))
             tokens_BT = self.model.generate(**asked, max_new_tokens=self.max_tokens, do_sample=False, num_beams=1)
         except (ValueError, TypeError, TemplateError) as error:
-            mend = "set a --prompt" if self.prompt is None else "use another --prompt"
-            raise XcompatError(f"{self.name} cannot write captions: {what_failed(error)}; {mend}") from error
+            fix = "set a --prompt" if self.prompt is None else "use another --prompt"
+            raise XcompatError(f"{self.name} cannot write captions: {what_failed(error)}; {fix}") from error
         texts = self.tokenizer.batch_decode(tokens_BT[:, self._repeated(tokens_BT, asked) :], skip_special_tokens=True)
         return [" ".join(text.split()) for text in texts]
 

@@ -15,7 +15,7 @@ class HouseStyle(Extension):
     """Read roles of Sphinx as code, ``Example:`` as examples, and ``Args:`` of a class without ``__init__`` as its fields."""
 
     def on_instance(self, *, obj: Object, **_: object) -> None:
-        """Rewrite the docstring of whatever griffe has read."""
+        """Rewrite the docstring of an object that griffe has read."""
         if obj.docstring is not None:
             obj.docstring.value = EXAMPLE.sub("Examples:", ROLE.sub(r"`\1`", obj.docstring.value))
 

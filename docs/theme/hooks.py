@@ -24,7 +24,7 @@ PART = re.compile(
     r"|`[^`\n]+`",
     re.DOTALL | re.MULTILINE,
 )
-"""Blocks of code, equations in a line, links without a scheme, and code in a line: whichever begins first."""
+"""Blocks of code, equations in a line, links without a scheme, and code in a line, in the order of the text."""
 
 
 def equation(source: str, display: str = "inline") -> str:

@@ -165,6 +165,27 @@ def test_an_index_of_photos_from_map_to_export(desk: Desk) -> None:
     desk.type("gallery", "verify", "gallery")
 
 
+def test_a_map_is_fitted_from_an_index_and_its_photos(desk: Desk) -> None:
+    """No folder of embeddings, no recipe: an index, its photos and the name of a new model."""
+    (desk.folder / "short.txt").write_text("000/0.jpg\n")
+    command = ("map", "--new", NEW, "--images", "stored", "--old-model", OLD, "--allow-worse")
+    said = desk.type(*command, "--old", "photos.faiss", "--out", "runs/none", code=2).stderr
+    assert "--ids" in said and not (desk.folder / "runs/none").exists()
+    said = desk.type(*command, "--old", "photos.faiss", "--ids", "short.txt", "--out", "runs/none", code=2).stderr
+    assert "short.txt" in said and not (desk.folder / "runs/none").exists()
+
+    desk.type(*command, "--old", "photos.faiss", "--ids", "ids.txt", "--out", "runs/from_index")
+    desk.type("gallery", "build", "--from-faiss", "photos.faiss", "--ids", "ids.txt", "--model", OLD, "--out", "indexed")
+    found = desk.search("indexed", "runs/from_index")
+    old = quality(desk.search("indexed", OLD))
+    luck = 2 * np.sqrt(2 * old * (1 - old) / (CLASSES * ASKED))
+    assert quality(found) >= old - luck
+
+    desk.type("map", "--old", "indexed", "--new", NEW, "--images", "stored", "--allow-worse", "--out", "runs/from_gallery")
+    same = desk.search("indexed", "runs/from_gallery")
+    assert same == found, "a gallery holds the same vectors, and knows its ids and its model"
+
+
 def test_a_backfill_that_loses_quality_is_announced_before_it_embeds(desk: Desk) -> None:
     report = desk.folder / "runs/losing/report.json"
     report.parent.mkdir(parents=True)

@@ -243,7 +243,7 @@ def embed(
     given = [name for name, value in about_files.items() if value not in (None, "")]
     if source.endswith((".yaml", ".yml")):
         if given:
-            raise XcompatError(f"{given[0]} is of tables; a recipe says what it embeds: leave it out")
+            raise XcompatError(f"{given[0]} applies to tables, not to recipes; remove it")
         from xcompat.training.beforehand import load_checked
 
         recipe = load_checked(source, overrides or [], every_stage=True)
@@ -252,7 +252,7 @@ def embed(
         embed_recipe(recipe)
         return
     if overrides:
-        raise XcompatError(f"{overrides[0]!r} overrides a value of a recipe, and {source} is none; leave it out")
+        raise XcompatError(f"{overrides[0]!r} overrides a recipe value, but {source} is not a recipe; remove it")
     if not (model and out):
         raise XcompatError("name the model with --model, and the folder of what is made with --out")
     where = Workers(engine, workers, gpus_per_worker)
@@ -464,7 +464,7 @@ def help_(verb: Annotated[list[str] | None, typer.Argument(help="Command, e.g. g
 
 
 def main() -> None:
-    """Run the command line; an error that a user can mend prints one line and exits with 2, a bug prints facts for its report."""
+    """Run the command line; an error that a user can fix prints one line and exits with 2, a bug prints facts for its report."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may be undecodable
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow warns below the limit of data.images

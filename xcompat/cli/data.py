@@ -46,7 +46,7 @@ def classes(
 
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name, e.g. clip/b32_to_l14, or a folder such as clip.")
+        str | None, typer.Argument(metavar="[NAME]", help="Name, e.g. clip/b32_to_l14, or a folder, e.g. clip.")
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Folder to copy recipes to. Existing files are not replaced.")] = None,
 ) -> None:

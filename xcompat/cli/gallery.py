@@ -46,7 +46,7 @@ Overlap = Annotated[
 ]
 MaxBadShare = Annotated[float | None, typer.Option(min=0, max=1, help="Maximum share of unreadable pictures. Default: 0.1.")]
 SideInfo = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Model for side-information, stored with each item for maps such as FCT.")
+    str | None, typer.Option(metavar="MODEL", help="Model for side-information, stored for maps with side-information (FCT).")
 ]
 MetadataColumns = Annotated[
     list[str] | None,
@@ -295,7 +295,7 @@ def upgrade(
         others = min(_given(max_bad_share=max_bad_share, **columns, **texts), default="").replace("_", "-")
         given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{others}"
         of = "texts" if texts else "pictures"
-        raise XcompatError(f"{given} is of {of} to embed anew: name them with --backfill, or leave it out to map all")
+        raise XcompatError(f"{given} applies to re-embedded {of}: add --backfill, or remove it to map all items")
     where, opened = Workers(engine, workers, gpus_per_worker), _open(gallery)
     if backfill is None:
         newer = _load_map(model)
@@ -377,7 +377,7 @@ def doctor(
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if images is None:
-        raise XcompatError("name the pictures or texts of the gallery with --images or --texts: a sample is embedded again")
+        raise XcompatError("name the pictures or texts of the gallery with --images or --texts: a sample is re-embedded")
     if _is_address(gallery):
         if texts:
             raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")
@@ -484,7 +484,7 @@ def _open(folder: Path) -> Gallery:
 
 
 def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float | None) -> Fallback | None:
-    """Load the old model that is named, or that a map was chosen to search with; embedded queries cannot be embedded again."""
+    """Load the old model of --old-model or of the map. Queries given as embeddings cannot be re-embedded."""
     from xcompat.core.distributed import device
     from xcompat.retrieval.embedded_queries import EmbeddedQueries
     from xcompat.retrieval.fallback import Fallback

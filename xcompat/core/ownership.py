@@ -115,12 +115,12 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False
         if record is None or record not in known:
             file = path / name if path.is_dir() else path
             what = "has changed since it was made by" if name in theirs else "was not made by"
-            mend = (
+            fix = (
                 "move it, or choose another place"
                 if overwrite is None or kept is not None
                 else "move it, choose another place, or add --overwrite"
             )
-            raise XcompatError(f"{file} {what} `xcompat {made_by}`; {mend}")
+            raise XcompatError(f"{file} {what} `xcompat {made_by}`; {fix}")
 
 
 def read_marker(path: Path) -> Made | None:

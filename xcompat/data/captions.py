@@ -207,7 +207,7 @@ def _person_and_camera(file: Path) -> tuple[str, str]:
     found = _MARKET.match(file.name)
     if found is None:
         raise XcompatError(
-            f"{file} is not named as in Market-1501, person and camera first, such as 0002_c1s1_000451_03.jpg; "
+            f"{file} is not named as in Market-1501, person and camera first, e.g. 0002_c1s1_000451_03.jpg; "
             "rename it, move it away, or set another format"
         )
     return found[1], found[2]

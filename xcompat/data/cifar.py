@@ -134,7 +134,7 @@ def refuse_other_layouts(paths: Sequence[Path]) -> None:
             )
         parts = sorted(file.name for file in path.glob(f"*{SUFFIX}")) if path.is_dir() else []
         if len(parts) > 1 and any(part.startswith("test") for part in parts):
-            raise XcompatError(f"{path} contains {', '.join(parts)}; give the paths of those to read, such as {path / parts[0]}")
+            raise XcompatError(f"{path} contains {', '.join(parts)}; give the paths to read, e.g. {path / parts[0]}")
 
 
 def _png(pixels_HWC: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:

@@ -88,7 +88,7 @@ def ids_beside(gallery: datasets.Dataset, queries: datasets.Dataset) -> list[str
     taken = {*ids, *asked}
     if others:
         notice_once(
-            f"{len(others):,} of {len(ids):,} images of the gallery have the id of a different query image, such as "
+            f"{len(others):,} of {len(ids):,} images of the gallery have the id of a different query image, e.g. "
             f"{ids[others[0]]!r}: they count as separate items"
         )
     for row in others:

@@ -18,7 +18,7 @@ _FIELDS = (
 
 
 def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
-    """Read judgements in BEIR (query, item, gain) or TREC (query, iteration, item, gain) format.
+    """Read judgements in BEIR (query, item, gain), TREC (query, iteration, item, gain) or MTEB (JSON lines) format.
 
     Args:
         file: one judgement per line, separated by tabs or spaces, optionally with a header; gzip if it ends in ``.gz``. Higher
@@ -39,7 +39,7 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
             continue
         if gain is None:
             raise XcompatError(
-                f"{file} line {number} is not a judgement ({line[:60]!r}); write query, item and gain, or TREC's four columns"
+                f"{file} line {number} is not a judgement ({line[:60]!r}); write query, item and gain, or the format of TREC"
             )
         query, item = columns[0].strip(), columns[-2].strip()
         if qrels.setdefault(query, {}).setdefault(item, gain) != gain:

@@ -160,7 +160,7 @@ def _captioned(dataset: datasets.Dataset, file: Path, max_bad_share: float) -> d
     ids = dataset[ID][:]
     lacking = [name for name in ids if name not in known]
     if lacking:
-        raise XcompatError(f"{file} has no caption for {len(lacking)} of {len(ids)} images, such as {lacking[0]!r}; add them")
+        raise XcompatError(f"{file} has no caption for {len(lacking)} of {len(ids)} images, e.g. {lacking[0]!r}; add them")
     bad = BadSamples(max_bad_share, len(ids))
     kept = [row for row, name in enumerate(ids) if known[name] is not None]
     for name in ids:
@@ -181,7 +181,7 @@ def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[i
         raise XcompatError(f"{source.path}: image {dataset[bad[0]][ID]!r}{more} has no label; add one or remove the image")
     if not isinstance(values[0], int | str):
         raise XcompatError(
-            f"{source.path}: labels are {type(values[0]).__name__}s such as {values[0]!r}; set label_column to a column "
+            f"{source.path}: labels are {type(values[0]).__name__}s, e.g. {values[0]!r}; set label_column to a column "
             "with one class index or name per image"
         )
     return values

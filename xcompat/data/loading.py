@@ -362,9 +362,7 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     wanted = (source.image_column, source.caption_column, source.id_column, source.label_column, source.camera_column)
     if nested := [name for name in wanted if name and "." in name and name not in dataset.column_names]:
         if isinstance(dataset, datasets.IterableDataset):
-            raise XcompatError(
-                f"{source.path}: nested columns such as {nested[0]} do not work with streaming; set streaming to false"
-            )
+            raise XcompatError(f"{source.path}: nested columns ({nested[0]}) do not work with streaming; set streaming to false")
         dataset = dataset.flatten()  # nested columns become ``outer.inner``
     picked = _picked_columns(dataset, source)
     dataset = dataset.select_columns(list(picked.values()))

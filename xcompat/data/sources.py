@@ -332,7 +332,7 @@ def require_one_captions_file(paths: list[Path]) -> None:
         found = next((each for stem in CAPTION_STEMS if folder.is_dir() and (each := _called(folder, stem))), [])
         if len(found) > 1:
             names = " and ".join(file.name for file in found)
-            raise XcompatError(f"{folder} contains {names}; give the path of one, such as {found[0]}, or move the others away")
+            raise XcompatError(f"{folder} contains {names}; give the path of one (e.g. {found[0]}), or move the others away")
 
 
 def _called(folder: Path, stem: str) -> list[Path]:

@@ -59,7 +59,7 @@ def load_text_pairs(source: TextPairSource) -> datasets.Dataset:
     key = {"source": source.model_dump(), "data": raw._fingerprint if raw is not None else file_stamps(files)}
     dataset, record = cached_dataset("text_pairs", key, features, build)
     if lacking := record["lacking"]:
-        notice(f"{len(lacking):,} of {record['read']:,} rows lack a text and are skipped, such as {lacking[0]}")
+        notice(f"{len(lacking):,} of {record['read']:,} rows lack a text and are skipped, e.g. {lacking[0]}")
     return dataset
 
 

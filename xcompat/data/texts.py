@@ -105,7 +105,7 @@ def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
     for line in record.get("changed", []):
         notice(f"{line}; choose columns with --metadata COLUMN, or none with --no-metadata")
     if empty := record["empty"]:
-        notice(f"{len(empty):,} of {record['documents']:,} documents have no text and are skipped, such as {empty[0]!r}")
+        notice(f"{len(empty):,} of {record['documents']:,} documents have no text and are skipped, e.g. {empty[0]!r}")
     return dataset
 
 

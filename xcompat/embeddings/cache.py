@@ -123,12 +123,12 @@ class EmbeddingCache:
         if not rows_N.size:
             return
         if rows_N.dtype.kind not in "iu":
-            found, mend = f"values of {rows_N.dtype}", "; convert a mask with np.flatnonzero"
+            found, fix = f"values of {rows_N.dtype}", "; convert a mask with np.flatnonzero"
         elif len(wrong := rows_N[(rows_N < 0) | (rows_N >= self.info.rows)]):
-            found, mend = f"{wrong[0]}", ""
+            found, fix = f"{wrong[0]}", ""
         else:
             return
-        raise XcompatError(f"rows of an embedding cache are numbers from 0 to {self.info.rows - 1:,}, not {found}{mend}")
+        raise XcompatError(f"rows of an embedding cache are numbers from 0 to {self.info.rows - 1:,}, not {found}{fix}")
 
     @property
     def _part_rows(self) -> int:

@@ -141,11 +141,11 @@ def _text_batches(
         yield rows_B, _pinned(processor.pad([token_ids[row] for row in rows_B]), embedder.device)
 
 
-def notice_cut_short(embedder: Embedder, truncated: int, total: int, mend: str = "") -> None:
+def notice_cut_short(embedder: Embedder, truncated: int, total: int, fix: str = "") -> None:
     """Print the number of truncated texts and the fix, if any text was truncated."""
     if truncated:
         limit = f"the {embedder.processor.max_length} tokens of {embedder.name}"
-        notice(f"{truncated} of {total} texts were truncated to {limit}{mend}")
+        notice(f"{truncated} of {total} texts were truncated to {limit}{fix}")
 
 
 def embed_images(

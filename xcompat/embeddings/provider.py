@@ -88,7 +88,7 @@ class Provider:
 
         def first_answer() -> int:
             self._announce(texts[:])
-            answered[0] = self.ask(list(texts[: self.batch]), mend=KEPT)
+            answered[0] = self.ask(list(texts[: self.batch]), fix=KEPT)
             return answered[0].shape[1]
 
         begun = from_main_process(lambda: _begun_with(path))
@@ -106,15 +106,13 @@ class Provider:
         info = CacheInfo(self.fingerprint.digest, self.name, data_digest, "texts", len(texts), dim or 1, self.batch)
         return fill_cache(info, path, embed_shards, BadSamples())
 
-    def ask(
-        self, texts: list[str], dim: int | None = None, mend: str = "try again later", before: int = 0
-    ) -> NDArray[np.float32]:
+    def ask(self, texts: list[str], dim: int | None = None, fix: str = "try again later", before: int = 0) -> NDArray[np.float32]:
         """Embed a batch.
 
         Args:
             texts: B texts.
             dim: dimension of earlier answers. None for any.
-            mend: the fix in the error message of a failing function.
+            fix: advice in the error message of a failing function.
             before: number of the first text, for messages.
 
         Returns:
@@ -129,7 +127,7 @@ class Provider:
         try:
             answer = retrying(self._call, texts)
         except Exception as error:  # a service's library may raise anything
-            raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({what_failed(error)}); {mend}") from error
+            raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({what_failed(error)}); {fix}") from error
         return self._checked(answer, texts, dim, before)
 
     def sketch(self) -> list[list[float]]:

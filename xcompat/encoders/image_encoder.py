@@ -40,7 +40,7 @@ class ImageOnlyProcessor(Processor):
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Raise, because there is no tokenizer."""
-        raise XcompatError("an image encoder has no tokenizer; to embed texts, use an image-text model such as CLIP or SigLIP")
+        raise XcompatError("an image encoder has no tokenizer; to embed texts, use an image-text model (CLIP, SigLIP)")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the image processor."""
@@ -107,7 +107,7 @@ class ImageEncoder(Encoder):
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Raise, because there is no text tower."""
-        raise XcompatError(f"{self.name} has no text tower; to embed texts, use an image-text model such as CLIP or SigLIP")
+        raise XcompatError(f"{self.name} has no text tower; to embed texts, use an image-text model (CLIP, SigLIP)")
 
     @property
     def towers(self) -> dict[str, nn.Module]:
@@ -175,7 +175,7 @@ def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool,
     model, info = loaded
     absent = {key for key in info["missing_keys"] if not key.startswith("pooler.")}
     if absent:
-        raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
+        raise XcompatError(f"{name} lacks {len(absent)} weights, e.g. {min(absent)}; download or save it again")
     has_pooler = not info["missing_keys"]
     description = {"library": ImageEncoder.library, "name": name, "revision": revision, "config": config.to_dict()}
     processor = load_image_processor(name, revision, trust_remote_code, description, image_size)

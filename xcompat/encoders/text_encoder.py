@@ -125,7 +125,7 @@ class TextEncoder(Encoder):
     has_images: ClassVar[bool] = False
 
     def _image_features(self, pixel_values: Tensor) -> NoReturn:
-        raise XcompatError(f"{self.name} has no image tower; to embed images, use an image-text model such as CLIP or SigLIP")
+        raise XcompatError(f"{self.name} has no image tower; to embed images, use an image-text model (CLIP, SigLIP)")
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return unnormalised text features (B, D)."""
@@ -305,7 +305,7 @@ def _require_all_weights(begin: TokenMeans | TokenStates, name: str) -> None:
         # transformers marks loaded weights
         absent = [key for key, weight in begin.model.named_parameters() if not getattr(weight, "_is_hf_initialized", False)]
         if absent:
-            raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
+            raise XcompatError(f"{name} lacks {len(absent)} weights, e.g. {min(absent)}; download or save it again")
 
 
 def _limit(first: Any) -> int | None:  # noqa: ANN401 - of either kind

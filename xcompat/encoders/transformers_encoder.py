@@ -187,9 +187,9 @@ def load_transformers_encoder(name: str, revision: str | None, trust_remote_code
     loaded: Any = loader.from_pretrained(name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **where)
     model, info = loaded
     if absent := info["missing_keys"]:
-        raise XcompatError(f"{name} lacks {len(absent)} weights, such as {min(absent)}; fetch or save it again")
+        raise XcompatError(f"{name} lacks {len(absent)} weights, e.g. {min(absent)}; download or save it again")
     if not hasattr(model, "get_image_features") and config.model_type != "blip":
-        raise XcompatError(f"{name} ({config.model_type}) has no shared space of images and texts; use a model such as CLIP")
+        raise XcompatError(f"{name} ({config.model_type}) has no shared image-text space; use CLIP or SigLIP")
     return _wrap(model, {"library": "transformers", "name": name, "revision": revision, "config": config.to_dict()}).eval()
 
 

@@ -117,7 +117,7 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
     wide_BD = np.asarray(rows_BD, dtype=np.float64)
     peak_B1 = np.abs(wide_BD).max(axis=1, keepdims=True)
     if not np.isfinite(peak_B1).all():
-        raise XcompatError(f"NaN or infinite numbers in {what}: the model diverged or overflowed; fix it and embed again")
+        raise XcompatError(f"NaN or infinite numbers in {what}: the model diverged or overflowed; fix it and re-embed")
     peak_B1[peak_B1 == 0] = 1.0
     # accumulate adds from left to right; the order of a plain sum depends on the block's shape
     norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])

@@ -28,7 +28,7 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     """Write an index of the old model that accepts queries of the new model: transforms in front of the unchanged index.
 
     The transforms compute ``model.view`` for queries of length 1 (any length for penultimate features): normalised W·x + b, and
-    a metric likewise. They also restore the length of a gallery's adopted vectors that are not normalised. With inner products
+    the same for a metric. They also restore the length of adopted vectors that are not normalised. With inner products
     the length changes only scores, with L2 also the ranking. Vectors are memory-mapped.
 
     Args:

@@ -112,16 +112,16 @@ def _open_repository(
         )
     if overwrite:
         return repo
-    mend = "choose another name, or replace it with --overwrite (overwrite=True)"
+    fix = "choose another name, or replace it with --overwrite (overwrite=True)"
     if content.config is None:
         if strange := sorted(content.files - _BESIDE_A_MODEL):
-            raise XcompatError(f"{repo} contains other files, e.g. {strange[0]}; {mend}")
+            raise XcompatError(f"{repo} contains other files, e.g. {strange[0]}; {fix}")
         return repo
     held = _lineage_of(content.config, content.fingerprint)
     for key in {**held, **lineage}:
         there, own = held.get(key), lineage.get(key)
         if there != own:
-            raise XcompatError(f"{repo} contains another model: its {key} is {_short(there)}, not {_short(own)}; {mend}")
+            raise XcompatError(f"{repo} contains another model: its {key} is {_short(there)}, not {_short(own)}; {fix}")
     return repo
 
 

@@ -124,7 +124,7 @@ def map_embeddings(asked: Asked) -> bool:
     encoder = new.describe_encoder() if new is not None else None
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
     lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
-    with stage("try what was held out", seconds):
+    with stage("evaluate candidates on the validation split", seconds):
         both = old is not None and new is not None
         decided = remembering.added_to(_decide(found, lines, theirs, asked.searched, asked.seed, both), len(pairs))
     _say(decided)
@@ -132,7 +132,7 @@ def map_embeddings(asked: Asked) -> bool:
         console.print(_REFUSED, soft_wrap=True)
         return False
     replacing = owned_path(out, MADE_BY, asked.overwrite, asked.read, asked.inputs)
-    with stage("solve on everything", seconds), replacing as temporary:
+    with stage("fit the chosen map on all pairs", seconds), replacing as temporary:
         temporary.mkdir()
         model = fit(decided.candidate, Known(pairs, described, lines, remembering.codec), decided.confidence)
         model.config.encoder, model.config.service = encoder, found.service

@@ -250,7 +250,7 @@ def _with_ids_of(source: Source, ids: Sequence[str]) -> Source:
 
 
 def _digest(items: datasets.Dataset) -> str:
-    """Hash the texts, so that a touched or moved file is not embedded again."""
+    """Hash the texts, so that a touched or moved file is not re-embedded."""
     digest = hashlib.sha256()
     for start in range(0, len(items), DIGESTED):
         for text in items[start : start + DIGESTED][TEXT]:

@@ -139,8 +139,8 @@ class SpacesModel(CheckpointModel):
     def _require_embeddings(self, embeds: Tensor, what: str, dim: int) -> None:
         name = type(self).__name__
         if not isinstance(embeds, Tensor):
-            mend = "torch.from_numpy(...)" if type(embeds).__module__ == "numpy" else "torch.tensor(...)"
-            raise XcompatError(f"{name} takes embeddings as a torch tensor (B, {dim}), not {type(embeds).__name__}; use {mend}")
+            fix = "torch.from_numpy(...)" if type(embeds).__module__ == "numpy" else "torch.tensor(...)"
+            raise XcompatError(f"{name} takes embeddings as a torch tensor (B, {dim}), not {type(embeds).__name__}; use {fix}")
         if embeds.ndim != 2 or embeds.shape[1] != dim:
             raise XcompatError(f"{name} takes {what} (B, {dim}), not {tuple(embeds.shape)}")
 

@@ -41,7 +41,7 @@ _MEANINGS = {
     "without memory/old": "new queries without metric and memory, old gallery: the effect of the map alone",
     "old+memory/old": "old queries with the same metric and memory, old gallery: the gain that needs no new model",
     "new/old": "new queries, old gallery: compatible search, nothing re-embedded",
-    "new alone/old": "new queries without the old ones that this map mixes in, old gallery",
+    "new alone/old": "new queries alone, without this map's old queries; old gallery",
     "new+rerank/old": "new queries, old gallery; the new model embeds the first hits and re-ranks them",
     "new/backfilled": "new queries, old gallery after a complete backfill: every item re-embedded in the old space",
     "mapped/mapped": "old queries and old gallery, both mapped: the effect of the map on the old model alone",

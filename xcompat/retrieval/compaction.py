@@ -40,7 +40,7 @@ def compact_gallery(staging: Staging) -> None:
 
 
 def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
-    """Return segments with removed rows, and small or differently indexed ones that can join others."""
+    """Return segments with removed rows, and small or differently indexed segments that can be merged."""
     same = [segment for segment in gallery.segments if segment.record.version == version.digest]
     rows, fewest = sum(map(len, same)), gallery.backend.fewest(version.dim)
     if 0 < rows < fewest:

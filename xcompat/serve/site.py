@@ -249,7 +249,7 @@ class Site:
 
     @property
     def reranks(self) -> bool:
-        """Whether hits can be embedded again. A gallery may store its texts, but a run has only pictures by id."""
+        """Return true if hits can be re-embedded. A gallery may store its texts, but a run has only pictures by id."""
         return any(shelf.sources or shelf.show is None for shelf in self.shelves.values())
 
     @property

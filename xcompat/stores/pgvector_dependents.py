@@ -56,7 +56,7 @@ class Dependent:
 
 
 class Resize(NamedTuple):
-    """Old and new dimension, to adjust casts such as ``::halfvec(384)``."""
+    """Old and new dimension, to adjust casts like ``::halfvec(384)``."""
 
     old: int | None
     new: int | None

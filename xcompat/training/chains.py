@@ -13,7 +13,7 @@ from xcompat.training.stage_recipe import StageRecipe, method_class
 def hops_before(settings: StageRecipe, stages: Sequence[StageRecipe]) -> list[StageRecipe]:
     """Return earlier stages whose mapped galleries a stage maps again, nearest first.
 
-    A map follows another if its old model is the other's new model, and its side-information likewise.
+    A map follows another if its old model is the other's new model, and the same holds for its side-information.
 
     Args:
         settings: the stage.

@@ -55,7 +55,7 @@ class JudgedTestSet(EvaluationSet):
         if self.qrels.keys().isdisjoint(self.queries[ID]):
             judged, asked = next(iter(self.qrels)), self.queries[0][ID]
             raise XcompatError(
-                f"no query has a judgement: judgements have query ids such as {judged!r}, but queries have ids such as "
+                f"no query has a judgement: judgements have query ids like {judged!r}, but queries have ids like "
                 f"{asked!r}; use both from one data set, or set id_column"
             )
 

@@ -37,7 +37,7 @@ class ZeroShotSettings(Section):
     @classmethod
     def _name_the_class(cls, value: list[str] | str) -> list[str] | str:
         if not value:
-            raise ValueError("templates is empty; add a prompt such as 'a photo of a {}', or remove templates")
+            raise ValueError("templates is empty; add a prompt, e.g. 'a photo of a {}', or remove templates")
         for template in [] if isinstance(value, str) else value:
             if not _has_one_place(template):
                 raise ValueError(f"{template!r} must contain {{}} once, for the class; double other braces: {{{{ and }}}}")

@@ -230,16 +230,16 @@ class StageRecipe(Section):
             where = f"{self.name}: evaluation.fallback needs old queries"
         else:
             return
-        mend = "set it to null"
+        fix = "set it to null"
         if self.evaluation.fallback is not None and self.memory is None and self.method != CHOSEN:
             unsure = "evaluation.fallback needs the confidence of new queries, but without a memory they have none"
             raise XcompatError(f"{self.name}: {unsure}; set memory, or evaluation.fallback to null")
         if method_class(self.method).maps_galleries_with(self.options):
-            raise XcompatError(f"{where}, but method {self.method} moves the old gallery to the new space; {mend}")
+            raise XcompatError(f"{where}, but method {self.method} moves the old gallery to the new space; {fix}")
         if self.old is not None and is_stored(self.old.name):
-            raise XcompatError(f"{where}, but {self.old.name} contains embeddings and cannot embed a query; {mend}")
+            raise XcompatError(f"{where}, but {self.old.name} contains embeddings and cannot embed a query; {fix}")
         if self.data.old_reads == "captions":
-            raise XcompatError(f"{where}, but the old model reads captions and the new one reads images; {mend}")
+            raise XcompatError(f"{where}, but the old model reads captions and the new one reads images; {fix}")
 
     def resolved(self) -> dict[str, Any]:
         """Return the settings of training as JSON, with defaults."""

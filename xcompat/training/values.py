@@ -75,7 +75,7 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str
         is_quick: whether to parse transformers' source, without all types.
 
     Returns:
-        The section, with whole numbers such as ``1e3`` as integers if needed.
+        The section, with whole numbers (``1e3``) as integers if needed.
 
     Raises:
         ValueError: with key and cause, in one line.
@@ -167,7 +167,7 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
         is_quick: whether to parse the method's source, without all types.
 
     Returns:
-        The section, with whole numbers such as ``1e3`` as integers if needed.
+        The section, with whole numbers (``1e3``) as integers if needed.
 
     Raises:
         ValueError: with option and cause, in one line.

@@ -67,7 +67,7 @@ def check_rows(
         The rows. They are not copied if all have length 1, up to :data:`UNIT`.
 
     Raises:
-        XcompatError: these are no rows of floats, or too many are unusable; the message names the first ones.
+        XcompatError: the rows are not floats, or too many are unusable; the message names the first ones.
     """
     require_floats(rows_ND, where)
     lengths_N = np.concatenate([_lengths(rows_ND, start) for start in range(0, len(rows_ND), BLOCK)])

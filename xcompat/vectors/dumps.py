@@ -35,7 +35,7 @@ def read_dump(file: Path, columns: Columns) -> Iterator[Row]:
         columns: the named vector and the id to read.
 
     Raises:
-        XcompatError: the file is no JSON, or holds no items, or several vectors per item of which none is chosen.
+        XcompatError: the file is not JSON or has no items, or --vector-name is missing for several vectors per item.
     """
     if file.name.endswith(DOCUMENTS):
         with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as opened:
@@ -70,7 +70,7 @@ def _parse(line: bytes, file: Path, number: int) -> Any:  # noqa: ANN401 - JSON
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise XcompatError(f"{file} line {number} is no JSON ({str(error)[:100]}); fix it, or write it again") from error
+        raise XcompatError(f"{file} line {number} is not JSON ({str(error)[:100]}); fix it, or write it again") from error
 
 
 def _items(document: Any) -> list[Any] | None:  # noqa: ANN401 - JSON
@@ -100,7 +100,7 @@ def _list_at(document: Mapping[str, Any], path: tuple[str, ...]) -> list[Any] | 
 
 def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: ANN401 - JSON
     if not isinstance(item, Mapping):
-        raise XcompatError(f"{where} is no object; give objects with id and embedding")
+        raise XcompatError(f"{where} is not an object; write objects with id and embedding")
     if "custom_id" in item and ("response" in item or "error" in item):
         yield from _answers(item, where)
         return

@@ -187,7 +187,7 @@ def first_object(file: Path) -> dict[str, Any] | None:
     """Return the first JSON line that has an embedding, else the first line; None for an empty file.
 
     Raises:
-        XcompatError: the first line is no JSON object.
+        XcompatError: the first line is not a JSON object.
     """
     first: dict[str, Any] | None = None
     for line in islice(filled_lines(file), BLOCK):
@@ -199,7 +199,7 @@ def first_object(file: Path) -> dict[str, Any] | None:
             return found
         if first is None and not isinstance(found, dict):
             raise XcompatError(
-                f'{file}: the first line is no JSON object; write lines like {{"id": "a", "embedding": [0.1, ...]}}'
+                f'{file}: the first line is not a JSON object; write lines like {{"id": "a", "embedding": [0.1, ...]}}'
             )
         first = first or found
     return first

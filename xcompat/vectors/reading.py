@@ -89,7 +89,7 @@ def read_vectors(path: Path, columns: Columns | None = None) -> Vectors:
 
 
 def _read_archive(path: Path, columns: Columns) -> Vectors:
-    """Read the matrix, and perhaps the ids, of a ``.npz`` file."""
+    """Read the matrix, and the ids if stored, of a ``.npz`` file."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             matrices = [name for name in archive.files if archive[name].ndim == 2]
@@ -118,7 +118,7 @@ def _read_tensors(path: Path, columns: Columns) -> Vectors:
     except (SafetensorError, ValueError) as error:
         raise XcompatError(f"cannot read {path} ({str(error)[:200]}); write it again") from error
     if ids is not None and (not isinstance(ids, list) or len(ids) != len(rows_ND)):
-        raise XcompatError(f"{path} has {len(rows_ND):,} rows, but its metadata 'ids' is no list of as many; give each row an id")
+        raise XcompatError(f"{path} has {len(rows_ND):,} rows, but 'ids' in its metadata is not a list of that length")
     return Vectors(rows_ND, None if ids is None else [str(each) for each in ids])
 
 

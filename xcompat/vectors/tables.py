@@ -113,7 +113,7 @@ def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | 
     if len(other):
         row = int(other[0])
         raise XcompatError(
-            f"row {before + row} of {where} has {lengths_B[row]} dimensions, those before it {dim}; remove it, or embed it again"
+            f"row {before + row} of {where} has {lengths_B[row]} dimensions, those before it {dim}; remove or re-embed it"
         )
     values = lists.flatten()
     is_float32 = not (pa.types.is_float16(kind.value_type) or kind.value_type == pa.int8())
@@ -138,7 +138,7 @@ def read_schema(file: Path) -> pa.Schema:
 
 
 def _batches(file: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
-    """Yield nonempty blocks with the columns ``id``, ``embedding`` and perhaps ``scale``."""
+    """Yield nonempty blocks with the columns ``id``, ``embedding`` and, if stored, ``scale``."""
     if file.name.endswith(PARQUET):
         names, batches = _read_parquet(file, columns)
     elif file.name.endswith(ARROW):
