@@ -54,5 +54,5 @@ def test_a_trained_model_is_found_again(tmp_path: Path, images: list[Image.Image
 
 def test_images_that_its_poolings_leave_nothing_of_are_refused() -> None:
     assert encoder_from_scratch(ScratchSource(model={"model_type": "alexnet"}, image_size=63))[0].embedding_dim == 4096
-    with pytest.raises(XcompatError, match="cannot build alexnet from scratch: image_size is 62, .*give 63 or more"):
+    with pytest.raises(XcompatError, match="cannot build alexnet from scratch: image_size is 62, .*use 63 or more"):
         encoder_from_scratch(ScratchSource(model={"model_type": "alexnet"}, image_size=62))

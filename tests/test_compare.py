@@ -369,8 +369,8 @@ def test_different_protocols_are_refused(contenders: list[Contender]) -> None:
     rest = [case for case in report.cases if case.label != "old/old"]
     left_out = {key: np.roll(ranks_Q, 1) for key, ranks_Q in report.ranks.items()}
     cases = {
-        "no report of seed 2": replace(second, reports={seed: second.reports[seed] for seed in (0, 1)}),
-        "new/new image-to-image CMC@5 is in one alone": changed(second, 1, cases=shorter),
+        "no report for seed 2": replace(second, reports={seed: second.reports[seed] for seed in (0, 1)}),
+        "new/new image-to-image CMC@5 is missing in one": changed(second, 1, cases=shorter),
         "new/new image-to-image CMC@1 is missing in one, or differs in size": changed(second, 1, cases=smaller),
         "old/old image-to-image .* is .* and 1.0000": changed(second, 1, cases=easier + rest),
         "they excluded different queries": changed(second, 1, ranks=left_out),

@@ -97,7 +97,7 @@ def test_length_of_an_embedding_does_not_matter() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "labels", "keep", "message"),
-    [(3, 2, 0.9, "found 3 and 2"), (0, 0, 0.9, "found 0 and 0"), (3, 3, 0.0, "not 0.0"), (3, 3, 1.1, "not 1.1")],
+    [(3, 2, 0.9, "found 2 for 3"), (0, 0, 0.9, "found 0 for 0"), (3, 3, 0.0, "not 0.0"), (3, 3, 1.1, "not 1.1")],
 )
 def test_bad_input_is_one_line(rows: int, labels: int, keep: float, message: str) -> None:
     with pytest.raises(XcompatError, match=message) as raised:

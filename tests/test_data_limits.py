@@ -54,7 +54,7 @@ def test_no_more_of_a_table_is_unpacked_than_shows_what_it_is(tmp_path: Path) ->
     """Several gigabytes, of which 65 MiB are looked at, or 72 where Python reads farther ahead in the file (3.12 and newer)."""
     one = gzip.compress(b"photos/0001.png,a\n" * 2**19, mtime=0)
     (tmp_path / "captions.csv.gz").write_bytes(one * 600)
-    refused(lambda: load_pairs(str(tmp_path)), "holds (68,157,440|75,497,472) bytes or more, too many for a table")
+    refused(lambda: load_pairs(str(tmp_path)), "has (68,157,440|75,497,472) bytes or more, too many for a table")
 
 
 def test_a_table_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

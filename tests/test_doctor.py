@@ -164,7 +164,7 @@ def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_
     gallery.commit()
     first, wide, elsewhere = examine(gallery, load_originals(photos), model, sample=30)
     assert (first.items, first.looked_at, first.foreign) == (50, 30, ())
-    assert "of 16 dimensions" in wide.note and "none of the pictures" in elsewhere.note
+    assert "16 dimensions, but" in wide.note and "none of the pictures" in elsewhere.note
     assert wide.interval == (0.0, 1.0) and wide.share == 0
 
 

@@ -139,7 +139,7 @@ def test_caches_of_before_there_were_checksums(embedder: Embedder, cache: Path) 
     with pytest.raises(XcompatError, match="shard-00002.npy is truncated or not an array"):
         EmbeddingCache(cache)[:]
     np.save(cache / "shard-00003.npy", np.zeros((5, 3), np.float16))
-    with pytest.raises(XcompatError, match=r"shard-00003.npy holds \(5, 3\) float16, not \(5, 16\) float16"):
+    with pytest.raises(XcompatError, match=r"shard-00003.npy contains \(5, 3\) float16, not \(5, 16\) float16"):
         EmbeddingCache(cache)[np.array([15])]
     assert np.array_equal(embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)[:], whole)
     assert sorted(path.name for path in cache.glob("shard-*.json")) == ["shard-00002.json", "shard-00003.json"]

@@ -150,7 +150,7 @@ def test_the_function_is_small_and_made_again_by_chunks(model: str, vectors: np.
         (lambda rows: [[*row, 1.0] for row in rows], "has 17 dimensions, but"),
         (lambda rows: [*rows[:5], [0.0] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is zero and has no direction"),
         (lambda rows: [*rows[:5], [np.nan] * OLD_DIM, *rows[6:]], "column 'vector' row 6 is not finite"),
-        (lambda rows: ["text"] * len(rows), "is string, not a list of numbers"),
+        (lambda rows: ["text"] * len(rows), "holds no vector ('text'); write numbers in brackets"),
     ],
 )
 def test_what_cannot_be_mapped_is_one_line(model: str, vectors: np.ndarray, change: Any, said: str) -> None:

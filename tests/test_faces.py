@@ -438,7 +438,7 @@ def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path:
         return str(tmp_path / "list.txt")
 
     check()
-    refused(r"data.templates: .*list.txt names template 98 and 1 more, of 3, which has no", pairs=written("0 99 1\n0 98 0\n"))
+    refused(r"data.templates: .*list.txt names template 98 and 1 more \(of 3\) without image", pairs=written("0 99 1\n0 98 0\n"))
     refused(r"missing.txt does not exist", pairs=str(tmp_path / "missing.txt"))
     refused(r"invalid id 'one'; ids of templates", pairs=written("0 one 1\n0 1 0\n"))
     refused(r"has 2 columns but needs lines of template, template, 1 or 0", pairs=written("0 1\n0 2\n"))

@@ -101,7 +101,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "other labels": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND, [1]), "found 720 old, 720 new, 1 labels"),
     "nothing usable": (lambda pairs: fit_map(0 * pairs.old_Nd, pairs.new_ND), "no row has usable embeddings"),
     "a path and an array": (lambda pairs: fit_map("old.npy", pairs.new_ND), "both sides as arrays, or both as paths"),
-    "no new model": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"), "fitted on embeddings only"),
+    "no new model": (
+        lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"),
+        "this map has no encoder and cannot embed texts",
+    ),
 }
 
 

@@ -47,7 +47,7 @@ def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, f
     assert code == 0 and "0 pictures added" in out and "120 were there already" in out
     for option, value in (("--index", "HNSW8"), ("--milvus", "vectors.db")):  # what it was made with stays
         code, _, err = run("build", photos, "--model", model, "--out", gallery, option, value)
-        assert code == 2 and f"leave {option} out" in err
+        assert code == 2 and f"remove {option}" in err
     code, out, _ = run("search", gallery, photos / "inner" / "7.png", "--model", model, "--top-k", 3)
     rows = [line for line in out.splitlines() if ".png" in line]
     assert code == 0 and len(rows) == 3 and "inner/7.png" in rows[0] and "1.000" in rows[0]

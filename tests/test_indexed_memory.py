@@ -200,7 +200,7 @@ SETTINGS = {"entries": 3, "sharpness": 20.0, "share": 0.5, "codec": "SQ8", "firs
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"codec": "Flat"}, "memory.codec is 'Flat'; it is SQ8, SQ4"),
+        ({"codec": "Flat"}, "memory.codec is 'Flat'; use SQ8, SQ4"),
         ({"codec": "PQ64,RFlat"}, "memory.codec is"),
         ({"codec": 8}, "memory.codec is 8"),
         ({"codec": "PQ5"}, "codec PQ5 does not fit embeddings of 8 dimensions"),

@@ -259,7 +259,7 @@ def test_what_cannot_be_embedded_is_refused(
         CompatEmbeddings(alone).embed_query("a dog")
     embeddings = CompatEmbeddings(source_of["phi"])
     for wrong in ("a text", ["a", None], [("a", "pair")]):
-        with pytest.raises(XcompatError, match="documents a list of strings, not (str|NoneType|tuple)"):
+        with pytest.raises(XcompatError, match="documents as a list of strings, not (str|NoneType|tuple)"):
             embeddings.embed_documents(wrong)  # type: ignore[arg-type]
     assert embeddings.embed_documents([]) == []
 

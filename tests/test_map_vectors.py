@@ -22,7 +22,8 @@ from xcompat.mapping.asked import Asked
 from xcompat.mapping.sides import read_sides, side_files
 from xcompat.models.stored import StoredModel
 from xcompat.training.evaluate_command import load_embedding_folder
-from xcompat.vectors import is_stored, is_table, read_vectors, stored_at
+from xcompat.vectors import read_vectors
+from xcompat.vectors.formats import is_stored, is_table, stored_at
 
 ITEMS, DIM = 40, 6
 IDS = [f"item {row}" for row in range(ITEMS)]

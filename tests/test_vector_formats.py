@@ -17,7 +17,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from xcompat.core.errors import XcompatError
-from xcompat.vectors import Columns, column_names, is_table, read_vectors
+from xcompat.vectors import Columns, read_vectors
+from xcompat.vectors.formats import is_table
+from xcompat.vectors.tables import column_names
 
 ROWS = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
 IDS = ["007", "b", "c d", 'e"', "é"]

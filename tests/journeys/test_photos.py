@@ -169,13 +169,17 @@ def test_a_map_is_fitted_from_an_index_and_its_photos(desk: Desk) -> None:
     """No folder of embeddings, no recipe: an index, its photos and the name of a new model."""
     (desk.folder / "short.txt").write_text("000/0.jpg\n")
     command = ("map", "--new", NEW, "--images", "stored", "--old-model", OLD, "--allow-worse")
-    said = desk.type(*command, "--old", "photos.faiss", "--out", "runs/none", code=2).stderr
+    arguments = (*command[:3], "--images", "asked", *command[5:])
+    said = desk.type(*arguments, "--old", "photos.faiss", "--out", "runs/none", code=2).stderr
     assert "--ids" in said and not (desk.folder / "runs/none").exists()
     said = desk.type(*command, "--old", "photos.faiss", "--ids", "short.txt", "--out", "runs/none", code=2).stderr
     assert "short.txt" in said and not (desk.folder / "runs/none").exists()
 
     desk.type(*command, "--old", "photos.faiss", "--ids", "ids.txt", "--out", "runs/from_index")
     desk.type("gallery", "build", "--from-faiss", "photos.faiss", "--ids", "ids.txt", "--model", OLD, "--out", "indexed")
+    said = desk.type(*command, "--old", "photos.faiss", "--out", "runs/in_order").stdout
+    first = min(path.relative_to(desk.folder / "stored").as_posix() for path in (desk.folder / "stored").rglob("*.jpg"))
+    assert f"has no ids: its rows are matched with stored in order, from {first!r}" in " ".join(said.split())
     found = desk.search("indexed", "runs/from_index")
     old = quality(desk.search("indexed", OLD))
     luck = 2 * np.sqrt(2 * old * (1 - old) / (CLASSES * ASKED))

@@ -1,5 +1,4 @@
-"""The command line: one module per group of verbs. Nothing is computed here."""
+"""Command line: one module per group of verbs, without any computation."""
 
-from xcompat.cli.app import ORDER, SELDOM, app, main
-
-__all__ = ["ORDER", "SELDOM", "app", "main"]
+from xcompat.cli.app import app as app
+from xcompat.cli.app import main as main

@@ -137,6 +137,23 @@ MemoryCodec = Annotated[
     str | None,
     typer.Option(help="Storage of memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. Default: by their number."),
 ]
+OldIds = Annotated[
+    Path | None,
+    typer.Option(help="Ids of --old, one per line, if it has none: names of the pictures of --images."),
+]
+OriginalImages = Annotated[Path | None, typer.Option(help="Pictures that a side that is a model embeds: a folder or shards.")]
+SearchedClasses = Annotated[
+    Literal["known", "open", "unknown"],
+    typer.Option(help="Classes of future searches: all known here, some new (open), or unknown."),
+]
+RememberItems = Annotated[
+    bool, typer.Option("--remember-items", help="Add a memory of all items. Use it if they are most of the gallery.")
+]
+PricePerMillion = Annotated[float | None, typer.Option(help="Price of --embed-with. Prints an estimate first.")]
+VectorName = Annotated[
+    str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")
+]
+AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best map even if it may find less than old queries.")]
 
 
 @app.command("map")
@@ -146,43 +163,29 @@ def map_(
         typer.Option(help="Old embeddings: a faiss index, gallery, file or folder. With --texts or --images: or the old model."),
     ],
     new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts or --images: or the new model.")],
-    ids: Annotated[
-        Path | None,
-        typer.Option(help="Ids of --old, one per line, if it has none: names of the pictures of --images."),
-    ] = None,
-    images: Annotated[Path | None, typer.Option(help="Pictures that a side that is a model embeds: a folder or shards.")] = None,
+    ids: OldIds = None,
+    images: OriginalImages = None,
     texts: SideTexts = None,
     out: Annotated[Path, typer.Option(help="Output folder for the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
         str | None, typer.Option(help="Old model, or its name in the gallery. Default: the one recorded in --old.")
     ] = None,
     new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and pictures.")] = None,
-    searched_classes: Annotated[
-        Literal["known", "open", "unknown"],
-        typer.Option(help="Classes of future searches: all known here, some new (open), or unknown."),
-    ] = "unknown",
+    searched_classes: SearchedClasses = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False,
     memory_codec: MemoryCodec = None,
-    remember_items: Annotated[
-        bool, typer.Option("--remember-items", help="Add a memory of all items. Use it if they are most of the gallery.")
-    ] = False,
+    remember_items: RememberItems = False,
     start_from: StartFrom = None,
     activation: Activation = None,
     embed_with: EmbedWith = None,
     requests_per_minute: Annotated[float | None, typer.Option(help="Maximum number of --embed-with calls per minute.")] = None,
-    price_per_million_tokens: Annotated[
-        float | None, typer.Option(help="Price of --embed-with. Prints an estimate first.")
-    ] = None,
+    price_per_million_tokens: PricePerMillion = None,
     max_bad_share: BadVectorShare = None,
-    allow_worse: Annotated[
-        bool, typer.Option("--allow-worse", help="Write the best map even if it may find less than old queries.")
-    ] = False,
+    allow_worse: AllowWorse = False,
     gallery: SearchedVectors = None,
     id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: found by its name, e.g. id or doc_id.")] = None,
-    vector_name: Annotated[
-        str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")
-    ] = None,
+    vector_name: VectorName = None,
 ) -> None:
     """Fit a map from new queries to an old gallery, from embeddings alone.
 
@@ -199,7 +202,8 @@ def map_(
     """
     from xcompat.mapping.asked import Asked, start_of, texts_of
     from xcompat.mapping.indexes import Reading
-    from xcompat.vectors import BAD_SHARE, Columns
+    from xcompat.vectors import Columns
+    from xcompat.vectors.checks import BAD_SHARE
 
     embedded = texts_of(texts, images, embed_with, requests_per_minute, price_per_million_tokens)
     given = embedded, start_of(start_from, activation)
@@ -302,7 +306,7 @@ def evaluate(
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
         from xcompat.training.evaluate_command import evaluate_embeddings, settings_of
-        from xcompat.vectors import BAD_SHARE
+        from xcompat.vectors.checks import BAD_SHARE
 
         share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, settings_of(rerank, threshold)
         report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share, settings)

@@ -25,7 +25,7 @@ def caption(
 ) -> None:
     """Generate captions for images. An interrupted run continues."""
     if out.exists() and not overwrite:
-        raise XcompatError(f"{out} exists; name another file, or replace it with --overwrite")
+        raise XcompatError(f"{out} exists; choose another file, or replace it with --overwrite")
     from xcompat.captioning import caption as caption_images
 
     captioner = {"name": model, "max_tokens": max_tokens, "prompt": prompt}

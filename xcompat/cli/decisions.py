@@ -43,7 +43,7 @@ def shadow(
     asked.require_reranking(rerank, originals, rerank_with, None, record_demand=False)
     asked.require_models(old, model)
     if out is not None and out.exists():
-        raise XcompatError(f"{out} exists; name another file with --out")
+        raise XcompatError(f"{out} exists; choose another file with --out")
     from xcompat.cli.gallery import open_searched
 
     opened = open_searched(searched)
@@ -72,7 +72,7 @@ def plan(
     Quality comes from the report. Evaluate with --rerank 20 to have re-ranking in it.
     """
     if picture is not None and picture.exists():
-        raise XcompatError(f"{picture} exists; name another file with --picture")
+        raise XcompatError(f"{picture} exists; choose another file with --picture")
     from xcompat.core.progress import console, literal
     from xcompat.report import load_report
     from xcompat.report.planning import Traffic, draw_plan, plan_ways

@@ -27,7 +27,7 @@ from xcompat.embeddings.cache_filling import Batches, fill_cache
 from xcompat.encoders.base import Space
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint
-from xcompat.vectors import first_not_unit
+from xcompat.vectors.checks import first_not_unit
 
 BYTES_PER_TOKEN = 4  # approximate UTF-8 bytes per token
 ATTEMPTS = 4

@@ -33,7 +33,7 @@ from xcompat.engines.places import PLAN, is_local, located, names_in, opened, pa
 from xcompat.engines.sources import Part, Source
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
-from xcompat.vectors import EMBEDDING_COLUMNS, ID, PARQUET
+from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, PARQUET
 
 MOST_UNREAD = 0.01
 """Maximum share of unreadable images."""

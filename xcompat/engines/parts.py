@@ -14,7 +14,7 @@ from xcompat.engines.part_checksums import HashedFile, find_damage, write_checks
 from xcompat.engines.places import opened, path_in, write_to
 from xcompat.engines.sources import Part, Reader
 from xcompat.engines.tables import EMBEDDING, ROWS, TableModel
-from xcompat.vectors import SCALE
+from xcompat.vectors.formats import SCALE
 
 if TYPE_CHECKING:
     import pyarrow as pa

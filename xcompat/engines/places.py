@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from xcompat.core.errors import XcompatError, what_failed
 from xcompat.core.files import atomic_path
 from xcompat.core.paths import nearest_path
-from xcompat.vectors import PARQUET
+from xcompat.vectors.formats import PARQUET
 
 if TYPE_CHECKING:
     from pyarrow import fs

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from xcompat.vectors import PARQUET
+from xcompat.vectors.formats import PARQUET
 
 if TYPE_CHECKING:
     import pyarrow as pa

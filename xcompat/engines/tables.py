@@ -19,7 +19,8 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.items import checked_embeddings
 from xcompat.stores.mapping import Mapping
-from xcompat.vectors import EMBEDDING_COLUMNS, SCALE, rows_of_batch
+from xcompat.vectors.formats import EMBEDDING_COLUMNS, SCALE
+from xcompat.vectors.tables import rows_of_batch
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -67,17 +67,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     if model.dtype != torch.float32:  # onnxruntime sums half precision differently on a CPU
         model = copy.deepcopy(model).float()
     tower, processor = Tower(model, space), model.processor
-    about = {
-        "name": model.name_or_path or type(model).__name__,
-        "fingerprint": model.fingerprint().digest,
-        "space": space,
-        "dim": tower.dim,
-        "searches": [
-            {"name": version.name, "fingerprint": version.digest}
-            for version in (model.compatible_with[:1] if space == "old" else [model.embeds_fingerprint()])
-        ],
-        "preprocessing": json.loads(json.dumps(processor.describe_all(), default=str)),
-    }
+    about = _describe(model, tower, space, processor)
     model = _merged(model)
     with owned_path(folder, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
@@ -99,6 +89,18 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
         processor.save_pretrained(temporary)
         write_json(temporary / DESCRIPTION, about)
         (temporary / "README.md").write_text(_readme(about, processor), encoding="utf-8")
+
+
+def _describe(model: CompatModel, tower: Tower, space: Space, processor: Processor) -> dict[str, Any]:
+    searched = model.compatible_with[:1] if space == "old" else [model.embeds_fingerprint()]
+    return {
+        "name": model.name_or_path or type(model).__name__,
+        "fingerprint": model.fingerprint().digest,
+        "space": space,
+        "dim": tower.dim,
+        "searches": [{"name": version.name, "fingerprint": version.digest} for version in searched],
+        "preprocessing": json.loads(json.dumps(processor.describe_all(), default=str)),
+    }
 
 
 def _readme(about: dict[str, Any], processor: Processor) -> str:

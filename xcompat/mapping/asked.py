@@ -19,8 +19,10 @@ from xcompat.encoders import is_loadable, require_model, require_own
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.indexes import READ_AS_IT_IS, Reading, is_gallery
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
-from xcompat.vectors import ARRAYS, BAD_SHARE, column_names, is_table, require_codec
-from xcompat.vectors.formats import DOCUMENTS
+from xcompat.vectors.checks import BAD_SHARE
+from xcompat.vectors.codecs import require_codec
+from xcompat.vectors.formats import ARRAYS, DOCUMENTS, is_table
+from xcompat.vectors.tables import column_names
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]

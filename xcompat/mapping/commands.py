@@ -32,7 +32,7 @@ from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.vectors import require_codec
+from xcompat.vectors.codecs import require_codec
 
 _REFUSED = (
     "Nothing was written: no candidate is surely at or above old queries. Add items, classes or captions, or "

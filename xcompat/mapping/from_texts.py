@@ -17,7 +17,7 @@ from xcompat.core.arrays import SomeRows, numbered
 from xcompat.core.distributed import from_main_process, process_state
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
-from xcompat.data import load_items_of_text, load_pairs
+from xcompat.data import PairSource, load_items_of_text, load_pairs
 from xcompat.data.schema import ID, TEXT
 from xcompat.data.sources import files_digest
 from xcompat.embeddings.embed import embed_images, embed_texts
@@ -30,7 +30,7 @@ from xcompat.mapping.paired import PairedEmbeddings, picked
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
-from xcompat.vectors import BAD_SHARE
+from xcompat.vectors.checks import BAD_SHARE
 
 if TYPE_CHECKING:
     import datasets
@@ -89,15 +89,10 @@ def pairs_of_texts(
     reading = reading or Reading()
     old_source = _source(old, max_bad_share, reading)
     service = texts.embed_with
-    new_source: Source = (
-        _source(new, max_bad_share, reading._replace(ids=None))
-        if service is None
-        else Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
-    )
-    if isinstance(old_source, Side) and isinstance(new_source, Side):
-        option = "--images" if texts.are_pictures else "--texts"
-        raise XcompatError(f"both sides are embeddings, so there is nothing to embed; remove {option}, or pass a model as --new")
-    items = load_pairs(str(texts.path)) if texts.are_pictures else load_items_of_text(texts.path)
+    new_source = _source(new, max_bad_share, reading._replace(ids=None)) if service is None else _provider(new, service, texts)
+    _require_model(old_source, new_source, texts)
+    source = PairSource(path=str(texts.path), captions=False)
+    items = load_pairs(source) if texts.are_pictures else load_items_of_text(texts.path)
     ids: list[str] = items[ID][:]
     old_source, new_source = (_with_ids_of(source, ids) if texts.are_pictures else source for source in (old_source, new_source))
     old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
@@ -125,6 +120,16 @@ def pairs_of_texts(
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
     known = None if texts.are_pictures else taken[TEXT]
     return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described, known)
+
+
+def _provider(new: Path, service: str, texts: Texts) -> Source:
+    return Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
+
+
+def _require_model(old: Source, new: Source, texts: Texts) -> None:
+    if isinstance(old, Side) and isinstance(new, Side):
+        option = "--images" if texts.are_pictures else "--texts"
+        raise XcompatError(f"both sides are embeddings, so there is nothing to embed; remove {option}, or pass a model as --new")
 
 
 def describe_service(provider: Provider, function: str, cache: Path) -> dict[str, Any]:
@@ -172,8 +177,8 @@ def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
     if source.ids is None:
         if len(source.embeds_ND) != len(ids):
             raise XcompatError(
-                f"{source.path} has {len(source.embeds_ND):,} rows, but {texts} has {len(ids):,} texts; rows without ids must "
-                "be in the order of the texts"
+                f"{source.path} has {len(source.embeds_ND):,} rows without ids, but {texts} has {len(ids):,} items; "
+                "add an id per row, e.g. with --ids"
             )
         return np.where(source.usable_N, np.arange(len(ids)), -1)
     count = Counter(source.ids)  # texts that share an id are ambiguous
@@ -195,7 +200,11 @@ def _classes(source: Source, places_N: NDArray[np.int64]) -> NDArray[np.int64] |
 def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
     """Report how many texts are used, if some texts or embeddings have no partner."""
     if not isinstance(source, Side) or len(kept_N) == len(ids) == len(source.embeds_ND):
-        return source.notes if isinstance(source, Side) else ()
+        if not isinstance(source, Side):
+            return ()
+        if source.ids is None:
+            return *source.notes, f"{source.path} has no ids: its rows are matched with {texts} in order, from {ids[0]!r}."
+        return source.notes
     stored = f"the {len(source.embeds_ND):,} embeddings of {source.path}"
     used = f"{len(kept_N):,} of {len(ids):,} texts in {texts} match one of {stored}."
     count, given = Counter(source.ids), set(ids)

@@ -24,7 +24,7 @@ from xcompat.mapping.confidence import Evidence
 from xcompat.mapping.folds import POPULATIONS, QUERIES, Searched, caption_folds, folds
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
 from xcompat.score_scale import CANDIDATES
-from xcompat.vectors import AS_THEY_ARE
+from xcompat.vectors.codecs import AS_THEY_ARE
 
 RESAMPLES = 1000
 CHANCE_LEVEL = 0.99

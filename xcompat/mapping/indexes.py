@@ -9,7 +9,8 @@ import numpy as np
 
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
-from xcompat.vectors import SUFFIXES, Columns, Vectors
+from xcompat.vectors import Columns, Vectors
+from xcompat.vectors.formats import SUFFIXES
 from xcompat.vectors.spool import BLOCK, Spool
 
 _MAGIC = b"I"

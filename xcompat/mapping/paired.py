@@ -22,7 +22,7 @@ from xcompat.mapping.indexes import Reading
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
-from xcompat.vectors import BAD_SHARE
+from xcompat.vectors.checks import BAD_SHARE
 
 Pick: TypeAlias = Callable[[Rows, NDArray[np.int64]], Rows]
 """Maps embeddings and row numbers to these rows."""
@@ -234,8 +234,7 @@ def load_paired(
       ``labels.txt`` (one class per line);
     - a folder with both, in which texts have the ids of their images;
     - texts with ``query_embeds.npy`` and ``query_ids.txt``, in which queries have the ids of their answers;
-    - a faiss index, or a gallery;
-    - any file of :func:`~xcompat.vectors.read_vectors`; without ids, both sides need the same rows.
+    - a faiss index, a gallery, or a file of :func:`~xcompat.vectors.read_vectors`; without ids, with equal rows.
 
     Args:
         old: old side.
@@ -256,12 +255,7 @@ def load_paired(
         bare = old if BARE in old_sides else new
         raise XcompatError(f"{bare} has rows without ids, but the other side has ids; give two .npy files, or two folders")
     old_sides, new_sides = _of_one_kind(old_sides, new_sides), _of_one_kind(new_sides, old_sides)
-    kinds = [kind for kind in old_sides if kind in new_sides]
-    if not kinds:
-        found = f"{old} contains {' and '.join(old_sides)} embeddings, but {new} {' and '.join(new_sides)} embeddings"
-        raise XcompatError(f"{found}; give embeddings of the same items by both models")
-    if len(kinds) > 2:
-        raise XcompatError(f"{old} and {new} contain images, texts and queries; keep the files of two of them")
+    kinds = _common_kinds(old, new, old_sides, new_sides)
     paired = {kind: _paired(old_sides[kind], new_sides[kind]) for kind in kinds}
     notes = [
         f"{side}: only the {kinds[0]}s are used, because the other side has no other items."
@@ -285,6 +279,17 @@ def load_paired(
         (*images.notes, *texts.notes),
         are_questions,
     )
+
+
+def _common_kinds(old: Path, new: Path, old_sides: dict[str, Side], new_sides: dict[str, Side]) -> list[str]:
+    """Return the kinds of items on both sides, or raise if there is none."""
+    kinds = [kind for kind in old_sides if kind in new_sides]
+    if not kinds:
+        found = f"{old} contains {' and '.join(old_sides)} embeddings, but {new} {' and '.join(new_sides)} embeddings"
+        raise XcompatError(f"{found}; give embeddings of the same items by both models")
+    if len(kinds) > 2:
+        raise XcompatError(f"{old} and {new} contain images, texts and queries; keep the files of two of them")
+    return kinds
 
 
 def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:

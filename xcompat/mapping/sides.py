@@ -14,20 +14,9 @@ from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import files_below
 from xcompat.mapping.indexes import Reading, is_gallery, is_index, read_gallery, read_index
-from xcompat.vectors import (
-    BAD_SHARE,
-    EMBEDDING_COLUMNS,
-    ID,
-    READABLE,
-    SUFFIXES,
-    Vectors,
-    check_rows,
-    is_table,
-    read_vectors,
-    require_floats,
-    steps_beside,
-    stored_at,
-)
+from xcompat.vectors import Vectors, check_rows, read_vectors
+from xcompat.vectors.checks import BAD_SHARE, require_floats
+from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, READABLE, SUFFIXES, is_table, steps_beside, stored_at
 
 KINDS = ("image", "text", "query")
 """Kinds of items in a folder. If there are two, the second kind searches the first."""

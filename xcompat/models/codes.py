@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcompat.core.errors import XcompatError
-from xcompat.vectors import CODECS
+from xcompat.vectors.codecs import CODECS
 
 _LEARNED = {"SQ8": 2, "SQ4": 2, "SQfp16": 0}  # learned numbers per dimension: the start and the width of its range
 _CENTROIDS = 256  # per byte of a product quantiser

@@ -15,7 +15,7 @@ from xcompat.models.config import Compares
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
 from xcompat.models.stored import StoredModel
-from xcompat.vectors import is_stored
+from xcompat.vectors.formats import is_stored
 
 
 class FrozenModel(Protocol):

@@ -17,7 +17,7 @@ from xcompat.core.distributed import on_gpus
 from xcompat.core.errors import XcompatError
 from xcompat.models.codes import Codec, open_lists
 from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_settings
-from xcompat.vectors import CODECS, is_codec
+from xcompat.vectors.codecs import CODECS, is_codec
 
 FIRST, NEAREST, PROBES = 128, 256, 128
 """Default key dimensions in the index, entries in the softmax, and lists per search."""

@@ -16,7 +16,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.models.indexed_memory import IndexedMemory, Read
 from xcompat.models.old_knowledge import ROWS, Rows
 from xcompat.models.query_memory import QueryMemory, QueryMetric
-from xcompat.vectors import AS_THEY_ARE
+from xcompat.vectors.codecs import AS_THEY_ARE
 
 KEY_POWER, KEY_DAMPING = 0.5, 0.1
 """Power and damping of the key metric."""

@@ -19,7 +19,8 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.models.config import Compares, describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, Rows, rows_by_class
-from xcompat.vectors import CLASSES, EMBEDS, IDS, PROTOTYPES, check_rows, read_vectors, require_names, stored_at
+from xcompat.vectors import check_rows, read_vectors
+from xcompat.vectors.formats import CLASSES, EMBEDS, IDS, PROTOTYPES, require_names, stored_at
 
 
 class StoredModel:

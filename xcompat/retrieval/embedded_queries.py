@@ -15,18 +15,10 @@ from xcompat.core.progress import notice
 from xcompat.data.schema import IMAGE_COLUMNS
 from xcompat.data.texts import TEXT_COLUMNS
 from xcompat.retrieval.queries import Asked
-from xcompat.vectors import (
-    ARRAY,
-    BAD_SHARE,
-    EMBEDDING_COLUMNS,
-    SUFFIXES,
-    Vectors,
-    check_rows,
-    column_names,
-    is_table,
-    read_vectors,
-    stored_at,
-)
+from xcompat.vectors import Vectors, check_rows, read_vectors
+from xcompat.vectors.checks import BAD_SHARE
+from xcompat.vectors.formats import ARRAY, EMBEDDING_COLUMNS, SUFFIXES, is_table, stored_at
+from xcompat.vectors.tables import column_names
 
 if TYPE_CHECKING:
     from torch import Tensor

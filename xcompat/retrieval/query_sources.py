@@ -9,7 +9,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import asked
 from xcompat.retrieval.embedded_queries import EmbeddedQueries, find_content
-from xcompat.vectors import BAD_SHARE
+from xcompat.vectors.checks import BAD_SHARE
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel

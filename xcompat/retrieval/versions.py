@@ -15,7 +15,7 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice_once
 from xcompat.retrieval.manifest import Manifest, Metric, VersionRecord
 from xcompat.score_scale import ScoreScale
-from xcompat.vectors import UNIT
+from xcompat.vectors.checks import UNIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

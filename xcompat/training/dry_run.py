@@ -31,7 +31,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage import keep_frozen_models
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
-from xcompat.vectors import is_stored
+from xcompat.vectors.formats import is_stored
 
 BATCH = 4
 PAIRS = 16

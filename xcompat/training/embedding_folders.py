@@ -14,7 +14,7 @@ from xcompat.encoders.model_files import is_own
 from xcompat.mapping.sides import LABELS
 from xcompat.report import require_report_place
 from xcompat.training.record import EVALUATED, find_model
-from xcompat.vectors import is_table, stored_at
+from xcompat.vectors.formats import is_table, stored_at
 
 NO_CHECKPOINT = "is not an xcompat checkpoint; use the folder with its config.json, usually RUN/model"
 

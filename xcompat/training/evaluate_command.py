@@ -43,7 +43,7 @@ from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
-from xcompat.vectors import BAD_SHARE
+from xcompat.vectors.checks import BAD_SHARE
 
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "gallery")
 """Overrides that imply images with classes."""
@@ -194,8 +194,7 @@ def evaluate_embeddings(
     ``text_ids.txt``:
 
     - Captions have the id of their image.
-    - With ``qrels``, ``query_embeds.npy`` and ``query_ids.txt`` replace images, and texts are passages. Mapped queries need no
-    passages.
+    - With ``qrels``, queries replace images, and texts are passages. Mapped queries need no passages.
     - Without texts, ``labels.txt`` in the old folder has one class per line.
     - A table can replace a ``.npy`` file and its ids (:func:`~xcompat.vectors.read_vectors`).
 

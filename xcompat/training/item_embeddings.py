@@ -13,7 +13,8 @@ from xcompat.core.arrays import read_lines, rows_of
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import notice
 from xcompat.evaluation.identities import Ids
-from xcompat.vectors import check_rows, read_vectors, stored_at
+from xcompat.vectors import check_rows, read_vectors
+from xcompat.vectors.formats import stored_at
 
 
 def read_embeddings(

@@ -21,7 +21,7 @@ from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
 from xcompat.training.sections import DataSettings, JudgedTemplates, ZeroShotSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
-from xcompat.vectors import check_stored
+from xcompat.vectors.formats import check_stored
 
 Source = CorpusSource | ImageSource | TextSource
 CLASSES, CAPTIONS = "one class name per line", "captions, as `xcompat caption` writes it"

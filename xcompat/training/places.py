@@ -95,7 +95,7 @@ def _require_own_report(recipe: Recipe, begun: bool) -> None:
 def _require_free(folder: Path, names: Iterable[str]) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise XcompatError(f"cannot write to {folder}: {there} is not a folder; {_ELSEWHERE}")
+        raise XcompatError(f"{there} is not a folder; {_ELSEWHERE}")
     for path in (folder / name for name in names):
         is_empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
         if os.path.lexists(path) and not is_empty:

@@ -47,7 +47,7 @@ from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
-from xcompat.vectors import is_stored
+from xcompat.vectors.formats import is_stored
 
 if TYPE_CHECKING:
     import datasets

@@ -16,7 +16,8 @@ from xcompat.training.declared import method_names, method_options
 from xcompat.training.optimiser import Decayed
 from xcompat.training.sections import DataSettings, EvaluationSettings, Section
 from xcompat.training.values import check_options, check_training
-from xcompat.vectors import is_stored, require_codec
+from xcompat.vectors.codecs import require_codec
+from xcompat.vectors.formats import is_stored
 
 if TYPE_CHECKING:
     from xcompat.models import CompatModel

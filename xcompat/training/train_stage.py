@@ -22,7 +22,7 @@ from xcompat.training.stage import STORED_ROLES, StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import check_services, check_size, train, training_arguments
 from xcompat.training.training_sets import triplet_sampler
-from xcompat.vectors import is_stored
+from xcompat.vectors.formats import is_stored
 
 
 def train_stage(settings: StageRecipe, models: StageModels, data: StageData, seed: int, checkpoints: Path) -> CompatModel:

@@ -1,64 +1,7 @@
 """Stored embeddings: readers of file formats, and checks."""
 
-from xcompat.vectors.checks import BAD_SHARE, UNIT, CheckedRows, check_rows, first_not_unit, require_floats
-from xcompat.vectors.codecs import AS_THEY_ARE, CODECS, is_codec, require_codec
-from xcompat.vectors.formats import (
-    ARRAY,
-    ARRAYS,
-    CLASSES,
-    EMBEDDING_COLUMNS,
-    EMBEDS,
-    ID,
-    IDS,
-    PARQUET,
-    PROTOTYPES,
-    READABLE,
-    SCALE,
-    SUFFIXES,
-    Columns,
-    check_stored,
-    column_names,
-    is_stored,
-    is_table,
-    require_names,
-    steps_beside,
-    stored_at,
-)
+from xcompat.vectors.checks import CheckedRows, check_rows
+from xcompat.vectors.formats import Columns
 from xcompat.vectors.reading import Vectors, read_vectors
-from xcompat.vectors.tables import rows_of_batch
 
-__all__ = [
-    "ARRAY",
-    "ARRAYS",
-    "AS_THEY_ARE",
-    "BAD_SHARE",
-    "CLASSES",
-    "CODECS",
-    "EMBEDDING_COLUMNS",
-    "EMBEDS",
-    "ID",
-    "IDS",
-    "PARQUET",
-    "PROTOTYPES",
-    "READABLE",
-    "SCALE",
-    "SUFFIXES",
-    "UNIT",
-    "CheckedRows",
-    "Columns",
-    "Vectors",
-    "check_rows",
-    "check_stored",
-    "column_names",
-    "first_not_unit",
-    "is_codec",
-    "is_stored",
-    "is_table",
-    "read_vectors",
-    "require_codec",
-    "require_floats",
-    "require_names",
-    "rows_of_batch",
-    "steps_beside",
-    "stored_at",
-]
+__all__ = ["CheckedRows", "Columns", "Vectors", "check_rows", "read_vectors"]

@@ -141,31 +141,6 @@ def require_names(file: Path, lines: Path) -> None:
         raise XcompatError(f"{file} has no {lines.name} beside it; write one line for each row")
 
 
-def column_names(path: Path) -> list[str]:
-    """Return the column names of a table, or of the first table in a folder.
-
-    Raises:
-        XcompatError: the table cannot be read.
-    """
-    file = list_shards(path)[0] if path.is_dir() and list_shards(path) else path
-    if file.is_dir() or file.name.endswith(ARRAYS):
-        return []
-    if file.name.endswith(DELIMITED):
-        return read_header(file)
-    if file.name.endswith(JSON_LINES):
-        return list(first_object(file) or {})
-    if file.name.endswith(DOCUMENTS):
-        return list(ID_COLUMNS[:1] + EMBEDDING_COLUMNS[:1])  # found anywhere in a document
-    import pyarrow as pa
-
-    from xcompat.vectors.tables import read_schema
-
-    try:
-        return list(read_schema(file).names)
-    except (pa.ArrowException, OSError) as error:
-        raise XcompatError(f"cannot read {file} ({str(error).splitlines()[0][:200]}); fix it, or write it again") from error
-
-
 def open_text(file: Path) -> IO[str]:
     """Open a text file, which can be compressed by gzip."""
     opened = gzip.open if file.name.endswith(".gz") else open

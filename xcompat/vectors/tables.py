@@ -14,10 +14,13 @@ from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import XcompatError
 from xcompat.vectors.dumps import Row, parse_vector, read_dump
 from xcompat.vectors.formats import (
+    ARRAYS,
     ARROW,
     DELIMITED,
+    DOCUMENTS,
     EMBEDDING_COLUMNS,
     ID,
+    ID_COLUMNS,
     JSON_LINES,
     LONGEST_LINE,
     PARQUET,
@@ -25,6 +28,7 @@ from xcompat.vectors.formats import (
     Columns,
     delimiter_of,
     first_object,
+    list_shards,
     read_header,
 )
 from xcompat.vectors.spool import BLOCK, Spool
@@ -126,6 +130,29 @@ def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | 
     rows_BD = np.full((len(lists), dim), np.nan, rows_nd.dtype)
     rows_BD[given_B] = rows_nd
     return rows_BD
+
+
+def column_names(path: Path) -> list[str]:
+    """Return the column names of a table, or of the first table in a folder.
+
+    Raises:
+        XcompatError: the table cannot be read.
+    """
+    file = list_shards(path)[0] if path.is_dir() and list_shards(path) else path
+    if file.is_dir() or file.name.endswith(ARRAYS):
+        return []
+    if file.name.endswith(DELIMITED):
+        return read_header(file)
+    if file.name.endswith(JSON_LINES):
+        return list(first_object(file) or {})
+    if file.name.endswith(DOCUMENTS):
+        return list(ID_COLUMNS[:1] + EMBEDDING_COLUMNS[:1])  # found anywhere in a document
+    import pyarrow as pa
+
+    try:
+        return list(read_schema(file).names)
+    except (pa.ArrowException, OSError) as error:
+        raise XcompatError(f"cannot read {file} ({str(error).splitlines()[0][:200]}); fix it, or write it again") from error
 
 
 def read_schema(file: Path) -> pa.Schema:
