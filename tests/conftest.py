@@ -126,11 +126,11 @@ def _look_at_indexes_here(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Look at adopted indexes in this process: another one takes a second to import faiss."""
 
     def look_here(path: Path, vectors: bool, _: float) -> tuple[int, str]:
-        said = faiss_probe.look(str(path), vectors)
+        said = faiss_probe.check_index(str(path), vectors)
         return (faiss_probe.FOUND, said) if said else (0, "")
 
     if request.path.name != "test_probing.py":
-        monkeypatch.setattr(probing, "_look_apart", look_here)
+        monkeypatch.setattr(probing, "_probe_in_subprocess", look_here)
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,9 @@ from rich.console import Console
 from xcompat.core import progress
 from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_pairs, load_texts
-from xcompat.data.addresses import ALLOW_PIPES, addresses
+from xcompat.data.addresses import ALLOW_PIPES, list_addresses
 from xcompat.data.cache import cache_folder
-from xcompat.training.paths import check_paths
+from xcompat.training.input_checks import check_paths
 from xcompat.training.stage_recipe import StageRecipe
 
 
@@ -290,7 +290,9 @@ def test_a_command_stays_as_it_is_but_for_ranges_of_numbers(monkeypatch: pytest.
     monkeypatch.setenv(ALLOW_PIPES, "1")
     assert corpus(r"pipe:printf 'a\nb\n'", format="text") == ["a", "b"]
     assert corpus("pipe:echo c d | awk '{print $2, $1}'", format="text") == ["d c"]
-    assert addresses("pipe:cat {07..09}.tar | tee {a,b}") == [f"pipe:cat 0{number}.tar | tee {{a,b}}" for number in (7, 8, 9)]
+    assert list_addresses("pipe:cat {07..09}.tar | tee {a,b}") == [
+        f"pipe:cat 0{number}.tar | tee {{a,b}}" for number in (7, 8, 9)
+    ]
 
 
 @pytest.mark.parametrize(

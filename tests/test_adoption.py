@@ -369,7 +369,8 @@ def test_queries_are_brought_to_vectors_that_were_never_normalised(metric: int, 
     items = np.repeat(centres, 10, axis=0) + 0.2 * generator.normal(size=(400, D)).astype(np.float32)
     queries = np.repeat(centres, 5, axis=0) + 0.2 * generator.normal(size=(200, D)).astype(np.float32)
     views = [
-        model.view(torch.nn.functional.normalize(torch.from_numpy(each), dim=-1)).detach().numpy() for each in (items, queries)
+        model.to_space(torch.nn.functional.normalize(torch.from_numpy(each), dim=-1)).detach().numpy()
+        for each in (items, queries)
     ]
     lengths = [30 * np.exp(spread * generator.normal(size=(len(each), 1))).astype(np.float32) for each in views]
     raw_items, raw_queries = (each * length for each, length in zip(views, lengths, strict=True))

@@ -78,7 +78,7 @@ def test_the_advised_command_makes_a_map_fit(gallery_knows: str, tmp_path: Path,
     with pytest.raises(XcompatError, match="gallery alias") as refused:
         search(gallery, tmp_path, model)
     follow_advice(refused.value)
-    view = load_checkpoint(f"{model}/model").view(torch.from_numpy(NEW[:4].astype(np.float32)))
+    view = load_checkpoint(f"{model}/model").to_space(torch.from_numpy(NEW[:4].astype(np.float32)))
     expected = [str(row) for row in (view.numpy() @ make_old_rows(old.dim).T).argmax(1)]
     assert search(gallery, tmp_path, model) == expected
     assert search(f"file://{gallery.replace(' ', '%20')}", tmp_path, model) == expected

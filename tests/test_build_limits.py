@@ -18,7 +18,7 @@ from transformers import AutoModel
 from xcompat.core.errors import XcompatError
 from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.encoders import load_encoder
-from xcompat.encoders.build_limits import Contents, check_config, limit_model_size, weights_of
+from xcompat.encoders.build_limits import TensorCounts, check_config, limit_model_size, weights_of
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import XbtModel
@@ -142,7 +142,7 @@ def test_usual_numbers_of_configs_pass() -> None:
 def test_the_limit_follows_the_weights_and_only_in_its_block(folder_of: dict[str, str], tmp_path: Path) -> None:
     found = weights_of(folder_of["clip"])
     weights = list(load_encoder(folder_of["clip"])[0].state_dict().values())
-    assert found == Contents(len(weights), sum(weight.numel() for weight in weights))
+    assert found == TensorCounts(len(weights), sum(weight.numel() for weight in weights))
     with (
         pytest.raises(XcompatError, match="far larger than its weights"),
         limit_model_size(folder_of["clip"]),

@@ -22,7 +22,7 @@ from xcompat.models import describe_old
 from xcompat.models.base import CompatModel
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.outputs import CompatOutput
-from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
+from xcompat.training.cached_gradients import backward_in_mini_batches, check_mini_batches
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.stage_recipe import StageRecipe
@@ -109,7 +109,7 @@ def test_loss_and_gradient_are_those_of_the_plain_step(method: str, size: int, f
     plain = model(**batch).loss
     plain.backward()
     wanted = gradients(model)
-    loss = backward_in_parts(Accelerator(cpu=True), model, batch, size)
+    loss = backward_in_mini_batches(Accelerator(cpu=True), model, batch, size)
     torch.testing.assert_close(loss, plain.detach())
     assert_equal_gradients(gradients(model), wanted)
 
@@ -119,7 +119,7 @@ def test_a_learned_scale_and_bias_get_their_gradient(folder_of: dict[str, str]) 
     batch = batch_for(model)
     model(**batch).loss.backward()
     wanted = gradients(model)
-    backward_in_parts(Accelerator(cpu=True), model, batch, 2)
+    backward_in_mini_batches(Accelerator(cpu=True), model, batch, 2)
     found = gradients(model)
     assert {"encoder.model.logit_scale", "encoder.model.logit_bias"} <= found.keys()
     assert_equal_gradients(found, wanted)
@@ -134,8 +134,8 @@ def test_dropout_and_noise_are_drawn_once(method: str, options: dict[str, Any], 
     batch, results = batch_for(model), []
     for seed, step in (
         (7, lambda: in_one_graph(model, batch, 2)),
-        (7, lambda: backward_in_parts(Accelerator(cpu=True), model, batch, 2)),
-        (8, lambda: backward_in_parts(Accelerator(cpu=True), model, batch, 2)),
+        (7, lambda: backward_in_mini_batches(Accelerator(cpu=True), model, batch, 2)),
+        (8, lambda: backward_in_mini_batches(Accelerator(cpu=True), model, batch, 2)),
     ):
         torch.manual_seed(seed)
         results.append((step(), gradients(model), torch.rand(3)))
@@ -150,7 +150,7 @@ def test_no_graph_is_larger_than_a_mini_batch(folder_of: dict[str, str]) -> None
     model = build("xbt", folder_of["clip"])
     seen = []
     model.projection.register_forward_hook(lambda _, given, __: seen.append((torch.is_grad_enabled(), len(given[0]))))
-    backward_in_parts(Accelerator(cpu=True), model, batch_for(model), 2)
+    backward_in_mini_batches(Accelerator(cpu=True), model, batch_for(model), 2)
     assert seen == [(False, 2)] * 8 + [(True, 2)] * 8  # images and texts of four mini-batches, twice
 
 
@@ -220,12 +220,12 @@ def test_what_learns_something_else_in_parts_is_refused(folder_of: dict[str, str
     plain = SimpleNamespace(distributed_type=DistributedType.NO)
     model = build("rbt", folder_of["clip"])
     with pytest.raises(XcompatError, match=r"mini_batch_size: blocks\.\S+ normalises over the batch"):
-        refuse_what_parts_change(model, plain)  # type: ignore[arg-type]
-    refuse_what_parts_change(model.eval(), plain)  # type: ignore[arg-type]  # statistics that stay are constants
+        check_mini_batches(model, plain)  # type: ignore[arg-type]
+    check_mini_batches(model.eval(), plain)  # type: ignore[arg-type]  # statistics that stay are constants
     model = build("xbt", folder_of["clip"])
-    refuse_what_parts_change(model, plain)  # type: ignore[arg-type]
+    check_mini_batches(model, plain)  # type: ignore[arg-type]
     with pytest.raises(XcompatError, match="does not work with DeepSpeed, which steps after every backward pass"):
-        refuse_what_parts_change(model, SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))  # type: ignore[arg-type]
+        check_mini_batches(model, SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))  # type: ignore[arg-type]
 
 
 def test_a_dry_run_embeds_in_mini_batches_too(monkeypatch: pytest.MonkeyPatch, pairs_folder: str, texts_file: str) -> None:
@@ -233,9 +233,9 @@ def test_a_dry_run_embeds_in_mini_batches_too(monkeypatch: pytest.MonkeyPatch, p
 
     def spy(accelerator: Any, model: Any, batch: Any, size: int, share: float) -> Tensor:
         sizes.append((len(next(iter(batch.values()))), size))
-        return backward_in_parts(accelerator, model, batch, size, share)
+        return backward_in_mini_batches(accelerator, model, batch, size, share)
 
-    monkeypatch.setattr("xcompat.training.trainer.backward_in_parts", spy)
+    monkeypatch.setattr("xcompat.training.trainer.backward_in_mini_batches", spy)
     phi = {"name": "phi", "method": "projection", "data": {"texts": [{"path": texts_file}]}}
     pair = {
         "name": "pair",

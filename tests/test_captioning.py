@@ -270,7 +270,7 @@ def test_a_caption_goes_on_where_the_prompt_ends(folder_of_kind: dict[str, str],
 def test_what_a_chat_is_asked_reaches_the_model(
     folder_of_kind: dict[str, str], pictures: list[Image.Image], photos: Path, tmp_path: Path
 ) -> None:
-    asked = Captioner(folder_of_kind["llava"], prompt="the dog")._asked(pictures[:1])
+    asked = Captioner(folder_of_kind["llava"], prompt="the dog")._model_inputs(pictures[:1])
     words = Captioner(folder_of_kind["llava"]).tokenizer.decode(asked["input_ids"][0])
     assert words == f"USER {' '.join([captioners.IMAGE] * 4)} the dog ASSISTANT"
     given = ["caption", str(photos), "--model", folder_of_kind["llava"], "--max-tokens", "6"]

@@ -133,7 +133,7 @@ def test_a_second_migration_does_not_take_the_marks_of_the_first_for_its_own(
     migration.switch(store, Mapping(model))
     migration.finish(store)
     store = place.open()
-    made = Mapping(model).made[0]
+    made = Mapping(model).target[0]
     back = RidgeModel.config_class(old=describe_old(made, NEW_DIM), embedding_dim=OLD_DIM, direction="old_to_new")
     given = torch.from_numpy(np.stack(list(place.vectors("items").values())))
     second = RidgeModel(back).fit([(torch.from_numpy(vectors), given)])
@@ -234,9 +234,9 @@ def test_a_claim_on_a_server_holds_for_every_spelling_and_ends_with_its_process(
 ) -> None:
     store = filled(served, vectors)
     spelled = served.uri().replace("127.0.0.1", "localhost").replace("/?", "?")
-    with store.claimed(), pytest.raises(XcompatError, match="is being migrated by another process"):
+    with store.migration_lease(), pytest.raises(XcompatError, match="is being migrated by another process"):
         migration.start(xcompat.stores.open(spelled), Mapping(model))
-    code = f"import os, xcompat.stores as s; s.open({spelled!r}).claimed().__enter__(); os._exit(9)"
+    code = f"import os, xcompat.stores as s; s.open({spelled!r}).migration_lease().__enter__(); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     migration.start(store, Mapping(model))
     assert migration.status(store)[1] == 0

@@ -672,7 +672,7 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     }
     model = load_checkpoint(str(tmp_path / "map" / "model"))
     with torch.no_grad():
-        mapped = model.view(torch.from_numpy(np.load(new / "text_embeds.npy"))).numpy()
+        mapped = model.to_space(torch.from_numpy(np.load(new / "text_embeds.npy"))).numpy()
     first = (mapped @ np.load(old / "image_embeds.npy").T).argmax(1) == np.arange(len(mapped))
     assert cases["new/old"].metrics["recall@1"] == pytest.approx(first.mean())
     assert cases["new/old"].metrics["recall@1"] > cases["independent/old"].metrics["recall@1"]
@@ -928,7 +928,7 @@ def test_what_stops_a_command_is_one_line(error: BaseException, line: str, run: 
     def stop(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("xcompat.training.beforehand.load_checked", stop)
+    monkeypatch.setattr("xcompat.training.preflight.load_checked", stop)
     assert line in refused(run("train", "any.yaml"))
 
 
@@ -937,7 +937,7 @@ def test_a_bug_keeps_its_traceback_and_ends_with_what_a_report_needs(monkeypatch
         fingerprint = Fingerprint.from_string("clip-b32")
         raise KeyError(fingerprint.name)
 
-    monkeypatch.setattr("xcompat.training.beforehand.load_checked", stop)
+    monkeypatch.setattr("xcompat.training.preflight.load_checked", stop)
     monkeypatch.setattr(sys, "argv", ["xcompat", "train", "any.yaml"])
     with pytest.raises(KeyError) as bug:
         cli.main()

@@ -47,10 +47,10 @@ from xcompat.report.comparison.plots import draw_comparison
 from xcompat.report.comparison.study import values_per_query
 from xcompat.report.comparison.tables import summary, tables
 from xcompat.report.content import Cost
-from xcompat.report.report import gather
+from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
-from xcompat.training.beforehand import load_to_compare
 from xcompat.training.compare import compare_recipe, outside_parameters
+from xcompat.training.preflight import load_to_compare
 from xcompat.training.recipe import parse_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ def judged(
 def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> list[Contender]:
     for name, noise in NOISE.items():
         for seed in seeds:
-            save_report(folder / f"seed-{seed}" / name, gather(judged(make, noise, seed)))
+            save_report(folder / f"seed-{seed}" / name, build_report(judged(make, noise, seed)))
     reports = {name: {seed: load_report(folder / f"seed-{seed}" / name) for seed in seeds} for name in NOISE}
     seconds = [2.0, 4.0, 6.0][: len(seeds)]
     return [Contender(name, "bct", reports[name], 10 * place, name == "fair", seconds) for place, name in enumerate(NOISE)]
@@ -190,7 +190,7 @@ def test_peak_memory_has_a_column_where_it_is_known(comparison: Comparison, cont
 def test_cases_that_were_asked_for_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
     contestants = Contestants(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), labelled("new", 8, 0.1, 0))
     evaluation = evaluate(contestants, EvaluationOptions(old_on_new=True, rerank=5, n_resamples=RESAMPLES))
-    save_report(tmp_path / "report", gather(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
+    save_report(tmp_path / "report", build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
     measured = compare("study", [Contender("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES)
     write_comparison(tmp_path, measured)
     cases = (("old/new", "from_old", "old queries"), ("new+rerank/old", "reranked", "re-ranked"))
@@ -207,7 +207,7 @@ def test_what_memory_does_has_a_table_where_queries_remember(comparison: Compari
     wearing = {WITHOUT_MEMORY: labelled("new", 8, 1.5, 1), OLD_WITH_MEMORY: labelled("old", 8, 2.0, 1)}
     contestants = Contestants(old, new, extra=wearing)
     evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
-    save_report(tmp_path / "report", gather(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
+    save_report(tmp_path / "report", build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
     report = load_report(tmp_path / "report")
     measured = compare("study", [Contender("bct", "bct", {0: report}, 0, False, [1.0])], RESAMPLES)
     row = measured.methods[0]
@@ -232,7 +232,7 @@ def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path)
             contestants = Contestants(old, new, extra=extra)
             evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
             folder = tmp_path / str(order[0]) / str(seed)
-            save_report(folder, gather(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
+            save_report(folder, build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
             reports[seed] = load_report(folder)
         (measured, _), labels = (reports[seed] for seed in order), [*(f"{query}/old" for query in wearing), "new/old", "old/old"]
         without, with_memory, new_old, old_old = (metric_of(measured, label, MAP) for label in labels)

@@ -23,12 +23,12 @@ from xcompat import XcompatError, cli
 from xcompat.evaluation import ranking_per_query
 from xcompat.evaluation.selective import area_under_roc, calibration_error, risk_coverage
 from xcompat.mapping import choose
-from xcompat.mapping.candidates import Known
+from xcompat.mapping.candidates import CandidateParts
+from xcompat.mapping.choice_report import as_json, describe_choice
 from xcompat.mapping.confidence import FEWEST, Evidence, calibrate
 from xcompat.mapping.folds import folds
 from xcompat.mapping.held_out import HeldOutClasses
-from xcompat.mapping.showing import as_json, said_of
-from xcompat.models.indexed_memory import described
+from xcompat.models.indexed_memory import build_memory
 from xcompat.models.query_memory import QueryMemory
 
 
@@ -114,21 +114,21 @@ def test_without_enough_queries_of_both_kinds_there_is_no_confidence() -> None:
 def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice calibrates on the queries of all folds and protocols: beside loops over them, with a memory of each fold."""
     pairs, seen = made(new_noise=0.6, old_noise=1.4), []
-    monkeypatch.setattr("xcompat.mapping.choosing.calibrate", lambda evidence: seen.append(evidence) or calibrate(evidence))
+    monkeypatch.setattr("xcompat.mapping.selection.calibrate", lambda evidence: seen.append(evidence) or calibrate(evidence))
     choice = choose(pairs, "open")
     (evidence,) = seen
     assert pairs.labels_N is not None
     leaning, hurt = list[float](), list[bool]()
     for fold in folds(pairs.labels_N, "open"):
-        memory = Known(pairs.take(fold.fit_F)).memory(choice.chosen.candidate)
+        memory = CandidateParts(pairs.take(fold.fit_F)).memory(choice.chosen.candidate)
         assert memory is not None
-        line = Known(pairs.take(fold.fit_F)).line(choice.chosen.candidate.line)
+        line = CandidateParts(pairs.take(fold.fit_F)).line(choice.chosen.candidate.line)
         for protocol, rows in fold.queries.items():
             searched = fold.galleries[protocol]
             new, labels = torch.from_numpy(pairs.new_ND[rows]), pairs.labels_N[rows]
             with torch.inference_mode():
-                asked = memory(new, line.own_view(new)).numpy()
-                leaning += memory.recalled(new).norm(dim=1).tolist()
+                asked = memory(new, line.to_space_without_memory(new)).numpy()
+                leaning += memory.recall(new).norm(dim=1).tolist()
             mine, theirs = (
                 ranking_per_query(q, pairs.old_Nd[searched], labels, pairs.labels_N[searched], rows, searched)
                 for q in (asked, pairs.old_Nd[rows])
@@ -151,7 +151,7 @@ def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
     model, said = AutoModel.from_pretrained(tmp_path / "out" / "model"), report["confidence"]
     assert model.config.memory["confident"] and "probability that" in " ".join(done.output.split())
     embeds = torch.from_numpy(np.array(pairs.new_ND))
-    expected = torch.sigmoid(said["slope"] * model.memory.recalled(embeds).norm(dim=1) + said["offset"])
+    expected = torch.sigmoid(said["slope"] * model.memory.recall(embeds).norm(dim=1) + said["offset"])
     torch.testing.assert_close(model.confidence(embeds), expected)
     assert 0.5 < said["auroc"]["ci95"][0] < said["auroc"]["value"]
 
@@ -166,7 +166,7 @@ def test_without_a_metric_no_damping_of_it_is_tried(monkeypatch: pytest.MonkeyPa
 
 def test_a_map_without_a_memory_says_nothing_of_what_queries_say() -> None:
     choice = choose(made().of_old())  # which no memory makes better
-    assert choice.confidence is None and not choice.remembers and "confidence" not in " ".join(said_of(choice))
+    assert choice.confidence is None and not choice.remembers and "confidence" not in " ".join(describe_choice(choice))
     assert as_json(choice)["confidence"] == {"none": "the map has no memory"}
 
 
@@ -177,12 +177,12 @@ def remembering(new_dim: int, old_dim: int, slope: float = 10.0, offset: float =
     memory = QueryMemory(new_dim, old_dim, entries=4, sharpness=9.0)
     memory.keys_KD, memory.values_Kd = unit(4, new_dim, 3), unit(4, old_dim, 4)
     memory.gate = torch.tensor([8.0, -1.0])
-    return memory.calibrated(slope, offset)
+    return memory.calibrate(slope, offset)
 
 
 def test_confidence_grows_with_what_a_query_leans_on() -> None:
     memory, embeds = remembering(12, 8), unit(200, 12, 5)
-    found, leaning = memory.confidence(embeds), memory.recalled(embeds).norm(dim=1)
+    found, leaning = memory.confidence(embeds), memory.recall(embeds).norm(dim=1)
     assert found is not None and ((found > 0) & (found < 1)).all()
     order = leaning.argsort()
     assert (found[order].diff() >= 0).all() and found.max() - found.min() > 0.2
@@ -203,21 +203,21 @@ def test_it_stays_with_a_model_and_goes_with_its_entries(tmp_path: Path) -> None
     before = model.remember(plain).fingerprint()
     assert model.confidence(embeds) is None and "confident" not in model.config.memory
     assert "memory.calibration" not in model.state_dict(), "what was written before has the same names"
-    view = model.view(embeds).detach()
+    view = model.to_space(embeds).detach()
     model.remember(remembering(12, 8))
     assert model.fingerprint() != before and model.is_confident
-    torch.testing.assert_close(model.view(embeds).detach(), view, rtol=0, atol=0)
+    torch.testing.assert_close(model.to_space(embeds).detach(), view, rtol=0, atol=0)
     model.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
     torch.testing.assert_close(again.confidence(embeds), model.confidence(embeds), rtol=0, atol=0)
     assert again.fingerprint() == model.fingerprint() and again.config.memory["confident"] is True
     half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     torch.testing.assert_close(half.confidence(embeds), model.confidence(embeds), rtol=0, atol=0.2)
-    alone = model.remember(model.memory.metric_alone())
+    alone = model.remember(model.memory.without_entries())
     assert alone.confidence(embeds) is None and "confident" not in alone.config.memory
 
 
 @pytest.mark.parametrize("said", [1, "yes", None])
 def test_a_setting_that_is_none_is_refused(said: Any) -> None:
     with pytest.raises(XcompatError, match="memory.confident is .*; use true or false"):
-        described({"entries": 2, "sharpness": 3.0, "share": 0.5, "confident": said}, 4, 3)
+        build_memory({"entries": 2, "sharpness": 3.0, "share": 0.5, "confident": said}, 4, 3)

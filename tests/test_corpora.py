@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_texts
-from xcompat.data.corpora import Seen, normalise
+from xcompat.data.corpora import HashSet, normalise
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -81,7 +81,7 @@ def test_the_cache_is_reused_until_a_file_changes(tmp_path: Path, monkeypatch: p
     path = write(tmp_path / "a.txt", "one\n")
     first = load_texts(path)
     with monkeypatch.context() as patch:
-        patch.setattr("xcompat.data.corpora._distinct", lambda *_: pytest.fail("read again"))
+        patch.setattr("xcompat.data.corpora._keep_new_texts", lambda *_: pytest.fail("read again"))
         assert load_texts(path)._fingerprint == first._fingerprint
     write(tmp_path / "a.txt", "one\ntwo\n")
     assert load_texts(path)["text"][:] == ["one", "two"]
@@ -128,7 +128,7 @@ def test_missing_files_columns_and_folders(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=12))
 def test_seen_agrees_with_a_python_set(batches: list[list[int]]) -> None:
-    seen, known = Seen(), set()
+    seen, known = HashSet(), set()
     for batch in batches:
         expected = []
         for value in batch:

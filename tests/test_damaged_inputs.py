@@ -131,7 +131,7 @@ def test_an_index_of_ids_around_one_of_other_dimensions(tmp_path: Path) -> None:
     index.add_with_ids(np.eye(8, dtype=np.float32), np.arange(8))
     index.d = 12
     faiss.write_index(index, str(tmp_path / "index"))
-    assert faiss_probe.look(str(tmp_path / "index"), vectors=False) == "it claims 12 dimensions, but its inner index has 8"
+    assert faiss_probe.check_index(str(tmp_path / "index"), vectors=False) == "it claims 12 dimensions, but its inner index has 8"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from data_layouts.labelled import CATEGORIES, SYNSETS, records
 
 from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledSource, PairSource, Subset, load_classes, load_labelled, load_pairs, open_image, select
-from xcompat.data.contents import holds_pictures
+from xcompat.data.content_type import holds_pictures
 
 
 @pytest.fixture(scope="module")

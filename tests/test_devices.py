@@ -210,7 +210,7 @@ def test_embeddings_on_a_gpu_are_taken_wherever_arrays_are(old_folder: str, tmp_
     assert fallen.shape == (3, old.dim) and np.isnan(fallen).all()
     own = Space("vector", None, "float32", clip)
     store = SimpleNamespace(uri="", metric="cosine", _padded_queries=lambda queries_QD, _: queries_QD)
-    viewed = Store._viewed(store, far, clip, own)
+    viewed = Store._to_query_space(store, far, clip, own)
     assert np.array_equal(Store.queries(store, viewed, own), near)
     assert np.array_equal(Store.queries(store, far[0], own), near[:1])
 

@@ -17,7 +17,7 @@ from schedule import mostly_nightly
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import ranking_per_query
-from xcompat.evaluation.scores import lifted
+from xcompat.evaluation.scores import lift_rows
 from xcompat.methods import BctModel, FctModel, IndependentModel, OcaModel
 from xcompat.methods.fct import FctConfig
 from xcompat.models.config import describe_old
@@ -82,7 +82,7 @@ def test_cosines_of_lifted_rows_are_distances(seed: int, scale: float, shift: fl
     generator = np.random.default_rng(seed)
     queries, gallery = (scale * (generator.normal(size=(rows, 3)) + shift) for rows in (4, 9))
     gallery[1] = gallery[0]
-    lifts = lifted(queries, gallery)
+    lifts = lift_rows(queries, gallery)
     for rows in lifts:
         np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1.5)
     naive = np.array([[np.sum((query - item) ** 2) for item in gallery] for query in queries])
@@ -103,7 +103,7 @@ def test_a_row_far_out_is_refused_where_it_would_spoil_the_ranks_of_others(side:
         far = np.eye(16)[:1] * times * usual
         sides = (asking, np.concatenate([rows, far])) if side == "gallery" else (np.concatenate([asking, far]), rows)
         named = [[*labels, -1][: len(each)] for each in sides]
-        return ranking_per_query(*lifted(*sides), *named).first_hit_ranks_Q[:200]
+        return ranking_per_query(*lift_rows(*sides), *named).first_hit_ranks_Q[:200]
 
     squared = np.square(asking[:, None] - rows[None]).sum(axis=2)
     exact = (squared < np.diag(squared)[:, None]).sum(axis=1)
@@ -111,11 +111,11 @@ def test_a_row_far_out_is_refused_where_it_would_spoil_the_ranks_of_others(side:
     with pytest.raises(XcompatError, match=f"{side} row 200 is [0-9,]+ times as far from the centre"):
         found(10_000)
     strangers = 1e4 * asking  # all queries of another model: far out, and none beside another
-    lifted(strangers, rows)
+    lift_rows(strangers, rows)
 
 
 def test_rows_that_are_all_equal_are_lifted_too() -> None:
-    assert np.isfinite(np.concatenate(lifted(np.ones((2, 3)), np.ones((2, 3))))).all()
+    assert np.isfinite(np.concatenate(lift_rows(np.ones((2, 3)), np.ones((2, 3))))).all()
 
 
 def test_h_learns_raw_embeddings() -> None:

@@ -46,7 +46,7 @@ WRAPPER = """
 import hashlib, json, os
 from pathlib import Path
 import torch
-import xcompat.embeddings.cache_filling as cache_filling
+import xcompat.embeddings.cache_writer as cache_writer
 import xcompat.embeddings.embed as embedding
 from xcompat.data import PairCollator
 from xcompat.cli import main
@@ -54,7 +54,7 @@ from xcompat.core.distributed import is_distributed
 
 embedding.embed_texts.__kwdefaults__["shard_rows"] = 16
 embedding.embed_images.__kwdefaults__["shard_rows"] = 8
-collate, barrier = PairCollator.__call__, cache_filling.barrier
+collate, barrier = PairCollator.__call__, cache_writer.barrier
 rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), Path(os.environ["SEEN"])
 
 def collate_and_record(self, items):
@@ -68,7 +68,7 @@ def barrier_that_waits():
     assert is_distributed() == (ranks > 1)
     barrier()
 
-cache_filling.barrier = barrier_that_waits
+cache_writer.barrier = barrier_that_waits
 PairCollator.__call__ = collate_and_record
 main()
 """

@@ -30,7 +30,7 @@ from xcompat.training import stage
 from xcompat.training.compare import dry_run_comparison
 from xcompat.training.data_checks import check_data
 from xcompat.training.dry_run import dry_run_recipe
-from xcompat.training.paths import find_missing_paths
+from xcompat.training.input_checks import find_missing_paths
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.stage_recipe import StageRecipe
 

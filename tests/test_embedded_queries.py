@@ -170,7 +170,7 @@ def test_the_pipeline_takes_vectors_in_every_form(gallery: Path, map_folder: str
 
 
 def test_frameworks_take_vectors(map_folder: str) -> None:
-    expected = AutoModel.from_pretrained(map_folder).view(torch.from_numpy(NEW[:1]))[0].tolist()
+    expected = AutoModel.from_pretrained(map_folder).to_space(torch.from_numpy(NEW[:1]))[0].tolist()
     asked = (NEW[0] * 3).tolist()
     found = {
         "langchain": CompatEmbeddings(map_folder).map_vector(asked),

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from xcompat.core.errors import XcompatError
 from xcompat.data import Augmentation, View, load_pairs, load_texts, open_image
-from xcompat.embeddings import cache_filling
+from xcompat.embeddings import cache_writer
 from xcompat.embeddings import embed as embedding
 from xcompat.embeddings.cache import StackedCaches
 from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_in_memory, embed_rows, embed_texts, images_per_batch
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches
-from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.embedder import Embedder, load_embedder, penultimate_embedder
 from xcompat.training.caches import cached_images
 
 TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
@@ -165,7 +165,7 @@ def test_the_next_shard_is_embedded_while_one_is_written(
     embedder: Embedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = embed_texts(embedder, TEXTS, tmp_path / "whole", "digest", shard_rows=5)[:]
-    begun, write, tokenize = threading.Event(), cache_filling._write_shard, type(embedder.processor).tokenize
+    begun, write, tokenize = threading.Event(), cache_writer._write_shard, type(embedder.processor).tokenize
 
     def write_late(*args: Any) -> None:
         assert begun.wait(60), "the second shard waits for the first to be written"
@@ -176,7 +176,7 @@ def test_the_next_shard_is_embedded_while_one_is_written(
             begun.set()
         return tokenize(self, texts)
 
-    monkeypatch.setattr(cache_filling, "_write_shard", write_late)
+    monkeypatch.setattr(cache_writer, "_write_shard", write_late)
     monkeypatch.setattr(type(embedder.processor), "tokenize", tokenize_and_tell)
     assert np.array_equal(embed_texts(embedder, TEXTS, tmp_path / "c", "digest", shard_rows=5)[:], whole)
 
@@ -192,7 +192,7 @@ def test_another_model_or_other_data_are_refused(folder_of: dict[str, str], old_
 
 
 def test_what_overflows_the_stored_type_is_refused(folder_of: dict[str, str], pairs_folder: str, tmp_path: Path) -> None:
-    embedder = penultimate(load_embedder(folder_of["clip"]))
+    embedder = penultimate_embedder(load_embedder(folder_of["clip"]))
     with torch.no_grad():
         embedder.model.model.model.vision_model.post_layernorm.weight.mul_(1e6)
     with pytest.raises(XcompatError, match="returns values beyond the range of float16, the type of caches"):
@@ -215,7 +215,7 @@ def test_views_are_embedded_each_into_a_cache_of_its_own(
     assert both.shape == (2 * len(pairs), embedder.dim) and both.readable().all() and len(list(tmp_path.iterdir())) == 3
     naive = []
     for view in views[:2]:
-        draw = view.drawing(embedder.processor)
+        draw = view.build_draw(embedder.processor)
         pixels = [draw(open_image(row["image"]), row["id"]) for row in pairs]
         naive.append(embedder.embed({"pixel_values": embedder.processor.to_pixels(torch.stack(pixels))}).numpy())
     np.testing.assert_allclose(both[:], np.concatenate(naive), atol=2e-3)
@@ -270,4 +270,4 @@ def test_a_compatible_model_embeds_as_its_gallery_does(folder_of: dict[str, str]
     ]
     batch = chained.processor.texts(["a red shoe"])
     with torch.no_grad():
-        assert torch.equal(chained.embed(batch), model.view(model.embed_texts(**batch)))
+        assert torch.equal(chained.embed(batch), model.to_space(model.embed_texts(**batch)))

@@ -15,7 +15,7 @@ import pytest
 from test_engines import OLD_DIM, Run, files_in, lists, save_map, typed, write_lance
 
 from xcompat.engines import iceberg, lance, sources
-from xcompat.engines.kinds import read_source
+from xcompat.engines.source_types import read_source
 from xcompat.models.embedder import load_checkpoint
 from xcompat.stores.mapping import Mapping
 

@@ -25,9 +25,9 @@ from pyarrow import fs
 from xcompat import Fingerprint, XcompatError
 from xcompat.core.errors import FingerprintMismatchError
 from xcompat.embeddings.embed import embed_in_memory
-from xcompat.engines import TableModel, models, places, sources, tables
-from xcompat.engines.kinds import read_source
-from xcompat.engines.parts import Job
+from xcompat.engines import TableModel, filesystems, models, sources, tables
+from xcompat.engines.partitions import Job
+from xcompat.engines.source_types import read_source
 from xcompat.engines.sources import Part
 from xcompat.engines.workers import ENGINES
 from xcompat.methods import RidgeModel
@@ -244,7 +244,7 @@ def test_files_become_files(run: Run, model: str, source: Path, vectors: np.ndar
     assert table["id"].to_pylist() == [f"item-{row}" for row in range(ROWS)] and table.column_names == ["id", "embedding"]
     np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), Mapping(load_checkpoint(model))(vectors), atol=1e-6)
     about = made[0].schema.metadata[b"xcompat"].decode()
-    assert Mapping(load_checkpoint(model)).made[0].digest in about
+    assert Mapping(load_checkpoint(model)).target[0].digest in about
 
 
 def test_a_second_run_makes_what_is_missing_alone(run: Run, model: str, source: Path, tmp_path: Path) -> None:
@@ -477,10 +477,12 @@ def test_a_part_that_does_not_say_what_it_left_out_is_made_anew(
 
 def stand_in_for_a_bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = fs.SubTreeFileSystem(str(folder), fs.LocalFileSystem())
-    found = places.located
-    for module in (places, sys.modules["xcompat.engines.commands"]):
+    found = filesystems.resolve_filesystem
+    for module in (filesystems, sys.modules["xcompat.engines.commands"]):
         monkeypatch.setattr(
-            module, "located", lambda uri: (bucket, uri.partition("bucket/")[2]) if uri.startswith("s3") else found(uri)
+            module,
+            "resolve_filesystem",
+            lambda uri: (bucket, uri.partition("bucket/")[2]) if uri.startswith("s3") else found(uri),
         )
 
 

@@ -35,7 +35,7 @@ from xcompat.hub.lineage import Ancestor, draw
 from xcompat.hub.metadata import Gain
 from xcompat.report import Example, ExampleRow, Hit, ModelInfo, Report, print_report, render_html, render_markdown
 from xcompat.report.comparison import Comparison, compare, print_comparison, write_comparison
-from xcompat.report.report import gather
+from xcompat.report.report import build_report
 
 IN_HTML = (
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", '" onmouseover="alert(1)', "' autofocus onfocus=alert(1) '",
@@ -60,7 +60,7 @@ PLAIN = "plain"
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return gather(replace(make_content(), tsne_pairs=0))
+    return build_report(replace(make_content(), tsne_pairs=0))
 
 
 def called(report: Report, name: str) -> Report:

@@ -69,7 +69,7 @@ def test_ranks_and_scores_are_those_of_the_view(method: str, factory: str, metri
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     queries = unit(20, NEW_DIM, seed=2)
     with torch.no_grad():
-        expected_scores, expected_rows = plain.search(model.view(queries).numpy(), 10)
+        expected_scores, expected_rows = plain.search(model.to_space(queries).numpy(), 10)
     upgraded = faiss.read_index(str(tmp_path / "new.faiss"))
     scores, rows = upgraded.search(queries.numpy(), 10)
     np.testing.assert_array_equal(rows, expected_rows)
@@ -90,11 +90,11 @@ def with_memory(model: CompatModel, entries: int) -> CompatModel:
 def test_a_metric_is_two_more_transforms(factory: str, tmp_path: Path) -> None:
     plain, queries = write_old_index(tmp_path / "old.faiss", factory), unit(20, NEW_DIM, seed=2)
     bare = build("ridge")
-    own_rows = plain.search(bare.view(queries).detach().numpy(), 10)[1]
+    own_rows = plain.search(bare.to_space(queries).detach().numpy(), 10)[1]
     model = with_memory(bare, entries=0)
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     scores, rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)
-    expected_scores, expected_rows = plain.search(model.view(queries).detach().numpy(), 10)
+    expected_scores, expected_rows = plain.search(model.to_space(queries).detach().numpy(), 10)
     np.testing.assert_array_equal(rows, expected_rows)
     np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
     assert (rows != own_rows).any(), "the metric finds others"
@@ -137,7 +137,7 @@ def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:
     model = with_memory(build("ridge"), entries=3)
     with pytest.raises(XcompatError, match=r"cannot store a query memory; remove it with model\.remember"):
         to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
-    model.remember(model.memory.metric_alone())
+    model.remember(model.memory.without_entries())
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     assert faiss.read_index(str(tmp_path / "new.faiss")).d == NEW_DIM
 
@@ -149,7 +149,9 @@ def test_without_the_length_ranks_by_inner_product_are_the_same(tmp_path: Path) 
     queries = unit(20, NEW_DIM, seed=2)
     mapped = (queries @ model.weight + model.bias).detach()
     assert (mapped.norm(dim=-1) - 1).abs().min() > 0.1, "the map changes lengths"
-    np.testing.assert_array_equal(plain.search(mapped.numpy(), 10)[1], plain.search(model.view(queries).detach().numpy(), 10)[1])
+    np.testing.assert_array_equal(
+        plain.search(mapped.numpy(), 10)[1], plain.search(model.to_space(queries).detach().numpy(), 10)[1]
+    )
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -190,7 +192,7 @@ def test_what_is_added_later_is_mapped_too(tmp_path: Path) -> None:
     index, added = faiss.read_index(str(tmp_path / "new.faiss")), unit(3, NEW_DIM, seed=3)
     index.add(added.numpy())
     stored = faiss.downcast_index(index.index).reconstruct_n(ROWS, 3)
-    np.testing.assert_allclose(stored, model.view(added).detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(stored, model.to_space(added).detach().numpy(), atol=1e-6)
 
 
 def test_penultimate_features_of_any_length_are_taken(folder_of: dict[str, str], tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_penultimate_features_of_any_length_are_taken(folder_of: dict[str, str],
     plain = write_old_index(tmp_path / "old.faiss", "Flat")
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(features.numpy(), 5)[1]
-    np.testing.assert_array_equal(rows, plain.search(model.view(features).detach().numpy(), 5)[1])
+    np.testing.assert_array_equal(rows, plain.search(model.to_space(features).detach().numpy(), 5)[1])
 
 
 def test_command_line_and_a_service_that_knows_faiss_alone(
@@ -223,7 +225,7 @@ def test_command_line_and_a_service_that_knows_faiss_alone(
     files = [str(tmp_path / name) for name in ("new.faiss", "queries.npy", "found.npz")]
     subprocess.run([sys.executable, "-c", PLAIN_FAISS, *files], check=True)
     found = np.load(tmp_path / "found.npz")
-    np.testing.assert_array_equal(found["rows"], plain.search(model.view(queries).numpy(), 10)[1])
+    np.testing.assert_array_equal(found["rows"], plain.search(model.to_space(queries).numpy(), 10)[1])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_more_dimensions_than_the_old_model_are_cut_off(folder_of: dict[str, str
     plain, queries = write_old_index(tmp_path / "old.faiss", "Flat"), unit(20, NEW_DIM, seed=2)
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)[1]
-    np.testing.assert_array_equal(rows, plain.search(model.view(queries).numpy(), 10)[1])
+    np.testing.assert_array_equal(rows, plain.search(model.to_space(queries).numpy(), 10)[1])
 
 
 def test_a_model_of_no_old_one_goes_into_no_index(folder_of: dict[str, str], tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_onnxruntime_embeds_what_the_model_embeds(
     assert [found["fingerprint"] for found in about["searches"]] == [(OLD if space == "old" else fingerprint).digest]
     pixels = model.processor.images(images)
     own = model.embed_images(pixels)
-    expected = model.view(own) if space == "old" else own
+    expected = model.to_space(own) if space == "old" else own
     np.testing.assert_allclose(run_onnx(tmp_path / "out" / "image.onnx", {"pixel_values": pixels}), expected, atol=1e-4)
     assert about["image"]["inputs"]["pixel_values"]["shape"] == ["batch", 3, *about["image"]["size"]]
     photo = Image.effect_noise((300, 200), 80).convert("RGB")
@@ -86,7 +86,7 @@ def test_onnxruntime_embeds_what_the_model_embeds(
     if lines := re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         names: dict[str, Any] = {}
         exec(lines[0], names)  # noqa: S102 - what the folder tells its user to run
-        np.testing.assert_allclose(names["embeds"], model.view(own) if space == "old" else own, atol=1e-4)
+        np.testing.assert_allclose(names["embeds"], model.to_space(own) if space == "old" else own, atol=1e-4)
     assert bool(lines) is (architecture != "timm_wrapper") and "resize" in readme
     assert (tmp_path / "out" / "text.onnx").exists() is ("text" in about) is (case not in IMAGES_ALONE)
     if "text" not in about:
@@ -95,7 +95,7 @@ def test_onnxruntime_embeds_what_the_model_embeds(
         batch = model.processor.texts(texts)
         assert set(about["text"]["inputs"]) == set(batch)
         own = model.embed_texts(**batch)
-        expected = model.view(own) if space == "old" else own
+        expected = model.to_space(own) if space == "old" else own
         np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), expected, atol=1e-4)
     length = about["text"]["inputs"]["input_ids"]["shape"][1]
     assert length == (model.processor.max_length if about["text"]["pad_to_max_length"] else "length")
@@ -120,7 +120,9 @@ def test_command_line_and_preprocessing_from_the_folder(
     assert not stop.value.code and "image.onnx and text.onnx embed in the old space" in out and err == ""
     processor = load_processor(model.config.encoder, str(tmp_path / "out"))
     batch = processor.texts(TEXTS)
-    np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), model.view(model.embed_texts(**batch)), atol=1e-4)
+    np.testing.assert_allclose(
+        run_onnx(tmp_path / "out" / "text.onnx", batch), model.to_space(model.embed_texts(**batch)), atol=1e-4
+    )
     assert torch.equal(processor.images(images), model.processor.images(images))
 
 
@@ -142,7 +144,7 @@ def test_half_precision_is_made_whole_and_prompts_are_said(tmp_path: Path) -> No
     model = METHODS["ridge"](config).fit([(rows[:, :16], rows[:, 16:])])
     to_onnx(model.half(), tmp_path / "out")
     batch = model.processor.texts(TEXTS)
-    expected = model.view(model.embed_texts(**batch))
+    expected = model.to_space(model.embed_texts(**batch))
     np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), expected, atol=2e-3)
     assert model.dtype == torch.float16, "the model itself stays as it is"
     readme = " ".join((tmp_path / "out" / "README.md").read_text().split())

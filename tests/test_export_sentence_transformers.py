@@ -103,7 +103,7 @@ def expected(case: str, model: CompatModel, images: list[Image.Image]) -> dict[s
     own = {"images": model.embed_images(model.processor.images([open_image(image) for image in images]))}
     if case not in IMAGES_ALONE:
         own["texts"] = model.embed_texts(**model.processor.texts(TEXTS + LONG))
-    return {kind: (model.view(embeds) if CASES[case][2] == "old" else embeds).numpy() for kind, embeds in own.items()}
+    return {kind: (model.to_space(embeds) if CASES[case][2] == "old" else embeds).numpy() for kind, embeds in own.items()}
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,8 @@ from xcompat.training.atlas import to_atlas
 from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.evaluation_sets import load_test_set
+from xcompat.training.input_checks import check_paths
 from xcompat.training.judged_templates import load_judged_templates
-from xcompat.training.paths import check_paths
 from xcompat.training.recipe import load_recipe, parse_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import JudgedTemplates

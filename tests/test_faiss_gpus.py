@@ -132,7 +132,7 @@ def test_new_parameters_reach_the_gpus(copied: list[str]) -> None:
 
 def remembered() -> dict[str, Any]:
     tensors = [torch.from_numpy(STORED), torch.from_numpy(STORED[::-1].copy())]
-    memory = IndexedMemory.of(ROWS, *(lambda rows, of=of: of[rows] for of in tensors), QueryMetric(DIM), "SQ8")
+    memory = IndexedMemory.from_entries(ROWS, *(lambda rows, of=of: of[rows] for of in tensors), QueryMetric(DIM), "SQ8")
     return dict(memory.named_buffers())
 
 

@@ -26,7 +26,7 @@ from xcompat.report import ReportContent, load_report, write_report
 from xcompat.report.plots import draw_plots
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import Fallback, OldQueries
-from xcompat.training.judging import judge
+from xcompat.training.model_evaluation import evaluate_cases
 from xcompat.training.sections import EvaluationSettings
 
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe", "no tree", "some cups"]
@@ -43,9 +43,9 @@ def model_folder(folder_of: dict[str, str], old: Embedder, tmp_path_factory: pyt
     model = xcompat.XbtModel.from_encoder(folder_of["clip"], old=old.describe_old())
     memory = remembering(model.config.embedding_dim, old.dim)
     with torch.no_grad():
-        lean = memory.recalled(model.embed_texts(**model.processor.texts(TEXTS))).norm(dim=1)
+        lean = memory.recall(model.embed_texts(**model.processor.texts(TEXTS))).norm(dim=1)
     slope = 4 / float(lean.std())
-    model.remember(memory.calibrated(slope, -slope * float(lean.median() + lean.sort().values[len(TEXTS) // 2]) / 2))
+    model.remember(memory.calibrate(slope, -slope * float(lean.median() + lean.sort().values[len(TEXTS) // 2]) / 2))
     folder = tmp_path_factory.mktemp("confident") / "xbt"
     model.export(folder)
     return str(folder)
@@ -122,7 +122,7 @@ def test_old_queries_are_asked_where_the_new_one_is_not_sure(
             continue
         query = torch.from_numpy(old_Qd[row])
         if share < 1:
-            query = xcompat.heads.slerp(model.view(embeds[row : row + 1]).detach(), query[None], share)[0]
+            query = xcompat.heads.slerp(model.to_space(embeds[row : row + 1]).detach(), query[None], share)[0]
         best = (stored @ query).sort(descending=True)
         assert [hit.id for hit in found[row]] == [TEXTS[place] for place in best.indices[:3]]
         assert [hit.score for hit in found[row]] == pytest.approx(best.values[:3].tolist(), abs=1e-5)
@@ -183,7 +183,7 @@ def test_an_old_query_in_the_place_of_every_new_one(model_folder: str, old_folde
 def test_a_fallback_that_is_none_is_one_line(options: dict[str, Any], said: str, old: Embedder) -> None:
     options = {**options, **({"model": old} if "model" in options else {})}
     with pytest.raises(XcompatError, match=said):
-        Fallback.described(options, "cpu")
+        Fallback.from_options(options, "cpu")
 
 
 def test_a_fallback_that_does_not_fit_is_refused(
@@ -262,7 +262,7 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     sure = np.where(odd_N1, 0.9, 0.2) + 0.01 * draw.random(odd_N1.shape)
     contestants = Contestants(images("old", pairs.old_Nd), images("new", new), confidence=images("confidence", sure))
     settings = EvaluationSettings(fallback=0.5, resamples=100)
-    evaluation, kept = judge(contestants, settings, 0)
+    evaluation, kept = evaluate_cases(contestants, settings, 0)
     cases = {case.label: case.metrics for case in evaluation.cases}
     assert cases["fallback/old"] == {**cases["old/old"], "negative_flip_rate@1": 0.0}, "the sure ones are old queries themselves"
     assert cases["new/old"]["negative_flip_rate@1"] > 0
@@ -286,15 +286,15 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     shown = axes.lines[0].get_xydata()
     np.testing.assert_allclose(shown[-1], [100, 100 * hurt.mean()], rtol=1e-5)
     np.testing.assert_allclose(shown[:, 1], 100 * risk_coverage(sure[:, 0].astype(np.float32), hurt)[-len(shown) :])
-    mixed, _ = judge(contestants, settings.model_copy(update={"slerp": 0.5}), 0)
+    mixed, _ = evaluate_cases(contestants, settings.model_copy(update={"slerp": 0.5}), 0)
     halfway = xcompat.heads.slerp(torch.from_numpy(new), torch.from_numpy(pairs.old_Nd), 0.5).numpy()
-    expected, _ = judge(replace(contestants, new_view=images("new", np.where(odd_N1, new, halfway))), settings, 0)
+    expected, _ = evaluate_cases(replace(contestants, new_view=images("new", np.where(odd_N1, new, halfway))), settings, 0)
     (found,), (wanted,) = (
         [case.metrics for case in each.cases if case.label == label]
         for each, label in ((mixed, "fallback/old"), (expected, "new/old"))
     )
     assert found == wanted != cases["fallback/old"]
-    without, _ = judge(replace(contestants, confidence=None), EvaluationSettings(resamples=100), 0)
+    without, _ = evaluate_cases(replace(contestants, confidence=None), EvaluationSettings(resamples=100), 0)
     assert not without.confidence and not any("AUROC" in note for note in without.notes)
 
 

@@ -18,7 +18,16 @@ import pytest
 from xcompat import XcompatError
 from xcompat.core import files
 from xcompat.core.checksums import difference, file_record
-from xcompat.core.files import atomic_path, clear_leftovers, files_below, listed, make_folder, read_json, write_array, write_json
+from xcompat.core.files import (
+    atomic_path,
+    clear_leftovers,
+    files_below,
+    list_entries,
+    make_folder,
+    read_json,
+    write_array,
+    write_json,
+)
 
 
 def folder_of(path: Path, *names: str) -> Path:
@@ -264,14 +273,14 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, m
         "kept/inner/a.txt",
         "kept/link",
     ]
-    assert listed(tmp_path / "kept", "*.txt") == [tmp_path / "kept" / "b.txt"] and listed(tmp_path / "none") == []
+    assert list_entries(tmp_path / "kept", "*.txt") == [tmp_path / "kept" / "b.txt"] and list_entries(tmp_path / "none") == []
 
     def refuse(folder):
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
     monkeypatch.setattr(os, "listdir", refuse)  # root may read whatever its permissions
     monkeypatch.setattr(os, "scandir", refuse)
-    for look in (listed, lambda folder: list(files_below(folder))):
+    for look in (list_entries, lambda folder: list(files_below(folder))):
         with pytest.raises(PermissionError):
             look(tmp_path / "kept")
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
 from xcompat.hub.metadata import EMBEDS, SEARCHES, Gain, gains_in, results_of, tag
-from xcompat.hub.search import Found, search
-from xcompat.mapping.finding import find_maps
+from xcompat.hub.search import HubCheckpoint, search
+from xcompat.mapping.map_search import find_maps
 from xcompat.models.embedder import load_embedder
 from xcompat.training.push import push
 
@@ -247,9 +247,9 @@ def test_a_model_that_is_gone_meanwhile_has_no_results(hub: Hub, monkeypatch: py
         return look(self, name)
 
     monkeypatch.setattr(HfApi, "model_info", too_late)
-    assert find_maps(Fingerprint.from_string("old").digest, None).found == [Found("me/map", "", downloads=0, likes=0)]
+    assert find_maps(Fingerprint.from_string("old").digest, None).found == [HubCheckpoint("me/map", "", downloads=0, likes=0)]
 
 
 def test_what_is_found_knows_its_least_gain() -> None:
-    listed = Found("me/map", "0" * 40, gains=GAINS)
-    assert listed.least == GAINS[1] and Found("me/map", "").least is None
+    listed = HubCheckpoint("me/map", "0" * 40, gains=GAINS)
+    assert listed.least == GAINS[1] and HubCheckpoint("me/map", "").least is None

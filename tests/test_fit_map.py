@@ -14,8 +14,8 @@ from transformers import AutoModel
 from xcompat import XcompatError
 from xcompat.heads import slerp
 from xcompat.mapping import choose, fit_map
-from xcompat.mapping.candidates import Known, fit
-from xcompat.mapping.choosing import OLD_WEIGHTS
+from xcompat.mapping.candidates import CandidateParts, fit
+from xcompat.mapping.selection import OLD_WEIGHTS
 from xcompat.models.embedder import load_embedder
 
 TEXTS = [f"{colour} {thing}" for colour in ("red", "green", "blue", "old") for thing in ("shoe", "dog", "tree", "cup", "car")]
@@ -27,12 +27,12 @@ def test_it_chooses_what_the_command_chooses(tmp_path: Path) -> None:
     found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N.tolist())
     choice = choose(pairs)
     assert found.choice is not None and found.choice.chosen == choice.chosen and found.is_safe == choice.is_safe
-    expected = fit(choice.chosen.candidate, Known(pairs)).view(torch.from_numpy(pairs.new_ND[:5]))
+    expected = fit(choice.chosen.candidate, CandidateParts(pairs)).to_space(torch.from_numpy(pairs.new_ND[:5]))
     np.testing.assert_allclose(found.to_space(3 * pairs.new_ND[:5]), expected, atol=1e-6)
     assert found.report["verdict"] == found.is_safe and str(choice.chosen.candidate) in repr(found)
     found.save(tmp_path / "model")
     saved = AutoModel.from_pretrained(tmp_path / "model")
-    torch.testing.assert_close(saved.view(torch.from_numpy(pairs.new_ND[:5])), expected)
+    torch.testing.assert_close(saved.to_space(torch.from_numpy(pairs.new_ND[:5])), expected)
 
 
 def test_a_weight_for_re_ranking_is_chosen_and_kept(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from xcompat.core import distributed, failures
 from xcompat.core.errors import XcompatError
 from xcompat.models import embedder
 from xcompat.models.embedder import load_embedder
-from xcompat.retrieval import Gallery, commands, showing
+from xcompat.retrieval import Gallery, commands, hit_output
 from xcompat.retrieval.originals import load_originals
 
 Run = Callable[..., tuple[int, str, str]]
@@ -260,7 +260,7 @@ def test_backfill_stays_within_its_budget_and_goes_on(
         assert run("search", gallery, photos / "0.png", "--model", compatible)[0] == 0
         if left == 70:
             words = " ".join(run("info", gallery)[1].split())
-            old = showing.short(load_embedder(old_folder).fingerprint)
+            old = hit_output.short(load_embedder(old_folder).fingerprint)
             assert f"its own, those of models made compatible with it, those of {old} " in words
     made = [f"backfill {count} with {load_embedder(compatible).name}" for count in (50, 50, 20)]
     assert [state.by for state in Gallery.open(gallery).generations()] == ["create", "add", *made]
@@ -431,7 +431,7 @@ def test_who_has_seen_enough_is_told_only_of_work_that_stopped(
 
     monkeypatch.setattr(commands, verb, print_to_nobody)
     Gallery.create(tmp_path / "g", Fingerprint.from_string("m"), dim=2)
-    expected = f"xcompat: {failures.NOBODY_READS}\n" if code == 2 else ""
+    expected = f"xcompat: {failures.BROKEN_PIPE}\n" if code == 2 else ""
     assert run(verb, tmp_path / "g") == (code, "", expected)
 
 

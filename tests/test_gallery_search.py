@@ -15,7 +15,7 @@ from PIL import Image
 from xcompat import Fingerprint, XbtModel
 from xcompat.core.progress import console
 from xcompat.models.embedder import load_embedder
-from xcompat.retrieval import Gallery, embedded_queries, searching, showing
+from xcompat.retrieval import Gallery, embedded_queries, hit_output, searching
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.originals import load_originals
 
@@ -86,7 +86,7 @@ def test_many_texts_find_what_each_finds_alone(run: Run, gallery: Path, tmp_path
             np.testing.assert_allclose([hit["score"] for hit in each["hits"]], [hit["score"] for hit in hits], atol=1e-5)
     code, out, _ = run("search", gallery, "--queries", tmp_path / "asked.txt", "--model", old_folder, "--csv", "--top-k", 4)
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert code == 0 and tuple(rows[0]) == showing.COLUMNS and len(rows) == 12
+    assert code == 0 and tuple(rows[0]) == hit_output.COLUMNS and len(rows) == 12
     assert [row["text"] for row in rows[::4]] == asked and [row["rank"] for row in rows[:4]] == ["1", "2", "3", "4"]
     assert [row["id"] for row in rows[4:8]] == [hit["id"] for hit in alone[1][:4]]
     code, out, _ = run("search", gallery, "--queries", tmp_path / "asked.txt", "--model", old_folder)
@@ -220,7 +220,7 @@ def test_a_text_asked_of_a_model_of_pictures(run: Run, tmp_path: Path, image_fol
 
 
 def test_control_characters_of_an_id_stay_escaped_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    hit = showing.Hit("a\x1b[2J\x9b", 1.0, Fingerprint.from_string("m"), None)
-    showing.shower("json")(showing.Found("q", None, [hit]))
+    hit = hit_output.Hit("a\x1b[2J\x9b", 1.0, Fingerprint.from_string("m"), None)
+    hit_output.make_printer("json")(hit_output.QueryResult("q", None, [hit]))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x9b" not in out and json.loads(out)["hits"][0]["id"] == hit.id

@@ -56,7 +56,7 @@ def ids(hits: list[list[Any]]) -> list[list[str]]:
 
 def test_queries_of_a_map_search_the_old_gallery_in_its_view(tmp_path: Path) -> None:
     gallery, model, queries = old_gallery(tmp_path / "g"), query_map(), unit(5, D, 3)
-    view = model.view(torch.from_numpy(queries)).detach().numpy()
+    view = model.to_space(torch.from_numpy(queries)).detach().numpy()
     assert ids(gallery.search(queries, model, top_k=4)) == ids(gallery.search(view, OLD, top_k=4))
 
 
@@ -68,7 +68,7 @@ def test_new_items_of_a_map_are_stored_in_the_space_of_the_old_ones(tmp_path: Pa
     hits = gallery.search(unit(50, D, 4)[[7]], model, top_k=N + 50, merge="raw")[0]
     assert hits[0].id == "new 7" and hits[0].version == model.stored_fingerprint() and len(hits) == N + 50
     assert {hit.version for hit in hits} == {OLD, model.stored_fingerprint()}
-    view = model.view(torch.from_numpy(unit(50, D, 4)[[7]])).detach().numpy()
+    view = model.to_space(torch.from_numpy(unit(50, D, 4)[[7]])).detach().numpy()
     assert ids(gallery.search(view, OLD, top_k=9, merge="raw")) == [[hit.id for hit in hits[:9]]], "old clients find them too"
 
 
@@ -205,7 +205,7 @@ def test_an_upgrade_maps_every_embedding_and_can_be_undone(made: Callable[[], Co
     best = [str(kept[row]) for row in np.argmax(queries @ mapped[kept].T, axis=1)]
     hits = gallery.search(queries, model, top_k=1)
     assert [found[0].id for found in hits] == best and hits[0][0].metadata == {"n": int(best[0])}
-    assert gallery.versions == [model.fingerprint().derived("upgrade")] and gallery.damage() == []
+    assert gallery.versions == [model.fingerprint().derive("upgrade")] and gallery.damage() == []
     with pytest.raises(FingerprintMismatchError):
         gallery.search(unit(1, d, 0), OLD)
     gallery.rollback(1)
@@ -309,8 +309,8 @@ def test_what_newer_models_stored_in_the_old_space_is_mapped_with_it(tmp_path: P
     gallery.add(unit(50, D, 4), [f"new {number}" for number in range(50)], version=queries)
     gallery.commit()
     assert plan_upgrade(gallery, newer).items == gallery.upgrade(newer) == N + 50 == len(gallery)
-    assert gallery.versions == [newer.fingerprint().derived("upgrade")]
-    stored = queries.view(torch.from_numpy(unit(50, D, 4)))
+    assert gallery.versions == [newer.fingerprint().derive("upgrade")]
+    stored = queries.to_space(torch.from_numpy(unit(50, D, 4)))
     with torch.inference_mode():
         own = newer.upgrade(stored).numpy()
     assert ids(gallery.search(own[[7]], newer, top_k=1)) == [["new 7"]]

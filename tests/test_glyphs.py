@@ -194,7 +194,7 @@ def test_glyph_faces_are_split_and_mixed(glyphs: Glyphs) -> None:
 def test_glyph_classes_are_labelled_images(glyphs: Glyphs, glyph_classes: Path) -> None:
     parts = {name: load_labelled(str(glyph_classes / name)) for name in ("train", "fit", "validation", "query", "gallery")}
     codes = choose_characters(glyphs, 120)
-    assert all(part.classes == [glyphs.names[code] for code in codes] == part.kept() for part in parts.values())
+    assert all(part.classes == [glyphs.names[code] for code in codes] == part.present_classes() for part in parts.values())
     ids = {name: set(part.dataset["id"]) for name, part in parts.items()}
     assert ids["fit"] | ids["validation"] == ids["train"]
     assert not ids["fit"] & ids["validation"]
@@ -216,7 +216,7 @@ def test_glyph_classes_are_labelled_images(glyphs: Glyphs, glyph_classes: Path) 
 
 def test_the_old_half_of_the_glyph_classes(glyph_classes: Path) -> None:
     half = Subset(scenario="extended-class", fraction=0.5, side="old")
-    old = select(load_labelled(str(glyph_classes / "train")), half).reindexed()
+    old = select(load_labelled(str(glyph_classes / "train")), half).reindex_labels()
     assert old.classes == load_labelled(str(glyph_classes / "gallery")).classes[:60]
 
 

@@ -113,7 +113,7 @@ def test_what_cannot_be_used_is_named() -> None:
     qrels = {"q0": {"d1": 1, "gone": 2}, "q1": {"d2": 0}, "q2": {}, "stranger": {"d1": 1}}
     found = graded_per_query(queries, gallery, query_ids, gallery_ids, qrels)
     assert found.rows_J.tolist() == [0, 1]
-    assert found.unusable == graded.Unusable(["q2", "q3"], ["q1"], ["stranger"], ["gone"])
+    assert found.unusable == graded.UnusableIds(["q2", "q3"], ["q1"], ["stranger"], ["gone"])
     assert found.values["recall@10"].tolist() == [0.5, 0.0], "what is not in the gallery cannot be found, and counts"
 
 

@@ -221,7 +221,7 @@ def test_what_is_no_embedding_is_refused_in_one_line(embeds: Any, message: str, 
     elif model.maps_galleries:
         message = "maps galleries: upgrade the stored embeddings instead"
     with pytest.raises(XcompatError, match=message.format(dim=model.config.embedding_dim)) as refusal:
-        model.view(embeds)
+        model.to_space(embeds)
     assert "\n" not in str(refusal.value)
     if model.compatible_with and model.maps_galleries:
         with pytest.raises(XcompatError, match=r"takes embeddings (as a torch tensor|of the old model) \(B, \d+\), not"):

@@ -23,15 +23,15 @@ from xcompat.evaluation import cmc
 from xcompat.heads import slerp
 from xcompat.integrations.texts import TextEmbedder
 from xcompat.mapping import Candidate, choose
-from xcompat.mapping.agreement import agree
-from xcompat.mapping.candidates import Known, fit
+from xcompat.mapping.agreement import choose_by_agreement
+from xcompat.mapping.candidates import CandidateParts, fit
 from xcompat.mapping.folds import folds
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import OldQueries
-from xcompat.retrieval.side_by_side import find
+from xcompat.retrieval.ranking_comparison import find
 from xcompat.training.evaluate_command import evaluate_embeddings
 
 QUERY, SHARE = "a red dog", 0.4
@@ -68,7 +68,7 @@ def gallery(old: Embedder, tmp_path: Path) -> Gallery:
 def expected(model: CompatModel, old: Embedder) -> list[tuple[str, float]]:
     """Items and scores of the query that is 40 % of the way from the mapped one to the old one."""
     with torch.inference_mode():
-        mapped = model.view(model.embed_texts(**model.processor.texts([QUERY])))
+        mapped = model.to_space(model.embed_texts(**model.processor.texts([QUERY])))
         mixed = slerp(mapped, old.embed(old.processor.texts([QUERY])), SHARE)
         best = (mixed @ old.embed(old.processor.texts(TEXTS)).T)[0].sort(descending=True)
     return [(TEXTS[row], score) for row, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
@@ -93,7 +93,7 @@ def test_a_search_without_old_queries_says_so(
     notice_once.cache_clear()
     own = model.embed_texts(**model.processor.texts([QUERY]))
     (found,) = gallery.search(own, model, 1)
-    alone = (model.view(own) @ old.embed(old.processor.texts(TEXTS)).T).max()
+    alone = (model.to_space(own) @ old.embed(old.processor.texts(TEXTS)).T).max()
     assert found[0].score == pytest.approx(float(alone), abs=1e-5)
     assert "together with queries of the old model, which are missing here" in caplog.text
 
@@ -170,15 +170,15 @@ def test_mixtures_are_tried_where_no_map_is_surely_at_or_above_old_queries() -> 
     alone, both = choose(pairs), choose(pairs, with_old_model=True)
     assert not alone.is_safe and alone.mixed is not None and not alone.chosen.candidate.old_share
     assert both.chosen.candidate.old_share and both.chosen.worst > alone.chosen.worst and both.mixed is None
-    assert fit(both.chosen.candidate, Known(pairs)).config.old_share == both.chosen.candidate.old_share
+    assert fit(both.chosen.candidate, CandidateParts(pairs)).config.old_share == both.chosen.candidate.old_share
     clear = choose(made(), with_old_model=True)
     assert clear.is_safe and not clear.chosen.candidate.old_share, "a map alone is cheaper"
 
 
 def test_without_labels_a_loadable_old_model_joins() -> None:
     pairs = replace(made(), labels_N=None)
-    assert agree(pairs).chosen.candidate == Candidate("whitened")
-    assert agree(pairs, with_old_model=True).chosen.candidate == Candidate("whitened", old_share=0.5)
+    assert choose_by_agreement(pairs).chosen.candidate == Candidate("whitened")
+    assert choose_by_agreement(pairs, with_old_model=True).chosen.candidate == Candidate("whitened", old_share=0.5)
 
 
 def test_mixed_gains_are_those_of_mixed_queries() -> None:
@@ -191,7 +191,7 @@ def test_mixed_gains_are_those_of_mixed_queries() -> None:
         rows = fold.queries["known classes"]
         labels, old_Qd = pairs.labels_N[rows], pairs.old_Nd[rows]
         bare = replace(trial.candidate, old_share=0.0)
-        new_Qd = Known(pairs.take(fold.fit_F)).queries(bare, pairs.new_ND[rows], "rows")
+        new_Qd = CandidateParts(pairs.take(fold.fit_F)).queries(bare, pairs.new_ND[rows], "rows")
         mixed_Qd = slerp(new_Qd, torch.from_numpy(np.array(old_Qd)), trial.candidate.old_share).numpy()
         found, before = (cmc(each, old_Qd, labels, labels, rows, rows)[1] for each in (mixed_Qd, old_Qd))
         gains.append(found - before)
@@ -215,9 +215,9 @@ def test_an_evaluation_judges_what_is_searched_with(map_folder: str, model: Comp
     report = evaluate_embeddings(*folders, by_map=Path(map_folder).parent)
     found = {case.label: case.metrics["cmc@1"] for case in report.cases}
     with torch.inference_mode():
-        alone_Nd = model.view(torch.from_numpy(sides["new"]))
+        alone_Nd = model.to_space(torch.from_numpy(sides["new"]))
         mixed_Nd = slerp(alone_Nd, torch.nn.functional.normalize(torch.from_numpy(sides["old"]), dim=1), SHARE)
-        stored_Nd = model.own_view(torch.from_numpy(sides["new"]))
+        stored_Nd = model.to_space_without_memory(torch.from_numpy(sides["new"]))
     for label, asked, searched in (
         ("new/old", mixed_Nd.numpy(), sides["old"]),
         ("new alone/old", alone_Nd.numpy(), sides["old"]),

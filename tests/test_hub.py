@@ -37,7 +37,7 @@ from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedde
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
-from xcompat.training.push import Form, Remembered, find_model, push, shown
+from xcompat.training.push import Form, Remembered, anonymise_name, find_model, push
 
 
 @pytest.fixture
@@ -401,7 +401,7 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
     ],
 )
 def test_names_are_shown_without_the_folders_of_this_machine(name: str, expected: str) -> None:
-    assert shown(name) == expected
+    assert anonymise_name(name) == expected
 
 
 def test_a_report_of_another_model_is_left_out(finished: Run, hub: Hub) -> None:
@@ -497,7 +497,7 @@ def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on
     torch.nn.init.normal_(remembered.keys_KD)
     torch.nn.init.normal_(remembered.values_Kd)
     remembered.metric = QueryMetric.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
-    model.remember(remembered.calibrated(3.0, -1.0)).export(tmp_path / "model")
+    model.remember(remembered.calibrate(3.0, -1.0)).export(tmp_path / "model")
     push(tmp_path / "model", "me/whole")
     push(tmp_path / "model", "me/part", memory=memory)
     whole, part = AutoModel.from_pretrained("me/whole"), AutoModel.from_pretrained("me/part")
@@ -505,9 +505,11 @@ def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on
     assert whole.memory is not None and "3 remembered" not in hub.files("me/part")["README.md"].decode()
     assert (part.memory is None) == (memory == "none") and (held == [] or part.memory.settings["entries"] == 0)
     embeds = torch.randn(5, model.config.embedding_dim, generator=torch.Generator().manual_seed(0))
-    expected = whole.own_view(embeds) if memory == "none" else whole.memory.metric(whole.own_view(embeds))
-    torch.testing.assert_close(part.view(embeds), expected)
-    torch.testing.assert_close(whole.confidence(embeds), torch.sigmoid(3 * remembered.recalled(embeds).norm(dim=1) - 1))
+    expected = (
+        whole.to_space_without_memory(embeds) if memory == "none" else whole.memory.metric(whole.to_space_without_memory(embeds))
+    )
+    torch.testing.assert_close(part.to_space(embeds), expected)
+    torch.testing.assert_close(whole.confidence(embeds), torch.sigmoid(3 * remembered.recall(embeds).norm(dim=1) - 1))
     assert part.confidence(embeds) is None, "how sure a query is goes with what it remembers"
     assert part.stored_fingerprint() == whole.stored_fingerprint(), "galleries stay its own"
     model.remember(None).export(tmp_path / "plain")

@@ -364,7 +364,7 @@ def test_an_encoder_at_another_size_is_the_library_at_that_size(
     assert processor.image_size == (48, 48) and pixels.shape[2:] == (48, 48)
     features = AutoModel.from_pretrained(folders[name]).eval()(pixels).pooler_output.flatten(1)
     assert_same(encoder.image_features(pixels), features)
-    again, same = load_encoder(EncoderSource.described(encoder.description))
+    again, same = load_encoder(EncoderSource.from_description(encoder.description))
     saved = load_encoder(save(encoder, processor, tmp_path / "saved"))
     assert encoder.fingerprint(processor) == again.fingerprint(same) == saved[0].fingerprint(saved[1])
     made_for, pixels_of = load(folders[name])

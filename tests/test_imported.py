@@ -26,9 +26,9 @@ from xcompat.export.query_transform import linear_steps
 from xcompat.heads import Projection
 from xcompat.mapping import Candidate, PairedEmbeddings, choose, fit, load_paired
 from xcompat.mapping.adapter_files import read_adapters
-from xcompat.mapping.asked import Start
-from xcompat.mapping.candidates import LINES, Known
-from xcompat.mapping.imported import THEIRS, read_imported
+from xcompat.mapping.candidates import LINES, CandidateParts
+from xcompat.mapping.imported_maps import IMPORTED, read_imported
+from xcompat.mapping.request import InitialMap
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.training.push import push
@@ -71,7 +71,7 @@ def shuffled() -> PairedEmbeddings:
 
 @torch.no_grad()
 def test_a_map_of_many_items_is_taken_where_few_are_at_hand(hub: Hub, tmp_path: Path) -> None:
-    theirs = fit(choose(made(), "known").chosen.candidate, Known(made(), GALLERY))
+    theirs = fit(choose(made(), "known").chosen.candidate, CandidateParts(made(), GALLERY))
     assert theirs.memory is not None
     theirs.push_to_hub("me/map")
     commit = hub.repos["me/map"].branches["main"]
@@ -79,9 +79,9 @@ def test_a_map_of_many_items_is_taken_where_few_are_at_hand(hub: Hub, tmp_path: 
     said, report = mapped(sample(tmp_path, 4), out, "--start-from", "me/map", "--old-model", "old", "--searched-classes", "known")
     assert f"The imported map me/map at {commit[:12]} is chosen." in said
     source = {"name": "me/map", "revision": commit, "fingerprint": theirs.fingerprint().digest}
-    assert report["start_from"] == source | {"taken": True} and report["model"]["name"] == THEIRS
+    assert report["start_from"] == source | {"taken": True} and report["model"]["name"] == IMPORTED
     model, new = AutoModel.from_pretrained(out / "model"), torch.from_numpy(made().new_ND)
-    torch.testing.assert_close(model.view(new), theirs.view(new))
+    torch.testing.assert_close(model.to_space(new), theirs.to_space(new))
     assert model.config.started_from["revision"] == commit and model.compatible_with == theirs.compatible_with
     push(out, "me/mine")
     assert f"Started from: `me/map` at `{commit}`" in hub.files("me/mine")["README.md"].decode()
@@ -90,20 +90,20 @@ def test_a_map_of_many_items_is_taken_where_few_are_at_hand(hub: Hub, tmp_path: 
 
 def test_a_map_is_judged_with_the_memory_that_it_has() -> None:
     pairs = made()
-    theirs = fit(Candidate("rotation", 0.25, share=0.5), Known(pairs))
-    known = Known(pairs, lines=LINES | {THEIRS: lambda *_: theirs})
+    theirs = fit(Candidate("rotation", 0.25, share=0.5), CandidateParts(pairs))
+    known = CandidateParts(pairs, lines=LINES | {IMPORTED: lambda *_: theirs})
     with torch.no_grad():
-        expected = theirs.view(torch.from_numpy(pairs.new_ND))
-        bare = theirs.own_view(torch.from_numpy(pairs.new_ND))
-    torch.testing.assert_close(known.queries(Candidate(THEIRS), pairs.new_ND, "all"), expected)
-    metric = known.memory(Candidate(THEIRS, 0.25))
+        expected = theirs.to_space(torch.from_numpy(pairs.new_ND))
+        bare = theirs.to_space_without_memory(torch.from_numpy(pairs.new_ND))
+    torch.testing.assert_close(known.queries(Candidate(IMPORTED), pairs.new_ND, "all"), expected)
+    metric = known.memory(Candidate(IMPORTED, 0.25))
     assert metric is not None
     torch.testing.assert_close(
-        known.queries(Candidate(THEIRS, 0.25), pairs.new_ND, "all"), nn.functional.normalize(metric.metric(bare), dim=1)
+        known.queries(Candidate(IMPORTED, 0.25), pairs.new_ND, "all"), nn.functional.normalize(metric.metric(bare), dim=1)
     )
-    assert fit(Candidate(THEIRS), known).memory is theirs.memory is not None
-    choice = choose(pairs, "known", lines={THEIRS: known.lines[THEIRS]})
-    assert choice.chosen.candidate == Candidate(THEIRS) and "came with the map" in choice.no_confidence
+    assert fit(Candidate(IMPORTED), known).memory is theirs.memory is not None
+    choice = choose(pairs, "known", lines={IMPORTED: known.lines[IMPORTED]})
+    assert choice.chosen.candidate == Candidate(IMPORTED) and "came with the map" in choice.no_confidence
 
 
 def test_fitting_score_scales_leaves_a_map_its_memory() -> None:
@@ -112,9 +112,9 @@ def test_fitting_score_scales_leaves_a_map_its_memory() -> None:
     new_ND, old_Nd = (normalised(draw.standard_normal((len(labels), dim))) for dim in (40, OLD))
     few = PairedEmbeddings(new_ND, old_Nd, labels)
     theirs = LINES["ridge"](few, GALLERY)
-    candidate, known = Candidate(THEIRS, share=0.5), Known(few, lines={THEIRS: lambda *_: theirs})
+    candidate, known = Candidate(IMPORTED, share=0.5), CandidateParts(few, lines={IMPORTED: lambda *_: theirs})
     fitted = fit(candidate, known)
-    expected = Known(few, lines=known.lines).memory(candidate)
+    expected = CandidateParts(few, lines=known.lines).memory(candidate)
     assert expected is not None and fitted.memory is not None and fitted.score_scales is not None
     assert all(map(torch.equal, fitted.memory.buffers(), expected.buffers()))
 
@@ -123,7 +123,7 @@ def test_a_bad_map_is_tried_and_left(tmp_path: Path) -> None:
     solved(pairs=shuffled()).export(tmp_path / "theirs")
     more = ("--start-from", str(tmp_path / "theirs"), "--searched-classes", "known")
     said, report = mapped(sample(tmp_path), tmp_path / "out", *more)
-    tried = [trial for trial in report["trials"] if trial["line"] == THEIRS]
+    tried = [trial for trial in report["trials"] if trial["line"] == IMPORTED]
     least = max(round(1000 * trial["worst"]) for trial in tried) / 10
     assert not report["start_from"]["taken"] and "is not chosen: its lowest gain is" in said
     assert least < 100 * next(t["worst"] for t in report["trials"] if t["name"] == report["model"]["name"])
@@ -136,9 +136,9 @@ def test_a_bad_map_is_tried_and_left(tmp_path: Path) -> None:
 def test_without_classes_it_is_compared_by_what_the_new_model_finds(good: bool, tmp_path: Path) -> None:
     LINES["whitened"](made() if good else shuffled(), GALLERY).export(tmp_path / "theirs")
     said, report = mapped(sample(tmp_path, 4, labelled=False), tmp_path / "out", "--start-from", str(tmp_path / "theirs"))
-    assert report["start_from"]["taken"] is good and (report["model"]["line"] == THEIRS) is good
+    assert report["start_from"]["taken"] is good and (report["model"]["line"] == IMPORTED) is good
     assert ("is chosen" if good else "is not chosen") in said
-    assert {trial["name"] for trial in report["trials"]} == {*LINES, THEIRS}
+    assert {trial["name"] for trial in report["trials"]} == {*LINES, IMPORTED}
 
 
 def _other_dimensions(folder: Path, _: dict[str, str]) -> CompatModel:
@@ -250,7 +250,7 @@ def test_a_linear_adapter_maps_as_it_did(what: str, suffix: str, tmp_path: Path)
     arrays, reference = LINEAR[what]
     (read,) = read_adapters(saved(tmp_path / f"adapter{suffix}", arrays), GALLERY, NEW, None)
     new = made().new_ND
-    np.testing.assert_allclose(read.model.view(torch.from_numpy(new)).numpy(), normalised(reference(new)), atol=1e-5)
+    np.testing.assert_allclose(read.model.to_space(torch.from_numpy(new)).numpy(), normalised(reference(new)), atol=1e-5)
     assert linear_steps(read.model), "faiss takes it"
 
 
@@ -270,11 +270,13 @@ def test_a_network_maps_as_it_did(activation: Any, function: Any, turned: bool, 
     (read,) = read_adapters(path, GALLERY, NEW, None)
     new = made().new_ND
     expected = normalised(function(new @ FIRST.T + hidden) @ LAST.T)
-    found = read.model.view(torch.from_numpy(new)).numpy()
+    found = read.model.to_space(torch.from_numpy(new)).numpy()
     np.testing.assert_allclose(found, expected, atol=1e-3)
     assert (found * expected).sum(1).min() > 1 - 1e-6
     read.model.export(tmp_path / "model")
-    torch.testing.assert_close(AutoModel.from_pretrained(tmp_path / "model").view(torch.from_numpy(new)), torch.from_numpy(found))
+    torch.testing.assert_close(
+        AutoModel.from_pretrained(tmp_path / "model").to_space(torch.from_numpy(new)), torch.from_numpy(found)
+    )
 
 
 @torch.no_grad()
@@ -283,7 +285,7 @@ def test_a_projection_is_known_by_its_layers(tmp_path: Path) -> None:
     save_file(phi.state_dict(), tmp_path / "phi.safetensors")
     (read,) = read_adapters(tmp_path / "phi.safetensors", GALLERY, NEW, None)
     new = torch.from_numpy(made().new_ND)
-    torch.testing.assert_close(read.model.view(new), phi(new))
+    torch.testing.assert_close(read.model.to_space(new), phi(new))
 
 
 @torch.no_grad()
@@ -293,12 +295,12 @@ def test_of_a_square_matrix_the_sample_says_which_side_is_which(tmp_path: Path) 
     pairs = PairedEmbeddings(new, normalised(new @ turn))
     for weight, how in ((turn, "x·W"), (turn.T, "W·x")):
         path = saved(tmp_path / "square.npz", {"W": weight})
-        read = read_imported(Start(str(path)), pairs, GALLERY, None)
+        read = read_imported(InitialMap(str(path)), pairs, GALLERY, None)
         assert f"square.npz is read as {how}, which fits the sample best (mean cosines" in read.notes[0]
-        np.testing.assert_allclose(read.model.view(torch.from_numpy(new)).numpy(), pairs.old_Nd, atol=1e-5)
+        np.testing.assert_allclose(read.model.to_space(torch.from_numpy(new)).numpy(), pairs.old_Nd, atol=1e-5)
     layers = {"0.weight": turn, "0.bias": 0 * turn[0], "2.weight": turn, "2.bias": 0 * turn[0]}
     path = saved(tmp_path / "network.npz", layers)
-    assert "two layers" in read_imported(Start(str(path), "gelu"), pairs, GALLERY, None).notes[0]
+    assert "two layers" in read_imported(InitialMap(str(path), "gelu"), pairs, GALLERY, None).notes[0]
 
 
 def test_an_adapter_is_judged_written_and_said(tmp_path: Path, hub: Hub) -> None:
@@ -308,9 +310,9 @@ def test_an_adapter_is_judged_written_and_said(tmp_path: Path, hub: Hub) -> None
     sides = sample(tmp_path, 4)
     said, report = mapped(sides, out, "--start-from", str(path), "--searched-classes", "known")
     assert "adapter.npz is read as x·W, by its array shapes." in said
-    trial = next(trial for trial in report["trials"] if trial["name"] == THEIRS)
-    direct = choose(load_paired(*sides), "known", lines=LINES | {THEIRS: lambda *_: theirs})
-    expected = next(each for each in direct.trials if each.candidate == Candidate(THEIRS))
+    trial = next(trial for trial in report["trials"] if trial["name"] == IMPORTED)
+    direct = choose(load_paired(*sides), "known", lines=LINES | {IMPORTED: lambda *_: theirs})
+    expected = next(each for each in direct.trials if each.candidate == Candidate(IMPORTED))
     assert trial["worst"] == pytest.approx(expected.worst, abs=1e-6)
     model = AutoModel.from_pretrained(out / "model")
     assert model.config.started_from["name"] == str(path)

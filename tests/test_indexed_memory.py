@@ -18,10 +18,10 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.export import to_onnx
 from xcompat.methods import METHODS, ProcrustesModel
-from xcompat.models import CompatModel, describe_old, indexed_memory, query_memory, remembered
+from xcompat.models import CompatModel, describe_old, indexed_memory, memory_contents, query_memory
 from xcompat.models.indexed_memory import IndexedMemory
+from xcompat.models.memory_contents import PairMemoryContents
 from xcompat.models.query_memory import QueryMemory, QueryMetric
-from xcompat.models.remembered import RememberedPairs
 
 ENTRIES, NEW, OLD = 400, 144, 16  # of the new dimensions 128 are compared first
 
@@ -44,7 +44,7 @@ def holding(codec: str = "SQ8", keys: np.ndarray = KEYS, **settings: Any) -> Ind
     key_metric = QueryMetric(keys.shape[1])
     key_metric.mean_d.copy_(torch.from_numpy(0.1 * unit(1, keys.shape[1], 3)[0]))
     kept = [key_metric(torch.from_numpy(keys)), torch.from_numpy(VALUES[: len(keys)])]
-    memory = IndexedMemory.of(len(keys), *(lambda rows, of=of: of[rows] for of in kept), key_metric, codec)
+    memory = IndexedMemory.from_entries(len(keys), *(lambda rows, of=of: of[rows] for of in kept), key_metric, codec)
     memory.metric = QueryMetric(OLD)
     memory.gate, memory.sharpness, memory.share = torch.tensor([2.0, -1.0]), 20.0, 0.7
     memory.probes, memory.nearest = memory.lists, len(keys)
@@ -74,34 +74,34 @@ def looped(query: torch.Tensor, nearest: int, sharpness: float = 20.0) -> np.nda
 def test_over_all_entries_it_is_what_a_loop_gives_but_for_the_codec(codec: str, apart: float) -> None:
     memory = holding(codec)
     assert memory.lists > 1 and memory.rest_codes_KB.shape[1] > 0
-    found = memory.recalled(QUERIES).numpy()
+    found = memory.recall(QUERIES).numpy()
     np.testing.assert_allclose(found, [looped(query, ENTRIES) for query in QUERIES], atol=apart)
     assert memory(QUERIES, torch.from_numpy(VALUES[:9])).norm(dim=1).numpy() == pytest.approx(np.ones(9), abs=1e-5)
 
 
 def test_over_the_nearest_it_is_what_a_loop_over_these_gives() -> None:
     memory = holding("SQfp16", nearest=5)
-    assert memory.resemblance(QUERIES).shape == (9, 5)
+    assert memory.key_cosines(QUERIES).shape == (9, 5)
     expected = torch.from_numpy(np.stack([looped(query, 5) for query in QUERIES]))
-    assert F.cosine_similarity(memory.recalled(QUERIES), expected).min() > 0.95, "the nearest by 128 of 144 dimensions"
+    assert F.cosine_similarity(memory.recall(QUERIES), expected).min() > 0.95, "the nearest by 128 of 144 dimensions"
 
 
 def test_the_nearest_are_exact_where_all_dimensions_are_compared_first() -> None:
     keys, values = F.normalize(torch.from_numpy(KEYS[:, :100]), dim=1), torch.from_numpy(VALUES)
-    memory = IndexedMemory.of(ENTRIES, lambda rows: keys[rows], lambda rows: values[rows], QueryMetric(100), "SQfp16")
+    memory = IndexedMemory.from_entries(ENTRIES, lambda rows: keys[rows], lambda rows: values[rows], QueryMetric(100), "SQfp16")
     memory.probes, memory.nearest, memory.gate = memory.lists, 7, torch.tensor([0.0, 30.0])
     assert memory.rest_codes_KB.shape == (ENTRIES, 0)
     queries = F.normalize(QUERIES[:, :100], dim=1)
     expected, _ = (queries @ keys.T).topk(7)
-    torch.testing.assert_close(memory.resemblance(queries).sort(descending=True)[0], expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(memory.key_cosines(queries).sort(descending=True)[0], expected, atol=2e-3, rtol=0)
 
 
 def test_batches_and_blocks_do_not_change_what_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, sizes = holding(nearest=20), []
-    at_once, recalled_at_once = memory.recalled(QUERIES), memory._recalled_at_once
+    at_once, recalled_at_once = memory.recall(QUERIES), memory._recall_block
     monkeypatch.setattr(query_memory, "_HELD", 2 * 20 * (NEW + OLD))
-    monkeypatch.setattr(memory, "_recalled_at_once", lambda block: sizes.append(len(block)) or recalled_at_once(block))
-    torch.testing.assert_close(memory.recalled(QUERIES), at_once)
+    monkeypatch.setattr(memory, "_recall_block", lambda block: sizes.append(len(block)) or recalled_at_once(block))
+    torch.testing.assert_close(memory.recall(QUERIES), at_once)
     assert sizes == [2, 2, 2, 2, 1]
 
 
@@ -120,32 +120,32 @@ def wearing(memory: QueryMemory | None, settings: dict[str, Any] | None = None) 
 
 def test_a_model_is_saved_and_read_with_every_bit_of_it(tmp_path: Path) -> None:
     model = wearing(holding(nearest=30, probes=2))
-    worn = model.view(QUERIES)
+    worn = model.to_space(QUERIES)
     model.save_pretrained(tmp_path / "model")
     again = AutoModel.from_pretrained(tmp_path / "model")
     assert isinstance(again.memory, IndexedMemory) and again.memory.settings == model.memory.settings == model.config.memory
     before, after = model.memory.state_dict(), again.memory.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert before["first_codes_KB"].dtype == torch.uint8
-    torch.testing.assert_close(again.view(QUERIES), worn, rtol=0, atol=0)
+    torch.testing.assert_close(again.to_space(QUERIES), worn, rtol=0, atol=0)
     assert again.fingerprint() == model.fingerprint() and again.stored_fingerprint() == model.stored_fingerprint()
     for other in (copy.deepcopy(again), again.to("cpu"), again.for_inference()):
-        torch.testing.assert_close(other.view(QUERIES), worn, rtol=0, atol=0)
+        torch.testing.assert_close(other.to_space(QUERIES), worn, rtol=0, atol=0)
     half = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     assert half.memory.first_codes_KB.dtype == torch.uint8
-    torch.testing.assert_close(half.view(QUERIES), worn, rtol=0, atol=0.1)
-    torch.testing.assert_close(again.half().view(QUERIES), worn, rtol=0, atol=0.02)
+    torch.testing.assert_close(half.to_space(QUERIES), worn, rtol=0, atol=0.1)
+    torch.testing.assert_close(again.half().to_space(QUERIES), worn, rtol=0, atol=0.02)
 
 
 def test_other_codes_in_the_same_tensors_are_noticed() -> None:
     memory, other = holding(), holding(keys=unit(ENTRIES, NEW, 9))
-    assert not torch.allclose(memory.recalled(QUERIES), other.recalled(QUERIES), atol=0.05)
+    assert not torch.allclose(memory.recall(QUERIES), other.recall(QUERIES), atol=0.05)
     memory.load_state_dict(other.state_dict())
-    torch.testing.assert_close(memory.recalled(QUERIES), other.recalled(QUERIES), rtol=0, atol=0)
+    torch.testing.assert_close(memory.recall(QUERIES), other.recall(QUERIES), rtol=0, atol=0)
 
 
 def test_of_the_metric_alone_no_entry_is_left() -> None:
-    alone = holding().metric_alone()
+    alone = holding().without_entries()
     assert type(alone) is QueryMemory and alone.settings["entries"] == 0
     torch.testing.assert_close(alone(QUERIES, torch.from_numpy(VALUES[:9])), torch.from_numpy(VALUES[:9]))
 
@@ -191,7 +191,7 @@ def test_damage_in_memory_is_refused_too(what: str) -> None:
     for name, tensor in tensors.items():
         memory.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = tensor
     with pytest.raises(XcompatError, match="is damaged: lists and codes"):
-        memory.recalled(QUERIES)
+        memory.recall(QUERIES)
 
 
 SETTINGS = {"entries": 3, "sharpness": 20.0, "share": 0.5, "codec": "SQ8", "first": 8, "lists": 1, "nearest": 2, "probes": 1}
@@ -229,7 +229,7 @@ def captioned(groups: int = 60) -> tuple[Any, Any, Any]:
 
 def test_pairs_are_read_row_by_row_as_a_loop_reads_them() -> None:
     new, old, groups = captioned()
-    memory = RememberedPairs.of(new, old, groups).memory(QueryMetric(OLD), 20.0, 0.5)
+    memory = PairMemoryContents.compute(new, old, groups).build_memory(QueryMetric(OLD), 20.0, 0.5)
     assert type(memory) is QueryMemory and memory.entries == len(groups[0]) + len(groups[1])
     np.testing.assert_allclose(memory.keys_KD, np.concatenate([new[1], new[0]]), atol=1e-6)
     place = 0
@@ -241,17 +241,17 @@ def test_pairs_are_read_row_by_row_as_a_loop_reads_them() -> None:
 
 
 def test_many_entries_are_kept_as_codes_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, metric = RememberedPairs.of(*captioned()), QueryMetric(OLD)
-    monkeypatch.setattr(remembered, "MOST", 180 * NEW - 1)
-    by_number = known.memory(metric, 20.0, 0.5)
+    known, metric = PairMemoryContents.compute(*captioned()), QueryMetric(OLD)
+    monkeypatch.setattr(memory_contents, "MOST", 180 * NEW - 1)
+    by_number = known.build_memory(metric, 20.0, 0.5)
     assert isinstance(by_number, IndexedMemory) and by_number.codec == "SQ8" and by_number.entries == 180
-    as_they_are = known.memory(metric, 20.0, 0.5, "float32")
-    assert type(as_they_are) is QueryMemory and type(known.memory(metric, 20.0, 0.5, "SQ4")) is IndexedMemory
-    monkeypatch.setattr(remembered, "MOST", 180 * NEW)
-    assert type(known.memory(metric, 20.0, 0.5)) is QueryMemory
+    as_they_are = known.build_memory(metric, 20.0, 0.5, "float32")
+    assert type(as_they_are) is QueryMemory and type(known.build_memory(metric, 20.0, 0.5, "SQ4")) is IndexedMemory
+    monkeypatch.setattr(memory_contents, "MOST", 180 * NEW)
+    assert type(known.build_memory(metric, 20.0, 0.5)) is QueryMemory
     by_number.nearest, by_number.probes = 180, by_number.lists
     queries = near(captioned()[0][0][:20], 4)
-    torch.testing.assert_close(by_number.recalled(queries), as_they_are.recalled(queries), atol=0.02, rtol=0)
+    torch.testing.assert_close(by_number.recall(queries), as_they_are.recall(queries), atol=0.02, rtol=0)
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def model(image_folder_of: dict[str, str]) -> CompatModel:
 def test_what_no_graph_holds_is_refused_in_one_line(model: CompatModel, tmp_path: Path) -> None:
     dims = model.config.embedding_dim, 8
     kept = [torch.from_numpy(unit(50, dim, 0)) for dim in dims]
-    model.remember(IndexedMemory.of(50, *(lambda rows, of=of: of[rows] for of in kept), QueryMetric(dims[0]), "SQ8"))
+    model.remember(IndexedMemory.from_entries(50, *(lambda rows, of=of: of[rows] for of in kept), QueryMetric(dims[0]), "SQ8"))
     with pytest.raises(XcompatError, match="cannot be exported: make the map with --memory-codec"):
         to_onnx(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()

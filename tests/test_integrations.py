@@ -174,7 +174,12 @@ def test_documents_are_what_a_gallery_stores(name: str, source_of: dict[str, str
 def test_a_loaded_model_is_what_its_folder_is(source_of: dict[str, str]) -> None:
     by_name = CompatEmbeddings(source_of["remembering"])
     model = load_checkpoint(source_of["remembering"])
-    for loaded in (model, Embedder.of(model, "stored"), Embedder.of(model, "own"), Path(source_of["remembering"])):
+    for loaded in (
+        model,
+        Embedder.from_model(model, "stored"),
+        Embedder.from_model(model, "own"),
+        Path(source_of["remembering"]),
+    ):
         found = CompatEmbeddings(loaded)
         assert found.embed_query("two dogs") == by_name.embed_query("two dogs")
         assert found.embed_documents(["two dogs"]) == by_name.embed_documents(["two dogs"])
@@ -185,7 +190,7 @@ def test_queries_fit_the_version_that_is_named(source_of: dict[str, str], old: E
     model = load_checkpoint(source_of["remembering"])
     own_1D = model.embed_texts(**model.processor.texts(["two dogs"]))
     with torch.inference_mode():
-        query = model.view(own_1D)[0].tolist()
+        query = model.to_space(own_1D)[0].tolist()
     for version in (old.fingerprint, model.stored_fingerprint()):
         for named in (version, version.name, version.digest, version.digest[:12], str(version)):
             assert CompatEmbeddings(model, named).embed_query("two dogs") == pytest.approx(query, abs=1e-6)
@@ -269,7 +274,7 @@ def test_documents_are_ordered_by_the_new_model(name: str, source_of: dict[str, 
     """As a naive sum of cosines orders them; LangChain gives no scores, and gets the order of the new model alone."""
     query, source = QUERIES[0], source_of[name]
     embedder = load_embedder(source)
-    own = Embedder.of(embedder.model, "own") if isinstance(embedder.model, CompatModel) else embedder
+    own = Embedder.from_model(embedder.model, "own") if isinstance(embedder.model, CompatModel) else embedder
     unit = torch.nn.functional.normalize
     new = (unit(embedded(own, [query]), dim=1) @ unit(embedded(own, TEXTS), dim=1).T)[0].detach().numpy()
     before = (embedded(old, [query]) @ embedded(old, TEXTS).T)[0].detach().numpy()

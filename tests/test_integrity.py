@@ -126,20 +126,20 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_large_file_is_read_in_full_once_by_all_processes(gallery: Path, compared: list[str]) -> None:
-    integrity._compared.clear()
+    integrity._checked_stamps.clear()
     use(gallery)
     assert sorted(compared) == sorted({*compared}) and "index.faiss" in compared
     compared.clear()
-    integrity._compared.clear()  # as another process finds it
+    integrity._checked_stamps.clear()  # as another process finds it
     use(gallery)
     assert not compared
     (index,) = gallery.glob("segments/*/index.faiss")
     flip(index)
-    integrity._compared.clear()
+    integrity._checked_stamps.clear()
     with pytest.raises(XcompatError, match="index.faiss has changed"):
         use(gallery)
     flip(index)
-    integrity._compared.clear()
+    integrity._checked_stamps.clear()
     use(gallery)
     assert compared == ["index.faiss", "index.faiss"]
 
@@ -148,7 +148,7 @@ def test_a_large_file_is_read_in_full_once_by_all_processes(gallery: Path, compa
 def test_what_is_remembered_may_be_lost_or_damaged(found: bytes, gallery: Path, compared: list[str]) -> None:
     use(gallery)
     (gallery / CHECKED).write_bytes(found)
-    integrity._compared.clear()
+    integrity._checked_stamps.clear()
     compared.clear()
     use(gallery)
     assert "index.faiss" in compared

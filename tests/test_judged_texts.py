@@ -116,7 +116,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path) -> None:
     ]  # fmt: skip
     test, model = judged_on(recipe), load_checkpoint(str(tmp_path / "run" / "trained" / "model"))
     old, new = (test.embed(load_embedder(raw[role], device()), recipe.cache_dir) for role in ("old", "new"))
-    mapped_Qd = model.view(np_tensor(new.query_embeds_QD)).numpy()
+    mapped_Qd = model.to_space(np_tensor(new.query_embeds_QD)).numpy()
     for label, queries, gallery in (
         ("old/old", old.query_embeds_QD, old.passages()),
         ("new/old", mapped_Qd, old.passages()),
@@ -173,7 +173,7 @@ def test_prompts_for_queries_stand_before_queries_alone(
         readable_pairs(embedded(raw["new"], [PROMPT + text for text in LEARNED]), embedded(raw["old"], LEARNED))
     )
     probes = np_tensor(new.query_embeds_QD)
-    np.testing.assert_allclose(model.view(probes), wanted.view(probes), atol=2e-2)
+    np.testing.assert_allclose(model.to_space(probes), wanted.to_space(probes), atol=2e-2)
 
 
 def test_maps_of_galleries_learn_where_new_passages_lie(
@@ -213,7 +213,7 @@ def test_old_queries_search_new_passages_where_that_is_asked_for(
     cases = cases_of(load_report(tmp_path / "run"))
     test, model = judged_on(recipe), load_checkpoint(str(tmp_path / "run" / "model"))
     old, new = (test.embed(load_embedder(raw[role], device()), recipe.cache_dir) for role in ("old", "new"))
-    backfilled_Gd = model.view(np_tensor(new.passages())).numpy()
+    backfilled_Gd = model.to_space(np_tensor(new.passages())).numpy()
     wanted = graded_metrics(old.query_embeds_QD, backfilled_Gd, old.query_ids, old.text_ids, test.qrels)
     assert {name: cases["old/new"][name] for name in wanted} == pytest.approx(wanted)
     assert "slerp/old" in cases

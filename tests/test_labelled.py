@@ -180,22 +180,22 @@ def test_indices_stay_indices_where_classes_are_missing(tmp_path: Path) -> None:
     hf_dataset([3, 0, 3], datasets.Value("int64")).save_to_disk(tmp_path / "set")
     images = load_labelled(str(tmp_path / "set"))
     assert (images.classes, images.labels().tolist()) == (["0", "1", "2", "3"], [3, 0, 3])
-    assert images.kept() == ["0", "3"]
-    assert images.reindexed().classes == ["0", "3"]
-    assert images.reindexed().labels().tolist() == [1, 0, 1]
-    assert images.reindexed().class_names() == images.class_names()
+    assert images.present_classes() == ["0", "3"]
+    assert images.reindex_labels().classes == ["0", "3"]
+    assert images.reindex_labels().labels().tolist() == [1, 0, 1]
+    assert images.reindex_labels().class_names() == images.class_names()
 
 
 def test_relabelling_a_selection_copies_no_image(tmp_path: Path) -> None:
     hf_dataset([4, 0, 1, 4, 2], datasets.Value("int64")).save_to_disk(tmp_path / "set")
     images = load_labelled(str(tmp_path / "set"))
     some = LabelledImages(images.dataset.select([3, 1, 0]), images.classes)
-    relabelled = some.reindexed()
+    relabelled = some.reindex_labels()
     assert relabelled.labels().tolist() == [1, 0, 1]
     assert relabelled.dataset["id"][:] == some.dataset["id"][:]
     assert [row["image"] for row in relabelled.dataset] == [row["image"] for row in some.dataset]
     assert len(relabelled.dataset.data) == 5  # the whole table, seen through the same rows
-    assert relabelled.dataset._fingerprint == some.reindexed().dataset._fingerprint
+    assert relabelled.dataset._fingerprint == some.reindex_labels().dataset._fingerprint
 
 
 def test_invented_ids_tell_splits_apart(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_class_files_beside_other_labels_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_limit_may_leave_given_classes_without_images(tmp_path: Path) -> None:
     source = image_folder(tmp_path / "set").model_copy(update={"classes": NAMES, "limit": 2})
-    assert load_labelled(source).kept() == ["cat"]
+    assert load_labelled(source).present_classes() == ["cat"]
 
 
 def batches_of(sampler: ClassBalancedSampler) -> list[list[int]]:

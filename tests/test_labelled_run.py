@@ -31,18 +31,18 @@ from xcompat.data.images import UnusableSampleError
 from xcompat.data.overlap import shared_images
 from xcompat.evaluation import Contestants, EmbeddedImages, cmc
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
-from xcompat.mapping.candidates import LINES, Candidate, Known
-from xcompat.mapping.choosing import Choice
+from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.mapping.selection import Choice
 from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.report.wording import NOT_SHOWN
-from xcompat.training.chosen import read_verdict
-from xcompat.training.contestants import best_rows
+from xcompat.training.auto_map import read_verdict
 from xcompat.training.evaluate_command import evaluate_checkpoint
+from xcompat.training.evaluation_models import best_rows
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
-from xcompat.training.judging import embed_new, make_report
+from xcompat.training.model_evaluation import embed_new, make_report
 from xcompat.training.online import OnlineCollator
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
@@ -185,7 +185,7 @@ def test_upgrades_of_galleries_remember_classes(
     labels, ids = test.labels(), np.arange(len(pictures))
     learned = load_labelled(LabelledSource(path=folders["train"]))
     shown = new.embed({"pixel_values": new.processor.images([Image.open(row["path"]) for row in learned.dataset["image"]])})
-    both = Known(PairedEmbeddings(shown.numpy(), shown.numpy(), learned.labels())).memory(Candidate("none", share=0.5))
+    both = CandidateParts(PairedEmbeddings(shown.numpy(), shown.numpy(), learned.labels())).memory(Candidate("none", share=0.5))
     assert both is not None
     side = [stored] if method == "fct" else []
     with torch.inference_mode():
@@ -393,7 +393,7 @@ def test_a_map_of_penultimate_features_is_trained_and_judged_on_them(trained: di
     with torch.inference_mode():
         torch.testing.assert_close(features, plain.model.encoder.image_features(pixels), atol=1e-3, rtol=1e-3)  # float16
         torch.testing.assert_close(model.self_view(features), plain.embed({"pixel_values": pixels}), atol=2e-3, rtol=0)
-        view, expected = model.view(features), load_embedder(str(tmp_path / "run")).embed({"pixel_values": pixels})
+        view, expected = model.to_space(features), load_embedder(str(tmp_path / "run")).embed({"pixel_values": pixels})
     torch.testing.assert_close(view, expected, atol=2e-3, rtol=0)
     test_images = Path(trained["data"]["queries"]["path"])
     judged = evaluate_checkpoint(tmp_path / "run" / "model", test_images, ["label_column=folder"], None, tmp_path / "report")
@@ -695,7 +695,7 @@ def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[
     third = AutoModel.from_pretrained(tmp_path / "run" / "third" / "model")
     assert [Path(version.name).parent.name for version in third.compatible_with] == ["second", "old"]
     embeds = torch.nn.functional.normalize(torch.randn(3, 12), dim=-1)
-    second, first = (third.view(embeds, version) for version in third.compatible_with)
+    second, first = (third.to_space(embeds, version) for version in third.compatible_with)
     torch.testing.assert_close(second, embeds)
     assert first.shape == (3, 8) and torch.allclose(first, torch.nn.functional.normalize(embeds[:, :8], dim=-1))
     table = pd.read_csv(tmp_path / "run" / "sequence.csv")

@@ -121,7 +121,7 @@ def test_a_new_column_gets_the_indexes_of_the_old_one(
 def test_a_second_migration_builds_the_index_too(place: LancePlace, mapping: Mapping, vectors: np.ndarray) -> None:
     """That of the first one is called by the name that the column has only while it is filled."""
     place.table.create_index("embedding", config=HnswSq(distance_type="cosine"))
-    config = RidgeModel.config_class(old=describe_old(*mapping.made), embedding_dim=DIM, direction="old_to_new")
+    config = RidgeModel.config_class(old=describe_old(*mapping.target), embedding_dim=DIM, direction="old_to_new")
     pair = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
     for each in (mapping, Mapping(RidgeModel(config).fit([pair]).eval())):
         store = place.open()
@@ -195,13 +195,13 @@ def test_what_a_kill_leaves_of_the_records_stops_nobody(
 def test_an_object_store_is_claimed_by_a_lease(place: LancePlace, mapping: Mapping) -> None:
     uri = place.uri().replace("lancedb:", "lancedb+file-object-store:")
     store = xcompat.stores.open(uri)
-    with store.claimed(), pytest.raises(XcompatError, match="is being migrated by another process"):
+    with store.migration_lease(), pytest.raises(XcompatError, match="is being migrated by another process"):
         migration.start(xcompat.stores.open(uri), mapping)
     migration.start(store, mapping, batch=100)
     migration.verify(store, mapping)
     migration.switch(store, mapping)
     migration.finish(store)
-    assert place.database.list_tables().tables == ["items"] and store.describe()["fingerprint"] == mapping.made[0].digest
+    assert place.database.list_tables().tables == ["items"] and store.describe()["fingerprint"] == mapping.target[0].digest
 
 
 def test_a_store_that_does_not_answer_is_named_without_its_keys() -> None:

@@ -11,7 +11,7 @@ import torch
 from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, XcompatError
 from xcompat.core.arrays import normalise_rows, row_lengths
 from xcompat.models import describe_old
-from xcompat.models.remembered import ClassStatistics
+from xcompat.models.memory_contents import ClassStatistics
 from xcompat.report.tsne import _tsne
 from xcompat.retrieval import Gallery
 
@@ -74,7 +74,7 @@ def test_too_long_vectors_are_named_where_length_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_memories_learn_directions(length: float) -> None:
     rows, labels = draw_unit(60, 8, 0), np.arange(60) % 3
-    one, other = (ClassStatistics.of(each, labels, 3) for each in (rows, scale_half(rows, length)))
+    one, other = (ClassStatistics.compute(each, labels, 3) for each in (rows, scale_half(rows, length)))
     torch.testing.assert_close(one.means_Cd, other.means_Cd, atol=1e-6, rtol=0)
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_classes, load_pairs, load_texts, open_image, to_rgb
-from xcompat.data.contents import holds_pictures
+from xcompat.data.content_type import holds_pictures
 from xcompat.data.images import UnusableSampleError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

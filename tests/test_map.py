@@ -23,14 +23,14 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
 from xcompat.core.ownership import MARKER
 from xcompat.evaluation import PairedDifference, cmc
-from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, choosing, commands, load_paired
+from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, commands, load_paired, selection
 from xcompat.mapping import folds as folds_of
-from xcompat.mapping.candidates import LINES, Known, fit
-from xcompat.mapping.choosing import Choice, careful, joined
+from xcompat.mapping.candidates import LINES, CandidateParts, fit
+from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, folds
 from xcompat.mapping.held_out import Trial
-from xcompat.mapping.showing import as_json, choice_table, said_of
-from xcompat.models import remembered
+from xcompat.mapping.selection import Choice, merge_choices, select_conservative
+from xcompat.models import memory_contents
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
@@ -74,7 +74,7 @@ def sides(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose once for the same embeddings and settings: it takes seconds, and the commands around it are what is tested."""
-    choose_anew, known = commands.choose_by_what_is_known, {}
+    choose_anew, known = commands.choose_by_labels_or_agreement, {}
 
     def choose_or_recall(pairs: PairedEmbeddings, *settings: Any) -> Choice:
         key = np.asarray(pairs.old_Nd).tobytes(), np.asarray(pairs.new_ND).tobytes(), repr(pairs.labels_N), repr(settings)
@@ -82,7 +82,7 @@ def chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = choose_anew(pairs, *settings)
         return known[key]
 
-    monkeypatch.setattr(commands, "choose_by_what_is_known", choose_or_recall)
+    monkeypatch.setattr(commands, "choose_by_labels_or_agreement", choose_or_recall)
 
 
 def test_both_sides_come_into_the_order_of_the_old_one(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_gains_are_those_of_the_metrics_on_each_fold() -> None:
     for fold in folds(pairs.labels_N, "unknown"):
         rows = fold.queries["new classes"]
         labels = pairs.labels_N[rows]
-        queries = Known(pairs.take(fold.fit_F)).queries(Candidate("scaled rotation"), pairs.new_ND[rows], "rows")
+        queries = CandidateParts(pairs.take(fold.fit_F)).queries(Candidate("scaled rotation"), pairs.new_ND[rows], "rows")
         old = cmc(pairs.old_Nd[rows], pairs.old_Nd[rows], labels, labels, rows, rows)[1]
         gains += [cmc(queries, pairs.old_Nd[rows], labels, labels, rows, rows)[1] - old] * len(rows)
         floor += [old] * len(rows)
@@ -227,19 +227,21 @@ def tried(share: float, worst: float, mean: float, line: str = "procrustes", hal
 
 def test_what_is_not_surely_above_old_queries_leans_little_on_memory() -> None:
     bold, mild, none = tried(0.8, 0.020, 0.09), tried(0.3, 0.011, 0.05), tried(0.0, 0.010, 0.03)
-    assert careful([bold, mild, none]) is bold, "surely above zero"
+    assert select_conservative([bold, mild, none]) is bold, "surely above zero"
     unsure = replace(tried(0.8, 0.020, 0.09), gains={"known classes": tried(0.8, 0.030, 0.09, half=0.04).gains["new classes"]})
-    assert careful([unsure, none]) is unsure and not unsure.is_surely_better, "one interval that reaches below zero is enough"
-    assert careful([unsure, bold]) is bold, "what is surely above zero in everything comes first"
+    assert select_conservative([unsure, none]) is unsure and not unsure.is_surely_better, (
+        "one interval that reaches below zero is enough"
+    )
+    assert select_conservative([unsure, bold]) is bold, "what is surely above zero in everything comes first"
     bold = tried(0.8, 0.019, 0.09)
-    assert careful([bold, mild, none]) is mild, "within a standard error of .01, and gains more than none"
+    assert select_conservative([bold, mild, none]) is mild, "within a standard error of .01, and gains more than none"
     nothing = tried(0.0, 0.011, 0.06)
-    assert careful([bold, mild, nothing]) is nothing, "what gains as much without a memory needs none"
+    assert select_conservative([bold, mild, nothing]) is nothing, "what gains as much without a memory needs none"
 
 
 def test_what_is_taken_has_a_row_and_is_marked() -> None:
     bold, mild = tried(0.8, 0.019, 0.09), tried(0.3, 0.011, 0.05)
-    choice = Choice([bold, mild], careful([bold, mild]), None, {"new classes": {"cmc@1": 0.5}}, {"new classes": 9})
+    choice = Choice([bold, mild], select_conservative([bold, mild]), None, {"new classes": {"cmc@1": 0.5}}, {"new classes": 9})
     names = list(choice_table(choice).columns[0].cells)
     assert names == ["old queries", str(bold.candidate), f"{mild.candidate} (chosen)"], "not the best of its kind"
     best = replace(choice, chosen=bold)
@@ -252,7 +254,7 @@ def test_of_inputs_that_find_as_much_the_one_before_the_trained_layer_is_taken()
 
     embedding = choice(tried(0.3, 0.030, 0.05))
     for worst, taken in ((0.021, "of features"), (0.019, "procrustes")):
-        both = joined([embedding, choice(tried(0.3, worst, 0.04, "of features"))])
+        both = merge_choices([embedding, choice(tried(0.3, worst, 0.04, "of features"))])
         assert both.chosen.candidate.line == taken and len(both.trials) == 2
 
 
@@ -261,7 +263,7 @@ def test_where_nothing_beats_old_queries_both_together_are_tried() -> None:
     turned = np.random.default_rng(3).permutation(len(pairs))  # new embeddings that say nothing
     choice = choose(replace(pairs, new_ND=pairs.new_ND[turned]), "known")
     assert choice.chosen.worst < 0 and choice.mixed is not None and choice.mixed.worst > choice.chosen.worst
-    said = " ".join(said_of(choice))
+    said = " ".join(describe_choice(choice))
     assert f"Mixed half-way with old queries, the lowest gain is {100 * choice.mixed.worst:+.1f} points" in said
     assert as_json(choice)["mixed"]["worst"] == choice.mixed.worst
     assert choose(pairs, "known").mixed is None
@@ -271,7 +273,10 @@ def test_a_map_of_other_items_is_no_better_than_chance() -> None:
     pairs = made()
     others = np.random.default_rng(3).permutation(len(pairs))
     choice = choose(replace(pairs, new_ND=pairs.new_ND[others]))
-    assert choice.by_chance and "name the same items on both sides, and that classes or captions are right" in said_of(choice)[0]
+    assert (
+        choice.by_chance
+        and "name the same items on both sides, and that classes or captions are right" in describe_choice(choice)[0]
+    )
     weak = choose(made(new_noise=3.0, old_noise=0.1))
     assert weak.chosen.worst < 0 and not weak.by_chance, "far below old queries, and far above chance"
 
@@ -296,12 +301,14 @@ def test_ridge_is_left_out_where_folds_learn_from_fewer_items_than_dimensions() 
     assert labels is not None
 
     def first_hits(candidate: Candidate | None) -> float:
-        new = Known(pairs).queries(candidate, others.new_ND, "others").numpy() if candidate is not None else others.old_Nd
+        new = (
+            CandidateParts(pairs).queries(candidate, others.new_ND, "others").numpy() if candidate is not None else others.old_Nd
+        )
         return cmc(new, others.old_Nd, labels, labels, rows, rows)[1]
 
     choice = choose(pairs)
     assert choice.too_few_for_ridge == 39 and {trial.candidate.line for trial in choice.trials} == set(LINES) - {"ridge"}
-    assert "learned from 39 items" in said_of(choice)[0] and as_json(choice)["too_few_for_ridge"] == 39
+    assert "learned from 39 items" in describe_choice(choice)[0] and as_json(choice)["too_few_for_ridge"] == 39
     assert first_hits(Candidate("ridge")) < first_hits(None) - 0.05, "on classes that were not held out"
     assert first_hits(choice.chosen.candidate) > first_hits(None) - 0.01
     assert choose(pairs, lines={"ridge": LINES["ridge"]}).too_few_for_ridge is None, "there is no other"
@@ -326,8 +333,8 @@ def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: P
     assert report["verdict"] and report["classes"] == CLASSES and report["items"] == CLASSES * EACH
     settings = {key: report["model"][key] for key in ("line", "power", "damping", "sharpness", "share")}
     model, pairs = AutoModel.from_pretrained(out / "model"), load_paired(*sides)
-    expected = Known(pairs).queries(Candidate(**settings), pairs.new_ND, "all")
-    torch.testing.assert_close(model.view(torch.from_numpy(np.array(pairs.new_ND))), expected)
+    expected = CandidateParts(pairs).queries(Candidate(**settings), pairs.new_ND, "all")
+    torch.testing.assert_close(model.to_space(torch.from_numpy(np.array(pairs.new_ND))), expected)
     assert model.compatible_with == [Fingerprint.from_string("old")]
     chosen = max(report["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
     assert chosen["name"] == report["model"]["name"] and report["without_new_model"]["mean"] < chosen["mean"]
@@ -393,8 +400,8 @@ def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
     assert set(report["floor"]) == {"text-to-image", "image-to-text"} and report["verdict"]
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     torch.testing.assert_close(
-        model.view(torch.from_numpy(images)),
-        Known(found).queries(Candidate(**{key: report["model"][key] for key in Candidate("x").__dict__}), images, "all"),
+        model.to_space(torch.from_numpy(images)),
+        CandidateParts(found).queries(Candidate(**{key: report["model"][key] for key in Candidate("x").__dict__}), images, "all"),
     )
 
 
@@ -402,7 +409,7 @@ def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
 def test_many_entries_are_kept_as_codes(codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guess = Candidate("scaled rotation", sharpness=20.0, share=0.5)
     monkeypatch.setattr(commands, "GUESS", guess)  # of nine captioned images nothing is held out
-    monkeypatch.setattr(remembered, "MOST", 10)
+    monkeypatch.setattr(memory_contents, "MOST", 10)
     draw = np.random.default_rng(0)
     old, new = ([normalised(draw.standard_normal((9, dim))) for _ in range(2)] for dim in (OLD, NEW))
     ids = [f"item {row}" for row in range(9)]
@@ -412,18 +419,18 @@ def test_many_entries_are_kept_as_codes(codec: str | None, tmp_path: Path, monke
     assert done.exit_code == 0, done.output
     memory = AutoModel.from_pretrained(tmp_path / "out" / "model").memory
     assert memory.entries == 18 and getattr(memory, "codec", "float32") == (codec or "SQ8")
-    exact, asked = Known(load_paired(*sides), codec="float32").memory(guess), torch.from_numpy(new[0])
-    assert exact is not None and torch.nn.functional.cosine_similarity(memory.recalled(asked), exact.recalled(asked)).min() > 0.98
+    exact, asked = CandidateParts(load_paired(*sides), codec="float32").memory(guess), torch.from_numpy(new[0])
+    assert exact is not None and torch.nn.functional.cosine_similarity(memory.recall(asked), exact.recall(asked)).min() > 0.98
 
 
 def test_what_a_choice_did_not_look_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = made()
     assert choose(pairs).learned_at_most is None
-    for module in (choosing, folds_of):
+    for module in (selection, folds_of):
         monkeypatch.setattr(module, "LEARNED", 200)
     choice = choose(pairs)
     assert choice.learned_at_most == 200 == as_json(choice)["learned_at_most"]
-    assert "Candidates learned from at most 200 items" in said_of(choice)[0]
+    assert "Candidates learned from at most 200 items" in describe_choice(choice)[0]
 
 
 def test_a_codec_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -465,8 +472,8 @@ def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> 
     queries = normalised(np.random.default_rng(5).standard_normal((7, NEW)))
     values = pairs.old_Nd - pairs.old_Nd.mean(0)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
-    own = model.own_view(torch.from_numpy(queries)).detach().numpy()
-    for query, line, found in zip(queries, own, model.view(torch.from_numpy(queries)).detach().numpy(), strict=True):
+    own = model.to_space_without_memory(torch.from_numpy(queries)).detach().numpy()
+    for query, line, found in zip(queries, own, model.to_space(torch.from_numpy(queries)).detach().numpy(), strict=True):
         weights = np.exp(60 * (pairs.new_ND @ query))
         expected = line + 0.8 * (weights[:, None] * values).sum(0) / weights.sum()
         np.testing.assert_allclose(found, expected / np.linalg.norm(expected), atol=1e-5)
@@ -505,12 +512,12 @@ def test_classes_beside_captions_are_refused(tmp_path: Path) -> None:
 
 def test_the_model_searches_the_old_gallery(tmp_path: Path) -> None:
     pairs = made()
-    model = fit(choose(pairs, "known").chosen.candidate, Known(pairs))
+    model = fit(choose(pairs, "known").chosen.candidate, CandidateParts(pairs))
     gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=OLD)
     gallery.add(pairs.old_Nd, [str(row) for row in range(len(pairs))])
     gallery.commit()
     hits = Gallery.open(tmp_path / "gallery").search(pairs.new_ND[:5], model, top_k=3)
-    scores = model.view(torch.from_numpy(pairs.new_ND[:5])) @ torch.from_numpy(pairs.old_Nd).T
+    scores = model.to_space(torch.from_numpy(pairs.new_ND[:5])) @ torch.from_numpy(pairs.old_Nd).T
     assert [[int(hit.id) for hit in found] for found in hits] == scores.topk(3).indices.tolist()
 
 
@@ -546,7 +553,7 @@ def test_classes_of_which_nothing_can_be_held_out_are_a_guess(counts: list[int],
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and "are needed, found" in " ".join(done.output.split()) and "is a guess" in done.output
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
-    assert model.view(torch.from_numpy(new)).isfinite().all() and model.memory is None
+    assert model.to_space(torch.from_numpy(new)).isfinite().all() and model.memory is None
 
 
 def test_of_one_item_nothing_is_learned(tmp_path: Path) -> None:
@@ -649,7 +656,7 @@ def test_a_named_new_model_is_asked_texts_and_judged(folder_of: dict[str, str], 
     assert model.compatible_with == [Fingerprint.from_string("clip-b32")]
     own = model.embed_texts(**model.processor.texts(texts[:4]))
     np.testing.assert_allclose(own.numpy(), embeds[:4], atol=1e-6)
-    assert model.view(own).shape == (4, 8)
+    assert model.to_space(own).shape == (4, 8)
 
 
 def write_questions(folder: Path, passages: np.ndarray, questions: np.ndarray, answers: list[str]) -> Path:

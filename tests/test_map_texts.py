@@ -22,13 +22,13 @@ from xcompat.cli import app
 from xcompat.embeddings.provider import ATTEMPTS, Provider, load_function
 from xcompat.heads import slerp
 from xcompat.mapping import PairedEmbeddings, agreement
-from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, HeldOutItems, agree
-from xcompat.mapping.asked import Texts
-from xcompat.mapping.candidates import LINES, Candidate, Known
+from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, HeldOutItems, choose_by_agreement
+from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
+from xcompat.mapping.choice_report import as_json, describe_choice
 from xcompat.mapping.from_texts import pairs_of_texts
+from xcompat.mapping.request import TextInput
 from xcompat.mapping.sentences import Sentences
 from xcompat.mapping.sentences import Texts as SentenceTexts
-from xcompat.mapping.showing import as_json, said_of
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
@@ -78,8 +78,8 @@ def test_a_lost_old_model_is_known_by_vectors_in_the_order_of_the_texts(clip: st
     with torch.no_grad():
         own = model.embed_texts(**model.processor.texts(TEXTS[:4]))
     np.testing.assert_allclose(own.numpy(), new[:4], atol=1e-6)
-    line = Known(PairedEmbeddings(new, rotated(new))).line(report["model"]["line"])
-    torch.testing.assert_close(model.view(own), line.view(torch.from_numpy(new[:4])), atol=1e-4, rtol=0)
+    line = CandidateParts(PairedEmbeddings(new, rotated(new))).line(report["model"]["line"])
+    torch.testing.assert_close(model.to_space(own), line.to_space(torch.from_numpy(new[:4])), atol=1e-4, rtol=0)
     shards = {file: file.stat().st_mtime_ns for file in (tmp_path / "map.cache").rglob("*.npy")}
     mapped(*command)
     assert shards == {file: file.stat().st_mtime_ns for file in (tmp_path / "map.cache").rglob("*.npy")}, "embedded once"
@@ -109,7 +109,7 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
         gallery.add(embedded(old), IDS)
         gallery.commit()
     own_1D, old_1d = (torch.from_numpy(embedded(name, TEXTS[:1])) for name in (new, old))
-    mixed = slerp(model.view(own_1D), torch.nn.functional.normalize(old_1d, dim=-1), 0.5)
+    mixed = slerp(model.to_space(own_1D), torch.nn.functional.normalize(old_1d, dim=-1), 0.5)
     done = CliRunner().invoke(
         app, ["gallery", "search", str(gallery.path), TEXTS[0], "--model", str(tmp_path / "map"), "--json", "--top-k", "3"]
     )
@@ -129,7 +129,7 @@ def test_texts_are_not_joined_by_an_id_that_several_vectors_have(tmp_path: Path,
     (old / "image_ids.txt").write_text("\n".join(IDS[: len(made())]))
     np.save(old / "text_embeds.npy", rotated(np.array(Service()(TEXTS)), 4))
     (old / "text_ids.txt").write_text("\n".join([IDS[0], IDS[0], *IDS[2:]]))
-    texts = Texts(written(tmp_path), "letters_service:embed")
+    texts = TextInput(written(tmp_path), "letters_service:embed")
     pairs = pairs_of_texts(old, Path("letters"), texts, tmp_path / "cache").pairs
     np.testing.assert_array_equal(pairs.old_Nd, np.load(old / "text_embeds.npy")[2:])
     np.testing.assert_allclose(pairs.new_ND[:], Service()(TEXTS[2:]), atol=1e-3)
@@ -150,7 +150,7 @@ def test_classes_beside_vectors_of_texts_are_what_a_query_should_find(tmp_path: 
     asked = ("--texts", written(tmp_path), "--embed-with", "letters_service:embed")
     report = mapped("--old", old, "--new", "letters", *asked, "--out", tmp_path / "map")
     assert report["classes"] == len(THINGS) and "cmc@1" in next(iter(report["floor"].values())) and not report["of_agreement"]
-    pairs = pairs_of_texts(old, Path("letters"), Texts(tmp_path / "passages.jsonl", asked[-1]), tmp_path / "cache").pairs
+    pairs = pairs_of_texts(old, Path("letters"), TextInput(tmp_path / "passages.jsonl", asked[-1]), tmp_path / "cache").pairs
     assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
     assert pairs.labels_N.tolist() == [sorted(THINGS).index(text.split()[-1]) for text in TEXTS]
 
@@ -179,12 +179,12 @@ def seen(items: int = 400, noise: float = 0.3) -> PairedEmbeddings:
 
 
 def test_agreement_is_that_of_a_double_loop() -> None:
-    pairs, trial = seen(), agree(seen()).trials[1]
+    pairs, trial = seen(), choose_by_agreement(seen()).trials[1]
     order, shared, by_old = np.random.default_rng(0).permutation(len(pairs)), [], []
     for number in range(2):
         fold = np.roll(order, -number * 120)
         rows, learned = fold[:120], np.sort(fold[120:])
-        asked = Known(pairs.take(learned)).queries(trial.candidate, pairs.new_ND[rows], "rows").numpy()
+        asked = CandidateParts(pairs.take(learned)).queries(trial.candidate, pairs.new_ND[rows], "rows").numpy()
         for place, query in enumerate(asked):
             others = [other for other in range(120) if other != place]
             near = [
@@ -197,7 +197,7 @@ def test_agreement_is_that_of_a_double_loop() -> None:
             ]
             shared.append(len({*near[0]} & {*near[1]}) / NEIGHBOURS)
             by_old.append(len({*near[0]} & {*near[2]}) / NEIGHBOURS)
-    choice = agree(pairs)
+    choice = choose_by_agreement(pairs)
     assert choice.floor[PROTOCOL]["neighbours@10"] == pytest.approx(np.mean(by_old))
     assert trial.gains[PROTOCOL]["neighbours@10"].mean == pytest.approx(np.mean(shared) - np.mean(by_old))
 
@@ -206,13 +206,13 @@ def test_the_whitened_line_is_taken_if_it_agrees_more_than_old_queries() -> None
     clear = seen()
     noisy = normalised(clear.old_Nd + 0.15 * np.random.default_rng(1).standard_normal(clear.old_Nd.shape))
     pairs = PairedEmbeddings(clear.new_ND, noisy)
-    choice = agree(pairs)
+    choice = choose_by_agreement(pairs)
     assert choice.of_agreement and choice.chosen.candidate == Candidate("whitened") and as_json(choice)["of_agreement"]
-    (said,) = said_of(choice)
+    (said,) = describe_choice(choice)
     assert "that the new model finds nearest" in said and "does not show that new queries find as much as old ones" in said
-    assert not choice.is_safe and agree(pairs) == choice
-    assert agree(pairs, with_old_model=True).is_safe
-    assert not agree(PairedEmbeddings(pairs.new_ND[::-1], pairs.old_Nd), with_old_model=True).is_safe, "other items"
+    assert not choice.is_safe and choose_by_agreement(pairs) == choice
+    assert choose_by_agreement(pairs, with_old_model=True).is_safe
+    assert not choose_by_agreement(PairedEmbeddings(pairs.new_ND[::-1], pairs.old_Nd), with_old_model=True).is_safe, "other items"
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def test_sentences_of_texts_choose_the_line(clip: str) -> None:
     new = load_embedder(clip)
     new_ND = new.embed(new.processor.texts(texts)).numpy()
     pairs = PairedEmbeddings(new_ND, rotated(new_ND))
-    choice = agree(pairs, texts=SentenceTexts(texts, new))
+    choice = choose_by_agreement(pairs, texts=SentenceTexts(texts, new))
     assert choice.chosen.candidate.line == max(choice.sentences, key=choice.sentences.__getitem__)
     held = HeldOutItems(pairs, LINES, 0)
     asking, found = Sentences(held, held.searched_folds(), SentenceTexts(texts, new)), []
@@ -238,21 +238,21 @@ def test_sentences_of_texts_choose_the_line(clip: str) -> None:
 def test_a_map_of_other_items_is_no_better_than_chance() -> None:
     pairs = seen()
     others = np.random.default_rng(1).permutation(len(pairs))
-    choice = agree(PairedEmbeddings(pairs.new_ND[others], pairs.old_Nd))
+    choice = choose_by_agreement(PairedEmbeddings(pairs.new_ND[others], pairs.old_Nd))
     assert choice.by_chance and as_json(choice)["by_chance"]
-    assert said_of(choice)[0].startswith("! No better than chance") and "classes" not in said_of(choice)[0]
-    assert not agree(pairs).by_chance and "chance" not in " ".join(said_of(agree(pairs)))
+    assert describe_choice(choice)[0].startswith("! No better than chance") and "classes" not in describe_choice(choice)[0]
+    assert not choose_by_agreement(pairs).by_chance and "chance" not in " ".join(describe_choice(choose_by_agreement(pairs)))
 
 
 def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "LEARNED", 200)
-    assert agree(seen()).learned_at_most == 200
+    assert choose_by_agreement(seen()).learned_at_most == 200
     pairs = seen()
     shuffled = PairedEmbeddings(pairs.new_ND[np.random.default_rng(1).permutation(len(pairs))], pairs.old_Nd)
-    chance, part, _ = said_of(agree(shuffled))
+    chance, part, _ = describe_choice(choose_by_agreement(shuffled))
     assert chance.startswith("! No better than chance") and part.startswith("Candidates learned from at most 200 items")
     with pytest.raises(XcompatError, match="at least 40 are needed, found 39"):
-        agree(seen(39))
+        choose_by_agreement(seen(39))
 
 
 # ---------------------------------------------------------------------------------------------------------- services
@@ -402,7 +402,7 @@ def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert counted in report["output"] and "at 0.13 per million" in report["output"]
     assert report["new"] == {"name": "letters-3-large", "service": "letters_service:embed"}
     model = AutoModel.from_pretrained(tmp_path / "map" / "model")
-    assert model.config.encoder is None and model.view(torch.tensor(Service()(["a red fox"]))).shape == (1, 4)
+    assert model.config.encoder is None and model.to_space(torch.tensor(Service()(["a red fox"]))).shape == (1, 4)
     with pytest.raises(XcompatError, match="use embeddings as queries"):
         model.embed_texts(torch.ones(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int64))
 
@@ -410,11 +410,11 @@ def test_a_service_is_the_new_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_map_without_labels_is_safe_if_it_agrees_enough() -> None:
     new_ND = normalised(np.random.default_rng(0).normal(size=(200, 16)))
     turn_Dd = np.linalg.qr(np.random.default_rng(1).normal(size=(16, 16)))[0]
-    same = agree(PairedEmbeddings(new_ND, new_ND @ turn_Dd))
+    same = choose_by_agreement(PairedEmbeddings(new_ND, new_ND @ turn_Dd))
     assert same.is_safe and not same.chosen.is_surely_better, "old queries find the new model's neighbours as well"
     clear = seen()
     noisy = normalised(clear.old_Nd + 0.15 * np.random.default_rng(1).standard_normal(clear.old_Nd.shape))
-    choice = agree(PairedEmbeddings(clear.new_ND, noisy))
+    choice = choose_by_agreement(PairedEmbeddings(clear.new_ND, noisy))
     assert choice.chosen.is_surely_better and not choice.of_few_pairs and not choice.is_safe
     ((protocol, metrics),) = choice.floor.items()
     for floor, is_safe in ((1.99, True), (2.01, False)):  # least and floor together are 1.5 times the floor where it is 2 least

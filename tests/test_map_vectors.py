@@ -18,7 +18,7 @@ from xcompat import XcompatError
 from xcompat.core import arrays
 from xcompat.embeddings.embed import embed_images
 from xcompat.mapping import load_paired
-from xcompat.mapping.asked import Asked
+from xcompat.mapping.request import MapRequest
 from xcompat.mapping.sides import read_sides, side_files
 from xcompat.models.stored import StoredModel
 from xcompat.training.evaluate_command import load_embedding_folder
@@ -248,7 +248,7 @@ def test_scales_and_offsets_are_among_the_files_that_make_a_map(tmp_path: Path) 
         "old_scale": np.full((1, DIM), 2),
     }.items():
         np.save(tmp_path / name, np.array(steps, np.float32))
-        told.append(Asked(file, tmp_path / "new.npy", tmp_path / "map").inputs["old"])
+        told.append(MapRequest(file, tmp_path / "new.npy", tmp_path / "map").inputs["old"])
     assert len(set(told)) == 3 and [each.name for each in side_files(file)] == ["old.npy", "old_scale.npy", "old_offset.npy"]
 
 
@@ -282,7 +282,7 @@ def test_of_a_lost_model_a_part_is_read_at_a_time_and_nothing_twice(tmp_path: Pa
         read.append(len(rows))
         return array[rows]
 
-    monkeypatch.setattr(arrays, "rows_of", rows_of)
+    monkeypatch.setattr(arrays, "copy_rows", rows_of)
     for _ in range(2):
         cache = embed_images(model, pictures, tmp_path / "cache", "digest", shard_rows=16)
         np.testing.assert_allclose(cache[:], made()[::-1], atol=1e-3)

@@ -67,7 +67,7 @@ from xcompat.outputs import Views
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.training.from_embeddings import map_and_data
-from xcompat.training.judging import judge, side_info_of
+from xcompat.training.model_evaluation import evaluate_cases, side_info_of
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
@@ -89,12 +89,12 @@ def moments(rows: int = 80, seed: int = 0) -> Moments:
     generator = torch.Generator().manual_seed(seed)
     new = torch.randn(rows, 7, generator=generator, dtype=torch.float64) * torch.logspace(0, -1.5, 7, dtype=torch.float64) + 0.3
     old = new @ torch.randn(7, 6, generator=generator, dtype=torch.float64)
-    return Moments.of([(new, old + 0.05 * torch.randn(rows, 6, generator=generator, dtype=torch.float64))])
+    return Moments.compute([(new, old + 0.05 * torch.randn(rows, 6, generator=generator, dtype=torch.float64))])
 
 
 def ridge_loss(solved: tuple[torch.Tensor, torch.Tensor], data: Moments, regularisation: float) -> float:
     """Return the penalised loss of a weight with its best bias, but for a constant, from the moments."""
-    covariance, cross = data.centred()
+    covariance, cross = data.covariances()
     damped = covariance + regularisation * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=torch.float64)
     weight = solved[0]
     return float((weight * (damped @ weight)).sum() - 2 * (weight * cross).sum())
@@ -146,9 +146,9 @@ def test_a_closed_form_maps_galleries_as_it_maps_queries_with_both_spaces_exchan
     new, old = unit(40, 7), unit(40, 6, 1)
     forward = made(7, 6, "old_to_new").fit([(new, old)])
     exchanged = made(6, 7, "new_to_old").fit([(old, new)])
-    torch.testing.assert_close(forward.upgrade(old), exchanged.view(old))
+    torch.testing.assert_close(forward.upgrade(old), exchanged.to_space(old))
     with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
-        forward.view(new)
+        forward.to_space(new)
     assert torch.equal(exchanged.upgrade(new), new), "galleries stay"
 
 
@@ -166,10 +166,10 @@ def test_centred_procrustes_finds_a_rotation_and_a_shift() -> None:
     shift = torch.arange(6, dtype=torch.float64)
     rows = new - new.mean(0)
     old = rows @ torch.linalg.pinv(rows) @ (rows @ rotation) + shift
-    weight, bias = solve_procrustes(Moments.of([(new, old)]), centre=True)
+    weight, bias = solve_procrustes(Moments.compute([(new, old)]), centre=True)
     torch.testing.assert_close(weight.T @ weight, torch.eye(6, dtype=torch.float64))
     torch.testing.assert_close((new @ weight + bias).mean(0), old.mean(0))
-    plain, none = solve_procrustes(Moments.of([(new, old)]))
+    plain, none = solve_procrustes(Moments.compute([(new, old)]))
     assert not none.any()
     centred, uncentred = ((new @ weight + bias - old).norm(), (new @ plain - old).norm())
     assert centred < 0.9 * uncentred
@@ -185,7 +185,7 @@ def test_unreadable_rows_are_left_out_of_both_sides() -> None:
 @pytest.mark.parametrize(("dim", "old_dim"), [(7, 7), (7, 4), (4, 7)])
 def test_lambda_orthogonality_lies_between_least_squares_and_procrustes(dim: int, old_dim: int) -> None:
     new, old = unit(80, dim), F.normalize(unit(80, dim, 1)[:, :old_dim] if dim >= old_dim else unit(80, old_dim, 1), dim=-1)
-    pairs = Moments.of([(new, F.normalize(old + 2 * F.pad(new, (0, max(old_dim - dim, 0)))[:, :old_dim], dim=-1))])
+    pairs = Moments.compute([(new, F.normalize(old + 2 * F.pad(new, (0, max(old_dim - dim, 0)))[:, :old_dim], dim=-1))])
 
     def solved(strength: float) -> torch.Tensor:
         config = LambdaOrthogonalityConfig(old=OLD | {"dim": old_dim}, embedding_dim=dim, strength=strength)
@@ -195,7 +195,7 @@ def test_lambda_orthogonality_lies_between_least_squares_and_procrustes(dim: int
         gram = weight.T @ weight if dim >= old_dim else weight @ weight.T
         return float((gram - torch.eye(len(gram), dtype=gram.dtype)).norm())
 
-    covariance, cross = pairs.centred()
+    covariance, cross = pairs.covariances()
     torch.testing.assert_close(solved(0.0), torch.linalg.solve(covariance, cross), atol=1e-5, rtol=1e-5)
     found = [excess(solved(strength)) for strength in (0.0, 1e-3, 1e-2, 1.0, 1e3)]
     assert found == sorted(found, reverse=True) and found[-1] < 1e-3 < 0.1 < found[0]
@@ -209,7 +209,7 @@ def test_a_threshold_lets_the_line_leave_the_rotations_by_that_much(dim: int, ol
     """Equation 6 of the paper, at a point that no step makes better; least squares is at a distance of 5 and more."""
     new = unit(80, dim).double()
     line = 3 * torch.randn(dim, old_dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    pairs = Moments.of([(new, new @ line)])
+    pairs = Moments.compute([(new, new @ line)])
     given = {"old": OLD | {"dim": old_dim}, "embedding_dim": dim, "threshold": threshold}
 
     def solved(**options: float) -> torch.Tensor:
@@ -220,7 +220,7 @@ def test_a_threshold_lets_the_line_leave_the_rotations_by_that_much(dim: int, ol
         return float((gram - torch.eye(len(gram), dtype=gram.dtype)).norm())
 
     def naive(weight: torch.Tensor) -> float:
-        covariance, cross = pairs.centred()
+        covariance, cross = pairs.covariances()
         fit = (weight * (covariance @ weight - 2 * cross)).sum()
         return float(fit) + distance(weight) * 5 / (1 + math.exp(-20 * (distance(weight) - threshold)))
 
@@ -268,8 +268,8 @@ def test_residual_mlp_begins_at_ridge(direction: str) -> None:
     new_rows, old_rows = unit(8, 7, 2), unit(8, 6, 1)
     backward = direction == "old_to_new"
     source, target = (old_rows, new_rows) if backward else (new_rows, old_rows)
-    weight, bias = solve_ridge(Moments.of([(source, target)]), 0.3)
-    mapped = model.upgrade(source) if backward else model.view(source)
+    weight, bias = solve_ridge(Moments.compute([(source, target)]), 0.3)
+    mapped = model.upgrade(source) if backward else model.to_space(source)
     torch.testing.assert_close(mapped.double(), F.normalize(source.double() @ weight + bias, dim=-1), atol=1e-5, rtol=1e-5)
     given = {name: rows for name, rows in batch().items() if name != "labels"}
     pairs = zip(mapped.detach(), target, strict=True)
@@ -291,10 +291,10 @@ def test_a_map_onto_an_expanded_model_reaches_the_versions_before_it(method: str
         parameter.data.normal_()
     new, nearest = unit(5, 7), model.compatible_with[0]
     with torch.no_grad():
-        assert torch.equal(model.view(new, nearest), model.view(new)) and model.view(new).shape == (5, 6)
-        torch.testing.assert_close(model.view(new, earlier), F.normalize(model.view(new)[:, :4], dim=-1))
+        assert torch.equal(model.to_space(new, nearest), model.to_space(new)) and model.to_space(new).shape == (5, 6)
+        torch.testing.assert_close(model.to_space(new, earlier), F.normalize(model.to_space(new)[:, :4], dim=-1))
         gallery = Gallery.create(tmp_path / "gallery", earlier, dim=4)
-        gallery.add(model.view(new, earlier), [str(row) for row in range(5)])
+        gallery.add(model.to_space(new, earlier), [str(row) for row in range(5)])
     gallery.commit()
     assert [hits[0].id for hits in gallery.search(new, model, top_k=1)] == [str(row) for row in range(5)]
 
@@ -344,15 +344,15 @@ def test_drift_adapter_begins_at_least_squares(variant: str, direction: str) -> 
     backward = direction == "old_to_new"
     source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
     if variant == "low_rank":
-        weight, bias = solve_ridge(Moments.of([(source, target)]), 0.01, 3)
+        weight, bias = solve_ridge(Moments.compute([(source, target)]), 0.01, 3)
         expected = source.double() @ weight + bias
     else:
-        rotated = source.double() @ solve_procrustes(Moments.of([(source, target)]))[0]
+        rotated = source.double() @ solve_procrustes(Moments.compute([(source, target)]))[0]
         factors = [
             float(np.linalg.lstsq(r[:, None].numpy(), y.numpy())[0][0]) for r, y in zip(rotated.T, target.double().T, strict=True)
         ]
         expected = rotated * torch.tensor(factors)
-    mapped = model.upgrade(source) if backward else model.view(source)
+    mapped = model.upgrade(source) if backward else model.to_space(source)
     torch.testing.assert_close(mapped.double(), F.normalize(expected, dim=-1), atol=1e-5, rtol=1e-5)
     assert model.scaling.requires_grad and model.linear[0].weight.requires_grad is (variant == "low_rank")
 
@@ -394,9 +394,9 @@ def test_geometry_residual_begins_at_the_closed_form(start: str, direction: str)
     model.prepare(*knowledge())
     backward = direction == "old_to_new"
     source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
-    moments = Moments.of([(source, target)])
+    moments = Moments.compute([(source, target)])
     weight, bias = solve_ridge(moments, 0.01) if start == "ridge" else solve_procrustes(moments, centre=True)
-    mapped = model.upgrade(source) if backward else model.view(source)
+    mapped = model.upgrade(source) if backward else model.to_space(source)
     torch.testing.assert_close(mapped, F.normalize(source @ weight.float() + bias.float(), dim=-1))
     assert {name for name, part in model.named_parameters() if part.requires_grad} == {
         f"residual.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")
@@ -408,7 +408,7 @@ def test_geometry_residual_loss_is_a_double_loop_over_near_triplets(classes: boo
     model = GeometryResidualModel(GeometryResidualConfig(old=OLD, embedding_dim=7, margin=0.3, neighbours=2)).eval()
     model.prepare(*knowledge())
     given = {name: rows for name, rows in batch().items() if classes or name != "labels"}
-    mapped, target = model.view(given["new_embeds"]).detach(), given["old_embeds"]
+    mapped, target = model.to_space(given["new_embeds"]).detach(), given["old_embeds"]
     terms = []
     for i in range(8):
         others = [j for j in range(8) if (LABELS[i] != LABELS[j] if classes else i != j)]
@@ -452,7 +452,7 @@ def test_kl_of_many_classes_is_made_in_parts_with_the_gradient_of_the_whole(monk
 def test_rbt_loss_is_its_three_parts() -> None:
     model = RbtModel(RbtConfig(old=OLD, embedding_dim=7, similarity_weight=2.0, kl_weight=3.0, class_weight=5.0)).eval()
     model.prepare(*knowledge())
-    mapped, target = model.view(batch()["new_embeds"]).detach(), batch()["old_embeds"]
+    mapped, target = model.to_space(batch()["new_embeds"]).detach(), batch()["old_embeds"]
     centres = {c: target[torch.from_numpy(c == LABELS)].mean(0) for c in (0, 2, 3)}
     total = 0.0
     for m, t, label in zip(mapped, target, LABELS.tolist(), strict=True):
@@ -475,10 +475,10 @@ def test_rbt_begins_at_its_start(start: str, direction: str) -> None:
     backward = direction == "old_to_new"
     source, target = (unit(8, 6, 1), unit(8, 7, 2)) if backward else (unit(8, 7, 2), unit(8, 6, 1))
     if start == "procrustes":
-        expected = source @ solve_procrustes(Moments.of([(source, target)]))[0].float()
+        expected = source @ solve_procrustes(Moments.compute([(source, target)]))[0].float()
     else:
         expected = F.pad(source, (0, 1)) if backward else source[:, :6]
-    mapped = model.upgrade(source) if backward else model.view(source)
+    mapped = model.upgrade(source) if backward else model.to_space(source)
     torch.testing.assert_close(mapped, F.normalize(expected, dim=-1), atol=1e-5, rtol=1e-5)
 
 
@@ -932,7 +932,7 @@ def test_side_information_that_is_the_same_for_all_images_leaves_a_report() -> N
     notes = {}
     for side in ("same", "turned"):
         contestants = Contestants(models["old"], models["old"], upgraded=models["old"], side_info=models[side])
-        notes[side] = judge(contestants, EvaluationSettings(resamples=100, ks=[1]), 0)[0].notes[-1]
+        notes[side] = evaluate_cases(contestants, EvaluationSettings(resamples=100, ks=[1]), 0)[0].notes[-1]
     assert "side-information of same could not be computed: all rows of y are equal" in notes["same"]
     assert "side-information of turned: 1.00 (1: side-information" in notes["turned"]
 
@@ -989,7 +989,7 @@ def test_a_map_learns_from_views_that_every_model_embeds_alike(raw: dict[str, An
     for role, column in (("old", "old_embeds"), ("new", "new_embeds")):
         model = load_embedder(raw[role])
         seen = [
-            view.drawing(model.processor)(open_image(row["image"]), row["id"])
+            view.build_draw(model.processor)(open_image(row["image"]), row["id"])
             for view in stage.views(recipe.seed)
             for row in rows
         ]

@@ -17,7 +17,7 @@ from xcompat.evaluation import (
     zero_shot_accuracy,
     zero_shot_ranks,
 )
-from xcompat.evaluation.scores import UNIT, ExactRows, ieee_products, narrow, rounding_error, tie_margin
+from xcompat.evaluation.scores import UNIT, ExactRows, ieee_products, rounding_error, tie_margin, to_float32
 
 # One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
 _SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])
@@ -108,7 +108,7 @@ def test_float32_scores_are_as_near_as_promised_whatever_precision_is_allowed(se
     torch.set_float32_matmul_precision(precision)
     try:
         with ieee_products():
-            scores = narrow(block) @ narrow(block).T
+            scores = to_float32(block) @ to_float32(block).T
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

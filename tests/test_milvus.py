@@ -150,7 +150,7 @@ def test_every_verb_works_after_milvus_lite_has_ended(tmp_path: Path, vectors: n
     migration.rollback(restarted())
     migration.switch(restarted(), mapping)
     migration.finish(restarted())
-    assert restarted().describe()["fingerprint"] == mapping.made[0].digest
+    assert restarted().describe()["fingerprint"] == mapping.target[0].digest
     assert restarted().search(mapping(vectors[3:4]), 1)[0][0].id == "3"
 
 
@@ -220,7 +220,7 @@ def test_an_alias_is_switched_at_once_and_back(place: MilvusPlace, vectors: np.n
         assert place.client.describe_alias("items")["collection_name"] == "items_v2"
         assert place.client.describe_alias("items_before")["collection_name"] == "items_v1"
         np.testing.assert_allclose(place.vectors("items")["3"], mapping(vectors[4:5])[0], atol=1e-5)
-        assert store.describe()["fingerprint"] == mapping.made[0].digest
+        assert store.describe()["fingerprint"] == mapping.target[0].digest
         migration.rollback(store)
         assert place.client.describe_alias("items")["collection_name"] == "items_v1"
         assert set(place.client.list_collections()) == {"items_v1", "items_v2", "xcompat_records"}

@@ -45,7 +45,7 @@ def model(**options: float | str) -> MiniVec2VecModel:
 def test_a_rotation_is_found_and_the_order_of_either_side_changes_nothing(direction: str) -> None:
     new, old = (cloud(0), rotated()) if direction == "new_to_old" else (rotated(), cloud(0))
     found = model(direction=direction).fit([(shuffled(new), old)])
-    mapped, target = (found.view(new), old) if direction == "new_to_old" else (found.upgrade(old), new)
+    mapped, target = (found.to_space(new), old) if direction == "new_to_old" else (found.upgrade(old), new)
     assert F.cosine_similarity(mapped, target).mean() > 0.99
     again = model(direction=direction).fit(zip(new.split(100), shuffled(old, 4).split(100), strict=True))
     assert torch.equal(found.weight, again.weight) and torch.equal(found.bias, again.bias)
@@ -65,7 +65,7 @@ def test_the_two_sides_need_not_be_equally_many_nor_of_one_dimension() -> None:
     old = describe_old(Fingerprint.from_string("old"), 5)
     config = MiniVec2VecConfig(old=old, embedding_dim=DIM, clusters=6, runs=1, rounds=1, sample=40, least_agreement=-1.0)
     found = MiniVec2VecModel(config).fit([(cloud(0), rotated()[:50, :5])])
-    assert found.view(cloud(0)).shape == (ROWS, 5) and found.weight.isfinite().all()
+    assert found.to_space(cloud(0)).shape == (ROWS, 5) and found.weight.isfinite().all()
 
 
 def test_too_few_embeddings_and_sizes_below_one_are_refused() -> None:

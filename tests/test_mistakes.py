@@ -18,9 +18,9 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.scratch import QUICK
 from xcompat.methods import METHODS
 from xcompat.retrieval.manifest import CURRENT
-from xcompat.training.beforehand import check_trackers
-from xcompat.training.declared import is_solved, method_names, trackers, trainer_fields
+from xcompat.training.preflight import check_trackers
 from xcompat.training.stage_recipe import StageRecipe, declared_options, usual_options
+from xcompat.training.static_options import is_solved, method_names, trackers, trainer_fields
 
 HEAVY = (
     *("torch", "transformers", "faiss", "datasets", "starlette", "ray", "daft"),
@@ -266,7 +266,7 @@ def test_a_method_registered_by_a_program_is_known(monkeypatch: pytest.MonkeyPat
 
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = StageRecipe(name="pair", method="xbt", training={"report_to": ["trackio", "wandb"]})
-    monkeypatch.setattr("xcompat.training.beforehand.find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr("xcompat.training.preflight.find_spec", lambda name: None if name == "wandb" else name)
     with pytest.raises(XcompatError, match="pair: training.report_to: wandb is not installed; run `pip install wandb`"):
         check_trackers(settings)
     check_trackers(settings.model_copy(update={"method": "ridge"}))  # is solved, and tracks nothing

@@ -87,7 +87,7 @@ def embeddings(model: CompatModel, images: list[Image.Image]) -> list[torch.Tens
         if model.maps_galleries:
             mapped = [model.upgrade(unit(4, 8))]
         else:
-            mapped = [model.view(embeds) for embeds in own if model.compatible_with]
+            mapped = [model.to_space(embeds) for embeds in own if model.compatible_with]
         return own + mapped + [model.self_view(embeds) for embeds in own]
 
 
@@ -108,7 +108,7 @@ def test_layers_in_a_row_give_what_the_model_gives(method: str, folder_of: dict[
         features = model.encoder.image_features(pixels) if model.encoder is not None else own
         rows = [(model.embed_layers, features, own)]
         if model.compatible_with and not model.maps_galleries:
-            rows.append((model.view_layers, own, model.view(own)))
+            rows.append((model.view_layers, own, model.to_space(own)))
         for layers, given, expected in rows:
             if layers is not None:
                 torch.testing.assert_close(F.normalize(torch.nn.Sequential(*layers)(given), dim=-1), expected)
@@ -255,24 +255,24 @@ def test_views_are_unit_vectors_of_the_old_dimension(method: str, folder_of: dic
     shake(model)
     if not model.compatible_with:
         with pytest.raises(XcompatError, match="cannot search an old gallery"):
-            model.view(torch.randn(2, 16))
+            model.to_space(torch.randn(2, 16))
         return
     own = embeddings(model, images)[0]
     assert own.shape == (4, model.config.embedding_dim)
     if model.maps_galleries:
         with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
-            model.view(own)
+            model.to_space(own)
         upgraded = model.upgrade(unit(4, 8))
         assert upgraded.shape == own.shape and upgraded.dtype == torch.float32
         torch.testing.assert_close(upgraded.norm(dim=-1), torch.ones(4))
         return
     assert torch.equal(model.upgrade(unit(4, 8)), unit(4, 8)), "galleries stay"
     for version in (None, OLD, OLDER):
-        view = model.view(own, version)
+        view = model.to_space(own, version)
         assert view.shape == (4, 8) and view.dtype == torch.float32
         torch.testing.assert_close(view.norm(dim=-1), torch.ones(4))
     with pytest.raises(FingerprintMismatchError, match="compatible with old.*not with stranger"):
-        model.view(own, Fingerprint.from_string("stranger"))
+        model.to_space(own, Fingerprint.from_string("stranger"))
 
 
 @pytest.mark.parametrize("method", TRAINED)

@@ -175,7 +175,7 @@ def made(method: str, folder: str, images: list[Image.Image], options: dict[str,
         found += [model.views, model.refresh_at, model.metric, model.maps_galleries]
         if model.is_solved:
             model.fit([(NEW_ND, OLD_Nd)])
-            found.append((model.upgrade(OLD_Nd) if model.maps_galleries else model.view(NEW_ND)).tolist())
+            found.append((model.upgrade(OLD_Nd) if model.maps_galleries else model.to_space(NEW_ND)).tolist())
         else:
             found += stepped(model, images)
     except XcompatError as error:  # such as a loss that this new model has no classifier for: it was read

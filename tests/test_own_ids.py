@@ -30,11 +30,11 @@ def probe_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Probe indexes in this process: starting another one for each of them takes most of the time."""
 
     def look_here(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
-        wrong = faiss_probe.look(str(path), vectors)
+        wrong = faiss_probe.check_index(str(path), vectors)
         return (faiss_probe.FOUND if wrong else 0), wrong
 
     if "apart" not in request.node.name:
-        monkeypatch.setattr(probing, "_look_apart", look_here)
+        monkeypatch.setattr(probing, "_probe_in_subprocess", look_here)
 
 
 def unit(count: int, seed: int) -> np.ndarray:

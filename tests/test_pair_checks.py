@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from xcompat.mapping import PairedEmbeddings, fit_map
-from xcompat.mapping.agreement import choose_by_what_is_known
+from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate
+from xcompat.mapping.choice_report import as_json, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.held_out import HeldOutClasses
 from xcompat.mapping.pair_checks import find_right_pairs, first_of_copies
-from xcompat.mapping.showing import as_json, said_of
 
 ITEMS, NEW, OLD = 600, 24, 16
 TEXTS = Path(__file__).parents[2] / "shared" / "data" / "text" / "embeddings"
@@ -89,10 +89,10 @@ def test_copies_are_held_out_once_and_said() -> None:
     new, old = made(items=200)
     labels = np.arange(200) % 10
     pairs = PairedEmbeddings(*(np.concatenate([side, side]) for side in (new, old)), np.concatenate([labels, labels]))
-    choice = choose_by_what_is_known(pairs, "unknown", 0, {WHITENED: LINES[WHITENED]})
-    alone = choose_by_what_is_known(PairedEmbeddings(new, old, labels), "unknown", 0, {WHITENED: LINES[WHITENED]})
+    choice = choose_by_labels_or_agreement(pairs, "unknown", 0, {WHITENED: LINES[WHITENED]})
+    alone = choose_by_labels_or_agreement(PairedEmbeddings(new, old, labels), "unknown", 0, {WHITENED: LINES[WHITENED]})
     assert choice.copies == 200 and as_json(choice)["copies"] == 200 and choice.floor == alone.floor
-    assert any("200 items are exact copies of others" in line for line in said_of(choice))
+    assert any("200 items are exact copies of others" in line for line in describe_choice(choice))
 
 
 @pytest.mark.parametrize("seed", range(9))
@@ -105,7 +105,9 @@ def test_labels_at_random_are_no_better_than_chance(seed: int) -> None:
 
 def test_chance_and_gains_are_not_said_together() -> None:
     new, old = made(items=480)
-    choice = choose_by_what_is_known(PairedEmbeddings(new, old, np.arange(480) % 12), "unknown", 0, {WHITENED: LINES[WHITENED]})
-    lines = said_of(replace(choice, by_chance=True))
+    choice = choose_by_labels_or_agreement(
+        PairedEmbeddings(new, old, np.arange(480) % 12), "unknown", 0, {WHITENED: LINES[WHITENED]}
+    )
+    lines = describe_choice(replace(choice, by_chance=True))
     assert lines[0].startswith("! No better than chance")
     assert not any(line.startswith("New queries are surely at or above") for line in lines)

@@ -128,9 +128,9 @@ def test_an_index_gives_as_many_hits_as_are_asked_for(postgres: str, database: A
 class Disturbed(Mapping):
     """A map during which somebody else does something to the table."""
 
-    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
+    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         self.disturb()
-        return super().given(store, rows)
+        return super().prepare(store, rows)
 
     disturb: Callable[[], None] = staticmethod(lambda: None)
 
@@ -145,7 +145,7 @@ def test_the_new_space_gets_the_index_of_the_old_one(store: Store, postgres: str
 
 def following(mapping: Mapping, vectors: np.ndarray) -> Mapping:
     """Return a map of what a map makes of vectors."""
-    made, dim = mapping.made
+    made, dim = mapping.target
     config = RidgeModel.config_class(old=describe_old(made, dim), embedding_dim=OLD_DIM, direction="old_to_new")
     pair = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
     return Mapping(RidgeModel(config).fit([pair]).eval())

@@ -64,10 +64,10 @@ class Disturbed(Mapping):
     at: dict[int, Callable[[], object]]
     calls: int
 
-    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
+    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         object.__setattr__(self, "calls", self.calls + 1)
         self.at.get(self.calls, lambda: None)()
-        return super().given(store, rows)
+        return super().prepare(store, rows)
 
 
 def disturbed(model: RidgeModel, at: dict[int, Callable[[], object]]) -> Disturbed:
@@ -127,17 +127,17 @@ def test_a_lost_claim_that_another_process_has_is_not_taken(
 ) -> None:
     monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
     other = opened(server)
-    with store.claimed():
+    with store.migration_lease():
         cut(other)
-        with other.claimed(), pytest.raises(XcompatError, match="another process migrates it now"):
+        with other.migration_lease(), pytest.raises(XcompatError, match="another process migrates it now"):
             store.count()
 
 
 def test_a_lost_claim_that_another_process_had_is_not_taken(store: Store, server: str, cut: Callable[..., None]) -> None:
     other = opened(server)
-    with store.claimed():
+    with store.migration_lease():
         cut(other)
-        with other.claimed():
+        with other.migration_lease():
             pass
         with pytest.raises(XcompatError, match="another process has migrated it since"):
             store.count()
@@ -145,7 +145,7 @@ def test_a_lost_claim_that_another_process_had_is_not_taken(store: Store, server
 
 def test_nothing_is_retried_inside_of_a_transaction(store: Store, server: str, database: Any, cut: Callable[..., None]) -> None:
     def whole() -> None:
-        with store.alone():
+        with store.exclusive():
             store.set_record("note", {"written": True})
             cut()
             store.count()
@@ -159,7 +159,7 @@ def test_nothing_is_retried_inside_of_a_transaction(store: Store, server: str, d
 def test_only_blocks_that_can_be_written_again_do_not_wait_for_the_disk(store: Store, model: RidgeModel) -> None:
     store.add_space("new", OLD_DIM, OLD)
     rows = next(store.rows(N))
-    with store.alone():
+    with store.exclusive():
         assert store.write("new", rows) == N
         assert store.connection.execute("SHOW synchronous_commit").fetchone()[0] == "on"  # type: ignore[attr-defined]
 
@@ -186,7 +186,7 @@ def test_a_long_reader_does_not_keep_the_service_out(
             reader.rollback()
 
     monkeypatch.setattr("tenacity.nap.time.sleep", pause)
-    with store.alone():
+    with store.exclusive():
         assert store.connection.execute("SHOW lock_timeout").fetchone()[0] == "0"  # type: ignore[attr-defined]
         database.execute("SET lock_timeout = '1ms'")
         with pytest.raises(psycopg.errors.LockNotAvailable):
@@ -232,7 +232,7 @@ def test_one_table_by_other_names_is_one_table(store: Store, server: str, databa
         f"{server}&table=public.items&options=-csearch_path%3Dpg_catalog",
     ]
     for uri in spelled[:3]:
-        with store.claimed(), pytest.raises(XcompatError, match="is being migrated by another process"):
+        with store.migration_lease(), pytest.raises(XcompatError, match="is being migrated by another process"):
             migration.start(xcompat.stores.open(uri), Mapping(model))
     migration.start(store, Mapping(model))
     assert [migration.status(xcompat.stores.open(uri))[1] for uri in spelled[:3]] == [0, 0, 0]

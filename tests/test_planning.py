@@ -12,8 +12,8 @@ from PIL import Image
 from xcompat import Fingerprint
 from xcompat.evaluation import Contestants, EmbeddedImages, EvaluationOptions, evaluate
 from xcompat.report import Report, ReportContent, load_report
-from xcompat.report.planning import Traffic, plan_ways, sentences
-from xcompat.report.report import gather
+from xcompat.report.planning import Traffic, describe_plan, plan_ways
+from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
 
 Run = Callable[..., tuple[int, str, str]]
@@ -34,7 +34,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     old, view, own = images("old", OLD_DIM, 1.2), images("view", OLD_DIM, 0.8), images("new", NEW_DIM, 0.4)
     contestants = Contestants(old, view, own, extra={"slerp": images("mixed", OLD_DIM, 0.7)})
     evaluation = evaluate(contestants, EvaluationOptions(n_resamples=50, rerank=5))
-    save_report(folder / "report", gather(ReportContent(evaluation, contestants, "map", run={"reranked_hits": 5}, tsne_pairs=0)))
+    save_report(
+        folder / "report", build_report(ReportContent(evaluation, contestants, "map", run={"reranked_hits": 5}, tsne_pairs=0))
+    )
     return load_report(folder)
 
 
@@ -64,14 +66,14 @@ def test_a_re_ranking_embeds_no_item_twice(report: Report) -> None:
 
 def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> None:
     plan = plan_ways(report, Traffic(1000, 10), "map")
-    said = " ".join(sentences(plan))
+    said = " ".join(describe_plan(plan))
     stay, new, *_, backfill = (way.quality for way in plan.ways)
     assert None not in (stay, new, backfill) and f"new queries {100 * (new - stay) / (backfill - stay):.0f} %" in said
     assert "at most 50 items a day" in said and "after 20.0 days or more" in said and "Not measured" not in said
     bare = Report(**{**vars(report), "cases": [case for case in report.cases if case.label in ("old/old", "new/old")]})
     assert (
         "half-way queries (evaluation.slerp in a recipe), re-rank 5 (evaluate with --rerank), backfill"
-        in sentences(plan_ways(bare, Traffic(10, 0)))[-1]
+        in describe_plan(plan_ways(bare, Traffic(10, 0)))[-1]
     )
 
 

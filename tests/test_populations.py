@@ -12,7 +12,7 @@ from xcompat.evaluation import Contestants, EmbeddedImages, bootstrap_interval, 
 from xcompat.evaluation.cases import failed_comparisons
 from xcompat.evaluation.embedded_images import LearnedItems
 from xcompat.mapping import PairedEmbeddings, choose
-from xcompat.mapping.showing import as_json
+from xcompat.mapping.choice_report import as_json
 from xcompat.report.content import ModelInfo, Report
 from xcompat.report.pages import render_html, render_markdown
 

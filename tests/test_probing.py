@@ -36,13 +36,13 @@ def write(path: Path, factory: str = "HNSW8") -> Path:
 
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_a_whole_index_is_left_alone(factory: str, tmp_path: Path) -> None:
-    assert faiss_probe.look(str(write(tmp_path / "index", factory)), vectors=True) == ""
+    assert faiss_probe.check_index(str(write(tmp_path / "index", factory)), vectors=True) == ""
 
 
 @pytest.mark.parametrize("factory", ["IVF4,PQ4x4fs", "OPQ4,IVF4,PQ4x4fs"])
 def test_fast_scans_on_which_faiss_crashes_are_not_reconstructed(factory: str, tmp_path: Path) -> None:
     path = str(write(tmp_path / "index", factory))
-    assert faiss_probe.look(path, vectors=False) == faiss_probe.look(path, vectors=True) == ""
+    assert faiss_probe.check_index(path, vectors=False) == faiss_probe.check_index(path, vectors=True) == ""
 
 
 def test_ids_of_the_users_own_in_lists_are_no_damage(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_ids_of_the_users_own_in_lists_are_no_damage(tmp_path: Path) -> None:
     index.train(vectors_ND)
     index.add_with_ids(vectors_ND, np.arange(ROWS) * 1000)
     faiss.write_index(index, str(tmp_path / "index"))
-    assert faiss_probe.look(str(tmp_path / "index"), vectors=True) == ""
+    assert faiss_probe.check_index(str(tmp_path / "index"), vectors=True) == ""
 
 
 @pytest.mark.parametrize("factory", ["HNSW8", "IVF4,PQ4x4"])
@@ -67,7 +67,7 @@ def _is_refused(path: Path, content: bytes) -> bool:
     if not pid:
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os._exit(1 if faiss_probe.look(str(path), vectors=True) else 0)
+        os._exit(1 if faiss_probe.check_index(str(path), vectors=True) else 0)
     return os.waitpid(pid, 0)[1] != 0
 
 

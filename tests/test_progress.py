@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xcompat.core import progress
-from xcompat.core.progress import Waiting, followed_by, progress_bar, rate_of, results_on_stdout
+from xcompat.core.progress import Waiting, advance_bar, progress_bar, redirect_bars, results_on_stdout
 from xcompat.training.callbacks import ProgressCallback
 
 
@@ -38,7 +38,7 @@ def test_only_waiting_is_counted_as_waiting(clock: Clock) -> None:
             yield number
 
     waiting, seen = Waiting(), []
-    for number in waiting.of(slow()):
+    for number in waiting.track(slow()):
         clock.now += 6
         seen.append(number)
     assert seen == [0, 1, 2] and waiting.seconds == 6
@@ -54,9 +54,9 @@ def test_a_bar_shows_rate_and_waiting(clock: Clock) -> None:
     clock.now += 1
     waiting.end()
     clock.now += 3
-    rate_of(bar, task, 20, "images", waiting)
+    advance_bar(bar, task, 20, "images", waiting)
     assert bar.tasks[0].fields["rate"] == "5 images/s, 25% waiting for data"
-    rate_of(bar, task, 20, "images")
+    advance_bar(bar, task, 20, "images")
     assert bar.tasks[0].fields["rate"] == "10 images/s"
 
 
@@ -101,7 +101,7 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
         bar.tasks[0].start_time = clock.now
         for _ in range(10):
             clock.now += 4
-            rate_of(bar, task, 10, "pictures")
+            advance_bar(bar, task, 10, "pictures")
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
     assert all(line.startswith("  embedding pictures … e of a folder/run-7: ") for line in said)
@@ -110,15 +110,15 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
 
 def test_a_follower_sees_what_bars_would_draw_and_nothing_is_printed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, float, float | None]] = []
-    with followed_by(lambda task: seen.append((task.description, task.completed, task.total))), progress_bar() as bar:
+    with redirect_bars(lambda task: seen.append((task.description, task.completed, task.total))), progress_bar() as bar:
         bar.get_time = clock
         task = bar.add_task("mapping", total=100, rate="")
         for _ in range(2):
             clock.now += 20
-            rate_of(bar, task, 50, "embeddings")
+            advance_bar(bar, task, 50, "embeddings")
     assert seen == [("mapping", 50, 100), ("mapping", 100, 100)] and capsys.readouterr().out == ""
     with progress_bar() as bar:
-        rate_of(bar, bar.add_task("mapping", total=100, rate=""), 50, "embeddings")
+        advance_bar(bar, bar.add_task("mapping", total=100, rate=""), 50, "embeddings")
     assert len(seen) == 2
 
 

@@ -28,7 +28,7 @@ from xcompat.evaluation import (
     recall_at_k,
     zero_shot_accuracy,
 )
-from xcompat.training.judging import judge
+from xcompat.training.model_evaluation import evaluate_cases
 from xcompat.training.sections import EvaluationSettings
 
 N_ITEMS, VIEWS = 60, 3
@@ -112,7 +112,7 @@ def test_mixed_queries_search_the_old_gallery_for_both_models(models: Contestant
     found = {}
     for share in (0.0, 0.4, 1.0):
         settings = EvaluationSettings(slerp=share, resamples=100, ks=[1, 5])
-        found[share], kept = judge(models, settings, seed=0)
+        found[share], kept = evaluate_cases(models, settings, seed=0)
     labels = list(dict.fromkeys(case.label for case in found[0.4].cases))
     assert labels[:4] == ["old/old", "independent/old", "slerp/old", "new/old"]
     for direction in ("image-to-text", "text-to-image"):
@@ -133,7 +133,7 @@ def test_mixed_queries_search_the_old_gallery_for_both_models(models: Contestant
         name for case in found[0.4].cases if case.query == "slerp" for name in case.metrics
     }
     assert found[0.4].notes[-1].startswith("slerp/old searches with new queries mixed with old ones of weight 0.4, so")
-    assert found[0.4].criterion == judge(models, EvaluationSettings(resamples=100, ks=[1, 5]), 0)[0].criterion
+    assert found[0.4].criterion == evaluate_cases(models, EvaluationSettings(resamples=100, ks=[1, 5]), 0)[0].criterion
 
 
 def test_flips_are_relative_to_the_old_model(models: Contestants[EmbeddedPairs]) -> None:

@@ -180,7 +180,7 @@ def test_a_second_migration_counts_by_its_own_copies(server: Server, vectors: np
     server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
     server.client.upload_collection("items_v1", vectors, ids=range(N))
     alias(server.client)
-    back = RidgeModel.config_class(old=describe_old(mapping.made[0], NEW_DIM), embedding_dim=OLD_DIM, direction="old_to_new")
+    back = RidgeModel.config_class(old=describe_old(mapping.target[0], NEW_DIM), embedding_dim=OLD_DIM, direction="old_to_new")
     pairs = torch.from_numpy(vectors), torch.from_numpy(mapping(vectors))
     second = Mapping(RidgeModel(back).fit([pairs]).eval())
     store = opened(address(server))

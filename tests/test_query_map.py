@@ -25,7 +25,7 @@ from xcompat.models import describe_old
 from xcompat.models.backbone import BackboneModel
 from xcompat.models.classified import ClassifiedModel
 from xcompat.models.closed_form import Moments, solve_procrustes
-from xcompat.models.embedder import load_embedder, penultimate
+from xcompat.models.embedder import load_embedder, penultimate_embedder
 from xcompat.models.old_knowledge import OldKnowledge
 
 LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
@@ -78,10 +78,10 @@ def test_a_row_that_could_not_be_read_is_neither_positive_nor_negative() -> None
 @pytest.mark.parametrize("shape", ["linear", "residual"])
 def test_it_starts_at_centred_procrustes(shape: str) -> None:
     model = make(shape=shape, pull=0.0)
-    weight, bias = solve_procrustes(Moments.of([(unit(6, 6, 2), unit(6, 4, 1))]), centre=True)
+    weight, bias = solve_procrustes(Moments.compute([(unit(6, 6, 2), unit(6, 4, 1))]), centre=True)
     inputs = unit(5, 6, 9)
     start = F.normalize(inputs @ weight.float() + bias.float(), dim=-1)
-    torch.testing.assert_close(model.view(inputs), start, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(model.to_space(inputs), start, atol=1e-6, rtol=1e-5)
     pulled = make(shape=shape)
     batch = {"new_embeds": unit(6, 6, 2), "old_embeds": unit(6, 4, 1), "labels": LABELS, "index": torch.arange(6)}
     torch.testing.assert_close(pulled(**batch).loss, model(**batch).loss, atol=1e-6, rtol=1e-6)  # not yet moved
@@ -185,7 +185,7 @@ def test_without_a_projection_of_its_own_a_backbone_ends_in_that_of_its_encoder(
 @pytest.fixture
 def features(folder_of: dict[str, str], images: list[Image.Image]) -> torch.Tensor:
     """Return the penultimate features (4, 32) of the tiny CLIP."""
-    embedder = penultimate(load_embedder(folder_of["clip"]))
+    embedder = penultimate_embedder(load_embedder(folder_of["clip"]))
     return embedder.embed({"pixel_values": embedder.processor.images(images)}).clone()
 
 
@@ -206,16 +206,16 @@ def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
     embeds = model.embed_images(pixels)
     assert torch.equal(embeds, before_the_projection("clip", encoder, pixels)) and model.config.embedding_dim == 32
     torch.testing.assert_close(model.self_view(embeds), encoder.embed_images(pixels), atol=1e-6, rtol=0)
-    view = model.view(embeds)
+    view = model.to_space(embeds)
     assert view.shape == (4, 4) and model.stored_dim == 4
     torch.testing.assert_close(view.norm(dim=-1), torch.ones(4))
-    torch.testing.assert_close(model.view(3 * embeds), view, atol=1e-6, rtol=0)  # their direction is mapped
+    torch.testing.assert_close(model.to_space(3 * embeds), view, atol=1e-6, rtol=0)  # their direction is mapped
     with pytest.raises(XcompatError, match="penultimate features do not support texts; set options.input to embedding"):
         model.embed_texts(**processor.texts(TEXTS))
     model.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(again.embed_images(pixels), embeds) and again.fingerprint() == model.fingerprint()
-    assert torch.equal(again.view(embeds), view) and torch.equal(again.self_view(embeds), model.self_view(embeds))
+    assert torch.equal(again.to_space(embeds), view) and torch.equal(again.self_view(embeds), model.self_view(embeds))
     trained = {name for name, parameter in again.named_parameters() if parameter.requires_grad}
     assert set(again.state_dict()) - trained == {"head.weight", "head.bias"}
     assert load_embedder(str(tmp_path)).dim == 4, "the next update sees its view"
@@ -224,9 +224,9 @@ def test_a_map_of_penultimate_features_keeps_the_new_model_as_it_is(
 def test_penultimate_features_start_at_procrustes_between_directions(folder_of: dict[str, str], features: torch.Tensor) -> None:
     model = on_penultimate(folder_of["clip"], features)
     directions = features / features.square().sum(dim=1, keepdim=True).sqrt()
-    weight, bias = solve_procrustes(Moments.of([(directions, unit(4, 4, 1))]), centre=True)
+    weight, bias = solve_procrustes(Moments.compute([(directions, unit(4, 4, 1))]), centre=True)
     start = F.normalize(directions @ weight.float() + bias.float(), dim=-1)
-    torch.testing.assert_close(model.view(features), start, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(model.to_space(features), start, atol=1e-6, rtol=1e-5)
     batch = {"new_embeds": features, "old_embeds": unit(4, 4, 1), "labels": LABELS[:4], "index": torch.arange(4)}
     loss = bank_contrast_loss(
         start, batch["old_embeds"], batch["old_embeds"], 15.0, LABELS[:4], LABELS[:4], *[torch.arange(4)] * 2
@@ -252,5 +252,5 @@ def test_a_map_of_penultimate_features_belongs_to_a_model_that_has_some(
 
 def test_features_and_embeddings_have_two_identities(folder_of: dict[str, str]) -> None:
     plain = load_embedder(folder_of["clip"])
-    other = penultimate(plain)
+    other = penultimate_embedder(plain)
     assert other.fingerprint != plain.fingerprint and other.name == plain.name and (plain.dim, other.dim) == (16, 32)

@@ -14,9 +14,9 @@ from transformers import AutoModel
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.methods import METHODS, ProcrustesModel
-from xcompat.models import describe_old, query_memory, remembered
+from xcompat.models import describe_old, memory_contents, query_memory
+from xcompat.models.memory_contents import ClassMemoryContents, ClassStatistics
 from xcompat.models.query_memory import QueryMemory, QueryMetric
-from xcompat.models.remembered import ClassStatistics, RememberedClasses
 
 NEW, OLD = 12, 8
 
@@ -41,9 +41,9 @@ def filled(entries: int = 6, seed: int = 0, **settings: Any) -> QueryMemory:
 
 
 def remembering(new: np.ndarray, old: np.ndarray, labels: np.ndarray, sharpness: float = 30.0, share: float = 0.5) -> QueryMemory:
-    of_new, of_old = (ClassStatistics.of(side, labels, labels.max() + 1) for side in (new, old))
+    of_new, of_old = (ClassStatistics.compute(side, labels, labels.max() + 1) for side in (new, old))
     metric = QueryMetric.solve(of_old.mean_d, of_old.within_dd, 0.25, 0.3)
-    return RememberedClasses.of(of_new, of_old, new, labels).memory(metric, sharpness, share)
+    return ClassMemoryContents.compute(of_new, of_old, new, labels).build_memory(metric, sharpness, share)
 
 
 def normalised(row: np.ndarray) -> np.ndarray:
@@ -66,13 +66,13 @@ def test_it_is_what_a_loop_over_queries_and_entries_gives() -> None:
         gate = 1 / (1 + np.exp(-(state["gate"][0] * max(cosines) + state["gate"][1])))
         expected = normalised(in_metric(q, "metric") + 0.7 * gate * recalled)
         np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
-        assert memory.familiarity(memory.resemblance(torch.from_numpy(x[None]))).item() == pytest.approx(gate, abs=1e-5)
+        assert memory.familiarity(memory.key_cosines(torch.from_numpy(x[None]))).item() == pytest.approx(gate, abs=1e-5)
 
 
 def test_a_metric_whitens_what_lies_within_classes() -> None:
     old, labels = clustered(5, 400, OLD, 0)
     within = old - np.stack([old[labels == label].mean(0) for label in range(5)])[labels]
-    statistics = ClassStatistics.of(old, labels, 5)
+    statistics = ClassStatistics.compute(old, labels, 5)
     covariance = within.T @ within / len(old)
     np.testing.assert_allclose(statistics.within_dd.numpy(), covariance, atol=1e-6)
     whitened = within @ QueryMetric.solve(statistics.mean_d, statistics.within_dd, 0.5, 1e-9).matrix_dd.numpy()
@@ -84,11 +84,11 @@ def test_a_metric_whitens_what_lies_within_classes() -> None:
 
 def test_statistics_do_not_depend_on_blocks_or_on_unreadable_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     old, labels = clustered(4, 9, OLD, 3)
-    whole = ClassStatistics.of(old, labels, 5)  # of the fifth class there is none
+    whole = ClassStatistics.compute(old, labels, 5)  # of the fifth class there is none
     assert whole.counts_C.tolist() == [9, 9, 9, 9, 0] and not whole.means_Cd[4].any()
-    monkeypatch.setattr(remembered, "ROWS", 7)
+    monkeypatch.setattr(memory_contents, "ROWS", 7)
     holes = np.insert(old, 5, np.nan, axis=0)
-    parts = ClassStatistics.of(holes, np.insert(labels, 5, 2), 5)
+    parts = ClassStatistics.compute(holes, np.insert(labels, 5, 2), 5)
     for name in ("counts_C", "means_Cd", "mean_d", "within_dd"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
 
@@ -99,7 +99,7 @@ def test_the_gate_tells_classes_that_are_remembered_from_others() -> None:
     known = labels < 6
     memory = remembering(both[known], old[known], labels[known])
     fresh, _ = clustered(12, 30, NEW, 5, spread=0.8, noise=77)  # other samples of the same classes
-    opened = memory.familiarity(memory.resemblance(torch.from_numpy(fresh)))
+    opened = memory.familiarity(memory.key_cosines(torch.from_numpy(fresh)))
     assert opened[: known.sum()].mean() > 0.7 > 0.3 > opened[known.sum() :].mean()
 
 
@@ -108,7 +108,7 @@ def test_a_sample_does_not_recognise_itself() -> None:
     new, labels = clustered(40, 2, NEW, 9, spread=3.0)
     old, _ = clustered(40, 2, OLD, 10)
     memory = remembering(new, old, labels)
-    gates = memory.familiarity(memory.resemblance(torch.from_numpy(unit(200, NEW, 11))))
+    gates = memory.familiarity(memory.key_cosines(torch.from_numpy(unit(200, NEW, 11))))
     assert gates.std() < 0.15, "classes that mean nothing open no gate"
 
 
@@ -136,22 +136,22 @@ def wearing(method: str, **options: Any) -> Any:
 @pytest.mark.parametrize("method", WEARING)
 def test_any_view_wears_it_and_what_is_stored_does_not(method: str, tmp_path: Path) -> None:
     model, embeds = wearing(method), torch.from_numpy(unit(5, NEW, 1))
-    own, before, stored_as = model.view(embeds).detach(), model.fingerprint(), model.stored_fingerprint()
+    own, before, stored_as = model.to_space(embeds).detach(), model.fingerprint(), model.stored_fingerprint()
     memory = filled(sharpness=25.0, share=0.5)
     model.remember(memory)
-    worn = model.view(embeds).detach()
+    worn = model.to_space(embeds).detach()
     torch.testing.assert_close(worn, memory(embeds, own), rtol=0, atol=0)
     assert not torch.allclose(worn, own, atol=1e-2)
     torch.testing.assert_close(model.stored(embeds).detach(), own, rtol=0, atol=0)
-    torch.testing.assert_close(model.view(embeds, model.compatible_with[1]).detach(), own, rtol=0, atol=0)
+    torch.testing.assert_close(model.to_space(embeds, model.compatible_with[1]).detach(), own, rtol=0, atol=0)
     assert model.stored_fingerprint() == stored_as and model.fingerprint() != before and model.view_layers is None
     model.save_pretrained(tmp_path / "model")
     again = AutoModel.from_pretrained(tmp_path / "model")
-    torch.testing.assert_close(again.view(embeds).detach(), worn, rtol=0, atol=0)
+    torch.testing.assert_close(again.to_space(embeds).detach(), worn, rtol=0, atol=0)
     assert again.fingerprint() == model.fingerprint() and again.config.memory == {"entries": 6, "sharpness": 25.0, "share": 0.5}
     half = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
-    torch.testing.assert_close(half.view(embeds).detach(), worn, rtol=0, atol=0.1)
-    assert again.remember(None).fingerprint() == before and torch.equal(again.view(embeds), own)
+    torch.testing.assert_close(half.to_space(embeds).detach(), worn, rtol=0, atol=0.1)
+    assert again.remember(None).fingerprint() == before and torch.equal(again.to_space(embeds), own)
 
 
 def test_two_memories_are_two_models() -> None:
@@ -164,9 +164,9 @@ def test_two_memories_are_two_models() -> None:
 def test_few_cosines_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, shapes = filled(), []
     new, own = torch.from_numpy(unit(7, NEW, 7)), torch.from_numpy(unit(7, OLD, 8))
-    whole, resemblance = memory(new, own), memory.resemblance
+    whole, resemblance = memory(new, own), memory.key_cosines
     monkeypatch.setattr(query_memory, "_HELD", 13)
-    monkeypatch.setattr(memory, "resemblance", lambda block: shapes.append(len(block)) or resemblance(block))
+    monkeypatch.setattr(memory, "key_cosines", lambda block: shapes.append(len(block)) or resemblance(block))
     torch.testing.assert_close(memory(new, own), whole)
     assert shapes == [2, 2, 2, 1], "of six entries"
 
@@ -177,11 +177,11 @@ def test_the_page_that_does_without_the_package_gives_the_same_queries(remembers
     given: dict[str, Any] = {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], given)  # noqa: S102 - what the page shows is what is tried
     memory = filled()
-    model = wearing("procrustes").remember({"nothing": None, "metric": memory.metric_alone(), "classes": memory}[remembers])
+    model = wearing("procrustes").remember({"nothing": None, "metric": memory.without_entries(), "classes": memory}[remembers])
     model.export(tmp_path / "model")
     embeds = torch.from_numpy(unit(9, NEW, 3).astype(np.float32))
     found = given["queries"](embeds.numpy(), tmp_path / "model")
-    np.testing.assert_allclose(found, model.view(embeds).numpy(), atol=1e-5)
+    np.testing.assert_allclose(found, model.to_space(embeds).numpy(), atol=1e-5)
 
 
 def test_without_entries_only_the_metric_is_worn() -> None:
@@ -223,12 +223,12 @@ def test_a_memory_of_other_dimensions_is_refused() -> None:
 
 def test_one_class_or_none_cannot_be_remembered() -> None:
     new, labels = clustered(1, 6, NEW, 0)
-    statistics = ClassStatistics.of(new, labels, 1)
+    statistics = ClassStatistics.compute(new, labels, 1)
     with pytest.raises(XcompatError, match="two classes"):
-        RememberedClasses.of(statistics, statistics, new, labels)
+        ClassMemoryContents.compute(statistics, statistics, new, labels)
     with pytest.raises(XcompatError, match="none is readable"):
-        ClassStatistics.of(np.full((3, NEW), np.nan, np.float32), np.zeros(3, np.int64), 1)
-    single = ClassStatistics.of(np.eye(4, dtype=np.float32), np.arange(4), 4)
+        ClassStatistics.compute(np.full((3, NEW), np.nan, np.float32), np.zeros(3, np.int64), 1)
+    single = ClassStatistics.compute(np.eye(4, dtype=np.float32), np.arange(4), 4)
     with pytest.raises(XcompatError, match="variance within their classes"):
         QueryMetric.solve(single.mean_d, single.within_dd, 0.25, 0.3)
 

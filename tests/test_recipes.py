@@ -31,15 +31,15 @@ from xcompat.encoders.standins import small_scratch, stand_in
 from xcompat.models import describe_old
 from xcompat.report import load_report
 from xcompat.training import test_data
-from xcompat.training.beforehand import load_checked
 from xcompat.training.dry_run import BATCH, PAIRS, dry_run_recipe
 from xcompat.training.evaluation_sets import check_zero_shot, load_pair_test_set
 from xcompat.training.headers import read_header
-from xcompat.training.paths import check_paths
+from xcompat.training.input_checks import check_paths
+from xcompat.training.preflight import load_checked
 from xcompat.training.recipe import Recipe, load_recipe, parse_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.stage import SIDES
-from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
+from xcompat.training.stage_recipe import AUTO_MAP, ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -296,7 +296,7 @@ def small_batches(stage: StageRecipe) -> StageRecipe:
 def build(run: StageRun, classes: list[str]) -> None:
     """Build the model of a stage around a tiny encoder."""
     settings, method = run.settings, run.models.method
-    if settings.method == CHOSEN:
+    if settings.method == AUTO_MAP:
         return
     if isinstance(settings.new, ScratchSource):
         scratch_dim(settings.new)

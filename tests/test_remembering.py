@@ -18,21 +18,21 @@ from PIL import Image
 from schedule import mostly_nightly
 from transformers import AutoModel
 
-from xcompat.core.arrays import numbered
+from xcompat.core.arrays import number_strings
 from xcompat.core.errors import XcompatError
 from xcompat.data import BadSamples, PairSource, flatten_captions, load_pairs
 from xcompat.data.pairs import rows_of_ids
 from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
-from xcompat.embeddings.cache_filling import fill_cache
+from xcompat.embeddings.cache_writer import fill_cache
 from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose
-from xcompat.mapping.candidates import LINES, Candidate, Known
-from xcompat.mapping.paired import grouped, load_paired
+from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
+from xcompat.mapping.paired import load_paired, number_groups
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.training.dry_run import dry_run_recipe
+from xcompat.training.memory import captioned_pairs, labelled_pairs
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE, OLD_MEMORY
-from xcompat.training.remembering import captioned_pairs, labelled_pairs
 from xcompat.training.run import embed_recipe, run_recipe
 
 
@@ -97,14 +97,14 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
         sides.append((images.numpy(), side.embed(side.processor.texts(texts)).numpy()))
     rows = np.arange(len(pairs))
     captioned = CaptionedEmbeddings(*(PairedEmbeddings(sides[0][kind], sides[1][kind], rows) for kind in (0, 1)))
-    memory = Known(captioned).memory(Candidate("rotation", sharpness=1e7, share=1e6))
+    memory = CandidateParts(captioned).memory(Candidate("rotation", sharpness=1e7, share=1e6))
     assert memory is not None
     (new_images, new_texts), (old_images, old_texts) = sides
     for asked, found in ((new_texts, old_images), (new_images, old_texts)):
         leant = memory(torch.from_numpy(asked), torch.zeros(len(rows), old_images.shape[1]))
         expected = torch.nn.functional.normalize(torch.from_numpy(found - found.mean(0)), dim=1)
         torch.testing.assert_close(leant, expected, atol=1e-4, rtol=0)
-    assert torch.equal(memory.familiarity(memory.resemblance(torch.from_numpy(new_texts))), torch.ones(len(rows)))
+    assert torch.equal(memory.familiarity(memory.key_cosines(torch.from_numpy(new_texts))), torch.ones(len(rows)))
 
 
 def _picture(value: Any) -> Image.Image:
@@ -112,7 +112,9 @@ def _picture(value: Any) -> Image.Image:
 
 
 def test_what_belongs_together_is_one_group() -> None:
-    images, texts = grouped(["a", "b", "c", "d", "e"], ["a", "a", "b", "c", "x"], ["red", "round", "round", "blue", "green"])
+    images, texts = number_groups(
+        ["a", "b", "c", "d", "e"], ["a", "a", "b", "c", "x"], ["red", "round", "round", "blue", "green"]
+    )
     assert images[0] == images[1] and images[2] not in (images[0], -1), "images of captions that read alike belong together"
     assert images[3] == images[4] == -1 and texts[4] == -1, "an image without captions, a caption without an image"
     assert list(texts[:4]) == [images[0]] * 3 + [images[2]] and sorted({*images} - {-1}) == [0, 1]
@@ -120,7 +122,7 @@ def test_what_belongs_together_is_one_group() -> None:
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0"), max_size=3)))
 def test_strings_are_numbered_as_numpy_does(names: list[str]) -> None:
-    distinct, places = numbered(iter(names))
+    distinct, places = number_strings(iter(names))
     expected, inverse = np.unique(np.array(names, "U3"), return_inverse=True)
     assert distinct == expected.tolist() and places.tolist() == inverse.tolist() and places.dtype == np.int64
 
@@ -134,7 +136,7 @@ def test_one_long_caption_does_not_lengthen_the_others(tmp_path: Path) -> None:
         (tmp_path / name).write_text("\n".join(lines))
     tracemalloc.start()
     try:
-        images, texts = grouped(ids, ids, captions)
+        images, texts = number_groups(ids, ids, captions)
         assert images.tolist() == texts.tolist() and [len(rows) for rows in rows_of_ids(dataset)] == [1] * count
         assert load_paired(tmp_path, tmp_path).n_classes == count
         assert tracemalloc.get_traced_memory()[1] < 30_000_000

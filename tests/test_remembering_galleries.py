@@ -18,10 +18,10 @@ from xcompat.export import to_onnx
 from xcompat.export.query_transform import linear_steps
 from xcompat.hub.card import model_card
 from xcompat.mapping import choose
-from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.candidates import Candidate, CandidateParts
+from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.folds import folds
-from xcompat.mapping.paired import PairedEmbeddings, TurnedEmbeddings
-from xcompat.mapping.showing import as_json, choice_table, said_of
+from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings
 from xcompat.methods import METHODS, FctConfig, FctModel
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.query_memory import QueryMemory
@@ -58,13 +58,13 @@ def pairs(noise: float = 0.4) -> PairedEmbeddings:
     return PairedEmbeddings(normalised(new), normalised(old), labels)
 
 
-def turned() -> TurnedEmbeddings:
+def turned() -> SwappedEmbeddings:
     plain = pairs()
-    return TurnedEmbeddings(plain.old_Nd, plain.new_ND, plain.labels_N)
+    return SwappedEmbeddings(plain.old_Nd, plain.new_ND, plain.labels_N)
 
 
 def memory(codec: str | None = None, **settings: Any) -> QueryMemory:
-    worn = Known(turned(), codec=codec).memory(Candidate("rotation", **{"sharpness": 20.0, "share": 0.7, **settings}))
+    worn = CandidateParts(turned(), codec=codec).memory(Candidate("rotation", **{"sharpness": 20.0, "share": 0.7, **settings}))
     assert worn is not None
     return worn
 
@@ -122,7 +122,7 @@ def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None
     assert model.fingerprint() != before and upgraded_version(model).digest != to.digest
     assert model.confidence(queries) is None and not model.is_confident
     with pytest.raises(XcompatError, match="maps galleries: upgrade the stored embeddings instead"):
-        model.view(queries)
+        model.to_space(queries)
     model.save_pretrained(tmp_path / "model")
     again = AutoModel.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(again.upgrade(*given), leant, rtol=0, atol=0)
@@ -134,7 +134,7 @@ def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None
 
 
 def test_how_sure_queries_are_is_no_gallerys_matter() -> None:
-    model = mapping("procrustes").remember(memory().calibrated(3.0, -1.0))
+    model = mapping("procrustes").remember(memory().calibrate(3.0, -1.0))
     assert model.confidence(torch.from_numpy(unit(2, NEW, 0))) is None and not model.is_confident
 
 
@@ -167,7 +167,7 @@ def test_a_gallery_is_upgraded_with_what_is_remembered(tmp_path: Path) -> None:
     assert not takes_old_queries(model, gallery.manifest.present()[0]), "no query of it leans on anything"
     assert plan_upgrade(gallery, model).items == len(given)
     assert gallery.upgrade(model, batch_size=50) == len(given)
-    assert gallery.versions == [model.fingerprint().derived("upgrade")]
+    assert gallery.versions == [model.fingerprint().derive("upgrade")]
     with torch.no_grad():
         expected = model.upgrade(torch.from_numpy(given.old_Nd)).numpy()
     np.testing.assert_allclose(gallery.segments[0].vectors(np.arange(len(given))), expected, atol=1e-6)
@@ -195,11 +195,11 @@ def test_an_upgrade_that_was_begun_without_memory_is_not_continued_with_one(
     np.testing.assert_allclose(stored, expected, atol=1e-6)
 
 
-def side_map() -> tuple[FctModel, TurnedEmbeddings]:
+def side_map() -> tuple[FctModel, SwappedEmbeddings]:
     config = FctConfig(old=describe_old(OLD_MODEL, OLD), embedding_dim=NEW, side_info=SIDE)
     torch.manual_seed(1)
     given = turned()
-    return FctModel(config).eval(), TurnedEmbeddings(given.new_ND, given.old_Nd, given.labels_N, side_NS=unit(len(given), 3, 5))
+    return FctModel(config).eval(), SwappedEmbeddings(given.new_ND, given.old_Nd, given.labels_N, side_NS=unit(len(given), 3, 5))
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
     for fold in folds(given.labels_N, "open"):
         rows = fold.queries["half of them new"]
         labels, old, new = given.labels_N[rows], torch.from_numpy(given.new_ND[rows]), given.old_Nd[rows]
-        worn = Known(given.take(fold.fit_F)).memory(trial.candidate)
+        worn = CandidateParts(given.take(fold.fit_F)).memory(trial.candidate)
         assert worn is not None
         side = [torch.from_numpy(given.side_NS[rows])] if given.side_NS is not None else []
         gallery = worn(old, model.own_upgrade(old, *side)).numpy()
@@ -240,4 +240,4 @@ def test_the_memory_alone_is_what_needs_no_new_model() -> None:
     alone = choice.without_new_model
     assert alone is not None and alone.candidate.share == choice.chosen.candidate.share and alone.mean < choice.chosen.mean
     assert choice_table(choice).row_count == 2 + len(choice.shown())
-    assert "xcompat.slerp" not in " ".join(said_of(choice))
+    assert "xcompat.slerp" not in " ".join(describe_choice(choice))

@@ -48,7 +48,7 @@ from xcompat.report import (
 )
 from xcompat.report.content import Cost, LossPoint
 from xcompat.report.plots import draw_plots
-from xcompat.report.report import gather
+from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
 from xcompat.report.wording import failed_lines, metric_meanings, percent, verdicts
 
@@ -514,7 +514,7 @@ def test_clusters_come_back_and_older_files_have_none(tmp_path: Path, content: R
     ("kind", "message"), [("a bomb", "12000 x 12000 is more than the"), ("a program", "PostScript"), ("cut short", "unreadable")]
 )
 def test_thumbnails_have_the_limits_of_other_pictures(kind: str, message: str, tmp_path: Path) -> None:
-    save_report(tmp_path / "report", gather(replace(make_content(), tsne_pairs=0)))
+    save_report(tmp_path / "report", build_report(replace(make_content(), tsne_pairs=0)))
     file, picture = tmp_path / "report" / "report_data.safetensors", io.BytesIO()
     with safe_open(file, framework="numpy") as stored:
         layout, tensors = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118

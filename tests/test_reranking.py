@@ -183,7 +183,7 @@ def test_other_originals_make_kept_embeddings_invalid(
     gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str
 ) -> None:
     gallery.search(asked, newer.model, rerank=Reranker(newer, load_originals(photos), ITEMS))
-    kept = NewEmbeddings(gallery.path, Embedder.of(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
+    kept = NewEmbeddings(gallery.path, Embedder.from_model(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
     names = [f"{row:02}.png" for row in range(ITEMS)]
     assert kept.known([*names, "absent"], gallery.generation) == kept.get(names, gallery.generation).keys() == set(names)
     state = gallery.generation
@@ -220,7 +220,7 @@ def test_backfill_takes_kept_embeddings_and_begins_with_demand(
     one, other = gallery.vectors(names), in_one_go.vectors(names)
     np.testing.assert_allclose([one[name] for name in names], [other[name] for name in names], atol=1e-6)
     assert gallery.metadata(names) == in_one_go.metadata(names)
-    kept = NewEmbeddings(gallery.path, Embedder.of(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
+    kept = NewEmbeddings(gallery.path, Embedder.from_model(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
     assert len(kept.get(names, gallery.generation)) == 6, (
         "the gallery holds views of the old space, and re-ranking own embeddings"
     )

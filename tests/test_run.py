@@ -39,9 +39,9 @@ from xcompat.training import test_data as test_data_module
 from xcompat.training import train_stage as train_stage_module
 from xcompat.training.caches import cached_images
 from xcompat.training.checkpoints import last_complete_checkpoint
-from xcompat.training.cost import CostCallback, PeakMemory, Solving, _status, cost_of
+from xcompat.training.cost import CostCallback, PeakMemory, SolvingCost, _status, cost_of
 from xcompat.training.recipe import Recipe, parse_recipe
-from xcompat.training.record import LOG, logged_losses, settings_of, write_recipe
+from xcompat.training.record import LOG, dump_settings, logged_losses, write_recipe
 from xcompat.training.run import StageRun, run_recipe
 from xcompat.training.test_data import check_test_sets
 from xcompat.training.trainer import check_services, training_arguments
@@ -146,7 +146,7 @@ def test_a_changed_recipe_does_not_continue_another_ones_folder(raw: dict[str, A
 def test_a_later_folder_of_another_recipe_is_refused_before_anything_is_trained(raw: dict[str, Any], tmp_path: Path) -> None:
     recipe = recipe_of(raw)
     later = recipe.stages[-1]
-    write_recipe(recipe.stage_dir(later.name), settings_of(later, seed=7))
+    write_recipe(recipe.stage_dir(later.name), dump_settings(later, seed=7))
     with pytest.raises(XcompatError, match=f"{later.name} was made by a recipe that differs in seed"):
         run_recipe(recipe)
     assert not recipe.stage_dir(recipe.stages[0].name).exists()
@@ -542,7 +542,7 @@ def test_the_memory_of_a_stage_is_not_that_of_an_earlier_one(tmp_path: Path, mon
         earlier = high_water(2**28)
         peak = PeakMemory(torch.device("cpu"))
         assert not peak.is_own and peak.bytes() >= earlier, place
-        solving = Solving(tmp_path / "cost.json")
+        solving = SolvingCost(tmp_path / "cost.json")
         solving.write(torch.nn.Linear(2, 3))
         cost = cost_of(tmp_path)
         assert cost is not None and cost.parameters == 9 and cost.peak_memory >= earlier and cost.own_memory is None

@@ -21,8 +21,8 @@ from xcompat.report import load_report
 from xcompat.training import run as run_module
 from xcompat.training.compare import compare_recipe
 from xcompat.training.dry_run import dry_run_recipe
-from xcompat.training.paths import judged_files
-from xcompat.training.places import alone_in, require_places
+from xcompat.training.input_checks import judged_files
+from xcompat.training.output_checks import lock_run, require_places
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, ZeroShotSettings
@@ -121,7 +121,7 @@ def test_a_finished_run_is_shown_where_nobody_may_write(recipe: Callable[..., Re
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("xcompat.training.places.lock_writer", refused)
+    monkeypatch.setattr("xcompat.training.output_checks.lock_writer", refused)
     run_recipe(recipe())
     with pytest.raises(XcompatError, match=r"cannot write to .*run: Read-only file system"):
         run_recipe(recipe(evaluation={"resamples": 200, "ks": [1]}))
@@ -129,7 +129,7 @@ def test_a_finished_run_is_shown_where_nobody_may_write(recipe: Callable[..., Re
 
 def test_two_launches_do_not_train_in_one_folder(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe()
-    with alone_in(asked.output_dir), monkeypatch.context() as patch:
+    with lock_run(asked.output_dir), monkeypatch.context() as patch:
         patch.setattr(run_module, "train_stage", lambda *_: pytest.fail("trained"))
         with pytest.raises(XcompatError, match=f"another process is writing to {asked.output_dir}; wait until it is done"):
             run_recipe(asked)

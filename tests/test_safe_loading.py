@@ -21,7 +21,7 @@ from transformers import AutoModel, Trainer, TrainingArguments
 
 from xcompat import XcompatError
 from xcompat.data import PairSource, load_pairs
-from xcompat.data.problems import Problems
+from xcompat.data.bad_samples import Problems
 from xcompat.data.shards import ShardColumns, read_rows
 from xcompat.encoders import load_encoder
 from xcompat.models.embedder import load_embedder

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from xcompat.core.errors import XcompatError
 from xcompat.data import LabelledImages, Subset, old_and_new_rows, select
-from xcompat.data.scenarios import Scenario, known_share
+from xcompat.data.scenarios import Scenario, compute_shared_fraction
 
 SCENARIOS: list[Scenario] = ["extended-data", "extended-class", "open-data", "open-class"]
 percents = st.integers(1, 99)
@@ -114,9 +114,9 @@ def rows_of(images: LabelledImages) -> list[int]:
 def test_select_keeps_the_class_order_and_reindexing_does_not(labelled: LabelledImages) -> None:
     new = select(labelled, Subset(scenario="open-class", fraction=0.4, side="new"))
     assert new.classes == labelled.classes
-    assert new.kept() == ["c", "d", "e"]
+    assert new.present_classes() == ["c", "d", "e"]
     assert new.labels().tolist() == [2, 3, 4, 3, 2, 2]
-    alone = new.reindexed()
+    alone = new.reindex_labels()
     assert alone.classes == ["c", "d", "e"]
     assert alone.labels().tolist() == [0, 1, 2, 1, 0, 0]
     assert rows_of(alone) == rows_of(new) == [2, 3, 4, 5, 6, 11]
@@ -132,11 +132,11 @@ def test_select_takes_the_side_it_is_told(labelled: LabelledImages, percent: int
 
 def test_select_by_class_names(labelled: LabelledImages, tmp_path: Path) -> None:
     listed = select(labelled, Subset(classes=["d", "a"]))
-    assert listed.kept() == ["a", "d"]  # in class order, whatever the order of the list
+    assert listed.present_classes() == ["a", "d"]  # in class order, whatever the order of the list
     (tmp_path / "few.txt").write_text("d\na\n")
     assert rows_of(select(labelled, Subset(classes=str(tmp_path / "few.txt")))) == rows_of(listed) == [0, 3, 5, 8, 9, 10]
     numbered = LabelledImages(labelled.dataset, ["7", "8", "9", "10", "11"])
-    assert select(numbered, Subset(classes=[8, 10])).kept() == ["8", "10"]  # YAML reads numbers
+    assert select(numbered, Subset(classes=[8, 10])).present_classes() == ["8", "10"]  # YAML reads numbers
 
 
 def test_limits_apply_to_each_class(labelled: LabelledImages) -> None:
@@ -161,7 +161,7 @@ def test_what_the_old_model_knows_of_the_new_ones_images(
         side: Subset(scenario=scenario, fraction=0.5, side=side, limit_per_class=limit)
         for side, limit in (("old", old_limit), ("new", new_limit))
     }
-    assert known_share(labelled, sides["new"], sides["old"]) == pytest.approx(share)
+    assert compute_shared_fraction(labelled, sides["new"], sides["old"]) == pytest.approx(share)
 
 
 def test_bad_class_lists(labelled: LabelledImages) -> None:

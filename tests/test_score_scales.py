@@ -17,8 +17,8 @@ from xcompat import Fingerprint
 from xcompat.core.errors import XcompatError
 from xcompat.heads import slerp
 from xcompat.mapping import Candidate, PairedEmbeddings, fit
-from xcompat.mapping.candidates import Known
-from xcompat.mapping.paired import TurnedEmbeddings
+from xcompat.mapping.candidates import CandidateParts
+from xcompat.mapping.paired import SwappedEmbeddings
 from xcompat.mapping.score_scales import scale_scores
 from xcompat.methods import METHODS, ProcrustesConfig, ProcrustesModel
 from xcompat.models import CompatModel, describe_old
@@ -62,7 +62,7 @@ class World:
         return PairedEmbeddings(self.new_ND[self.learned], self.old_Nd[self.learned], self.labels_N[self.learned])
 
     def model(self, candidate: Candidate) -> CompatModel:
-        return fit(candidate, Known(self.pairs(), describe_old(OLD, OLD_DIM)))
+        return fit(candidate, CandidateParts(self.pairs(), describe_old(OLD, OLD_DIM)))
 
     def gallery(self, folder: Path, metric: Any = "cosine", length: float = 1.0) -> Gallery:
         """Return a gallery of old embeddings; those of another length are an adopted index."""
@@ -210,7 +210,7 @@ def test_a_map_of_galleries_calibrates_mapped_against_new_items(world: World, tm
     method = METHODS["ridge"]
     config = method.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=NEW_DIM, direction="old_to_new")
     model = method(config).fit(world.pairs().batches()).eval()
-    scale_scores(model, TurnedEmbeddings(world.old_Nd[world.learned], world.new_ND[world.learned]))
+    scale_scores(model, SwappedEmbeddings(world.old_Nd[world.learned], world.new_ND[world.learned]))
     gallery = world.gallery(tmp_path / "g")
     gallery.upgrade(model)
     untouched, _ = world.first_hits(gallery, model)
@@ -234,7 +234,7 @@ def test_a_map_knows_which_threshold_replaces_an_old_one(world: World, candidate
     model = AutoModel.from_pretrained(tmp_path / "map")
     old_QN = world.old_Nd[world.asked] @ world.old_Nd[world.stored].T
     with torch.inference_mode():
-        asked_Qd = model.view(torch.from_numpy(world.new_ND[world.asked]))
+        asked_Qd = model.to_space(torch.from_numpy(world.new_ND[world.asked]))
         if candidate.old_share:
             asked_Qd = slerp(asked_Qd, torch.from_numpy(world.old_Nd[world.asked]), candidate.old_share)
     new_QN = asked_Qd.numpy() @ world.old_Nd[world.stored].T
@@ -251,10 +251,10 @@ def test_a_map_knows_which_threshold_replaces_an_old_one(world: World, candidate
 
 def test_thresholds_without_labels_keep_the_number_of_hits(world: World) -> None:
     pairs = PairedEmbeddings(world.new_ND[world.learned], world.old_Nd[world.learned])
-    model = fit(Candidate("ridge"), Known(pairs, describe_old(OLD, OLD_DIM)))
+    model = fit(Candidate("ridge"), CandidateParts(pairs, describe_old(OLD, OLD_DIM)))
     old_QN = world.old_Nd[world.asked] @ world.old_Nd[world.stored].T
     with torch.inference_mode():
-        new_QN = model.view(torch.from_numpy(world.new_ND[world.asked])).numpy() @ world.old_Nd[world.stored].T
+        new_QN = model.to_space(torch.from_numpy(world.new_ND[world.asked])).numpy() @ world.old_Nd[world.stored].T
     old = float(np.quantile(old_QN, 0.95))
     found = model.threshold(old=old)
     assert found.keeps == "hits" and (new_QN >= found.score).mean() == pytest.approx(0.05, abs=0.01)

@@ -23,16 +23,16 @@ from PIL import Image
 from test_labelled_run import write_classes
 
 from xcompat import Fingerprint, XbtModel, XcompatError, cli
-from xcompat.embeddings.provider import asking
-from xcompat.evaluation.differing import Order, differing
+from xcompat.embeddings.provider import query_model
+from xcompat.evaluation.query_changes import Order, sort_by_change
 from xcompat.methods import FctModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import report_file
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.hit_output import wanted_metadata
 from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.ranking_comparison import DEPTH, embed_query
 from xcompat.retrieval.reranking import Reranker
-from xcompat.retrieval.showing import wanted_metadata
-from xcompat.retrieval.side_by_side import DEPTH, embed_query
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 from xcompat.serve.app import listen, make_app
 from xcompat.serve.connections import make_server
-from xcompat.serve.differing import PER_PAGE
-from xcompat.serve.differing import page as differing_page
+from xcompat.serve.differing_queries import PER_PAGE
+from xcompat.serve.differing_queries import page as differing_page
 from xcompat.serve.options import Options
 from xcompat.serve.queries import SearchQuery
 from xcompat.serve.search import answer, facets_of, restore_query
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source
-from xcompat.serve.target import load_site
+from xcompat.serve.site_loading import load_site
 from xcompat.serve.uploads import UPLOAD_BYTES
 
 HOSTILE = "<img src=x onerror=alert(1)>${7*7}{{7*7}}.png"
@@ -249,7 +249,7 @@ def ids(page: Page, side: str) -> list[str]:
 
 def found(gallery: Path, embedder: Embedder, query: Any, k: int = 10, **where: str) -> list[str]:
     """Return what a search without the page finds."""
-    hits = Gallery.open(gallery).search(embed_query(embedder, query), asking(embedder), k, where or None)[0]
+    hits = Gallery.open(gallery).search(embed_query(embedder, query), query_model(embedder), k, where or None)[0]
     return [hit.id for hit in hits]
 
 
@@ -328,7 +328,7 @@ def test_hits_are_filtered_and_counted(page: Page, visit: Open, gallery: Path, n
 
 def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, texts: Path, new: Embedder, old: Embedder) -> None:
     page = visit("?kind=text&text=a+red+shoe&gallery=mixed&k=40")
-    hits = Gallery.open(mixed).search(embed_query(new, "a red shoe"), asking(new), COUNT)[0]
+    hits = Gallery.open(mixed).search(embed_query(new, "a red shoe"), query_model(new), COUNT)[0]
     assert ids(page, NEW) == [hit.id for hit in hits]
     badges = page.get_by_role("region", name=NEW).locator("li .badge:not(.plain)").all_inner_texts()
     assert badges == [hit.version.name.rpartition("/")[2] for hit in hits] and len(set(badges)) == 2
@@ -411,7 +411,7 @@ def test_queries_that_lost_or_gained_most_come_first(visit: Open, run_address: s
     judged = run_site.judged["text-to-image"]
 
     def expected(order: Order, number: int) -> list[str]:
-        rows = differing(judged.old_Q, judged.new_Q, order).rows_q[PER_PAGE * (number - 1) : PER_PAGE * number]
+        rows = sort_by_change(judged.old_Q, judged.new_Q, order).rows_q[PER_PAGE * (number - 1) : PER_PAGE * number]
         return [
             f"{judged.questions.words(int(judged.rows_Q[row]))}: {judged.old_Q[row] + 1}, {judged.new_Q[row] + 1}" for row in rows
         ]
@@ -428,7 +428,7 @@ def test_queries_that_lost_or_gained_most_come_first(visit: Open, run_address: s
     page.get_by_label("what it gained").check()
     assert shown(1, "gained") == expected("gained", 1)
     first = page.locator(".questions > li").first
-    rank = int(judged.new_Q[differing(judged.old_Q, judged.new_Q, "gained").rows_q[0]])
+    rank = int(judged.new_Q[sort_by_change(judged.old_Q, judged.new_Q, "gained").rows_q[0]])
     marked = first.get_by_role("region", name=NEW).locator("li")
     assert [("right" in (card.get_attribute("class") or "")) for card in marked.all()] == [place == rank for place in range(5)]
     page.get_by_label("image to text").check()
@@ -508,7 +508,7 @@ def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new:
     with httpx.Client(base_url=address, timeout=None, limits=every) as client, ThreadPoolExecutor(200) as visitors:
         answers = list(visitors.map(search, texts))
     embeds = new.embed(new.processor.for_queries().texts(texts), "own")
-    expected = [hits[0].id for hits in Gallery.open(gallery).search(embeds, asking(new), 1)]
+    expected = [hits[0].id for hits in Gallery.open(gallery).search(embeds, query_model(new), 1)]
     shown = [unescape(answer).partition(f'"{NEW}"')[2].partition('data-item="')[2].partition('" title')[0] for answer in answers]
     assert shown == expected
 
@@ -579,7 +579,7 @@ def test_pictures_of_several_folders_are_looked_for_in_each(
 
     typed: list[Any] = []
     monkeypatch.setattr("xcompat.serve.serve_target", lambda *given: typed.extend(given[4]))
-    monkeypatch.setattr("xcompat.training.beforehand.require_model", lambda name: None)
+    monkeypatch.setattr("xcompat.training.preflight.require_model", lambda name: None)
     images = ["--images", str(first), "--images", str(listed / "captions.csv"), "--images", str(second)]
     monkeypatch.setattr(sys, "argv", ["xcompat", "serve", str(gallery), "--model", "x", *images])
     with pytest.raises(SystemExit):
@@ -608,7 +608,7 @@ def test_first_matches_stand_where_the_report_has_them(kind: str, request: pytes
     assert site.judged
     for direction, judged in site.judged.items():
         shown = differing_page(site, direction, "lost", 1)
-        rows = differing(judged.old_Q, judged.new_Q, "lost").rows_q[:PER_PAGE]
+        rows = sort_by_change(judged.old_Q, judged.new_Q, "lost").rows_q[:PER_PAGE]
         sides = re.findall(r'<section class="side small".*?</section>', shown, re.DOTALL)
         assert len(sides) == 2 * len(rows)
         for row, old_side, new_side in zip(rows, sides[::2], sides[1::2], strict=True):

@@ -66,7 +66,7 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def viewed(map_folder: str, text: str) -> np.ndarray:
     """Return a query as it was made before: by the service, and then by the map."""
-    return ServedMap.load(map_folder, Service()).model.view(torch.from_numpy(new([text])))[0].numpy()
+    return ServedMap.load(map_folder, Service()).model.to_space(torch.from_numpy(new([text])))[0].numpy()
 
 
 def searched(gallery: Gallery, query: str, *more: str) -> str:

@@ -14,9 +14,9 @@ from xcompat import Fingerprint
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, Hit, commands
 from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.ranking_comparison import find
 from xcompat.retrieval.reranking import Reranker
-from xcompat.retrieval.side_by_side import find
-from xcompat.stores.shadow import Pair, Shadow, Way, compare_ways
+from xcompat.stores.shadow import Pair, SearchSetup, Shadow, compare_ways
 
 QUERIES = ["a dog", "a red shoe", "two cats on grass", "the letter alpha"]
 Run = Callable[..., tuple[int, str, str]]
@@ -46,8 +46,8 @@ def gallery(photos: Path, old: Embedder) -> Gallery:
 def test_numbers_are_those_of_two_searches(gallery: Gallery, old: Embedder, new: Embedder, photos: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in gallery.path.rglob("*")}
     rerank = Reranker(new, load_originals(photos), keep=False)
-    for way in (Way(new), Way(new, rerank=rerank)):
-        *_, seen = compare_ways(gallery, Way(old), way, QUERIES, top_k=5)
+    for way in (SearchSetup(new), SearchSetup(new, rerank=rerank)):
+        *_, seen = compare_ways(gallery, SearchSetup(old), way, QUERIES, top_k=5)
         found = [[[hit.id for hit in find(gallery, old, query, 5, None)] for query in QUERIES]]
         found += [[[hit.id for hit in find(gallery, new, query, 5, None, way.rerank)] for query in QUERIES]]
         shares = [len({*one} & {*other}) / 5 for one, other in zip(*found, strict=True)]

@@ -22,7 +22,7 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.methods import DirectModel, IndependentModel
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.embedder import load_checkpoint
-from xcompat.training.cached_gradients import backward_in_parts
+from xcompat.training.cached_gradients import backward_in_mini_batches
 from xcompat.training.sharding import shardable, unsharded
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import StageTrainer, training_arguments
@@ -111,12 +111,12 @@ def _sharded_parts(rank: int, encoder: str, store: str, out: str) -> None:
     model = shardable(_direct(encoder))
     mine = {name: column[2 * rank : 2 * rank + 2] for name, column in (_batch(model) | _old()).items()}
     _fully_shard(model)
-    loss = backward_in_parts(_Fsdp(), model, mine, 1)  # type: ignore[arg-type]
+    loss = backward_in_mini_batches(_Fsdp(), model, mine, 1)  # type: ignore[arg-type]
     whole = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     scale = shardable(IndependentModel.from_encoder(encoder)).train()
     _fully_shard(scale)
     with pytest.raises(XcompatError, match=r"the loss of \w*IndependentModel reads its own weights; launch without FSDP"):
-        backward_in_parts(_Fsdp(), scale, _batch(scale), 2)  # type: ignore[arg-type]
+        backward_in_mini_batches(_Fsdp(), scale, _batch(scale), 2)  # type: ignore[arg-type]
     if rank == 0:
         torch.save((loss, whole), out)
     dist.destroy_process_group()

@@ -32,7 +32,7 @@ from xcompat.retrieval.upgrading import Block
 from xcompat.stores import Rows, Store, commands, lease, migration
 from xcompat.stores.embedding import Embedding
 from xcompat.stores.mapping import Mapping
-from xcompat.stores.uri import StoreUri, shown, split
+from xcompat.stores.uri import StoreUri, split, without_credentials
 
 pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 300, 16, 24
@@ -79,9 +79,9 @@ class Disturbed(Mapping):
 
     disturb: Callable[[], None] = staticmethod(lambda: None)
 
-    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
+    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         self.disturb()
-        return super().given(store, rows)
+        return super().prepare(store, rows)
 
 
 def disturbed(model: RidgeModel, disturb: Callable[[], None]) -> Disturbed:
@@ -178,13 +178,13 @@ def test_an_open_store_notices_that_another_has_switched(place: Place, vectors: 
     migration.verify(other, mapping)
     assert ids(store.find(vectors[:9], OLD, 5)) == before
     migration.switch(other, mapping)
-    if store.tells:
-        assert store.search(mapping(vectors[:1]), 1)[0][0].version == mapping.made[0]
+    if store.reports_version:
+        assert store.search(mapping(vectors[:1]), 1)[0][0].version == mapping.target[0]
     with pytest.raises(FingerprintMismatchError, match="cannot be compared with"):
         store.find(vectors[:9], OLD, 5)
     found = store.find(mapping(vectors[:9]), same, 5)
     assert ids(found) == ids(place.open().search(mapping(vectors[:9]), 5)) == ids(store.search(mapping(vectors[:9]), 5))
-    assert {hit.version for hits in found for hit in hits} == {mapping.made[0]}
+    assert {hit.version for hits in found for hit in hits} == {mapping.target[0]}
     migration.rollback(place.open())
     assert ids(store.find(vectors[:9], OLD, 5)) == before
 
@@ -208,7 +208,7 @@ def test_a_migration_from_plan_to_finish(
     migration.switch(store, mapping)
     assert_mapped(place, space + "_before", space, model)
     store = place.open()
-    assert store.describe()["dim"] == NEW_DIM and store.describe()["fingerprint"] == mapping.made[0].digest
+    assert store.describe()["dim"] == NEW_DIM and store.describe()["fingerprint"] == mapping.target[0].digest
     assert store.find(mapping(vectors[:2]), model, 1)[1][0].id == "1"
     assert migration.rollback(store)[1] == 0
     store = place.open()
@@ -432,7 +432,7 @@ def test_verify_finds_a_vector_that_is_not_the_maps(
 
 
 def test_a_second_migration_at_once_is_refused(store: Store, place: Place, model: RidgeModel) -> None:
-    with store.claimed(), pytest.raises(XcompatError, match="another"):
+    with store.migration_lease(), pytest.raises(XcompatError, match="another"):
         migration.start(xcompat.stores.open(place.uri()), Mapping(model), place.into)
     migration.start(store, Mapping(model), place.into)
     with pytest.raises(XcompatError, match=f"is being migrated into {place.into}, not other"):
@@ -469,24 +469,24 @@ class Noted:
 def test_a_claim_ends_with_its_process_or_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     ours, others = (lease.Lease(cast("Store", Noted()), lambda: now) for _ in range(2))
-    with ours.held():
+    with ours.hold():
         claim = Noted.records[lease.RECORD]
-        with pytest.raises(XcompatError, match="somewhere is being migrated by another process"), others.held():
+        with pytest.raises(XcompatError, match="somewhere is being migrated by another process"), others.hold():
             pass
         Noted.records[lease.RECORD] = {**claim, "host": "elsewhere"}
         now += lease.SECONDS - 1
-        with pytest.raises(XcompatError, match="by another process"), others.held():
+        with pytest.raises(XcompatError, match="by another process"), others.hold():
             pass
         now += 2
-        with others.held(), pytest.raises(XcompatError, match="by another process"):
+        with others.hold(), pytest.raises(XcompatError, match="by another process"):
             ours.renew()
     Noted.records[lease.RECORD] = claim  # it was lost with a connection
-    with ours.held():
+    with ours.hold():
         pass
     ended = subprocess.Popen(["true"])
     ended.wait()
     Noted.records[lease.RECORD] = {**claim, "pid": ended.pid}
-    with others.held():
+    with others.hold():
         assert Noted.records[lease.RECORD]["pid"] == os.getpid()
     assert Noted.records[lease.RECORD] is None
 
@@ -681,7 +681,7 @@ def test_an_address_is_shown_without_what_is_secret() -> None:
     assert str(uri) == "postgresql://db:5432/shop?table=items" and "me:pass%40word@db:5432/shop?sslmode=require" in uri.client
     options = "options=-csearch_path%3Dshop%20-cjit%3Doff"
     assert StoreUri.parse(f"postgresql://db/shop?{options}", ("table",), passes_on=True).client.endswith(f"?{options}")
-    assert shown("qdrant://host:6333/items?api_key=secret") == "qdrant://host:6333/items"
+    assert without_credentials("qdrant://host:6333/items?api_key=secret") == "qdrant://host:6333/items"
     with pytest.raises(XcompatError, match="mongodb is not a kind of store"):
         xcompat.stores.open("mongodb://host/db")
     servers = ("postgresql://a:1,[::1]:2/x", "postgresql://me@a/x?user=me@x", "lancedb+s3://bucket/a@b")

@@ -49,7 +49,7 @@ from xcompat.encoders.standins import save_stand_in, stand_in
 from xcompat.export.onnx_towers import to_onnx
 from xcompat.export.sentence_module import CompatModule
 from xcompat.export.sentence_transformers import to_sentence_transformers
-from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.embedder import Embedder, load_embedder, penultimate_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.queries import query_embeddings
 from xcompat.training.push import push
@@ -268,7 +268,7 @@ def test_a_described_encoder_is_built_and_found_again(kind: str, made: Made) -> 
         batch = processor.texts(TEXTS)
         assert torch.equal(built.eval().embed_texts(**batch), encoder.embed_texts(**batch))
     assert built.fingerprint(processor) == encoder.fingerprint(processor)
-    found, its_processor = load_encoder(EncoderSource.described(described))
+    found, its_processor = load_encoder(EncoderSource.from_description(described))
     assert found.fingerprint(its_processor) == encoder.fingerprint(processor)
 
 
@@ -290,7 +290,7 @@ def test_images_are_refused_in_a_line(made: Made) -> None:
         lambda: embedder.embed({"pixel_values": torch.zeros(1, 3, 8, 8)}),
         lambda: images_per_batch(embedder.processor, torch.device("cpu")),
         lambda: PairCollator(embedder.processor, Augmentation()),
-        lambda: penultimate(embedder),
+        lambda: penultimate_embedder(embedder),
         lambda: embedder.model.add_adapters(AdapterConfig(prompts=2)),
     ]
     for ask in asked:
@@ -477,10 +477,10 @@ def test_a_map_asks_with_the_prompt_of_queries(kind: str, made: Made, old: Embed
     asked = new.for_queries()
     model = query_map(asked, old.for_queries())
     model.save_pretrained(tmp_path / "map")
-    expected = model.view(asked.embed(asked.processor.texts(QUESTIONS)))
+    expected = model.to_space(asked.embed(asked.processor.texts(QUESTIONS)))
     again = AutoModel.from_pretrained(tmp_path / "map")
     assert again.processor.passage_prompt == "kept: " and again.embeds_texts and not again.embeds_images
-    assert torch.equal(again.view(again.embed_texts(**again.processor.for_queries().texts(QUESTIONS))), expected)
+    assert torch.equal(again.to_space(again.embed_texts(**again.processor.for_queries().texts(QUESTIONS))), expected)
     assert again.config.encoder["fingerprint"] == new.fingerprint.digest and again.config.encoder["role"] == "queries"
     find = pipeline("compatible-retrieval", model=str(tmp_path / "map"), gallery=str(gallery.path))
     hits, rows = find(QUESTIONS, top_k=4), gallery.search(asked.embed(asked.processor.texts(QUESTIONS)), again, top_k=4)
@@ -526,7 +526,7 @@ def test_an_export_needs_no_xcompat_and_knows_the_prompts(space: Any, made: Made
     assert to_sentence_transformers(model, tmp_path / "export", space)
     theirs = SentenceTransformer(str(tmp_path / "export"), device="cpu")
     embeds = new.embed(new.processor.texts(QUESTIONS))
-    wanted = model.view(embeds) if space == "old" else embeds
+    wanted = model.to_space(embeds) if space == "old" else embeds
     np.testing.assert_allclose(theirs.encode_query(QUESTIONS), wanted, atol=1e-5)
     stored = theirs.encode(QUESTIONS)
     passages = load_embedder(EncoderSource(name=made("dense"), truncate_dim=16))
@@ -574,7 +574,7 @@ def test_a_plain_model_is_pushed_and_pulled(kind: str, made: Made, hub: Hub, tmp
     assert names["embeds"].shape == (1, encoder.embedding_dim)
     assert names["encoder"].fingerprint(names["processor"]) == encoder.fingerprint(processor)
     described = names["encoder"].description | {"name": "me/texts"}  # as a model that was pushed from here is known
-    found, its_processor = load_encoder(EncoderSource.described(described))
+    found, its_processor = load_encoder(EncoderSource.from_description(described))
     assert found.fingerprint(its_processor) == encoder.fingerprint(processor)
 
 

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from xcompat import Fingerprint
 from xcompat.core.errors import XcompatError
 from xcompat.data import TextPairCollator, TextPairDataset, TextPairSource, load_text_pairs
-from xcompat.data.text_pairs import identities
+from xcompat.data.text_pairs import hash_texts
 from xcompat.losses import clip_contrastive_loss
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report
-from xcompat.training.cached_gradients import backward_in_parts
+from xcompat.training.cached_gradients import backward_in_mini_batches
 from xcompat.training.dry_run import dry_run_recipe
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
@@ -148,7 +148,7 @@ def test_text_towers_learn_alone(method: str, folder_of: dict[str, str], pairs_f
     batch = batch_for(model, pairs_file)
     assert torch.equal(
         batch["passage_ids"],
-        torch.from_numpy(identities(["0 dog", "1 cat", "0 dog", "3 fish", "4 dog", "5 cat", "6 bird", "3 dog"])),
+        torch.from_numpy(hash_texts(["0 dog", "1 cat", "0 dog", "3 fish", "4 dog", "5 cat", "6 bird", "3 dog"])),
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimiser, losses = torch.optim.AdamW(trained, lr=5e-3), []
@@ -173,7 +173,7 @@ def test_mini_batches_give_the_gradient_of_the_whole(method: str, size: int, fol
     loss.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
-    torch.testing.assert_close(backward_in_parts(Accelerator(cpu=True), model, batch, size), loss.detach())
+    torch.testing.assert_close(backward_in_mini_batches(Accelerator(cpu=True), model, batch, size), loss.detach())
     scale = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, parameter in model.named_parameters():
         if name in wanted:

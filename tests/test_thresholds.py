@@ -12,7 +12,7 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluationOptions, evaluate
 from xcompat.evaluation.cases import Threshold
 from xcompat.report import ReportContent, load_report
-from xcompat.report.report import gather
+from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
 
 Q, G, D, CLASSES, AT = 60, 200, 8, 10, 0.5
@@ -108,7 +108,7 @@ def test_matches_of_captions_and_judgements() -> None:
 def test_a_report_keeps_thresholds(tmp_path: Path) -> None:
     contestants = Contestants(images("old", 0.6), images("new", 0.6, stretch=0.7))
     result = evaluate(contestants, EvaluationOptions(n_resamples=50, threshold=AT))
-    save_report(tmp_path / "report", gather(ReportContent(result, contestants, "map", tsne_pairs=0)))
+    save_report(tmp_path / "report", build_report(ReportContent(result, contestants, "map", tsne_pairs=0)))
     assert load_report(tmp_path / "report").thresholds == result.thresholds
 
 

@@ -56,12 +56,12 @@ def test_tied_positives_do_not_push_each_other_down() -> None:
 def test_items_of_equal_distance_tie_too() -> None:
     from xcompat.evaluation.labelled import Items, LabelledPairs
     from xcompat.evaluation.ranking import rank
-    from xcompat.evaluation.scores import lifted
+    from xcompat.evaluation.scores import lift_rows
 
     generator, looked_at = np.random.default_rng(0), 0
     for query, one, other in generator.integers(0, 5, (4000, 3, 4)).astype(float):
         if ((query - one) ** 2).sum() == ((query - other) ** 2).sum() > 0 and not np.array_equal(one, other):
-            queries, gallery = lifted(query[None], np.stack([one, other, query + 3]))
+            queries, gallery = lift_rows(query[None], np.stack([one, other, query + 3]))
             pairs = LabelledPairs(Items(queries, "a"), Items(gallery, "abc"), are_lifted=True)
             assert rank(pairs).first_hit_ranks_Q.tolist() == [1]
             looked_at += 1

@@ -141,18 +141,18 @@ def test_a_view_is_the_same_for_every_model_in_any_thread() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with ThreadPoolExecutor(4) as pool:
-        threaded = list(pool.map(view.drawing(wide), pictures.values(), pictures))
+        threaded = list(pool.map(view.build_draw(wide), pictures.values(), pictures))
     assert torch.equal(torch.get_rng_state(), before)
-    alone = [view.drawing(wide)(picture, name) for name, picture in reversed(pictures.items())]
+    alone = [view.build_draw(wide)(picture, name) for name, picture in reversed(pictures.items())]
     assert all(map(torch.equal, threaded, reversed(alone)))
     assert len({one.numpy().tobytes() for one in threaded}) == 12, "each image has its own draws"
     still = View(Augmentation(horizontal_flip=0.5, rotation=0, translation=0), 3, 1)  # which move whole pixels of each size
     for name, picture in pictures.items():
-        seen = F.interpolate(still.drawing(wide)(picture, name)[None].float(), size=16, mode="bilinear", antialias=True)[0]
-        assert (seen - still.drawing(small)(picture, name)).abs().mean() < 4
+        seen = F.interpolate(still.build_draw(wide)(picture, name)[None].float(), size=16, mode="bilinear", antialias=True)[0]
+        assert (seen - still.build_draw(small)(picture, name)).abs().mean() < 4
     name, picture = next(iter(pictures.items()))
     others = [view, view._replace(seed=4), view._replace(number=2), view._replace(augmentation=Augmentation())]
-    assert len({other.drawing(wide)(picture, name).numpy().tobytes() for other in others}) == 4
+    assert len({other.build_draw(wide)(picture, name).numpy().tobytes() for other in others}) == 4
     assert len({other.digest("images") for other in others} | {view.digest("others")}) == 5
 
 

@@ -13,7 +13,7 @@ from xcompat.models import describe_old
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
 from xcompat.training.stage_recipe import StageRecipe, usual_options
-from xcompat.training.unread import unread, unread_sections
+from xcompat.training.unused_settings import describe_unused_sections, find_unused_settings
 
 PAIRS = {"pairs": {"path": "photos"}}
 IMAGES = {"images": {"path": "photos"}}
@@ -199,8 +199,8 @@ def test_a_setting_that_nothing_reads_is_refused(setting: str) -> None:
     value, ignoring, why, reading = CASES[setting]
     with pytest.raises(XcompatError, match=f"demo.yaml: stage .*: {setting} has no effect: .*({why}).*; remove it"):
         parse_recipe(shared_with_phi(with_setting(ignoring, setting, value)), "demo", "demo.yaml")
-    assert setting not in unread(StageRecipe(**ignoring))
-    assert not reading or setting not in unread(StageRecipe(**with_setting(reading, setting, value)))
+    assert setting not in find_unused_settings(StageRecipe(**ignoring))
+    assert not reading or setting not in find_unused_settings(StageRecipe(**with_setting(reading, setting, value)))
 
 
 def shared_with_phi(stage: dict[str, Any]) -> dict[str, Any]:
@@ -232,9 +232,9 @@ def test_views_are_of_maps_over_images() -> None:
 def test_sections_that_nothing_reads_are_told() -> None:
     solved = StageRecipe(method="ridge", training={"max_steps": 3})
     trained = StageRecipe(method="direct", training={"max_steps": 3}, data={"texts": [{"path": "texts.txt"}]})
-    assert unread_sections([solved]) == ["ridge: training has no effect: method ridge is solved, not trained"]
-    assert unread_sections([trained]) == ["direct: data.texts has no effect: method direct does not learn from texts"]
-    assert unread_sections([solved, trained]) == unread_sections([trained])
+    assert describe_unused_sections([solved]) == ["ridge: training has no effect: method ridge is solved, not trained"]
+    assert describe_unused_sections([trained]) == ["direct: data.texts has no effect: method direct does not learn from texts"]
+    assert describe_unused_sections([solved, trained]) == describe_unused_sections([trained])
 
 
 @pytest.mark.parametrize("method", [name for name, model in METHODS.items() if model.embeds_in_memory])
@@ -327,24 +327,24 @@ def test_a_map_that_is_chosen_is_not_trained() -> None:
     with pytest.raises(XcompatError, match="mini_batch_size: without a method, the map is solved, not trained; remove"):
         parse_recipe({"mini_batch_size": 4, "data": IMAGES}, "demo", "demo.yaml")
     chosen = StageRecipe(training={"max_steps": 3}, data=IMAGES)
-    assert unread_sections([chosen]) == ["map: training has no effect: method map is solved, not trained"]
+    assert describe_unused_sections([chosen]) == ["map: training has no effect: method map is solved, not trained"]
 
 
 def test_a_test_set_of_what_is_not_judged_is_told() -> None:
     alone = StageRecipe(method="independent", old="some/model", data=JUDGED, evaluation={"ks": [1]})
     none = "method independent has no old model to compare with, and no report"
-    assert unread_sections([alone]) == [
+    assert describe_unused_sections([alone]) == [
         "independent: old has no effect: method independent is trained without an old model",
         f"independent: data.queries has no effect: {none}",
         f"independent: evaluation has no effect: {none}",
     ]
-    assert not unread_sections([alone, StageRecipe(method="bct", old="some/model", data=JUDGED, evaluation={"ks": [1]})])
+    assert not describe_unused_sections([alone, StageRecipe(method="bct", old="some/model", data=JUDGED, evaluation={"ks": [1]})])
     unjudged = parse_recipe({"method": "bct", "independent": "a", "data": JUDGED, "evaluation": None}, "demo", "demo.yaml")
-    assert unread_sections(unjudged.stages) == [
+    assert describe_unused_sections(unjudged.stages) == [
         f"bct: {name} has no effect: evaluation is null" for name in ("independent", "data.queries")
     ]
     learning = StageRecipe(method="ridge", data={"texts": [{"path": "a"}], "test": {"path": "b"}}, evaluation=None)
-    assert not unread_sections([learning]), "captions of the test set are left out of the texts"
+    assert not describe_unused_sections([learning]), "captions of the test set are left out of the texts"
 
 
 def test_a_run_with_what_is_refused_by_now_still_opens() -> None:

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from xcompat import XbtModel, XcompatError
 from xcompat.cli import app
-from xcompat.core.parallel import Spread, here, taken
+from xcompat.core.parallel import Executor, run_locally, unwrap
 from xcompat.engines import models
 from xcompat.engines.models import NamedModel
 from xcompat.engines.ray import _Worker
@@ -119,14 +119,14 @@ def two_workers(model: str, cluster: Any) -> Iterator[Any]:
         yield spread
 
 
-def worker_here(name: str, model: Any) -> Spread:
+def worker_here(name: str, model: Any) -> Executor:
     """Return what puts blocks through a worker in this process, sent and received as to and from one of Ray's."""
-    worker = pickle.loads(pickle.dumps(_Worker(NamedModel.of(name, model))))  # noqa: S301
+    worker = pickle.loads(pickle.dumps(_Worker(NamedModel.from_loaded(name, model))))  # noqa: S301
 
     def spread(function: Callable[..., Any], model: object, blocks: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         for kept, block in blocks:
             sent, given = pickle.loads(pickle.dumps((function, block)))  # noqa: S301
-            yield kept, taken(pickle.loads(pickle.dumps(worker.make(sent, given))))  # noqa: S301
+            yield kept, unwrap(pickle.loads(pickle.dumps(worker.make(sent, given))))  # noqa: S301
 
     return spread
 
@@ -249,14 +249,14 @@ def test_a_worker_refuses_a_model_that_is_another_or_not_there(tmp_path: Path, v
     """In this process: what a worker answers is sent as it is above."""
     name = tmp_path / "map"
     map_of_galleries(vectors, NEW_DIM).save_pretrained(name)
-    began = NamedModel.of(str(name), load_checkpoint(str(name)))
+    began = NamedModel.from_loaded(str(name), load_checkpoint(str(name)))
     map_of_galleries(vectors[:100], NEW_DIM).save_pretrained(name)
     with pytest.raises(XcompatError, match="is .* on this worker, expected "):
-        taken(_Worker(began).make(refusing, 0))
+        unwrap(_Worker(began).make(refusing, 0))
     shutil.rmtree(name)
     models._loaded.cache_clear()
     with pytest.raises(XcompatError, match=re.escape(str(name))):
-        taken(_Worker(began).make(refusing, 0))
+        unwrap(_Worker(began).make(refusing, 0))
 
 
 @pytest.mark.parametrize("verb", [("gallery", "upgrade"), ("migrate", "start")])
@@ -280,7 +280,7 @@ def test_an_upgrade_that_is_stopped_while_workers_are_ahead_continues(
     gallery: Path, model: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(function: Any, model: Any, blocks: Any) -> Iterator[Any]:
-        for number, each in enumerate(list(here(function, model, blocks))):  # all are made before the first is written
+        for number, each in enumerate(list(run_locally(function, model, blocks))):  # all are made before the first is written
             if number == at:
                 raise KeyboardInterrupt
             yield each

@@ -90,7 +90,7 @@ def processor_of(name: str, revision: str | None = None) -> Processor:
         raise XcompatError(f"{name} was fitted on embeddings without an encoder: their preprocessing is unknown")
     if config.encoder["library"] == CompatConfig.model_type:
         return processor_of(config.encoder["name"], config.encoder.get("revision"))
-    return load_processor(config.encoder, EncoderSource.described(config.encoder))
+    return load_processor(config.encoder, EncoderSource.from_description(config.encoder))
 
 
 def _check_own_config(folder: Path) -> None:

@@ -17,10 +17,10 @@ from jinja2 import TemplateError
 from PIL.Image import Image
 
 from xcompat.core.distributed import barrier, device, is_main_process, process_state, rank, world_size
-from xcompat.core.errors import XcompatError, what_failed
-from xcompat.core.files import atomic_path, listed, make_folder, read_json, write_json
+from xcompat.core.errors import XcompatError, describe_error
+from xcompat.core.files import atomic_path, list_entries, make_folder, read_json, write_json
 from xcompat.core.paths import split_revision
-from xcompat.core.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
+from xcompat.core.progress import advance_bar, console, literal, notice, progress_bar, silence_libraries
 from xcompat.core.threads import MOST_THREADS, map_in_threads
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.cache import file_stamps
@@ -69,7 +69,7 @@ class Captioner:
             self.images = processor if is_whole else AutoImageProcessor.from_pretrained(name, **where)
             self.tokenizer: Any = processor.tokenizer if is_whole else AutoTokenizer.from_pretrained(name, **where)
         except (OSError, ValueError, ImportError) as error:
-            raise XcompatError(f"{name} cannot be loaded as a captioner: {what_failed(error)}") from error
+            raise XcompatError(f"{name} cannot be loaded as a captioner: {describe_error(error)}") from error
         template = getattr(processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
         self.chat_template = template if is_whole else None
         if prompt is not None and not is_whole:
@@ -95,15 +95,15 @@ class Captioner:
             XcompatError: the model rejects the input, e.g. because it needs a prompt.
         """
         try:
-            asked = self._asked(list(images))
+            asked = self._model_inputs(list(images))
             tokens_BT = self.model.generate(**asked, max_new_tokens=self.max_tokens, do_sample=False, num_beams=1)
         except (ValueError, TypeError, TemplateError) as error:
             fix = "set a --prompt" if self.prompt is None else "use another --prompt"
-            raise XcompatError(f"{self.name} cannot write captions: {what_failed(error)}; {fix}") from error
-        texts = self.tokenizer.batch_decode(tokens_BT[:, self._repeated(tokens_BT, asked) :], skip_special_tokens=True)
+            raise XcompatError(f"{self.name} cannot write captions: {describe_error(error)}; {fix}") from error
+        texts = self.tokenizer.batch_decode(tokens_BT[:, self._count_prompt_tokens(tokens_BT, asked) :], skip_special_tokens=True)
         return [" ".join(text.split()) for text in texts]
 
-    def _asked(self, images: list[Image]) -> dict[str, Any]:
+    def _model_inputs(self, images: list[Image]) -> dict[str, Any]:
         if self.chat_template:
             text = {"type": "text", "text": self.prompt}
             chats = [[{"role": "user", "content": [{"type": "image", "image": image}, text]}] for image in images]
@@ -132,7 +132,7 @@ class Captioner:
         cut = (name, name.replace("input_ids", "attention_mask"))
         return {key: each[:, :-1] if key in cut else each for key, each in found.items()}
 
-    def _repeated(self, tokens_BT: torch.Tensor, asked: Mapping[str, Any]) -> int:
+    def _count_prompt_tokens(self, tokens_BT: torch.Tensor, asked: Mapping[str, Any]) -> int:
         """Return the number of prompt tokens at the start of the output."""
         if (name := self._prefix(asked)) is None:
             return 0
@@ -145,7 +145,7 @@ class Captioner:
 
 
 def _digest_of(folder: Path) -> str:
-    return hashlib.sha256(repr(file_stamps(listed(folder))).encode()).hexdigest()
+    return hashlib.sha256(repr(file_stamps(list_entries(folder))).encode()).hexdigest()
 
 
 def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_size: int = 16, overwrite: bool = False) -> int:
@@ -183,7 +183,7 @@ def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_si
             if not parts[start].exists():
                 with atomic_path(parts[start]) as temporary:
                     temporary.write_text("".join(_lines(images, start, captioner, batch_size)), encoding="utf-8")
-            rate_of(bar, task, rows_of(start), "images")
+            advance_bar(bar, task, rows_of(start), "images")
     barrier()
     if is_main_process():
         _require_free(out, overwrite)  # captions may have taken hours

@@ -99,11 +99,11 @@ class Thresholds(NamedTuple):
             raise XcompatError("config.thresholds is damaged: expected equally long lists of finite numbers, with old ascending")
         return cls(str(settings["keeps"]), *(tuple(map(float, each)) for each in columns))
 
-    def at(self, old: float) -> CarriedThreshold | None:
+    def interpolate(self, old: float) -> CarriedThreshold | None:
         """Return the replacement of an old threshold, interpolated, or None outside of the known range.
 
         Example:
-            >>> Thresholds("hits", (0.5, 0.6), (0.3, 0.5), (0.2, 0.4), (0.4, 0.6)).at(0.55)
+            >>> Thresholds("hits", (0.5, 0.6), (0.3, 0.5), (0.2, 0.4), (0.4, 0.6)).interpolate(0.55)
             CarriedThreshold(score=0.4, low=0.3, high=0.5, keeps='hits')
         """
         import numpy as np

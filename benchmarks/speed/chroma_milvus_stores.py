@@ -107,7 +107,7 @@ def compare(name: str, side: Chroma | Milvus, mapping: Mapping, old_ND: np.ndarr
             return took
 
         def written() -> float:
-            store.add_space("written", mapped_ND.shape[1], mapping.made[0])
+            store.add_space("written", mapped_ND.shape[1], mapping.target[0])
             started = time.perf_counter()
             for block in read:
                 store.write("written", block._replace(vectors_ND=mapping(block.vectors_ND)))

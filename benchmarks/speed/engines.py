@@ -27,8 +27,8 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.progress import silence_libraries
 from xcompat.engines import TableModel, sources
 from xcompat.engines.commands import Workers
-from xcompat.engines.kinds import read_source
-from xcompat.engines.parts import Job
+from xcompat.engines.partitions import Job
+from xcompat.engines.source_types import read_source
 from xcompat.engines.sources import Source
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint

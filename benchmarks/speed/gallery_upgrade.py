@@ -25,7 +25,7 @@ from measuring import KEPT, ROUNDS, Row, main, medians, timed
 from torch import Tensor
 
 from xcompat import FctConfig, FctModel, Fingerprint, RidgeConfig, RidgeModel
-from xcompat.core.parallel import Spread, here
+from xcompat.core.parallel import Executor, run_locally
 from xcompat.core.progress import silence_libraries
 from xcompat.engines.workers import Workers
 from xcompat.models import CompatModel
@@ -77,10 +77,10 @@ def alone(model: CompatModel, embeds_ND: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def spread_over(workers: int, name: str, model: CompatModel) -> Iterator[Spread]:
+def spread_over(workers: int, name: str, model: CompatModel) -> Iterator[Executor]:
     """Yield what spreads blocks over so many actors of Ray; over none, what maps them here."""
     with Workers("ray" if workers else None, workers or None).pool(name, model) as pool:
-        yield pool or here
+        yield pool or run_locally
 
 
 def measure(

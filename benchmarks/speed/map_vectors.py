@@ -54,7 +54,7 @@ def query(model_folder: Path, dim: int) -> Row:
     def ours() -> None:
         with torch.inference_mode():
             for each in asked:
-                model.view(each)
+                model.to_space(each)
 
     def bare() -> None:
         with torch.inference_mode():

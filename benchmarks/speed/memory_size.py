@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from xcompat.models.indexed_memory import NEAREST, IndexedMemory, described
+from xcompat.models.indexed_memory import NEAREST, IndexedMemory, build_memory
 from xcompat.models.query_memory import QueryMemory, QueryMetric
 
 SIZES, CODECS = (1_000, 100_000, 1_000_000, 10_000_000), ("float32", "SQ8", "SQ4", "PQ64")
@@ -203,7 +203,7 @@ def build(source: Source, codec: str) -> QueryMemory:
         memory, rows = QueryMemory(DIM, DIM, source.entries), np.arange(source.entries)
         memory.keys_KD, memory.values_Kd = source.keys(rows), source.values(rows)
         return memory.half() if codec == "float16" else memory
-    return IndexedMemory.of(source.entries, source.keys, source.values, QueryMetric(DIM), codec)
+    return IndexedMemory.from_entries(source.entries, source.keys, source.values, QueryMetric(DIM), codec)
 
 
 def asked(file: Path, settings: dict[str, Any], queries_QD: Tensor) -> tuple[float, int, float, list[Tensor]]:
@@ -215,10 +215,10 @@ def asked(file: Path, settings: dict[str, Any], queries_QD: Tensor) -> tuple[flo
     QueryMemory(DIM, DIM, 1)(queries_QD[:1], queries_QD[:1])
     faiss.IndexFlatIP(DIM).search(queries_QD[:1].numpy(), 1)  # what libraries set up at first
     before, started = resident(), time.thread_time()
-    memory = described(settings, DIM, DIM)
+    memory = build_memory(settings, DIM, DIM)
     memory.load_state_dict(load_file(file), assign=True)
     memory.gate = torch.tensor([0.0, 30.0])
-    memory.recalled(queries_QD[:1])
+    memory.recall(queries_QD[:1])
     opened, taken = time.thread_time() - started, resident() - before
     micros = []
     for query_1D in queries_QD[:TIMED].split(1):
@@ -227,7 +227,7 @@ def asked(file: Path, settings: dict[str, Any], queries_QD: Tensor) -> tuple[flo
         micros.append(1e6 * (time.thread_time() - started))
     recalled = []
     for memory.sharpness in SHARPNESSES:
-        recalled.append(memory.recalled(queries_QD))
+        recalled.append(memory.recall(queries_QD))
     return opened, taken, float(np.median(micros)), recalled
 
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from xcompat import Fingerprint, XbtModel
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.models import describe_old
-from xcompat.training.cached_gradients import backward_in_parts
+from xcompat.training.cached_gradients import backward_in_mini_batches
 
 BATCHES = (64, 128, 256, 512, 1024)
 MINI_BATCH = 64
@@ -110,7 +110,7 @@ def compared(model: XbtModel, batch: dict[str, Tensor], what: str) -> Row:
         model(**batch).loss.backward()
     wanted = gradient(model)
     with parts.running():
-        backward_in_parts(Accelerator(cpu=True), model, batch, MINI_BATCH)
+        backward_in_mini_batches(Accelerator(cpu=True), model, batch, MINI_BATCH)
     difference = float((gradient(model) - wanted).abs().max() / wanted.abs().max())
     assert difference < ALLOWED_DIFFERENCE, difference
     size = len(batch["pixel_values"])

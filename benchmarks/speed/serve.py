@@ -29,7 +29,7 @@ from xcompat import XbtModel
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.side_by_side import DEPTH, find
+from xcompat.retrieval.ranking_comparison import DEPTH, find
 
 WORDS = ("red", "green", "wide", "old", "running", "leather", "shoe", "boot", "hat", "scarf")
 

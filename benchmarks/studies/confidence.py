@@ -27,7 +27,7 @@ from xcompat.evaluation import first_hit_ranks, paired_bootstrap, ranking_per_qu
 from xcompat.evaluation.selective import area_under_roc, calibration_error, risk_coverage
 from xcompat.heads import slerp
 from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
-from xcompat.mapping.candidates import Known
+from xcompat.mapping.candidates import CandidateParts
 from xcompat.mapping.folds import folds
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
@@ -100,8 +100,8 @@ def signs_of(model: CompatModel, new_QD: NDArray[np.float32]) -> dict[str, NDArr
     """Return the signs of confidence that a memory computes anyway."""
     assert model.memory is not None
     memory, x_QD = model.memory, torch.from_numpy(np.array(new_QD, np.float32))
-    nearest_Q2, recalled_Qd = memory.resemblance(x_QD).topk(2, dim=1).values, memory.recalled(x_QD)
-    agreement_Q = (memory.metric(model.own_view(x_QD)) * F.normalize(recalled_Qd, dim=1)).sum(1)
+    nearest_Q2, recalled_Qd = memory.key_cosines(x_QD).topk(2, dim=1).values, memory.recall(x_QD)
+    agreement_Q = (memory.metric(model.to_space_without_memory(x_QD)) * F.normalize(recalled_Qd, dim=1)).sum(1)
     found = {
         "length of recalled vector": recalled_Qd.norm(dim=1),
         "largest cosine to a key": nearest_Q2[:, 0],
@@ -124,7 +124,7 @@ def margin_of_search(queries_Qd: NDArray[np.float32], stored_Nd: NDArray[np.floa
 def asked_of(model: CompatModel, name: str, new_QD: Any, old_Qd: Any, search: Any, stored_Nd: Any, itself: bool) -> Asked:  # noqa: ANN401
     """Search with the test queries of the new model, of the old one, and of a mix of both."""
     x_QD, old_Qd = torch.from_numpy(np.array(new_QD, np.float32)), np.array(old_Qd, np.float32)
-    view_Qd, confidence_Q = model.view(x_QD), model.confidence(x_QD)
+    view_Qd, confidence_Q = model.to_space(x_QD), model.confidence(x_QD)
     assert confidence_Q is not None, f"{name}: no query says how sure it is"
     signs = signs_of(model, new_QD) | {"margin of first hits": margin_of_search(view_Qd.numpy(), np.asarray(stored_Nd), itself)}
     searched = (search(each) for each in (view_Qd.numpy(), old_Qd, slerp(view_Qd, torch.from_numpy(old_Qd), MIXED).numpy()))
@@ -150,7 +150,7 @@ def tiny() -> Iterator[Asked]:
         rows = np.flatnonzero(np.isin(labels_N, classes))
         pairs = PairedEmbeddings(new_ND[rows], old_Nd[rows], np.unique(labels_N[rows], return_inverse=True)[1])
         choice = choose(pairs)
-        model = fit(choice.chosen.candidate, Known(pairs), choice.confidence)
+        model = fit(choice.chosen.candidate, CandidateParts(pairs), choice.confidence)
         three = three_together(pairs, choice)
         for name, rows_T in protocols.items():
             stored_Td, labels = old_Td[rows_T], labels_T[rows_T]
@@ -174,11 +174,11 @@ def three_together(pairs: PairedEmbeddings, choice: Choice) -> Any:  # noqa: ANN
     assert pairs.labels_N is not None
     signs, hurt = [], []
     for fold in folds(pairs.labels_N):
-        model = fit(choice.chosen.candidate, Known(pairs.take(fold.fit_F)))
+        model = fit(choice.chosen.candidate, CandidateParts(pairs.take(fold.fit_F)))
         for rows in fold.searched.values():
             new_QD, old_Qd, labels_Q = torch.from_numpy(pairs.new_ND[rows]), pairs.old_Nd[rows], pairs.labels_N[rows]
             with torch.inference_mode():
-                queries = (model.view(new_QD).numpy(), old_Qd)
+                queries = (model.to_space(new_QD).numpy(), old_Qd)
             found = [ranking_per_query(each, old_Qd, labels_Q, labels_Q, rows, rows).average_precision_Q for each in queries]
             signs.append(np.stack(list(signs_of(model, pairs.new_ND[rows]).values())[1:], axis=1))
             hurt.append(found[0] < found[1])
@@ -191,7 +191,7 @@ def quickstart(folder: Path) -> Iterator[Asked]:
     settings = recipe.stages[-1]
     models = StageModels(recipe, settings)
     model = models.trained(settings.name).eval()
-    embedder = Embedder.of(model, "own")
+    embedder = Embedder.from_model(model, "own")
     assert settings.data.test is not None
     test = load_pair_test_set(settings.data.test)
     new, old = (test.embed(each, recipe.cache_dir) for each in (embedder, models.frozen("old")))

@@ -61,7 +61,7 @@ def scores_of(search: Search) -> tuple[Floats, Floats]:
     pairs = stored.take(known)
     new_QD, old_Qd = (torch.from_numpy(np.array(side, np.float32)) for side in (search.asked.new_ND, search.asked.old_Nd))
     model = LINES["whitened"](pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1]))
-    half_way_Qd = slerp(model.view(new_QD), old_Qd, HALF).numpy()
+    half_way_Qd = slerp(model.to_space(new_QD), old_Qd, HALF).numpy()
     return half_way_Qd @ np.asarray(stored.old_Nd).T, new_QD.numpy() @ np.asarray(stored.new_ND).T
 
 

@@ -70,7 +70,7 @@ def solve_information(pairs: Paired, old: Described) -> CompatModel:
     left_Dr, s_r, right_rd = torch.linalg.svd(source_DD @ (moments.new_old_Dd / moments.count) @ target_dd, full_matrices=False)
     weight_Dd = source_DD @ (left_Dr * (s_r / (1 - s_r**2))) @ right_rd @ target_dd
     model = WhitenedModel(WhitenedModel.config_class(old=old, embedding_dim=pairs.dims[0]))
-    return model.take(weight_Dd, torch.zeros_like(moments.old_d)).eval()
+    return model.set_map(weight_Dd, torch.zeros_like(moments.old_d)).eval()
 
 
 SOLVERS: dict[str, Solver] = {**LINES, INFORMATION: solve_information}
@@ -101,7 +101,7 @@ class Search(NamedTuple):
             NEW: self.score(new_QD.numpy(), np.asarray(self.stored.new_ND)),
         }
         for name, solve in SOLVERS.items():
-            mapped_Qd = solve(pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1])).view(new_QD)
+            mapped_Qd = solve(pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1])).to_space(new_QD)
             rows[name] = self.score(mapped_Qd.numpy(), gallery_Gd)
             rows[name + HALF_WAY] = self.score(slerp(mapped_Qd, old_Qd, HALF).numpy(), gallery_Gd)
         return rows
@@ -161,7 +161,7 @@ def measure_agreement(pairs: PairedEmbeddings, seed: int) -> dict[str, float]:
     shares = {OLD: floor}
     for line in LINES:
         for row, old_share in ((line, 0.0), (line + HALF_WAY, HALF)):
-            shares[row] = floor + held.try_(Candidate(line, old_share=old_share)).mean
+            shares[row] = floor + held.try_candidate(Candidate(line, old_share=old_share)).mean
     return shares
 
 

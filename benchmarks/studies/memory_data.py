@@ -25,7 +25,7 @@ from sklearn.cluster import MiniBatchKMeans
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.evaluation import PairedDifference, paired_bootstrap, ranking_per_query
 from xcompat.mapping import Choice, PairedEmbeddings, choose, fit
-from xcompat.mapping.candidates import Known
+from xcompat.mapping.candidates import CandidateParts
 from xcompat.models.embedder import load_embedder
 from xcompat.models.old_knowledge import samples_of_classes
 from xcompat.report.wording import gain_with_interval
@@ -72,9 +72,9 @@ def clustered(pairs: PairedEmbeddings, count: int) -> NDArray[np.int64]:
 def asked(train: PairedEmbeddings, test: PairedEmbeddings) -> tuple[Choice, list[PairedDifference]]:
     """Choose and solve a map, and return the choice and the gain of test queries at CMC@1 and mAP."""
     choice = choose(train)
-    model = fit(choice.chosen.candidate, Known(train))
+    model = fit(choice.chosen.candidate, CandidateParts(train))
     with torch.inference_mode():
-        view_Qd = model.view(torch.from_numpy(np.asarray(test.new_ND, np.float32))).numpy()
+        view_Qd = model.to_space(torch.from_numpy(np.asarray(test.new_ND, np.float32))).numpy()
     old_Qd, labels_Q, rows_Q = np.asarray(test.old_Nd), test.labels_N, np.arange(len(test))
     assert labels_Q is not None
     new, old = (ranking_per_query(each, old_Qd, labels_Q, labels_Q, rows_Q, rows_Q) for each in (view_Qd, old_Qd))

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from xcompat.evaluation import paired_bootstrap, ranking_per_query
 from xcompat.mapping import PairedEmbeddings, fit
-from xcompat.mapping.candidates import Candidate, Known
+from xcompat.mapping.candidates import Candidate, CandidateParts
 from xcompat.models.query_memory import QueryMemory
 
 SETTING = Candidate("procrustes", power=0.5, damping=0.3, sharpness=40.0, share=0.5)
@@ -86,26 +86,26 @@ def learned(memory: QueryMemory, own_Nd: Tensor, train: PairedEmbeddings) -> Que
 def variants(train: PairedEmbeddings, test: PairedEmbeddings) -> Iterator[tuple[str, Tensor]]:
     """Yield queries in the old space."""
     new_QD, stored_Nd, _ = tensors(test)
-    model = fit(SETTING, Known(train))
+    model = fit(SETTING, CandidateParts(train))
     memory = model.memory
     assert memory is not None
     with torch.inference_mode():
-        plain_Qd = model.view(new_QD)
+        plain_Qd = model.to_space(new_QD)
         yield "default memory", plain_Qd
         memory.share = 1.2
-        yield "the memory with λ 1.2", model.view(new_QD)
+        yield "the memory with λ 1.2", model.to_space(new_QD)
         memory.share = SETTING.share
         yield "hub correction", less_of_hubs(plain_Qd, stored_Nd)
         for share in (0.3, 1.0):
             yield f"query expansion, {share:g}", expanded(plain_Qd, stored_Nd, memory, share)
             values_Kd = memory.values_Kd.clone()
             memory.values_Kd = expanded(values_Kd, stored_Nd, memory, share)
-            yield f"entries smoothed by the gallery, {share:g}", model.view(new_QD)
+            yield f"entries smoothed by the gallery, {share:g}", model.to_space(new_QD)
             memory.values_Kd = values_Kd
-        own_Nd = model.own_view(tensors(train)[0])
-    model.remember(learned(fit(SETTING, Known(train)).memory, own_Nd.clone(), train))  # type: ignore[arg-type]  # it has one
+        own_Nd = model.to_space_without_memory(tensors(train)[0])
+    model.remember(learned(fit(SETTING, CandidateParts(train)).memory, own_Nd.clone(), train))  # type: ignore[arg-type]  # it has one
     with torch.inference_mode():
-        yield "keys, values, β, λ and gate learned", model.view(new_QD)
+        yield "keys, values, β, λ and gate learned", model.to_space(new_QD)
         for share in (0.3, 1.0):
             yield (
                 f"old queries, expansion {share:g}",

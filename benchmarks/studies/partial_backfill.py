@@ -122,7 +122,7 @@ def run_seed(seed: int, curves: dict[str, list[Curve]]) -> None:
     for stage in stages:
         model = load_embedder(str(folder / stage.name / "model")).model
         assert isinstance(model, CompatModel)
-        own = new if model.embeds_in_memory else Embedder.of(model, "own")  # a map embeds by its encoder
+        own = new if model.embeds_in_memory else Embedder.from_model(model, "own")  # a map embeds by its encoder
         new_ND, asked_QD = (photos.embed(own, recipe.cache_dir) for photos in (STORED, ASKED))
         curves.setdefault(stage.name, []).append(measure(model, old, (old_Nd, new_ND), asked_QD, seed))
 

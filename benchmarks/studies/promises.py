@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.progress import console
 from xcompat.evaluation import ranking_per_query
-from xcompat.mapping.candidates import LINES, Candidate, Known
+from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.folds import IN_WHOLE, WHOLE
 from xcompat.mapping.held_out import HeldOutClasses
 from xcompat.mapping.paired import PairedEmbeddings
@@ -79,9 +79,9 @@ def main() -> None:
         rows = split(labels, given.share, seed)
         sample = rows["sample"]
         pairs = PairedEmbeddings(new[sample], old[sample], np.unique(labels[sample], return_inverse=True)[1])
-        held, known = HeldOutClasses(pairs, "unknown", LINES, seed), Known(pairs)
+        held, known = HeldOutClasses(pairs, "unknown", LINES, seed), CandidateParts(pairs)
         for line in given.lines:
-            trial = held.try_(Candidate(line))
+            trial = held.try_candidate(Candidate(line))
             for name, rows_Q, rows_G in protocols(rows, seed):
                 mapped_Qd = known.queries(Candidate(line), new[rows_Q], (line, name)).numpy()
                 after, before = (values(asked, old[rows_G], labels, rows_Q, rows_G) for asked in (mapped_Qd, old[rows_Q]))

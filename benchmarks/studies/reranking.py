@@ -77,7 +77,7 @@ def measure_ways(search: Search, pairs: PairedEmbeddings) -> dict[str, Values]:
     """Measure each way to search; the map is learned from some pairs."""
     new_QD, old_Qd = (torch.from_numpy(np.array(side, np.float32)) for side in (search.asked.new_ND, search.asked.old_Nd))
     model = LINES["whitened"](pairs, describe_old(Fingerprint.from_string("old"), pairs.dims[1]))
-    mapped_Qd = model.view(new_QD)
+    mapped_Qd = model.to_space(new_QD)
     queries = {OLD: old_Qd, MAP: mapped_Qd, HALF_WAY: slerp(mapped_Qd, old_Qd, HALF)}
     scores = {name: query_Qd.numpy() @ np.asarray(search.stored.old_Nd).T for name, query_Qd in queries.items()}
     scores[NEW] = new_QD.numpy() @ np.asarray(search.stored.new_ND).T

@@ -96,7 +96,7 @@ class Contest:
     def with_map(self, model: CompatModel, new: Kept) -> GradedQueries:
         """Search stored vectors by mapped queries."""
         with torch.inference_mode():
-            view_Qd = torch.cat([model.view(rows) for rows in torch.from_numpy(self.queries(new)).split(1024)])
+            view_Qd = torch.cat([model.to_space(rows) for rows in torch.from_numpy(self.queries(new)).split(1024)])
         return self.found(view_Qd.numpy(), self.stored_GD)
 
     def learned(self, new: Kept, count: int, task: Task | None = None) -> tuple[PairedEmbeddings, PairedEmbeddings]:

@@ -13,12 +13,12 @@ from texts_models import Rows
 
 from xcompat import Fingerprint
 from xcompat.mapping import CaptionedEmbeddings, PairedEmbeddings, choose, fit
-from xcompat.mapping.candidates import Known
+from xcompat.mapping.candidates import CandidateParts
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
+from xcompat.models.memory_contents import PairMemoryContents
 from xcompat.models.old_knowledge import OldKnowledge
 from xcompat.models.query_memory import QueryMetric
-from xcompat.models.remembered import RememberedPairs
 
 STEPS, BATCH, EVERY, HELD_OUT, LEARNING_RATE = 600, 256, 50, 0.1, 1e-3
 """Most steps of a trained map, pairs in each, steps between looks at held-out pairs, their share, and AdamW's rate."""
@@ -66,7 +66,7 @@ def _trained(model: CompatModel, pairs: PairedEmbeddings) -> CompatModel:
     for step in range(STEPS + 1):
         if step % EVERY == 0:
             with torch.inference_mode():
-                near = float((model.eval().view(held_new) * held_old).sum(1).mean())
+                near = float((model.eval().to_space(held_new) * held_old).sum(1).mean())
             if near > best:
                 best, state = near, copy.deepcopy(model.state_dict())
         rows = torch.from_numpy(draw.permutation(len(rest))[:BATCH])
@@ -89,17 +89,17 @@ def chosen(items: PairedEmbeddings, queries: PairedEmbeddings) -> tuple[str, Com
     Returns:
         The candidate in words, and its map.
     """
-    known = CaptionedEmbeddings.whole(items, queries)
+    known = CaptionedEmbeddings.join_complete(items, queries)
     candidate = choose(known).chosen.candidate
-    return str(candidate), fit(candidate, Known(known)).eval()
+    return str(candidate), fit(candidate, CandidateParts(known)).eval()
 
 
 def remembering(line: CompatModel, pairs: PairedEmbeddings) -> CompatModel:
     """Let queries remember stored texts: each leans towards old embeddings of those that its new embedding resembles."""
     rows = np.arange(len(pairs))
     sides = (pairs.new_ND, pairs.new_ND), (pairs.old_Nd, pairs.old_Nd)
-    remembered = RememberedPairs.of(*sides, (rows, rows))
-    return line.remember(remembered.memory(QueryMetric(pairs.dims[1]), SHARPNESS, SHARE))
+    remembered = PairMemoryContents.compute(*sides, (rows, rows))
+    return line.remember(remembered.build_memory(QueryMetric(pairs.dims[1]), SHARPNESS, SHARE))
 
 
 def microseconds(model: CompatModel, queries_QD: Rows, rounds: int = 200) -> float:
@@ -109,6 +109,6 @@ def microseconds(model: CompatModel, queries_QD: Rows, rounds: int = 200) -> flo
         for row in range(rounds):
             query = torch.from_numpy(queries_QD[row % len(queries_QD)][None])
             start = time.perf_counter()
-            model.view(query)
+            model.to_space(query)
             took.append(time.perf_counter() - start)
     return float(np.median(took) * 1e6)

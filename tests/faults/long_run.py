@@ -28,7 +28,7 @@ from rich.progress import Progress, TaskID
 from rows import Row, read_rows, updated, whole, write_rows
 from syscalls import why_not
 
-from xcompat.core.progress import console, progress_bar, rate_of, silence_libraries
+from xcompat.core.progress import advance_bar, console, progress_bar, silence_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLD = ROOT / "docs" / "faults.json"
@@ -84,7 +84,7 @@ def run(only: list[str], long: bool) -> Iterator[Row]:
 
 
 def _tell(bar: Progress, task: TaskID) -> None:
-    rate_of(bar, task, 1, "trials")
+    advance_bar(bar, task, 1, "trials")
     bar.refresh()
 
 

@@ -93,7 +93,7 @@ class Service:
 
     def __init__(self, place: Place, models: Models, held: dict[int, int], switching: Any) -> None:
         self.place, self.models, self.held, self.switching = place, models, held, switching
-        self.dim, self.locks = OLD_DIM, place.open().locks
+        self.dim, self.supports_locking = OLD_DIM, place.open().supports_locking
         self.since: dict[int, int | None] = {}
         self.unsure: set[int] = set()
 
@@ -129,7 +129,7 @@ class Service:
             self.held[item] = kind
         if dim == NEW_DIM:
             self.since[item] = kind
-            if running and not self.locks:
+            if running and not self.supports_locking:
                 self.unsure.add(item)
 
     def asked(self) -> Iterator[int]:

@@ -164,7 +164,7 @@ def look_apart(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
 
     reading, writing = os.pipe()
     if not (pid := os.fork()):
-        said = faiss_probe.look(str(path), vectors)
+        said = faiss_probe.check_index(str(path), vectors)
         os.write(writing, said.encode())
         os._exit(faiss_probe.FOUND if said else 0)
     os.close(writing)
@@ -183,7 +183,7 @@ def adopt(folder: Path) -> Answer:
     from xcompat.retrieval import Gallery, probing
 
     name = "/no/such/model"
-    with mock.patch.object(probing, "_look_apart", look_apart), mock.patch.object(probing, "SECONDS", 8.0):
+    with mock.patch.object(probing, "_probe_in_subprocess", look_apart), mock.patch.object(probing, "SECONDS", 8.0):
         command(
             "gallery",
             "build",
@@ -206,7 +206,7 @@ def export_faiss(folder: Path) -> Answer:
 
     from xcompat.retrieval import probing
 
-    with mock.patch.object(probing, "_look_apart", look_apart), mock.patch.object(probing, "SECONDS", 8.0):
+    with mock.patch.object(probing, "_probe_in_subprocess", look_apart), mock.patch.object(probing, "SECONDS", 8.0):
         command("export", "faiss", folder / "own.faiss", "--model", folder / "model", "--out", folder / "out.faiss")
     scores, rows = faiss.read_index(str(folder / "out.faiss")).search(unit(3, DIM, 99), 10)
     return Answer((scores.tolist(), rows.tolist()))

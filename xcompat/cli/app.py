@@ -101,7 +101,7 @@ def train(
 
     Exit code 1 if a chosen map is not surely as good as old queries, unless the recipe sets allow_worse.
     """
-    from xcompat.training.beforehand import load_checked
+    from xcompat.training.preflight import load_checked
 
     loaded = load_checked(recipe, overrides or [], every_stage=dry_run, check_data=not dry_run)
     if dry_run:
@@ -200,17 +200,17 @@ def map_(
 
     The best map on held-out items is written. Exit code 1, and no output, if no map is surely as good as old queries.
     """
-    from xcompat.mapping.asked import Asked, start_of, texts_of
     from xcompat.mapping.indexes import Reading
+    from xcompat.mapping.request import MapRequest, make_initial_map, make_text_input
     from xcompat.vectors import Columns
     from xcompat.vectors.checks import BAD_SHARE
 
-    embedded = texts_of(texts, images, embed_with, requests_per_minute, price_per_million_tokens)
-    given = embedded, start_of(start_from, activation)
+    embedded = make_text_input(texts, images, embed_with, requests_per_minute, price_per_million_tokens)
+    given = embedded, make_initial_map(start_from, activation)
     reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
-    asked = Asked(old, new, out, *choices, bad_share, allow_worse, gallery, reading)
+    asked = MapRequest(old, new, out, *choices, bad_share, allow_worse, gallery, reading)
     asked.require()
     from xcompat.mapping.commands import map_embeddings
 
@@ -248,7 +248,7 @@ def embed(
     if source.endswith((".yaml", ".yml")):
         if given:
             raise XcompatError(f"{given[0]} applies to tables, not to recipes; remove it")
-        from xcompat.training.beforehand import load_checked
+        from xcompat.training.preflight import load_checked
 
         recipe = load_checked(source, overrides or [], every_stage=True)
         from xcompat.training.run import embed_recipe
@@ -261,7 +261,7 @@ def embed(
         raise XcompatError("name the model with --model, and the folder of what is made with --out")
     where = Workers(engine, workers, gpus_per_worker)
     from xcompat.encoders import require_model
-    from xcompat.engines.kinds import require_source
+    from xcompat.engines.source_types import require_source
 
     require_source(source)
     require_model(model)
@@ -297,29 +297,29 @@ def evaluate(
     For a checkpoint, KEY=VALUE describes the images of --data. caption_column=NAME: images with captions. label_column=NAME,
     classes=FILE or class_column=NAME: images with classes. gallery=PATH: other images to search. Default: they search each other.
     """
-    from xcompat.training.embedding_folders import judged_folders, judged_kind, require_folders, require_testable
+    from xcompat.training.embedding_folders import judged_folders, require_folders, require_testable, target_kind
 
     typed = {each.opts[0]: context.params[each.name] for each in context.command.params if each.name in context.params}
     named = {option: value for option, value in typed.items() if option.startswith("--") and option != "--require-compatible"}
-    kind = judged_kind(target, overrides or [], named)
+    kind = target_kind(target, overrides or [], named)
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
-        from xcompat.training.evaluate_command import evaluate_embeddings, settings_of
+        from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
         from xcompat.vectors.checks import BAD_SHARE
 
-        share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, settings_of(rerank, threshold)
+        share, settings = BAD_SHARE if max_bad_share is None else max_bad_share, evaluation_settings(rerank, threshold)
         report = evaluate_embeddings(Path(old), new, new_own, independent, place, qrels, by_map, share, settings)
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)
-        from xcompat.training.evaluate_command import evaluate_checkpoint, settings_of
+        from xcompat.training.evaluate_command import evaluate_checkpoint, evaluation_settings
 
-        report = evaluate_checkpoint(target, data, overrides or [], old, place, settings_of(rerank, threshold))
+        report = evaluate_checkpoint(target, data, overrides or [], old, place, evaluation_settings(rerank, threshold))
     else:
         assert target is not None
         if kind == "recipe":
-            from xcompat.training.beforehand import load_checked
+            from xcompat.training.preflight import load_checked
 
             load_checked(target, overrides or [])
         from xcompat.training.evaluate_command import evaluate_recipe
@@ -337,7 +337,7 @@ def compare(
     dry_run: DryRun = False,
 ) -> None:
     """Run a recipe with all seeds and compare its methods in a table and plots."""
-    from xcompat.training.beforehand import load_to_compare
+    from xcompat.training.preflight import load_to_compare
 
     loaded = load_to_compare(recipe, overrides or [], stage, check_data=not dry_run)
     from xcompat.training.compare import compare_recipe, dry_run_comparison
@@ -400,9 +400,9 @@ def find(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find checkpoints on the Hub for two models. Exit code 1 if there are none."""
-    from xcompat.mapping.finding import find_maps, print_found
+    from xcompat.mapping.map_search import find_maps, print_checkpoints
 
-    if not print_found(find_maps(old, new), old, new, json):
+    if not print_checkpoints(find_maps(old, new), old, new, json):
         raise typer.Exit(1)
 
 
@@ -446,7 +446,7 @@ def serve(
     """Open a web page that searches with old and new queries side by side."""
     from xcompat.serve import serve_target
     from xcompat.serve.options import Options, read_password, refuse_auth
-    from xcompat.training.beforehand import require_served
+    from xcompat.training.preflight import require_served
 
     refuse_auth(auth)
     options = Options(host, port, read_password(password_file), not no_browser, tuple(allow_host or ()))
@@ -481,7 +481,7 @@ def main() -> None:
         if stop.code == INTERRUPTED:
             _fail(failures.INTERRUPTED)
         if isinstance(stop.__context__, BrokenPipeError):  # Typer and rich exit with 1, the code of a failed check
-            _fail(failures.NOBODY_READS)
+            _fail(failures.BROKEN_PIPE)
         end_processes()
         raise
     except BaseException as error:
@@ -494,7 +494,7 @@ def main() -> None:
 def _fail(line: str) -> NoReturn:
     """Print one line, with the process's number on all but the first, and exit with code 2; be quiet if nobody lost anything."""
     who = "xcompat" if (rank := os.environ.get("RANK", "0")) == "0" else f"xcompat (process {rank})"
-    enough = line == failures.NOBODY_READS and failures.only_prints(sys.argv[1:])
+    enough = line == failures.BROKEN_PIPE and failures.only_prints(sys.argv[1:])
     if not enough:
         print(f"{who}: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
     end_processes()

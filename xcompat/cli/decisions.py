@@ -12,7 +12,7 @@ import typer
 from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
-    from xcompat.stores.shadow import Way
+    from xcompat.stores.shadow import SearchSetup
 
 
 def shadow(
@@ -38,10 +38,10 @@ def shadow(
 
     Changes nothing. Exit code 1 means no-go.
     """
-    from xcompat.retrieval import asked
+    from xcompat.retrieval import argument_checks
 
-    asked.require_reranking(rerank, originals, rerank_with, None, record_demand=False)
-    asked.require_models(old, model)
+    argument_checks.require_reranking(rerank, originals, rerank_with, None, record_demand=False)
+    argument_checks.require_models(old, model)
     if out is not None and out.exists():
         raise XcompatError(f"{out} exists; choose another file with --out")
     from xcompat.cli.gallery import open_searched
@@ -100,15 +100,15 @@ def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
     return load_queries(source).one_by_one()[:limit]
 
 
-def _way(model: str, rerank: int | None = None, originals: Path | None = None, rerank_with: str = "") -> Way:
+def _way(model: str, rerank: int | None = None, originals: Path | None = None, rerank_with: str = "") -> SearchSetup:
     from xcompat.cli.gallery import load_reranker
     from xcompat.core.distributed import device
     from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import load_embedder
     from xcompat.retrieval.fallback import Fallback
-    from xcompat.stores.shadow import Way
+    from xcompat.stores.shadow import SearchSetup
 
     silence_libraries()
     source = load_embedder(model, device())
     reranker = load_reranker(source, rerank, originals, rerank_with, None, record_demand=False)
-    return Way(source, Fallback.of(source, device()), reranker)
+    return SearchSetup(source, Fallback.for_model(source, device()), reranker)

@@ -65,6 +65,6 @@ def to_atlas(
 
 
 def _require_own(model: str) -> None:
-    from xcompat.encoders import require_own
+    from xcompat.encoders import require_xcompat_model
 
-    require_own(model)
+    require_xcompat_model(model)

@@ -136,9 +136,9 @@ def build(
     side_info: SideInfo = None,
 ) -> None:
     """Build a gallery from pictures, texts, or a faiss index. An interrupted build continues."""
-    from xcompat.retrieval import asked, commands
+    from xcompat.retrieval import argument_checks, commands
 
-    asked.require_named(model)
+    argument_checks.require_named(model)
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     if from_faiss is not None:
@@ -152,7 +152,7 @@ def build(
     elif ids is not None:
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
     elif source is not None:
-        asked.require_there(source, model)
+        argument_checks.require_inputs(source, model)
         embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
         commands.build(out, _originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
     else:
@@ -201,25 +201,25 @@ def search(
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one row per hit.")] = False,
 ) -> None:
     """Search with a text, a picture, or many queries."""
-    from xcompat.retrieval import asked
+    from xcompat.retrieval import argument_checks
 
-    asked.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
-    asked.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
-    asked.require_asked(query, queries)
+    argument_checks.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
+    argument_checks.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
+    argument_checks.require_query_files(query, queries)
     if _is_address(gallery):
-        asked.require_of_stores(bool(fallback) or group_by is not None or record_demand, where or [])
+        argument_checks.require_of_stores(bool(fallback) or group_by is not None or record_demand, where or [])
     with _printing_results(json or csv):
         opened = open_searched(gallery)
-        asked.require_named(model)
+        argument_checks.require_named(model)
         from xcompat.retrieval import Gallery
+        from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
-        from xcompat.retrieval.showing import shower
 
         versions = _versions_of(opened)
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
         old = _old_model(typed, source, fallback, fallback_below)
         reranker = load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
-        show = shower("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
+        show = make_printer("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
         if isinstance(opened, Gallery):
             from xcompat.retrieval.commands import search as search_gallery
 
@@ -250,12 +250,12 @@ def add(
     side_info: SideInfo = None,
 ) -> None:
     """Add pictures or texts, embedded by the gallery's model or a newer one."""
-    from xcompat.retrieval import asked, commands
+    from xcompat.retrieval import argument_checks, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     opened = _open(gallery)
-    asked.require_there(source, model)
+    argument_checks.require_inputs(source, model)
     _warn_of_backfill(opened, model)
     embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
     commands.add(opened, _originals(source, texts, max_bad_share, kept), embedder, replace, side)
@@ -286,7 +286,7 @@ def upgrade(
 ) -> None:
     """Map stored embeddings to a newer model, or re-embed pictures or texts."""
     from xcompat.engines.workers import Workers
-    from xcompat.retrieval import asked, commands
+    from xcompat.retrieval import argument_checks, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
@@ -302,7 +302,7 @@ def upgrade(
         with where.pool(model, newer) as spread:
             commands.upgrade(opened, newer, dry_run, spread)
     else:
-        asked.require_there(backfill, model)
+        argument_checks.require_inputs(backfill, model)
         _warn_of_backfill(opened, model)
         embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share, kept)
         with where.pool(model, embedder) as spread:
@@ -373,7 +373,7 @@ def doctor(
     overlap: Overlap = None,
 ) -> None:
     """Re-embed a sample to find items of other models. Exit code 1 if there are any."""
-    from xcompat.retrieval import asked, commands
+    from xcompat.retrieval import argument_checks, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if images is None:
@@ -384,16 +384,18 @@ def doctor(
         from xcompat.stores import require_kind
 
         require_kind(gallery)
-        asked.require_models(model)
+        argument_checks.require_models(model)
         from xcompat.stores.commands import doctor as examine_store
-        from xcompat.stores.doctor import Held
+        from xcompat.stores.doctor import SourceField
 
-        whole = examine_store(gallery, _load(model), Held(images, Path(pictures) if pictures is not None else None), sample)
+        whole = examine_store(
+            gallery, _load(model), SourceField(images, Path(pictures) if pictures is not None else None), sample
+        )
     elif pictures is not None:
         raise XcompatError("--pictures is of stores, whose rows hold paths; name the pictures of a gallery with --images")
     else:
         opened = _open(Path(gallery))
-        asked.require_there(Path(images), model)
+        argument_checks.require_inputs(Path(images), model)
         whole = commands.doctor(opened, _load(model), _originals(Path(images), texts), sample)
     if not whole:
         raise typer.Exit(1)
@@ -493,7 +495,7 @@ def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float 
         return None
     given = {"model": fallback or None, "below": below}
     named = {name: value for name, value in given.items() if value is not None}
-    return Fallback.of(source, device(), named or None)
+    return Fallback.for_model(source, device(), named or None)
 
 
 def load_reranker(
@@ -510,9 +512,9 @@ def load_reranker(
 
 
 def _load(model: str, dtype: Dtype = "float32") -> Embedder:
-    from xcompat.retrieval import asked
+    from xcompat.retrieval import argument_checks
 
-    asked.require_models(model)
+    argument_checks.require_models(model)
     import torch
 
     from xcompat.core.distributed import device
@@ -525,9 +527,9 @@ def _load(model: str, dtype: Dtype = "float32") -> Embedder:
 
 def _load_map(model: str) -> CompatModel:
     """Load a model that may map what is stored, without the encoder that it belongs to."""
-    from xcompat.retrieval import asked
+    from xcompat.retrieval import argument_checks
 
-    folder = asked.require_map(model)
+    folder = argument_checks.require_map(model)
     import torch
 
     from xcompat.core.distributed import device
@@ -536,6 +538,6 @@ def _load_map(model: str) -> CompatModel:
 
     if not is_checkpoint(folder):
         _load(model)  # or there is none
-        asked.refuse_encoder(model)
+        argument_checks.refuse_encoder(model)
     silence_libraries()
     return torch.nn.Module.to(load_checkpoint(model), device())

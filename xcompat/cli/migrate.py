@@ -12,8 +12,8 @@ from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
     from xcompat.stores import Store
-    from xcompat.stores.doctor import Held
-    from xcompat.stores.migration import Filling
+    from xcompat.stores.doctor import SourceField
+    from xcompat.stores.migration import AnyVectorSource
 
 app = typer.Typer(help="Migrate the vectors of a database to a new model, in place.", no_args_is_help=True)
 
@@ -87,11 +87,11 @@ def start(
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
     """Fill new vectors while services read and write. An interrupted run continues."""
-    from xcompat.core.parallel import Spread, led
+    from xcompat.core.parallel import Executor, run_across_ranks
     from xcompat.engines.workers import Workers
     from xcompat.stores import commands
 
-    def lead(spread: Spread) -> None:
+    def lead(spread: Executor) -> None:
         store = _open(uri)
         commands.name_model(store, from_, held)
         rate = {"batch": batch, "rows_per_second": rows_per_second}
@@ -103,7 +103,7 @@ def start(
     filling = _filling(model, embed, pictures if embed else None)
     with where.pool(model, filling.model) as spread:
         if spread is None:
-            led(lead, filling.model)  # the first process alone opens the store
+            run_across_ranks(lead, filling.model)  # the first process alone opens the store
         else:
             lead(spread)
 
@@ -160,7 +160,9 @@ def _open(uri: str) -> Store:
     return xcompat.stores.open(uri)
 
 
-def _held(from_: str | None, texts: str | None, images: str | None, embed: str | None, pictures: str | None) -> Held | None:
+def _held(
+    from_: str | None, texts: str | None, images: str | None, embed: str | None, pictures: str | None
+) -> SourceField | None:
     """Return where rows hold what their vectors were made of, if that was said."""
     if from_ is None and (texts or images):
         raise XcompatError("--texts and --images are to look whether a model made the stored vectors: name it with --from")
@@ -171,15 +173,15 @@ def _held(from_: str | None, texts: str | None, images: str | None, embed: str |
     if pictures is not None and not (images or embed):
         raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed or --images")
     if field := texts or images or embed:
-        from xcompat.stores.doctor import Held
+        from xcompat.stores.doctor import SourceField
 
-        return Held(field, None if texts or pictures is None else Path(pictures))
+        return SourceField(field, None if texts or pictures is None else Path(pictures))
     return None
 
 
 def _require(uri: str, model: str, embed: str | None, pictures: str | None) -> None:
     """Refuse what is missing or is not there, before anything that embeds or maps is imported."""
-    from xcompat.encoders import require_model, require_own
+    from xcompat.encoders import require_model, require_xcompat_model
     from xcompat.stores import require_kind
 
     if not model:
@@ -188,12 +190,12 @@ def _require(uri: str, model: str, embed: str | None, pictures: str | None) -> N
         raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed")
     require_kind(uri)
     if embed is None:
-        require_own(model)
+        require_xcompat_model(model)
     else:
         require_model(model)
 
 
-def _filling(model: str, embed: str | None, pictures: str | None) -> Filling:
+def _filling(model: str, embed: str | None, pictures: str | None) -> AnyVectorSource:
     import torch
 
     from xcompat.core.distributed import device

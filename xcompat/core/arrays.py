@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.errors import XcompatError, describe_error
 
-_TOGETHER = 256  # rows; a page fault may map 2 MiB around each
+_ROWS_PER_READ = 256  # rows; a page fault may map 2 MiB around each
 
 
 def map_array(path: Path) -> NDArray[Any]:
@@ -28,7 +28,7 @@ def map_array(path: Path) -> NDArray[Any]:
     except OSError:
         raise
     except Exception as error:  # the header is a Python literal: Python's tokenizer and NumPy's types raise many kinds of errors
-        raise XcompatError(f"{path} is not a .npy array of numbers ({what_failed(error)}); write it again") from None
+        raise XcompatError(f"{path} is not a .npy array of numbers ({describe_error(error)}); write it again") from None
     if kind not in "iuf":
         raise XcompatError(f"{path} contains no embeddings (shape {array.shape}, {array.dtype}); re-embed the items")
     return array
@@ -49,7 +49,7 @@ def read_lines(path: Path) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def numbered(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
+def number_strings(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
     """Number strings by their sorted order. ``np.unique`` would pad each to the length of the longest.
 
     Args:
@@ -59,7 +59,7 @@ def numbered(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
         The distinct strings, sorted, and the index of each string among them (N,).
 
     Example:
-        >>> distinct, places_N = numbered(["b", "a", "b"])
+        >>> distinct, places_N = number_strings(["b", "a", "b"])
         >>> distinct, places_N.tolist()
         (['a', 'b'], [1, 0, 1])
     """
@@ -69,7 +69,7 @@ def numbered(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
     return distinct, np.fromiter((place[name] for name in names), np.int64, len(names))
 
 
-def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN401 - an array, or what is read like one
+def copy_rows(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN401 - an array, or what is read like one
     """Copy rows of an array. Mapped arrays are read in ascending order, with few pages in memory.
 
     Args:
@@ -81,8 +81,8 @@ def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN
     """
     order = np.argsort(rows_R, kind="stable")
     copied: NDArray[Any] | None = None
-    for start in range(0, len(order), _TOGETHER):
-        places = order[start : start + _TOGETHER]
+    for start in range(0, len(order), _ROWS_PER_READ):
+        places = order[start : start + _ROWS_PER_READ]
         part = np.asarray(array[rows_R[places]])
         copied = np.empty((len(order), *part.shape[1:]), part.dtype) if copied is None else copied
         copied[places] = part
@@ -91,8 +91,8 @@ def rows_of(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN
 
 
 @dataclass(frozen=True)
-class SomeRows:
-    """Rows of embeddings that need not fit into memory. Each access reads them with :func:`rows_of`.
+class RowSelection:
+    """Rows of embeddings that need not fit into memory. Each access reads them with :func:`copy_rows`.
 
     Args:
         array: all embeddings, read by row numbers.
@@ -112,7 +112,7 @@ class SomeRows:
 
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[Any]:
         """Return rows by their number in the selection, in the given order."""
-        return rows_of(self.array, self.rows_R[rows])
+        return copy_rows(self.array, self.rows_R[rows])
 
 
 def forget_pages(array: object) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 T = TypeVar("T")
-JUDGING = timedelta(hours=6)
+COLLECTIVE_TIMEOUT = timedelta(hours=6)
 """Maximum wait for another process, which may be evaluating or embedding larger shards."""
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def process_state() -> PartialState:
 
     present = torch.accelerator.is_available() or is_torch_xla_available()
     # PartialState does not read the launcher's use_cpu; the timeout is long because only the first process evaluates
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=JUDGING)
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not present, timeout=COLLECTIVE_TIMEOUT)
     if state.distributed_type == DistributedType.XLA and not torch.distributed.is_initialized():
         # on TPU accelerate sets neither the ranks in the environment nor the collectives of torch.distributed
         os.environ |= {"RANK": str(state.process_index), "WORLD_SIZE": str(state.num_processes)}
@@ -44,7 +44,7 @@ def device() -> torch.device:
     return process_state().device
 
 
-def on_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+def copy_to_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
     """Copy a faiss index to all GPUs.
 
     Args:

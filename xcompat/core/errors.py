@@ -69,7 +69,7 @@ class GenerationGoneError(XcompatError):
     """A gallery generation never existed or was deleted by a compaction. Open the gallery again for the newest one."""
 
 
-class NothingHeldOutError(XcompatError):
+class NoValidationDataError(XcompatError):
     """The data are too few, or too poorly described, for a validation split."""
 
 
@@ -77,11 +77,11 @@ class TrainingDivergedError(XcompatError):
     """The loss or the gradient is no longer finite."""
 
 
-def what_failed(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type of a library's error and the start of its message, in one line.
 
     Example:
-        >>> what_failed(KeyError("width"))
+        >>> describe_error(KeyError("width"))
         "KeyError: 'width'"
     """
     said = " ".join(str(error).split())

@@ -15,7 +15,7 @@ from xcompat.core.errors import XcompatError, visible_line, without_secrets
 from xcompat.core.fingerprint import Fingerprint
 
 INTERRUPTED = "interrupted; start again to continue"
-NOBODY_READS = "output pipe closed; run the command again to continue"
+BROKEN_PIPE = "output pipe closed; run the command again to continue"
 PIPE_CLOSED = 141
 """Exit code that shells use for a program with a closed output pipe."""
 ONLY_PRINT = {"classes", "find", "lineage", "recipes"} | {
@@ -35,7 +35,7 @@ REMEDIES = {
     errno.ENOMEM: "choose a smaller batch, or a machine with more memory",
 }
 """Error number of the operating system -> remedy."""
-WORDS = {os.strerror(number): number for number in (*FULL, *REMEDIES)} | {
+ERROR_TEXTS = {os.strerror(number): number for number in (*FULL, *REMEDIES)} | {
     "PytorchStreamWriter failed writing": errno.ENOSPC,
     "basic_ios::clear: iostream error": errno.ENOSPC,  # PyTorch, if the last bytes cannot be written
     ". unexpected pos ": errno.ENOSPC,
@@ -91,11 +91,11 @@ def explain(error: BaseException) -> str | None:
 
 def _explain_one(error: BaseException) -> str | None:
     if isinstance(error, XcompatError):
-        return _said(error)
+        return _message_of(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, BrokenPipeError) and error.filename is None:
-        return NOBODY_READS
+        return BROKEN_PIPE
     if isinstance(error, RecursionError):
         return "the input is nested too deeply; flatten it"
     return _explain_library(error) or _explain_machine(error)
@@ -115,7 +115,7 @@ def _explain_library(error: BaseException) -> str | None:
 
 def _explain_machine(error: BaseException) -> str | None:
     number = errno.ENOMEM if isinstance(error, MemoryError) else _number(error)
-    file, said = getattr(error, "filename", None), _said(error)
+    file, said = getattr(error, "filename", None), _message_of(error)
     file = os.fsdecode(file) if isinstance(file, bytes) else file  # some libraries give bytes
     if number in FULL:
         return f"no space left on the device while writing {file or 'a file'}; free some and start again to continue"
@@ -137,10 +137,10 @@ def _number(error: BaseException) -> int | None:
     said = str(error)
     if found := re.search(r"(?:\berrno|\bos error) (\d+)", said, re.IGNORECASE):
         return int(found[1])
-    return next((number for words, number in WORDS.items() if words in said), None)
+    return next((number for words, number in ERROR_TEXTS.items() if words in said), None)
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """Return an error's message in one line, without the traceback of a data loader worker."""
     said = ValueError.__str__(error) if isinstance(error, XcompatError) else str(error)  # keeps the lines of a traceback
     if "\nOriginal Traceback" in said:

@@ -153,7 +153,7 @@ def _clear_one(leftover: Path) -> None:
 
 def _remove(holder: Path) -> None:
     """Remove a temporary folder, after restoring a replaced folder whose place is empty."""
-    for previous in listed(holder, f"*{_PREVIOUS}"):
+    for previous in list_entries(holder, f"*{_PREVIOUS}"):
         place = holder.parent / previous.name.removesuffix(_PREVIOUS)
         if not os.path.lexists(place):
             previous.rename(place)
@@ -209,7 +209,7 @@ def _follow_umask(path: Path, mode: int) -> None:
             file.chmod(now | mode)
 
 
-def listed(folder: Path, pattern: str = "*") -> list[Path]:
+def list_entries(folder: Path, pattern: str = "*") -> list[Path]:
     """List the sorted entries of a folder. A missing folder has none.
 
     Unlike ``Path.glob`` it raises for a folder without read permission.

@@ -42,7 +42,7 @@ class Fingerprint:
         return cls(hashlib.sha256(f"name:{name}".encode()).hexdigest(), name)
 
     @property
-    def is_of_name(self) -> bool:
+    def is_name_only(self) -> bool:
         """Whether the fingerprint comes from the name alone, so that no loaded model can have it."""
         return self == Fingerprint.from_string(self.name)
 
@@ -81,7 +81,7 @@ class Fingerprint:
         counts = (None if tensor.is_inference() else tensor._version for tensor in tensors)  # no counter in inference mode
         return tuple((tensor.data_ptr(), count) for tensor, count in zip(tensors, counts, strict=True)), samples
 
-    def derived(self, what: str) -> Fingerprint:
+    def derive(self, what: str) -> Fingerprint:
         """Return the fingerprint of embeddings derived from this model's, e.g. its view of an old space.
 
         Args:

@@ -17,7 +17,7 @@ MARKER = ".xcompat.json"
 """Name of the marker in a command's output folder. For an output file, it is appended to the file's name."""
 
 
-class Made(BaseModel):
+class OwnershipMarker(BaseModel):
     """Content of a marker.
 
     Args:
@@ -46,7 +46,7 @@ def owned_path(
         made_by: the command.
         overwrite: whether to replace anything. None for a command without that option.
         read: inputs of the command, which are never replaced.
-        about: see :class:`Made`.
+        about: see :class:`OwnershipMarker`.
 
     Yields:
         A path that does not exist yet. Write a file or a folder there.
@@ -74,7 +74,7 @@ def owned_path(
         require_replaceable(path, made_by, overwrite, read)  # again: writing may have taken long
         drop_unfinished(temporary)  # before its files are recorded
         files = {name: record for name, record in _records(temporary).items() if record is not None}
-        made = Made(made_by=made_by, files=files, about=about or {})
+        made = OwnershipMarker(made_by=made_by, files=files, about=about or {})
         if temporary.is_dir():
             # not atomically: nobody sees it yet, and a temporary folder that cannot be removed would be published with it
             (temporary / MARKER).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -123,11 +123,11 @@ def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False
             raise XcompatError(f"{file} {what} `xcompat {made_by}`; {fix}")
 
 
-def read_marker(path: Path) -> Made | None:
+def read_marker(path: Path) -> OwnershipMarker | None:
     """Return the marker of a file or folder, or None if it is missing or unreadable."""
     marker = path / MARKER if path.is_dir() else _marker(path)
     try:
-        return Made.model_validate(read_json(marker))
+        return OwnershipMarker.model_validate(read_json(marker))
     except (XcompatError, ValidationError):
         return None
 

@@ -15,8 +15,8 @@ Block = TypeVar("Block")
 Result = TypeVar("Result")
 
 
-class Spread(Protocol):
-    """Function that applies a model to blocks in this process (:func:`here`) or on workers with their own model copies."""
+class Executor(Protocol):
+    """Function that applies a model to blocks in this process (:func:`run_locally`) or on workers with their own model copies."""
 
     def __call__(
         self, function: Callable[[Model, Block], Result], model: Model, blocks: Iterable[tuple[Kept, Block]]
@@ -36,24 +36,24 @@ class Spread(Protocol):
         """
 
 
-def here(
+def run_locally(
     function: Callable[[Model, Block], Result], model: Model, blocks: Iterable[tuple[Kept, Block]]
 ) -> Iterator[tuple[Kept, Result]]:
-    """Apply a model to blocks sequentially in this process (see :class:`Spread`).
+    """Apply a model to blocks sequentially in this process (see :class:`Executor`).
 
     Example:
-        >>> list(here(lambda model, block: model * block, 3, [("a", 1), ("b", 2)]))
+        >>> list(run_locally(lambda model, block: model * block, 3, [("a", 1), ("b", 2)]))
         [('a', 3), ('b', 6)]
     """
     for kept, block in blocks:
         yield kept, function(model, block)
 
 
-def led(work: Callable[[Spread], None], model: object) -> None:
+def run_across_ranks(work: Callable[[Executor], None], model: object) -> None:
     """Run work on the first process, which distributes its blocks over all processes. Every process must call this.
 
     Args:
-        work: receives the :class:`Spread` for its blocks.
+        work: receives the :class:`Executor` for its blocks.
         model: the same model on each process.
 
     Raises:
@@ -61,17 +61,17 @@ def led(work: Callable[[Spread], None], model: object) -> None:
     """
     process_state()
     if world_size() == 1:
-        work(here)
+        work(run_locally)
     elif not is_main_process():
         _follow(model)
     else:
         try:
-            work(_over_ranks)
+            work(_run_on_ranks)
         finally:
-            _sent([None] * world_size())
+            _scatter_from_main([None] * world_size())
 
 
-def answered(function: Callable[[Model, Block], Result], model: Model, block: Block) -> Result | XcompatError:
+def call_or_error(function: Callable[[Model, Block], Result], model: Model, block: Block) -> Result | XcompatError:
     """Apply a function, and return an :class:`XcompatError` instead of raising it, as launchers and engines wrap errors."""
     try:
         return function(model, block)
@@ -79,31 +79,31 @@ def answered(function: Callable[[Model, Block], Result], model: Model, block: Bl
         return error
 
 
-def taken(answer: Result | XcompatError) -> Result:
-    """Return a result of :func:`answered`, or raise its error."""
+def unwrap(answer: Result | XcompatError) -> Result:
+    """Return a result of :func:`call_or_error`, or raise its error."""
     if isinstance(answer, XcompatError):
         raise answer
     return answer
 
 
-def _over_ranks(
+def _run_on_ranks(
     function: Callable[[Model, Block], Result], model: Model, blocks: Iterable[tuple[Kept, Block]]
 ) -> Iterator[tuple[Kept, Result]]:
     """Send a block to each process and wait for all results, round by round."""
     coming = iter(blocks)
     while dealt := list(islice(coming, world_size())):
-        mine = _sent([(function, *block) for _, *block in dealt] + [()] * (world_size() - len(dealt)))
-        answers = _received(answered(mine[0], model, mine[1]))
+        mine = _scatter_from_main([(function, *block) for _, *block in dealt] + [()] * (world_size() - len(dealt)))
+        answers = _gather_to_main(call_or_error(mine[0], model, mine[1]))
         for (kept, _), answer in zip(dealt, answers, strict=False):  # at the end, some have no block
-            yield kept, taken(answer)
+            yield kept, unwrap(answer)
 
 
 def _follow(model: object) -> None:
-    while (given := _sent([])) is not None:
-        _received(answered(given[0], model, given[1]) if given else None)
+    while (given := _scatter_from_main([])) is not None:
+        _gather_to_main(call_or_error(given[0], model, given[1]) if given else None)
 
 
-def _sent(each: list[Any]) -> Any:  # noqa: ANN401
+def _scatter_from_main(each: list[Any]) -> Any:  # noqa: ANN401
     import torch.distributed as dist
 
     mine: list[Any] = [None]
@@ -111,7 +111,7 @@ def _sent(each: list[Any]) -> Any:  # noqa: ANN401
     return mine[0]
 
 
-def _received(mine: Any) -> list[Any]:  # noqa: ANN401
+def _gather_to_main(mine: Any) -> list[Any]:  # noqa: ANN401
     import torch.distributed as dist
 
     gathered: list[Any] | None = [None] * dist.get_world_size() if is_main_process() else None

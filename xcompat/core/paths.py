@@ -10,9 +10,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-LISTED = 10_000
+MAX_ENTRIES = 10_000
 """Maximum folder entries to search for similar names."""
-ALIKE = 0.8
+MIN_SIMILARITY = 0.8
 """Minimum similarity at which a name without an owner counts as a misspelt local name."""
 
 
@@ -37,7 +37,7 @@ def is_misspelt(name: str) -> bool:
     if "/" in name:
         return False
     return re.search(r"\.[A-Za-z]\w{0,5}$", name) is not None or bool(
-        difflib.get_close_matches(name, _names(Path()), n=1, cutoff=ALIKE)
+        difflib.get_close_matches(name, _names(Path()), n=1, cutoff=MIN_SIMILARITY)
     )
 
 
@@ -116,5 +116,5 @@ def nearest_path(path: str | Path) -> str:
 
 def _names(folder: Path) -> list[str]:
     with suppress(OSError), os.scandir(folder) as entries:
-        return [entry.name for entry in islice(entries, LISTED)]
+        return [entry.name for entry in islice(entries, MAX_ENTRIES)]
     return []  # a file, or a folder that may not be read

@@ -120,11 +120,11 @@ def notice_once(line: str) -> None:
     notice(line)
 
 
-def shortened(text: str, longest: int = 40) -> str:
+def shorten_middle(text: str, longest: int = 40) -> str:
     """Drop the middle of a long text. Model names are paths, which differ at the end.
 
     Example:
-        >>> shortened("embedding pictures with /data/models/clip-vit-base-patch32/run-7", 40)
+        >>> shorten_middle("embedding pictures with /data/models/clip-vit-base-patch32/run-7", 40)
         'embedding pictures … -base-patch32/run-7'
     """
     if len(text) <= longest:
@@ -137,7 +137,7 @@ _followed: ContextVar[Callable[[Task], None] | None] = ContextVar("followed", de
 
 
 @contextmanager
-def followed_by(show: Callable[[Task], None]) -> Iterator[None]:
+def redirect_bars(show: Callable[[Task], None]) -> Iterator[None]:
     """Send the tasks of progress bars to a function, for pages that draw their own bars.
 
     Args:
@@ -171,7 +171,7 @@ class Bar(Progress):
 
     @override
     def add_task(self, description: str, *arguments: Any, **fields: Any) -> TaskID:
-        return super().add_task(literal(shortened(description)), *arguments, **fields)
+        return super().add_task(literal(shorten_middle(description)), *arguments, **fields)
 
     @override
     def update(self, task_id: TaskID, **changes: Any) -> None:
@@ -208,7 +208,7 @@ class Waiting:
         """Stop the clock."""
         self.seconds += time.perf_counter() - self._begun
 
-    def of(self, items: Iterable[T]) -> Iterator[T]:
+    def track(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items and add up the time until each arrives."""
         iterator = iter(items)
         while True:
@@ -224,7 +224,7 @@ class Waiting:
         return f"{self.seconds / max(seconds, 1e-9):.0%} waiting for data"
 
 
-def rate_of(bar: Progress, task: TaskID, done: float, unit: str, waiting: Waiting | None = None) -> None:
+def advance_bar(bar: Progress, task: TaskID, done: float, unit: str, waiting: Waiting | None = None) -> None:
     """Advance a bar and show its mean rate so far.
 
     Args:

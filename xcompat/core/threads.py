@@ -18,7 +18,7 @@ import torch
 MOST_THREADS = 16
 """Maximum threads. Each holds its own blocks in memory, and all share the memory bandwidth."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
-KEPT = 2**30
+KEPT_BYTES = 2**30
 """Bytes of freed memory that a process keeps. Larger single blocks go back to the system."""
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,8 +33,8 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, KEPT)
-        mallopt(M_TRIM_THRESHOLD, KEPT)
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:

@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xcompat.data.bad_samples import BadSamples
     from xcompat.data.balanced import ClassBalancedSampler
     from xcompat.data.classes import load_classes
     from xcompat.data.collate import EmbeddingPairDataset, PairCollator, collate_embeddings
-    from xcompat.data.contents import holds_pictures
+    from xcompat.data.content_type import holds_pictures
     from xcompat.data.corpora import CorpusSource, load_texts
     from xcompat.data.images import UnusableSampleError, open_image, to_rgb
     from xcompat.data.judgements import read_qrels
     from xcompat.data.labelled import LabelledImages, LabelledSource, load_labelled
     from xcompat.data.loading import load_pairs
     from xcompat.data.pairs import PairDataset, flatten_captions, iterate_images, stream_pairs
-    from xcompat.data.problems import BadSamples
     from xcompat.data.scenarios import Subset, old_and_new_rows, select
     from xcompat.data.sources import PairSource, TextPairSource
     from xcompat.data.text_pairs import TextPairCollator, TextPairDataset, load_text_pairs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "classes": ["load_classes"],
     "collate": ["EmbeddingPairDataset", "PairCollator", "collate_embeddings"],
-    "contents": ["holds_pictures"],
+    "content_type": ["holds_pictures"],
     "corpora": ["CorpusSource", "load_texts"],
     "images": ["UnusableSampleError", "open_image", "to_rgb"],
     "judgements": ["read_qrels"],
@@ -34,7 +34,7 @@ _PLACES = {
     "labelled": ["LabelledImages", "LabelledSource", "load_labelled"],
     "loading": ["load_pairs"],
     "pairs": ["PairDataset", "flatten_captions", "iterate_images", "stream_pairs"],
-    "problems": ["BadSamples"],
+    "bad_samples": ["BadSamples"],
     "scenarios": ["Subset", "old_and_new_rows", "select"],
     "sources": ["PairSource", "TextPairSource"],
     "text_pairs": ["TextPairCollator", "TextPairDataset", "load_text_pairs"],

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import temporary_folder
-from xcompat.core.progress import progress_bar, rate_of
+from xcompat.core.progress import advance_bar, progress_bar
 
 WEB, STORES, HUB, PIPE = ("https://", "http://"), ("s3://", "gs://"), "hf://", "pipe:"
 SCHEMES = (*WEB, *STORES, HUB, PIPE)
@@ -32,7 +32,7 @@ def is_address(path: object) -> TypeGuard[str]:
     return isinstance(path, str) and path.startswith(SCHEMES) and not Path(path).exists()
 
 
-def addresses(path: str | list[str]) -> list[str] | None:
+def list_addresses(path: str | list[str]) -> list[str] | None:
     """List the remote shards of a path.
 
     Args:
@@ -51,7 +51,7 @@ def addresses(path: str | list[str]) -> list[str] | None:
         return None
     if len(elsewhere) < len(given):
         local = next(each for each in given if each not in elsewhere)
-        raise XcompatError(f"{local} is local and {shown(elsewhere[0])} is remote; give only local or only remote paths")
+        raise XcompatError(f"{local} is local and {redact_address(elsewhere[0])} is remote; give only local or only remote paths")
     return [found for each in elsewhere for one in _expanded(each) for found in _matching(one)]
 
 
@@ -70,7 +70,7 @@ def _expanded(address: str) -> list[str]:
             return expanded
     except ValueError:  # invalid braces or addresses
         pass
-    raise XcompatError(f"{shown(address)} is not a valid address, or its braces do not match; fix it")
+    raise XcompatError(f"{redact_address(address)} is not a valid address, or its braces do not match; fix it")
 
 
 def _matching(address: str) -> list[str]:
@@ -83,7 +83,7 @@ def _matching(address: str) -> list[str]:
     try:
         found = sorted(f"{HUB}{path}" for path in HfFileSystem().glob(address.removeprefix(HUB)))
     except Exception as error:  # network errors, invalid names, missing permissions
-        raise XcompatError(f"{shown(address)} cannot be looked up: {why(error)}") from None
+        raise XcompatError(f"{redact_address(address)} cannot be looked up: {describe_failure(error)}") from None
     if not found:
         raise XcompatError(f"nothing on the Hub matches {address}")
     return found
@@ -92,16 +92,19 @@ def _matching(address: str) -> list[str]:
 def _require_pipes(address: str) -> None:
     if os.environ.get(ALLOW_PIPES) != "1":
         raise XcompatError(
-            f"{shown(address)} is a command that would run on this machine; set {ALLOW_PIPES}=1 once you have read and trust it"
+            f"{redact_address(address)} is a command that would run on this machine; "
+            f"set {ALLOW_PIPES}=1 once you have read and trust it"
         )
 
 
-def shown(address: str) -> str:
+def redact_address(address: str) -> str:
     """Return an address for messages, without possible secrets (user, password, query, fragment); for a command, its name.
 
     Example:
-        >>> shown("https://me:secret@shards.example/0.tar?token=secret"), shown("pipe:aws s3 cp s3://b/0.tar - --profile me")
-        ('https://shards.example/0.tar', 'pipe:aws ...')
+        >>> redact_address("https://me:secret@shards.example/0.tar?token=secret")
+        'https://shards.example/0.tar'
+        >>> redact_address("pipe:aws s3 cp s3://b/0.tar - --profile me")
+        'pipe:aws ...'
     """
     if address.startswith(PIPE):
         return " ".join([f"{PIPE}{address.removeprefix(PIPE).strip()}".split(maxsplit=1)[0], "..."])
@@ -110,7 +113,7 @@ def shown(address: str) -> str:
     return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
 
 
-def why(error: Exception) -> str:
+def describe_failure(error: Exception) -> str:
     """Describe why an address could not be read, without repeating the address."""
     causes = [error, error.__cause__, error.__context__]
     status = next((found for each in causes if (found := getattr(each, "status", None)) is not None), None)
@@ -129,14 +132,14 @@ def why(error: Exception) -> str:
 
 
 @contextmanager
-def opened(address: str) -> Iterator[Any]:
+def open_address(address: str) -> Iterator[Any]:
     """Open an address for reading from the beginning.
 
     Interrupted reads resume where they broke: through ``datasets`` on the web and the Hub, through Arrow in object stores.
     Commands do not run again.
 
     Args:
-        address: from :func:`addresses`.
+        address: from :func:`list_addresses`.
     """
     stream = _open(address)
     try:
@@ -149,11 +152,11 @@ def opened(address: str) -> Iterator[Any]:
 
 
 @contextmanager
-def fetched(address: str, folder: Path) -> Iterator[Path]:
+def download_address(address: str, folder: Path) -> Iterator[Path]:
     """Download an address to a temporary file of the same name, for readers that need a file.
 
     Args:
-        address: from :func:`addresses`.
+        address: from :func:`list_addresses`.
         folder: existing folder with enough space.
 
     Raises:
@@ -163,22 +166,22 @@ def fetched(address: str, folder: Path) -> Iterator[Path]:
     with temporary_folder(folder / "fetched") as place:
         file = place / (name or "output")
         with file.open("wb") as target, progress_bar() as bar:
-            task = bar.add_task(shown(address), total=None, rate="")
+            task = bar.add_task(redact_address(address), total=None, rate="")
             for block in _blocks(address):
                 target.write(block)  # local disk errors are not errors of the address
-                rate_of(bar, task, len(block) / 1e6, "MB")
+                advance_bar(bar, task, len(block) / 1e6, "MB")
         yield file
 
 
 def _blocks(address: str) -> Iterator[bytes]:
     try:
-        with opened(address) as stream:
+        with open_address(address) as stream:
             while block := stream.read(BLOCK):
                 yield block
     except XcompatError:
         raise
     except Exception as error:  # each kind of address raises its own types
-        raise XcompatError(f"{shown(address)} cannot be read: {why(error)}") from None
+        raise XcompatError(f"{redact_address(address)} cannot be read: {describe_failure(error)}") from None
 
 
 def _open(address: str) -> Any:  # noqa: ANN401 - files of many libraries

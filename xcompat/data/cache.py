@@ -81,7 +81,7 @@ def cached_dataset(
     folder = cache_folder()
     arrow_file, record_file = folder / f"{stem}.arrow", folder / f"{stem}.json"
     with FileLock(str(folder / f"{stem}.lock")):
-        record = _whole(arrow_file, record_file)
+        record = _load_valid_record(arrow_file, record_file)
         if record is None:
             record = {}
             with atomic_path(arrow_file) as temporary:
@@ -89,7 +89,7 @@ def cached_dataset(
                     for batch in build(record):
                         writer.write_batch(batch)
                 # written before the data file is moved, so that data never exists without a record
-                write_json(record_file, record | {_FILE: _Written.of(temporary, record).model_dump()})
+                write_json(record_file, record | {_FILE: _FileState.from_file(temporary, record).model_dump()})
     try:
         dataset = datasets.Dataset.from_file(str(arrow_file))
     except (pa.ArrowException, OSError, ValueError) as error:  # a cache file without checksum
@@ -98,14 +98,14 @@ def cached_dataset(
     return dataset, record
 
 
-class _Written(FileRecord):
+class _FileState(FileRecord):
     """State of an Arrow file when written, with its time in nanoseconds and a digest of its record."""
 
     changed: int
     record: str
 
     @classmethod
-    def of(cls, path: Path, record: dict[str, Any]) -> _Written:
+    def from_file(cls, path: Path, record: dict[str, Any]) -> _FileState:
         return cls(**file_record(path).model_dump(), changed=path.stat().st_mtime_ns, record=_digest(record))
 
 
@@ -113,14 +113,14 @@ def _digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _whole(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
+def _load_valid_record(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
     """Return the record of an intact file, else None. Print a notice if it is damaged."""
     if not arrow_file.exists():
         return None
     record: Any = None
     try:
         record = read_json(record_file)
-        written = _Written(**record.pop(_FILE)) if _FILE in record else None
+        written = _FileState(**record.pop(_FILE)) if _FILE in record else None
         is_damaged = written is not None and written.record != _digest(record)
     except (XcompatError, ValidationError, TypeError):
         is_damaged = True

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from xcompat.core.errors import XcompatError
 from xcompat.core.json_values import JsonColumns
 from xcompat.data import coco
+from xcompat.data.bad_samples import Problems
 from xcompat.data.delimited import csv_options
-from xcompat.data.lists import read_image_list
+from xcompat.data.image_lists import read_image_list
 from xcompat.data.picture_files import image_files
-from xcompat.data.problems import Problems
 from xcompat.data.schema import (
     CAMERA,
     CAPTION,
@@ -99,7 +99,7 @@ def _metadata_columns(metadata: bool | list[str], others: list[str], where: str)
     return [pick_column(name, (), others, "--metadata", where) for name in metadata]
 
 
-def read_listed(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
+def read_list_rows(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     """Read one row per line of an image list.
 
     Args:

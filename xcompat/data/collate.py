@@ -29,7 +29,7 @@ from xcompat.data.schema import (
     SECOND_PIXEL_VALUES,
     SEED,
 )
-from xcompat.data.transforms import Augmentation, build_transform, drawn
+from xcompat.data.transforms import Augmentation, augment_with_seed, build_transform
 from xcompat.outputs import Views
 
 if TYPE_CHECKING:
@@ -95,12 +95,12 @@ class PairCollator:
 
     def _augmented(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
         """Augment each image with its own seed, (B, C, H, W) float32. The generator of dropout and noise does not change."""
-        return self.processor.to_pixels(self._drawn(items, transform, view))
+        return self.processor.to_pixels(self._augment_images(items, transform, view))
 
     @staticmethod
-    def _drawn(items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
+    def _augment_images(items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
         """Return the augmented images, (B, 3, H, W) uint8."""
-        return torch.stack([drawn(transform, item[IMAGE], item[SEED] + view) for item in items])
+        return torch.stack([augment_with_seed(transform, item[IMAGE], item[SEED] + view) for item in items])
 
 
 class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):

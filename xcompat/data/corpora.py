@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import console, notice, progress_bar, rate_of
-from xcompat.data.addresses import PIPE, addresses, fetched, is_address, shown
+from xcompat.core.progress import advance_bar, console, notice, progress_bar
+from xcompat.data.addresses import PIPE, download_address, is_address, list_addresses, redact_address
+from xcompat.data.bad_samples import Problems
 from xcompat.data.cache import cache_folder, cached_dataset, file_stamps
 from xcompat.data.loading import load_pairs, load_raw
-from xcompat.data.problems import Problems
 from xcompat.data.schema import CAPTION, CAPTION_COLUMNS, TEXT, captions_of, pick_column
 from xcompat.data.shards import ShardColumns, read_rows
 from xcompat.data.sources import (
@@ -98,7 +98,7 @@ def load_texts(
     import pyarrow as pa
 
     listed = [sources] if isinstance(sources, (str, CorpusSource, PairSource)) else list(sources)
-    opened = [_texts_of(CorpusSource(path=source) if isinstance(source, str) else source) for source in listed]
+    opened = [_open_source(CorpusSource(path=source) if isinstance(source, str) else source) for source in listed]
     held_out = {key for text in exclude if (key := normalise(text))}
     features = datasets.Features({TEXT: datasets.Value("string")})
 
@@ -107,8 +107,8 @@ def load_texts(
         texts = (text for source in opened for text in source.read())
         with progress_bar() as bar:
             task = bar.add_task("reading texts", total=None, rate="")
-            for kept in _distinct(texts, held_out, limit, record):
-                rate_of(bar, task, record["read"] - bar.tasks[0].completed, "texts")
+            for kept in _keep_new_texts(texts, held_out, limit, record):
+                advance_bar(bar, task, record["read"] - bar.tasks[0].completed, "texts")
                 yield pa.record_batch([pa.array(kept, pa.string())], schema=features.arrow_schema)
         if not record["kept"]:
             raise XcompatError(
@@ -124,7 +124,7 @@ def load_texts(
     return dataset
 
 
-class Seen:
+class HashSet:
     """Set of 64-bit hashes at 8 bytes each, stored as sorted runs that merge at similar length."""
 
     def __init__(self) -> None:
@@ -154,11 +154,11 @@ class Seen:
         return mask_N
 
 
-def _distinct(texts: Iterator[str], held_out: set[str], limit: int | None, record: dict[str, Any]) -> Iterator[list[str]]:
+def _keep_new_texts(texts: Iterator[str], held_out: set[str], limit: int | None, record: dict[str, Any]) -> Iterator[list[str]]:
     """Yield batches of new texts that are not held out; count them in ``record``."""
     from pandas.util import hash_array
 
-    seen = Seen()
+    seen = HashSet()
     while limit is None or record["kept"] < limit:
         batch = list(islice(texts, BATCH))
         if not batch:
@@ -185,7 +185,7 @@ def first_texts(source: CorpusSource, count: int) -> list[str]:
     Raises:
         XcompatError: a file cannot be read or lacks the column.
     """
-    return list(islice(_texts_of(source).read(), count))
+    return list(islice(_open_source(source).read(), count))
 
 
 class _Texts(NamedTuple):
@@ -196,9 +196,9 @@ class _Texts(NamedTuple):
     read: Callable[[], Iterator[str]]
 
 
-def _texts_of(source: CorpusSource | PairSource) -> _Texts:
-    if (elsewhere := addresses(source.path)) is not None:
-        return _texts_elsewhere(source, elsewhere)
+def _open_source(source: CorpusSource | PairSource) -> _Texts:
+    if (elsewhere := list_addresses(source.path)) is not None:
+        return _open_remote_source(source, elsewhere)
     where = str(source.path)
     if isinstance(source, PairSource):
         pairs = load_pairs(source.model_copy(update={"streaming": False, "captions": True}))
@@ -213,8 +213,8 @@ def _texts_of(source: CorpusSource | PairSource) -> _Texts:
     return _Texts(where, [source.model_dump(), file_stamps(files)], partial(_file_texts, files, source))
 
 
-def _texts_elsewhere(source: CorpusSource | PairSource, found: list[str]) -> _Texts:
-    where, key = shown(found[0]), [source.model_dump(), found]
+def _open_remote_source(source: CorpusSource | PairSource, found: list[str]) -> _Texts:
+    where, key = redact_address(found[0]), [source.model_dump(), found]
     if isinstance(source, PairSource):
         pairs = load_pairs(source.model_copy(update={"streaming": True, "captions": True}))
         return _Texts(where, key, partial(_column_texts, pairs, CAPTION))
@@ -232,20 +232,22 @@ def require_readable(source: CorpusSource, found: Sequence[str]) -> None:
     Raises:
         XcompatError: a command has no format, or a setting applies only to data sets.
     """
-    where = shown(found[0])
+    where = redact_address(found[0])
     refuse_hub_fields(where, split=source.split, name=source.name, revision=source.revision)
     if source.format == "datasets":
         raise XcompatError(f"format: datasets does not work with the address {where}; choose another format")
     command = next((each for each in found if each.startswith(PIPE)), None)
     if source.format == "auto" and command is not None:
-        raise XcompatError(f"{shown(command)} is a command; set format to its output: text, jsonl, parquet or webdataset")
+        raise XcompatError(
+            f"{redact_address(command)} is a command; set format to its output: text, jsonl, parquet or webdataset"
+        )
 
 
-class _NoneMissing(Problems):
+class _StrictProblems(Problems):
     """Problems that raise at the first bad shard, because remote corpora are cached permanently."""
 
     @override
-    def bad_shard(self, reason: str) -> None:
+    def add_bad_shard(self, reason: str) -> None:
         raise XcompatError(f"{reason}; the corpus is not cached: try again later, or remove that shard")
 
 
@@ -266,7 +268,7 @@ def _file_texts(files: Sequence[str | Path], source: CorpusSource) -> Iterator[s
     forms = [(file, _format(urlsplit(file).path if isinstance(file, str) else file, source)) for file in files]
     shards = [file for file, form in forms if form == "webdataset"]
     columns = ShardColumns(caption=source.text_column, with_image=False)
-    problems = (_NoneMissing if any(map(is_address, shards)) else Problems)(total_shards=len(shards))
+    problems = (_StrictProblems if any(map(is_address, shards)) else Problems)(total_shards=len(shards))
     for row in read_rows(shards, columns, problems):
         yield from row[CAPTION]
     for line in problems.lines():
@@ -278,11 +280,11 @@ def _file_texts(files: Sequence[str | Path], source: CorpusSource) -> Iterator[s
         if isinstance(file, Path):
             yield from readers[form](file, source.text_column)
             continue
-        with fetched(file, cache_folder()) as copy:
+        with download_address(file, cache_folder()) as copy:
             try:
                 yield from readers[form](copy, source.text_column)
             except XcompatError as error:
-                raise XcompatError(str(error).replace(str(copy), shown(file))) from error
+                raise XcompatError(str(error).replace(str(copy), redact_address(file))) from error
 
 
 def _format(file: str | Path, source: CorpusSource) -> str:

@@ -51,10 +51,10 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
             "fill the column, set id_column to another, or rename it: without a column called id, rows are numbered"
         )
     if by_chance:
-        _notice_one_id_of_two(dataset, np.concatenate(hashes), column, source)
+        _notice_duplicate_id(dataset, np.concatenate(hashes), column, source)
 
 
-def _notice_one_id_of_two(dataset: datasets.Dataset, hashes_N: np.ndarray, column: str, source: PairSource) -> None:
+def _notice_duplicate_id(dataset: datasets.Dataset, hashes_N: np.ndarray, column: str, source: PairSource) -> None:
     """Report the first repeated id if image and caption differ. Equal captions mean one object."""
     _, first, codes_N = np.unique(hashes_N, return_index=True, return_inverse=True)
     again_n = np.flatnonzero(first[codes_N] != np.arange(len(codes_N)))
@@ -69,7 +69,7 @@ def _notice_one_id_of_two(dataset: datasets.Dataset, hashes_N: np.ndarray, colum
         )
 
 
-def ids_beside(gallery: datasets.Dataset, queries: datasets.Dataset) -> list[str]:
+def disambiguate_ids(gallery: datasets.Dataset, queries: datasets.Dataset) -> list[str]:
     """Return the gallery's ids, with the suffix `` (gallery)`` where a different image has a query's id.
 
     A query then excludes only its own image. Images in two folders can share an id (their relative path).

@@ -68,7 +68,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     values_HW = np.asarray(image)
     tags = getattr(image, "tag_v2", {})  # of a TIFF
     signed_16 = (tags.get(SAMPLEFORMAT), tags.get(BITSPERSAMPLE)) == ((2,), (16,))
-    white = _white("signed" if signed_16 else image.mode, float(values_HW.min()), float(values_HW.max()))
+    white = _find_white_value("signed" if signed_16 else image.mode, float(values_HW.min()), float(values_HW.max()))
     notice_once(f"grey images of more than 8 bits are scaled to 8: {white:g} becomes 255")
     grey_HW = np.rint(np.multiply(values_HW, 255 / white, dtype=np.float32))
     if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:  # white is zero
@@ -78,7 +78,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(grey_HW.astype(np.uint8))
 
 
-def _white(mode: str, low: float, high: float) -> float:
+def _find_white_value(mode: str, low: float, high: float) -> float:
     if mode == "F":
         white, known = (1.0, True) if high <= 1 else (255.0, 16 < high <= 255)
     elif mode == "I" and high <= 255:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 
 from xcompat.core.errors import XcompatError
+from xcompat.data.bad_samples import BadSamples
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.loading import load_pairs
-from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAMERA, CAPTION, ID, LABEL
 from xcompat.data.sources import ImageSource, PairSource, local_files
 from xcompat.data.text_files import json_lines
@@ -80,14 +80,14 @@ class LabelledImages:
         """Return the camera of each image, or None if unknown."""
         return list(self.dataset[CAMERA]) if CAMERA in self.dataset.column_names else None
 
-    def kept(self) -> list[str]:
+    def present_classes(self) -> list[str]:
         """Return the names of classes that have images, in class order."""
         return [self.classes[index] for index in np.unique(self.labels()).tolist()]
 
-    def reindexed(self) -> LabelledImages:
+    def reindex_labels(self) -> LabelledImages:
         """Return the same images with labels renumbered over the classes that have images."""
         _, labels_N = np.unique(self.labels(), return_inverse=True)
-        return replace(self, dataset=_with_labels(self.dataset, labels_N), classes=self.kept())
+        return replace(self, dataset=_with_labels(self.dataset, labels_N), classes=self.present_classes())
 
 
 def load_labelled(
@@ -129,13 +129,13 @@ def load_labelled(
     assert isinstance(loaded, datasets.Dataset)
     _require_distinct_ids(loaded, source)
     if captions and source.caption_file is not None:
-        loaded = _captioned(loaded, Path(source.caption_file), source.max_bad_share)
+        loaded = _add_captions(loaded, Path(source.caption_file), source.max_bad_share)
     _require_cameras(loaded, source)
     given = list(classes) if classes is not None else _given_classes(source)
     values = _require_labels(loaded, source)
-    beside = _classes_beside(source) if given is None and dataset is None else None
-    order = _distinct(given, source) if given is not None else _own_order(loaded, values, source, beside)
-    labels_N = _indices(loaded, values, order, source)
+    beside = _read_class_file(source) if given is None and dataset is None else None
+    order = _require_distinct_classes(given, source) if given is not None else _infer_class_order(loaded, values, source, beside)
+    labels_N = _class_indices(loaded, values, order, source)
     missing = np.setdiff1d(np.arange(len(order)), labels_N)
     if given is not None and missing.size and not source.limit:
         more = f" and {missing.size - 1} more of {len(order)}" if missing.size > 1 else ""
@@ -150,7 +150,7 @@ def _require_distinct_ids(dataset: datasets.Dataset, source: LabelledSource) -> 
         raise XcompatError(f"{source.path}: two images have the id {twice!r}; set id_column to a column with unique ids")
 
 
-def _captioned(dataset: datasets.Dataset, file: Path, max_bad_share: float) -> datasets.Dataset:
+def _add_captions(dataset: datasets.Dataset, file: Path, max_bad_share: float) -> datasets.Dataset:
     """Add captions from a file; drop images that were unreadable when it was written."""
     known: dict[str, str | None] = {}
     for number, row in json_lines(file):
@@ -198,7 +198,7 @@ def _given_classes(source: LabelledSource) -> list[str] | None:
     return load_classes(source.classes, source.class_column) if isinstance(source.classes, str) else source.classes
 
 
-def _own_order(
+def _infer_class_order(
     dataset: datasets.Dataset, values: list[int] | list[str], source: LabelledSource, beside: list[str] | None
 ) -> list[str]:
     """Return the class order stated by the data, or the sorted names."""
@@ -209,7 +209,7 @@ def _own_order(
         return list(feature.names)
     names = {str(value) for value in values}
     if beside is not None and (_are_numbers(names) or names & set(beside)):
-        return _distinct(beside, source)
+        return _require_distinct_classes(beside, source)
     if isinstance(values[0], int):
         largest = max(map(int, values))
         if largest >= MAX_INDEX:
@@ -220,7 +220,7 @@ def _own_order(
     return sorted(names, key=(lambda name: (int(name), name)) if _are_numbers(names) else None)
 
 
-def _classes_beside(source: LabelledSource) -> list[str] | None:
+def _read_class_file(source: LabelledSource) -> list[str] | None:
     folders = dict.fromkeys(path if path.is_dir() else path.parent for path in local_files(source.path) or [])
     found: Iterator[Path] = (folder / name for folder in folders for name in CLASS_FILES if (folder / name).is_file())
     file = next(found, None)
@@ -231,14 +231,14 @@ def _are_numbers(names: Iterable[str]) -> bool:
     return all(name.isdecimal() for name in names)
 
 
-def _distinct(classes: list[str], source: LabelledSource) -> list[str]:
+def _require_distinct_classes(classes: list[str], source: LabelledSource) -> list[str]:
     twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice:
         raise XcompatError(f"{source.path}: class {twice[0]!r} is listed twice; set class_column to a column with unique names")
     return classes
 
 
-def _indices(
+def _class_indices(
     dataset: datasets.Dataset, values: list[int] | list[str], order: list[str], source: LabelledSource
 ) -> NDArray[np.int64]:
     import datasets

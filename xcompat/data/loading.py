@@ -9,14 +9,14 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xcompat.core.errors import XcompatError, nearest, what_failed
+from xcompat.core.errors import XcompatError, describe_error, nearest
 from xcompat.core.progress import notice
-from xcompat.data.addresses import addresses
+from xcompat.data.addresses import list_addresses
+from xcompat.data.bad_samples import Problems
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
-from xcompat.data.captions import read_captions, read_images, read_listed, read_market1501
+from xcompat.data.captions import read_captions, read_images, read_list_rows, read_market1501
 from xcompat.data.cifar import SUFFIX, cifar_version, read_cifar
 from xcompat.data.picture_files import image_files, notice_unread
-from xcompat.data.problems import Problems
 from xcompat.data.schema import (
     CAMERA,
     CAPTION,
@@ -75,9 +75,9 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, meta
     """
     source = PairSource(path=source) if isinstance(source, str) else source
     if dataset is not None:
-        return _limited(_standardise(dataset, source), source)
-    if source.streaming and (elsewhere := addresses(source.path)) is not None:
-        return _limited(_load_shards(source, elsewhere), source)
+        return _apply_limit(_standardise(dataset, source), source)
+    if source.streaming and (elsewhere := list_addresses(source.path)) is not None:
+        return _apply_limit(_load_shards(source, elsewhere), source)
     form, paths = locate(source)
     if isinstance(metadata, list) and form != "captions":
         raise XcompatError(f"{source.path} has no captions table, so --metadata does not apply; remove it")
@@ -91,7 +91,7 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, meta
         "parquet": _load_parquet,
         "datasets": _load_datasets,
     }
-    return _limited(load[form](source, paths), source)
+    return _apply_limit(load[form](source, paths), source)
 
 
 def _load_shard_files(source: PairSource, paths: list[Path]) -> AnyDataset:
@@ -126,7 +126,7 @@ def _load_shards(source: PairSource, shards: Sequence[str | Path]) -> AnyDataset
         "max_bad_share": source.max_bad_share,
         "limit": source.limit,
     }
-    return _cached("shards", key, rows, source, features, problems)
+    return _load_cached("shards", key, rows, source, features, problems)
 
 
 def _labels_are_indices(shards: Sequence[str | Path], columns: ShardColumns) -> bool:
@@ -162,7 +162,7 @@ def _load_list(source: PairSource, paths: list[Path]) -> AnyDataset:
     if source.captions:
         raise XcompatError(f"{paths[0]}: a list of images has no captions; write both into a CSV, or set captions: false")
     files = files_with(paths, TEXT_SUFFIXES)
-    return _load_files("list", files, [], (row for file in files for row in read_listed(file, source)), source)
+    return _load_files("list", files, [], (row for file in files for row in read_list_rows(file, source)), source)
 
 
 def _load_cifar(source: PairSource, paths: list[Path]) -> AnyDataset:
@@ -180,7 +180,7 @@ def _load_cifar(source: PairSource, paths: list[Path]) -> AnyDataset:
     rows = read_cifar(files, version, label)
     kept = rows if source.with_labels else ({name: row[name] for name in (IMAGE, ID)} for row in rows)
     key = {"files": file_stamps(files), "label": label, "names": names, "labels": source.with_labels}
-    dataset = _cached("cifar", key, kept, source, features, Problems())
+    dataset = _load_cached("cifar", key, kept, source, features, Problems())
     return dataset.to_iterable_dataset() if source.streaming else dataset
 
 
@@ -197,7 +197,7 @@ def _load_files(
     key = {"files": file_stamps(files), "names": names, "source": source.model_dump(exclude={"streaming", "limit"})}
     if isinstance(metadata, list):
         key["metadata"] = metadata
-    dataset = _cached(kind, key, rows, source, _features(source, "string", bool(metadata)), problems or Problems())
+    dataset = _load_cached(kind, key, rows, source, _features(source, "string", bool(metadata)), problems or Problems())
     return dataset.to_iterable_dataset() if source.streaming else dataset
 
 
@@ -216,7 +216,7 @@ def _features(source: PairSource, label_type: str, metadata: bool = False) -> da
     return datasets.Features(columns)
 
 
-def _cached(
+def _load_cached(
     kind: str,
     key: dict[str, Any],
     rows: Iterable[dict[str, Any]],
@@ -227,7 +227,7 @@ def _cached(
     """Read rows into the cache if needed, and print notices about skipped ones."""
 
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
-        yield from rows_to_batches(_distinct_ids(rows, source), features.arrow_schema)
+        yield from rows_to_batches(_require_distinct_ids(rows, source), features.arrow_schema)
         record["skipped"] = problems.lines()
 
     dataset, record = cached_dataset(kind, key, features, build)
@@ -236,7 +236,7 @@ def _cached(
     return dataset
 
 
-def _distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterator[dict[str, Any]]:
+def _require_distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) -> Iterator[dict[str, Any]]:
     """Raise if samples share an id by chance, e.g. 0001.jpg in two folders: each would count as a hit."""
     seen: set[int] = set()  # hashes take less memory than names
     for row in rows:
@@ -254,23 +254,23 @@ def _load_parquet(source: PairSource, paths: list[Path]) -> AnyDataset:
     import datasets
 
     files = _named_files(paths, (".parquet",))
-    dataset = _tables(files, source.streaming)
+    dataset = _read_parquet(files, source.streaming)
     column = source.image_column or next((name for name in EXTRA_IMAGE_COLUMNS if name in (dataset.column_names or [])), "")
     feature = (dataset.features or {}).get(column)
     if isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string"):
         features = dataset.features
         folders = [(folder, list(inside)) for folder, inside in groupby(files, lambda file: str(file.parent.resolve()))]
-        parts = [dataset] if len(folders) == 1 else [_tables(inside, source.streaming, features) for _, inside in folders]
+        parts = [dataset] if len(folders) == 1 else [_read_parquet(inside, source.streaming, features) for _, inside in folders]
         dataset = datasets.concatenate_datasets(
             [  # paths in a table are relative to the table
-                part.map(_absolute, features=features, batched=True, fn_kwargs={"column": column, "folder": folder})
+                part.map(_make_paths_absolute, features=features, batched=True, fn_kwargs={"column": column, "folder": folder})
                 for part, (folder, _) in zip(parts, folders, strict=True)
             ]
         )
     return _standardise(dataset, source)
 
 
-def _tables(files: list[Path], streaming: bool, features: datasets.Features | None = None) -> AnyDataset:
+def _read_parquet(files: list[Path], streaming: bool, features: datasets.Features | None = None) -> AnyDataset:
     """Read Parquet files in order, with the types of the first by default."""
     import datasets
 
@@ -282,7 +282,7 @@ def _tables(files: list[Path], streaming: bool, features: datasets.Features | No
         raise XcompatError(f"{files[0]} (of {len(files)} Parquet files) cannot be read: {reason}; write it again") from error
 
 
-def _absolute(batch: dict[str, list[Any]], column: str, folder: str) -> dict[str, list[Any]]:
+def _make_paths_absolute(batch: dict[str, list[Any]], column: str, folder: str) -> dict[str, list[Any]]:
     return {column: [None if path is None else str(Path(folder, path)) for path in batch[column]]}
 
 
@@ -306,11 +306,11 @@ def load_raw(source: DataSource, paths: list[Path], streaming: bool = False) -> 
     """
     if not paths:
         return _from_hub(source, streaming)
-    dataset = _saved(source, paths[0])
+    dataset = _load_saved(source, paths[0])
     return dataset.to_iterable_dataset() if streaming else dataset
 
 
-def _saved(source: DataSource, folder: Path) -> datasets.Dataset:
+def _load_saved(source: DataSource, folder: Path) -> datasets.Dataset:
     import datasets
 
     refuse_hub_fields(source.path, name=source.name, revision=source.revision)
@@ -323,7 +323,7 @@ def _saved(source: DataSource, folder: Path) -> datasets.Dataset:
     except Exception as error:  # JSON, types and Arrow files raise different errors
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise XcompatError(f"{folder} cannot be read ({what_failed(error)}); write it again") from error
+        raise XcompatError(f"{folder} cannot be read ({describe_error(error)}); write it again") from error
     if isinstance(saved, datasets.DatasetDict):
         return _one_split(dict(saved), source)
     refuse_hub_fields(source.path, split=source.split)
@@ -364,7 +364,7 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
         if isinstance(dataset, datasets.IterableDataset):
             raise XcompatError(f"{source.path}: nested columns ({nested[0]}) do not work with streaming; set streaming to false")
         dataset = dataset.flatten()  # nested columns become ``outer.inner``
-    picked = _picked_columns(dataset, source)
+    picked = _map_columns(dataset, source)
     dataset = dataset.select_columns(list(picked.values()))
     dataset = dataset.rename_columns({old: new for new, old in picked.items() if old != new})
     dataset = dataset.cast_column(IMAGE, datasets.Image(decode=False))
@@ -381,7 +381,7 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     return dataset
 
 
-def _picked_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
+def _map_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
     """Return wanted column -> its name in the data set."""
     import datasets
 
@@ -401,7 +401,7 @@ def _picked_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
     return picked
 
 
-def _limited(dataset: AnyDataset, source: PairSource) -> AnyDataset:
+def _apply_limit(dataset: AnyDataset, source: PairSource) -> AnyDataset:
     import datasets
 
     if isinstance(dataset, datasets.IterableDataset):

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch.utils.data import Dataset, get_worker_info
 
-from xcompat.core.arrays import numbered
+from xcompat.core.arrays import number_strings
 from xcompat.core.distributed import rank
 from xcompat.core.errors import XcompatError
 from xcompat.core.threads import map_in_rounds, map_in_threads, on_one_core
+from xcompat.data.bad_samples import BadSamples
 from xcompat.data.images import UnusableSampleError, open_image
-from xcompat.data.problems import BadSamples
 from xcompat.data.schema import CAPTION, CAPTION_NUMBER, ID, IMAGE, INDEX, LABEL, SEED, captions_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class DrawnDataset(Dataset[dict[str, Any]]):
         """Return the number of rows, or of ids."""
         return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
 
-    def drawn(self, indices: Sequence[int]) -> tuple[list[int], list[np.random.Generator]]:
+    def draw_rows(self, indices: Sequence[int]) -> tuple[list[int], list[np.random.Generator]]:
         """Return the row of each index in this epoch, and the generator of its further draws."""
         draws = [np.random.default_rng((self.seed, int(self._epoch), index)) for index in indices]
         if self._rows_of_id is None:
@@ -115,10 +115,10 @@ class PairDataset(DrawnDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the items of a batch with one read, for data loaders."""
-        rows, draws = self.drawn(indices)
+        rows, draws = self.draw_rows(indices)
         columns = self.dataset[rows]
         items = [
-            self._usable({name: values[place] for name, values in columns.items()}, row, draw)
+            self._load_usable({name: values[place] for name, values in columns.items()}, row, draw)
             for place, (row, draw) in enumerate(zip(rows, draws, strict=True))
         ]
         kept = np.array([item[INDEX] for item in items], dtype=np.int64)
@@ -132,7 +132,7 @@ class PairDataset(DrawnDataset):
                 item[name] = values
         return items
 
-    def _usable(self, record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
+    def _load_usable(self, record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
         """Return the sample of a row, or of the next usable row."""
         for step in range(len(self.dataset)):
             other = (row + step) % len(self.dataset)
@@ -150,7 +150,7 @@ def rows_of_ids(dataset: datasets.Dataset) -> list[NDArray[np.int64]]:
     """Return the rows of each id, sorted by id."""
     if ID not in dataset.column_names:
         raise XcompatError(f"one_per_id needs the column {ID!r}; set id_column")
-    _, codes_N = numbered(dataset[ID][:])
+    _, codes_N = number_strings(dataset[ID][:])
     return np.split(np.argsort(codes_N, kind="stable"), np.cumsum(np.bincount(codes_N))[:-1])
 
 

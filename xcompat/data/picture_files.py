@@ -23,10 +23,10 @@ OTHER_SUFFIXES = (
     *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".mp3", ".wav", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2"),
 )
 """Suffixes of files that Pillow cannot read. Files with unlisted suffixes, or none, are checked by content."""
-HIDDEN = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
+SYSTEM_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
 """System files in folders, in addition to names that begin with a dot."""
 INSTALL_HEIC = 'HEIC pictures need pillow-heif: run `pip install -e ".[heic]"` in a clone of xcompat'
-SHOWN = 5  # maximum number of files named in a message
+MAX_NAMED = 5  # maximum number of files named in a message
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
 _STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ")
@@ -114,8 +114,8 @@ def count_names(what: str, files: list[Path], folder: Path) -> str:
         >>> count_names("file", [Path("a/x.txt"), Path("a/y.md")], Path("a"))
         '2 files (x.txt, y.md) are'
     """
-    names = [str(file.relative_to(folder)).encode(errors="backslashreplace").decode() for file in files[:SHOWN]]
-    more = f" and {len(files) - SHOWN:,} more" if len(files) > SHOWN else ""
+    names = [str(file.relative_to(folder)).encode(errors="backslashreplace").decode() for file in files[:MAX_NAMED]]
+    more = f" and {len(files) - MAX_NAMED:,} more" if len(files) > MAX_NAMED else ""
     return f"{len(files):,} {what}{'s' if len(files) > 1 else ''} ({', '.join(names)}{more}) {'are' if len(files) > 1 else 'is'}"
 
 
@@ -168,7 +168,7 @@ def _is_hidden(inside: Path) -> bool:
 
 
 def _is_system(name: str) -> bool:
-    return name.startswith(".") or name in HIDDEN
+    return name.startswith(".") or name in SYSTEM_NAMES
 
 
 def _is_utf8(name: str) -> bool:

@@ -116,7 +116,7 @@ def _ranks_within_class(labels_N: NDArray[np.int64]) -> NDArray[np.int64]:
 def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
     """Keep the images of a subset, in order and with the same labels.
 
-    :meth:`LabelledImages.kept` lists the remaining classes, :meth:`LabelledImages.reindexed` renumbers them.
+    :meth:`LabelledImages.present_classes` lists the remaining classes, :meth:`LabelledImages.reindex_labels` renumbers them.
 
     Raises:
         XcompatError: a listed class is unknown or has no image, or no image remains.
@@ -124,7 +124,7 @@ def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
     return replace(labelled, dataset=labelled.dataset.select(_rows(labelled, subset)))
 
 
-def known_share(labelled: LabelledImages, new: Subset, old: Subset) -> float:
+def compute_shared_fraction(labelled: LabelledImages, new: Subset, old: Subset) -> float:
     """Return the share of the new model's images that the old model also trained on.
 
     Args:

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.progress import notice
-from xcompat.data.addresses import is_address, opened, shown, why
-from xcompat.data.problems import Problems
+from xcompat.data.addresses import describe_failure, is_address, open_address, redact_address
+from xcompat.data.bad_samples import Problems
 from xcompat.data.schema import CAMERA, CAPTION, ID, IMAGE, LABEL, captions_of, is_blank
 from xcompat.data.text_files import parse_json
 
@@ -127,13 +127,13 @@ def read_rows(shards: Sequence[str | Path], columns: ShardColumns, problems: Pro
                 try:
                     row = columns.row(sample)
                 except (_SampleError, RecursionError) as error:
-                    problems.bad_sample(sample, str(error))
+                    problems.add_bad_sample(sample, str(error))
                     problems.check_samples(final=False)
                     continue
                 problems.n_good += 1
                 yield row
         except ShardError as error:
-            problems.bad_shard(str(error))
+            problems.add_bad_shard(str(error))
     problems.check_samples(final=True)
 
 
@@ -169,9 +169,9 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
     from webdataset.tariterators import group_by_keys
 
     address = path if is_address(path) else None
-    path = Path(path) if address is None else shown(address)
+    path = Path(path) if address is None else redact_address(address)
     try:
-        with _open(Path(path)) if address is None else _fetched(address) as stream:
+        with _open(Path(path)) if address is None else _open_remote_shard(address) as stream:
             yield from group_by_keys(_members(stream, str(path)))
             # tarfile treats a damaged header as the archive's end; only a few zeros follow a true end
             for blocks in count():
@@ -183,7 +183,7 @@ def read_shard(path: str | Path) -> Iterator[dict[str, Any]]:
         raise
     except Exception as error:  # tarfile, gzip, zlib and webdataset raise different types
         if address is not None:
-            raise ShardError(f"{path}: {why(error)}") from None
+            raise ShardError(f"{path}: {describe_failure(error)}") from None
         reason = str(error.args[0] if error.args else error)
         raise ShardError(f"{path}: {reason} ({type(error).__name__})") from error
 
@@ -192,7 +192,7 @@ def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, Any]]:
     """Yield members for `group_by_keys`. Oversized members raise before they are read."""
     from webdataset.tariterators import base_plus_ext
 
-    archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header)  # noqa: SIM115 - the caller closes the stream
+    archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_LimitedHeader)  # noqa: SIM115 - the caller closes the stream
     held, key = 0, None
     for member in archive:
         archive.members = []  # type: ignore[attr-defined]  # as in webdataset: the list would grow without limit
@@ -210,7 +210,7 @@ def _members(stream: IO[bytes], path: str) -> Iterator[dict[str, Any]]:
     yield {}  # ends the last sample
 
 
-class _Header(tarfile.TarInfo):
+class _LimitedHeader(tarfile.TarInfo):
     """Header that limits extended headers (e.g. long names), which tarfile reads at any size."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
@@ -234,18 +234,18 @@ def _open(path: Path) -> IO[bytes]:
 
 
 @contextmanager
-def _fetched(address: str) -> Iterator[IO[bytes]]:
+def _open_remote_shard(address: str) -> Iterator[IO[bytes]]:
     """Open a remote shard. Truncation is detected after reading."""
-    with opened(address) as source:
-        watched = _Watched(source)
+    with open_address(address) as source:
+        watched = _TailStream(source)
         stream = io.BufferedReader(watched, 1 << 20)
         compressed = stream.peek(2)[:2] == b"\x1f\x8b"
         yield gzip.GzipFile(fileobj=stream) if compressed else stream  # type: ignore[misc]  # behaves as IO[bytes]
         if not compressed and (len(watched.last) < 512 or watched.last.strip(b"\0")):
-            raise ShardError(f"{shown(address)}: cut short, the end-of-archive mark is missing")
+            raise ShardError(f"{redact_address(address)}: cut short, the end-of-archive mark is missing")
 
 
-class _Watched(io.RawIOBase):
+class _TailStream(io.RawIOBase):
     """Stream that remembers its last 512 bytes."""
 
     def __init__(self, source: Any) -> None:  # noqa: ANN401 - a file of any library

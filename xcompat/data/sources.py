@@ -17,10 +17,10 @@ from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.core.files import files_below
 from xcompat.core.paths import is_local, is_misspelt, nearest_path
 from xcompat.data import cifar, coco
-from xcompat.data.addresses import is_address, shown
+from xcompat.data.addresses import is_address, redact_address
 from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
-from xcompat.data.lists import is_image_list
+from xcompat.data.image_lists import is_image_list
 from xcompat.data.picture_files import IMAGE_SUFFIXES, images_below
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -30,7 +30,7 @@ TEXT_SUFFIXES = (".txt", ".txt.gz")
 CAPTION_TEXT_SUFFIXES = (*TEXT_SUFFIXES, ".token")
 """Suffixes of text files that contain captions if their first line does."""
 
-EMBEDDED = "glyphs:"
+BUILTIN_PREFIX = "glyphs:"
 """Prefix of built-in data, e.g. ``glyphs:train``."""
 
 PairFormat = Literal["auto", "webdataset", "datasets", "captions", "parquet", "images", "list", "cifar", "market1501"]
@@ -168,11 +168,12 @@ def local_files(path: str | list[str]) -> list[Path] | None:
     for pattern in [path] if isinstance(path, str) else path:
         if is_address(pattern):
             raise XcompatError(
-                f"{shown(pattern)} is remote: only data.texts and pairs with streaming: true read addresses; download it first"
+                f"{redact_address(pattern)} is remote: only data.texts and pairs with streaming: true read addresses; "
+                "download it first"
             )
         for text in _expand(pattern):
-            if text.startswith(EMBEDDED):
-                found.append(glyph_classes(text.removeprefix(EMBEDDED)))
+            if text.startswith(BUILTIN_PREFIX):
+                found.append(glyph_classes(text.removeprefix(BUILTIN_PREFIX)))
                 continue
             matches = sorted(glob.glob(text, recursive=True)) if glob.has_magic(text) and not Path(text).exists() else [text]
             missing = [match for match in matches if not Path(match).exists()]
@@ -316,7 +317,7 @@ def captions_files(paths: list[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files.extend(next((found for stem in CAPTION_STEMS if (found := _called(path, stem))), [])[:1])
+            files.extend(next((found for stem in CAPTION_STEMS if (found := _captions_files_with_stem(path, stem))), [])[:1])
         elif _holds_captions(path):
             files.append(path)
     return files
@@ -329,13 +330,15 @@ def require_one_captions_file(paths: list[Path]) -> None:
         XcompatError: names the files.
     """
     for folder in paths:
-        found = next((each for stem in CAPTION_STEMS if folder.is_dir() and (each := _called(folder, stem))), [])
+        found = next(
+            (each for stem in CAPTION_STEMS if folder.is_dir() and (each := _captions_files_with_stem(folder, stem))), []
+        )
         if len(found) > 1:
             names = " and ".join(file.name for file in found)
             raise XcompatError(f"{folder} contains {names}; give the path of one (e.g. {found[0]}), or move the others away")
 
 
-def _called(folder: Path, stem: str) -> list[Path]:
+def _captions_files_with_stem(folder: Path, stem: str) -> list[Path]:
     names = [f"{stem}{suffix}" for suffix in (*CAPTION_SUFFIXES, *CAPTION_TEXT_SUFFIXES)]
     return [file for name in names if (file := folder / name).is_file() and _holds_captions(file)]
 

@@ -19,12 +19,12 @@ LONGEST_LINE = 2**24
 """Maximum characters per line. The number of lines is unlimited, as they are streamed."""
 LARGEST_TABLE = 2**31
 """Maximum unpacked bytes of a file that is loaded into memory."""
-MOST_TIMES = 256
+MAX_COMPRESSION_RATIO = 256
 """Maximum compression ratio of a table; text never compresses that well."""
 BLOCK = 2**20
 SMALL = 64 * BLOCK
 """Files up to this unpacked size can have any compression ratio."""
-_TRIED = (("utf-8", "surrogatepass"), ("cp1252", "strict"), ("utf-8", "ignore"))
+_DECODERS = (("utf-8", "surrogatepass"), ("cp1252", "strict"), ("utf-8", "ignore"))
 DECODING = "replace"
 """Error handler for invalid bytes in tables, as :func:`text_encoding` accepts lone surrogates."""
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
@@ -127,7 +127,7 @@ def require_table(file: Path) -> None:
         file: text; gzip if it ends in ``.gz``.
 
     Raises:
-        XcompatError: it exceeds `LARGEST_TABLE`, `MOST_TIMES` or `LONGEST_LINE`.
+        XcompatError: it exceeds `LARGEST_TABLE`, `MAX_COMPRESSION_RATIO` or `LONGEST_LINE`.
     """
     size, line = 0, 0
     try:
@@ -135,7 +135,7 @@ def require_table(file: Path) -> None:
             handle = gzip.GzipFile(fileobj=packed) if _is_packed(file) else packed
             while block := handle.read(BLOCK):
                 size += len(block)
-                most = LARGEST_TABLE if size <= SMALL else min(LARGEST_TABLE, MOST_TIMES * packed.tell())
+                most = LARGEST_TABLE if size <= SMALL else min(LARGEST_TABLE, MAX_COMPRESSION_RATIO * packed.tell())
                 if size > most:
                     raise XcompatError(f"{file} has {size:,} bytes or more, too many for a table; split it into several files")
                 end = block.find(b"\n")
@@ -188,7 +188,7 @@ def text_encoding(file: Path) -> str:
     Raises:
         XcompatError: no encoding fits, or the file is damaged.
     """
-    decoders = [codecs.getincrementaldecoder(name)(errors) for name, errors in _TRIED]
+    decoders = [codecs.getincrementaldecoder(name)(errors) for name, errors in _DECODERS]
     utf8 = windows = True
     holds_utf8 = False
     try:

@@ -16,7 +16,7 @@ from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.pairs import DrawnDataset, RowArray
 from xcompat.data.schema import ID, NEGATIVES, PASSAGE, QUERY, captions_of, is_blank, pick_column
 from xcompat.data.sources import TextPairSource
-from xcompat.data.texts import open_rows, rows_of
+from xcompat.data.texts import iterate_rows, open_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -52,7 +52,7 @@ def load_text_pairs(source: TextPairSource) -> datasets.Dataset:
 
     def build(record: dict[str, Any]) -> Iterator[Any]:
         record |= {"read": 0, "kept": 0, "lacking": []}
-        yield from rows_to_batches(_pairs(rows_of(raw, files), source, record), features.arrow_schema)
+        yield from rows_to_batches(_pairs(iterate_rows(raw, files), source, record), features.arrow_schema)
         if not record["kept"]:
             raise XcompatError(f"{source.path} contains no text pairs; it needs a query and a passage in each row")
 
@@ -120,7 +120,7 @@ class TextPairDataset(DrawnDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the items of a batch with one read, for data loaders."""
-        rows, draws = self.drawn(indices)
+        rows, draws = self.draw_rows(indices)
         columns = self.dataset[rows]
         items = []
         for place, draw in enumerate(draws):
@@ -159,13 +159,13 @@ class TextPairCollator:
         for side, texts in sides.items():
             if texts:
                 batch |= {f"{side}_{name}": tensor for name, tensor in self.answering.texts(texts).items()}
-                batch[f"{side}_ids"] = torch.from_numpy(identities(texts))
+                batch[f"{side}_ids"] = torch.from_numpy(hash_texts(texts))
         for name in items[0].keys() - {QUERY, PASSAGE, NEGATIVES}:
             batch[name] = torch.from_numpy(np.stack([item[name] for item in items])).float()
         return batch
 
 
-def identities(texts: Sequence[str]) -> NDArray[np.int64]:
+def hash_texts(texts: Sequence[str]) -> NDArray[np.int64]:
     """Return an int64 per text, equal for equal texts and in every process."""
     from pandas.util import hash_array
 

@@ -16,7 +16,7 @@ from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.json_values import JsonColumns
 from xcompat.core.progress import notice
 from xcompat.data.cache import cached_dataset, file_stamps
-from xcompat.data.corpora import Seen
+from xcompat.data.corpora import HashSet
 from xcompat.data.loading import load_raw
 from xcompat.data.picture_files import notice_unread
 from xcompat.data.schema import ID, METADATA, TEXT
@@ -91,9 +91,9 @@ def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
     def build(record: dict[str, Any]) -> Iterator[pa.RecordBatch]:
         record |= {"documents": 0, "items": 0, "empty": []}
         columns = JsonColumns()
-        seen = Seen()
-        for items in _in_batches(_items(rows_of(raw, files), source, record, columns)):
-            _require_new([item[ID] for item in items], seen, source)
+        seen = HashSet()
+        for items in _in_batches(_items(iterate_rows(raw, files), source, record, columns)):
+            _require_unique_ids([item[ID] for item in items], seen, source)
             record["items"] += len(items)
             yield pa.RecordBatch.from_pylist(items, schema=features.arrow_schema)
         if not record["items"]:
@@ -137,7 +137,7 @@ def open_rows(source: DataSource) -> tuple[datasets.Dataset | None, list[Path]]:
         source: the source.
 
     Returns:
-        A data set, or files, for :func:`rows_of`.
+        A data set, or files, for :func:`iterate_rows`.
 
     Raises:
         XcompatError: no texts are found.
@@ -155,7 +155,7 @@ def open_rows(source: DataSource) -> tuple[datasets.Dataset | None, list[Path]]:
     return None, files
 
 
-def rows_of(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[str, Row]]:
+def iterate_rows(raw: datasets.Dataset | None, files: list[Path]) -> Iterator[tuple[str, Row]]:
     """Yield the rows from :func:`open_rows`, each with its location for messages."""
     if raw is not None:
         yield from ((f"row {number}", dict(row)) for number, row in enumerate(raw))
@@ -223,7 +223,7 @@ def _in_batches(items: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]
         yield batch
 
 
-def _require_new(ids: list[str], seen: Seen, source: TextSource) -> None:
+def _require_unique_ids(ids: list[str], seen: HashSet, source: TextSource) -> None:
     """Raise if an id repeats. Ids are compared by hash: two of ten million collide with probability 1e-6."""
     from pandas.util import hash_array
 

@@ -143,7 +143,7 @@ def build_transform(
     return v2.Compose(steps)
 
 
-def drawn(transform: Callable[[Image.Image], Tensor], picture: Image.Image, seed: int) -> Tensor:
+def augment_with_seed(transform: Callable[[Image.Image], Tensor], picture: Image.Image, seed: int) -> Tensor:
     """Augment an image with a seed, identically in any thread and process. Torch's generator is restored.
 
     Args:
@@ -179,7 +179,7 @@ class View(NamedTuple):
         strengths = self.augmentation.model_dump(exclude_defaults=True)
         return hashlib.sha256(json.dumps([images, strengths, self.seed, self.number]).encode()).hexdigest()
 
-    def drawing(self, processor: Processor) -> Callable[[Image.Image, str], Tensor]:
+    def build_draw(self, processor: Processor) -> Callable[[Image.Image, str], Tensor]:
         """Return a function that draws this view of an image at a model's size.
 
         Args:
@@ -192,6 +192,6 @@ class View(NamedTuple):
 
         def draw(picture: Image.Image, name: str) -> Tensor:
             key = hashlib.blake2b(json.dumps([self.seed, self.number, name]).encode(), digest_size=8).digest()
-            return drawn(transform, picture, int.from_bytes(key) >> 1)
+            return augment_with_seed(transform, picture, int.from_bytes(key) >> 1)
 
         return draw

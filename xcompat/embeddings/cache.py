@@ -185,12 +185,12 @@ def read_info(folder: Path) -> CacheInfo:
     except ValidationError as error:
         first = error.errors()[0]
         raise XcompatError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete {folder} and re-embed") from None
-    if plan.exists() and _nameless(read_json(plan)) != _nameless(asdict(info)):
+    if plan.exists() and _drop_name(read_json(plan)) != _drop_name(asdict(info)):
         raise XcompatError(f"{file} and plan.json differ; repeat the command that wrote the cache")
     return info
 
 
-def _nameless(fields: Any) -> Any:  # noqa: ANN401 - any JSON value
+def _drop_name(fields: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Drop the model's name, as a cache may be continued under another name of the same model."""
     return {key: value for key, value in fields.items() if key != "name"} if isinstance(fields, dict) else None
 
@@ -217,7 +217,7 @@ def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
     if not path.is_file():
         raise MissingShardError(f"{path} is missing")
     stat = path.stat()
-    if found := _differences(path, stat.st_size, stat.st_mtime_ns, _recorded(path.with_suffix(".json"))):
+    if found := _differences(path, stat.st_size, stat.st_mtime_ns, _read_record(path.with_suffix(".json"))):
         raise DamagedShardError(found[0])
     rows = min(info.shard_rows, info.rows - shard * info.shard_rows)
     try:
@@ -229,7 +229,7 @@ def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
     raise DamagedShardError(f"{path} contains {embeds_ND.shape} {embeds_ND.dtype}, not {(rows, info.dim)} {info.dtype}")
 
 
-def _recorded(file: Path) -> FileRecord | None:
+def _read_record(file: Path) -> FileRecord | None:
     if not file.exists():
         return None
     try:

@@ -22,7 +22,7 @@ from xcompat.embeddings.cache import (
     CacheInfo,
     EmbeddingCache,
 )
-from xcompat.embeddings.cache_filling import Batches, fill_cache
+from xcompat.embeddings.cache_writer import Batches, fill_cache
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.onednn import packed_linears
 from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, shared_prefixes
@@ -100,15 +100,15 @@ def embed_blocks(
     Yields:
         The batches of each block with the positions of their texts. Consume them before the next block.
     """
-    sharing = _sharing(embedder)
+    sharing = _find_prefix_encoder(embedder)
 
     def prepare(texts: Sequence[str]) -> list[tuple[NDArray[np.int64], dict[str, Tensor]]]:
         return list(_text_batches(embedder, texts, tokens_per_batch, sharing is not None))
 
     # a GPU embeds a block while the next is tokenised; on a CPU, tokenising would take the model's cores
     prepared = map(prepare, blocks) if embedder.device.type == "cpu" else map_in_threads(prepare, blocks, threads=1)
-    with nullcontext() if sharing is None else shared_prefixes(sharing), _as_fast_as_it_goes(embedder):
-        for batches in waiting.of(prepared):
+    with nullcontext() if sharing is None else shared_prefixes(sharing), _pack_weights(embedder):
+        for batches in waiting.track(prepared):
             yield ((rows, embedder.embed(batch)) for rows, batch in batches)
 
 
@@ -188,7 +188,7 @@ def embed_images(
         most = images_per_batch(model.processor, model.device)
         size = max(size for size in range(1, most + 1) if shard_rows % size == 0)
         batches = embed_rows(model, dataset, rows, size, bad=bad, waiting=waiting, view=view)
-        with _as_fast_as_it_goes(model):
+        with _pack_weights(model):
             yield from _cut_by_shard(batches, shards)
 
     return _embed(embedder, "images", len(dataset), Path(path), data_digest, shard_rows, embed_shards, bad)
@@ -222,7 +222,7 @@ def embed_rows(
     """
     processor = embedder.processor
     usual = prepare or processor.images
-    draw = None if view is None else view.drawing(processor)
+    draw = None if view is None else view.build_draw(processor)
 
     def prepared(images: list[Any]) -> dict[str, Tensor]:
         pixels = usual(images) if draw is None else processor.to_pixels(torch.stack(images))
@@ -231,7 +231,7 @@ def embed_rows(
     if embedder.device.type == "cpu":
         keep_freed_memory()
     batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, draw=draw, prepare=prepared, **decoding(embedder.device))
-    for kept, batch in (waiting or Waiting()).of(batches):
+    for kept, batch in (waiting or Waiting()).track(batches):
         yield kept, embedder.embed(batch)
 
 
@@ -341,12 +341,12 @@ def _embed(
     return fill_cache(info, path, embed_shards, bad)
 
 
-def _as_fast_as_it_goes(embedder: Embedder) -> AbstractContextManager[None]:
+def _pack_weights(embedder: Embedder) -> AbstractContextManager[None]:
     """Pack the weights of a float32 model on a CPU (:func:`packed_linears`). Autocast computes in another precision."""
     return nullcontext() if embedder.autocast is not None else packed_linears(embedder.model)
 
 
-def _sharing(embedder: Embedder) -> Encoder | None:
+def _find_prefix_encoder(embedder: Embedder) -> Encoder | None:
     """Return the encoder if it shares prefixes, which pays off only on a CPU."""
     encoder = embedder.model.text_encoder
     return encoder if encoder is not None and encoder.shares_prefixes and embedder.device.type == "cpu" else None

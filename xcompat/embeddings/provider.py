@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.distributed import from_main_process, process_state
-from xcompat.core.errors import XcompatError, nearest, what_failed
+from xcompat.core.errors import XcompatError, describe_error, nearest
 from xcompat.core.files import read_json
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import Waiting, console, literal, notice
 from xcompat.data import BadSamples
 from xcompat.embeddings.cache import CacheInfo, EmbeddingCache
-from xcompat.embeddings.cache_filling import Batches, fill_cache
+from xcompat.embeddings.cache_writer import Batches, fill_cache
 from xcompat.encoders.base import Space
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint
@@ -38,7 +38,7 @@ PROBES = ("The quick brown fox jumps over the lazy dog.", "opening hours and pri
 SKETCHED = 32  # dimensions of a sketch
 ALIKE, OTHER = 0.99, 0.5
 """Mean cosines of sketches: at least the first for the same model, below the second for another model."""
-KEPT = "its answers are saved: start again to continue"
+ANSWERS_SAVED = "its answers are saved: start again to continue"
 
 Function = Callable[[list[str]], Any]
 """Function from texts to embeddings of length 1, a row per text."""
@@ -88,7 +88,7 @@ class Provider:
 
         def first_answer() -> int:
             self._announce(texts[:])
-            answered[0] = self.ask(list(texts[: self.batch]), fix=KEPT)
+            answered[0] = self.ask(list(texts[: self.batch]), fix=ANSWERS_SAVED)
             return answered[0].shape[1]
 
         begun = from_main_process(lambda: _begun_with(path))
@@ -100,7 +100,7 @@ class Provider:
             for shard in shards:
                 rows_BD = answered.pop(shard.start, None)  # the first process has the first shard's answer
                 if rows_BD is None:
-                    rows_BD = self.ask(list(texts[shard]), dim, KEPT, shard.start)
+                    rows_BD = self.ask(list(texts[shard]), dim, ANSWERS_SAVED, shard.start)
                 yield iter([(np.arange(len(rows_BD)), torch.from_numpy(rows_BD))])
 
         info = CacheInfo(self.fingerprint.digest, self.name, data_digest, "texts", len(texts), dim or 1, self.batch)
@@ -127,8 +127,8 @@ class Provider:
         try:
             answer = retrying(self._call, texts)
         except Exception as error:  # a service's library may raise anything
-            raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({what_failed(error)}); {fix}") from error
-        return self._checked(answer, texts, dim, before)
+            raise XcompatError(f"{self.name} failed {ATTEMPTS} times ({describe_error(error)}); {fix}") from error
+        return self._check_answer(answer, texts, dim, before)
 
     def sketch(self) -> list[list[float]]:
         """Embed :data:`PROBES`, and return the first numbers of each embedding."""
@@ -140,11 +140,11 @@ class Provider:
             self._earliest = time.monotonic() + 60 / self.requests_per_minute
         return self.embed(texts)
 
-    def _checked(self, answer: Any, texts: list[str], dim: int | None, before: int) -> NDArray[np.float32]:  # noqa: ANN401
+    def _check_answer(self, answer: Any, texts: list[str], dim: int | None, before: int) -> NDArray[np.float32]:  # noqa: ANN401
         try:
             rows_BD = np.array(answer, np.float32)
         except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError for tensors with gradients
-            raise XcompatError(f"{self.name} returned no matrix ({what_failed(error)}); return one row per text") from None
+            raise XcompatError(f"{self.name} returned no matrix ({describe_error(error)}); return one row per text") from None
         if rows_BD.ndim != 2 or len(rows_BD) != len(texts) or not rows_BD.size:
             raise XcompatError(f"{self.name} returned shape {rows_BD.shape} for {len(texts)} texts; return one row per text")
         if dim is not None and rows_BD.shape[1] != dim:
@@ -283,14 +283,14 @@ Asking = TypeVar("Asking", CompatModel, Fingerprint)
 
 
 @overload
-def asking(source: Embedder | ServedMap) -> CompatModel | Embedder: ...
+def query_model(source: Embedder | ServedMap) -> CompatModel | Embedder: ...
 
 
 @overload
-def asking(source: Asking) -> Asking: ...
+def query_model(source: Asking) -> Asking: ...
 
 
-def asking(source: Embedder | ServedMap | CompatModel | Fingerprint) -> CompatModel | Embedder | Fingerprint:
+def query_model(source: Embedder | ServedMap | CompatModel | Fingerprint) -> CompatModel | Embedder | Fingerprint:
     """Return the model of queries: a compatible model itself, else the embedder or fingerprint."""
     if isinstance(source, ServedMap):
         return source.model
@@ -317,7 +317,7 @@ def load_function(name: str) -> Function:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # an import may raise anything
-        raise XcompatError(f"cannot import {module_name} for {name!r} ({what_failed(error)})") from error
+        raise XcompatError(f"cannot import {module_name} for {name!r} ({describe_error(error)})") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from safetensors import SafetensorError
 
-from xcompat.core.errors import MissingPathError, XcompatError, nearest, what_failed
+from xcompat.core.errors import MissingPathError, XcompatError, describe_error, nearest
 from xcompat.core.paths import is_local, model_folder, nearest_path, split_revision
 from xcompat.encoders.adapter_settings import AdapterConfig, LoraSettings
 from xcompat.encoders.build_limits import check_config, check_config_files, limit_model_size
-from xcompat.encoders.model_files import is_own, require_whole
-from xcompat.encoders.text_files import PREFIX, TEXTS, is_of_texts
+from xcompat.encoders.model_files import is_xcompat_model, require_whole
+from xcompat.encoders.text_files import PREFIX, SENTENCE_TRANSFORMERS, is_text_model
 
 if TYPE_CHECKING:
     from xcompat.encoders.base import Encoder
@@ -27,7 +27,7 @@ __all__ = ["AdapterConfig", "EncoderSource", "LoraSettings", "build_encoder", "l
 
 MODEL_FILES = ("config.json", "open_clip_config.json", "modules.json", "model/config.json")
 """Files that identify a model folder or a finished run; one is enough."""
-NOT_OWN = "is not an xcompat model; choose a run folder or a checkpoint"
+NOT_XCOMPAT = "is not an xcompat model; choose a run folder or a checkpoint"
 
 
 class EncoderSource(BaseModel):
@@ -73,13 +73,13 @@ class EncoderSource(BaseModel):
         return prefix + str(Path(place).expanduser()) if place.startswith("~") else value
 
     @classmethod
-    def described(cls, description: dict[str, Any]) -> EncoderSource:
+    def from_description(cls, description: dict[str, Any]) -> EncoderSource:
         """Return the source of an encoder by its stored description."""
         height, width = description.get("image_size") or (None, None)
         size = height if height == width else None
         name, of_texts = description["name"], {}
-        if description.get("library") == TEXTS:
-            name = name if is_of_texts(name) else PREFIX + name
+        if description.get("library") == SENTENCE_TRANSFORMERS:
+            name = name if is_text_model(name) else PREFIX + name
             of_texts = {key: description[key] for key in ("query_prompt", "passage_prompt")}
             of_texts["truncate_dim"] = description["config"]["truncate_dim"]
         return cls(name=name, revision=description.get("revision"), image_size=size, **of_texts)
@@ -87,8 +87,8 @@ class EncoderSource(BaseModel):
     @property
     def library(self) -> str:
         """Return the library for the name's prefix or folder layout; transformers by default."""
-        if is_of_texts(self.name):
-            return TEXTS
+        if is_text_model(self.name):
+            return SENTENCE_TRANSFORMERS
         folder = Path(self.name)
         own = (folder / "open_clip_config.json").exists() and not (folder / "config.json").exists()
         return "open_clip" if self.name.startswith("hf-hub:") or own else "transformers"
@@ -108,7 +108,7 @@ class EncoderSource(BaseModel):
     def require_reads_texts(self) -> None:
         """Raise if prompts or ``truncate_dim`` are set for a model of another library than sentence-transformers."""
         given = [key for key in ("query_prompt", "passage_prompt", "truncate_dim") if getattr(self, key) is not None]
-        if given and self.library != TEXTS:
+        if given and self.library != SENTENCE_TRANSFORMERS:
             raise XcompatError(f"{given[0]} needs a sentence-transformers model, but {self.name} is not one; remove {given[0]}")
 
 
@@ -145,15 +145,15 @@ def is_loadable(name: str) -> bool:
         return False
 
 
-def require_own(source: EncoderSource | str) -> EncoderSource:
+def require_xcompat_model(source: EncoderSource | str) -> EncoderSource:
     """Return the source of an xcompat model. Hub names pass.
 
     Raises:
         XcompatError: the folder contains no xcompat model.
     """
     source = require_model(source)
-    if Path(source.name).is_dir() and not is_own(Path(source.name)):
-        raise XcompatError(f"{source.name} {NOT_OWN}")
+    if Path(source.name).is_dir() and not is_xcompat_model(Path(source.name)):
+        raise XcompatError(f"{source.name} {NOT_XCOMPAT}")
     return source
 
 
@@ -179,12 +179,12 @@ def build_encoder(description: dict[str, Any]) -> Encoder:
         from xcompat.encoders.open_clip_encoder import build_open_clip_encoder
 
         return build_open_clip_encoder(description)
-    if library == TEXTS:
+    if library == SENTENCE_TRANSFORMERS:
         with _text_library():
             from xcompat.encoders.text_encoder import build_text_encoder
 
         return build_text_encoder(description)
-    known = ["transformers", "transformers-image", "open_clip", TEXTS]
+    known = ["transformers", "transformers-image", "open_clip", SENTENCE_TRANSFORMERS]
     raise XcompatError(f"unknown encoder library {library!r}; {nearest(library, known)}")
 
 
@@ -208,7 +208,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
     source = EncoderSource(name=source) if isinstance(source, str) else source
     source.check_folder()
     source.require_reads_texts()
-    from xcompat.encoders.alignment import own_memory
+    from xcompat.encoders.alignment import copy_unaligned
 
     with reading_model(source.name, source.revision):
         if Path(source.place).is_dir():
@@ -218,7 +218,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         found = encoder.description["config"].get("model_type", encoder.library)
         if source.model_type not in (None, found):
             raise XcompatError(f"{source.name} is a {found} model, not {source.model_type}; correct model_type or the name")
-        own_memory(encoder)
+        copy_unaligned(encoder)
         processor = load_processor(encoder.description, source)
         if source.image_size is not None and not encoder.has_images:
             raise XcompatError(f"{source.name} does not read images; remove image_size")
@@ -253,7 +253,7 @@ def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
     except SafetensorError as error:
         raise XcompatError(f"cannot load {name}: its weights are damaged ({error}); fetch or train it again") from error
     except Exception as error:  # libraries raise errors of many types for an invalid configuration
-        raise XcompatError(f"cannot load {name}: {what_failed(error)}; fetch or train it again") from error
+        raise XcompatError(f"cannot load {name}: {describe_error(error)}; fetch or train it again") from error
 
 
 def _hint(revision: str | None) -> str:
@@ -307,7 +307,7 @@ def _text_library() -> Iterator[None]:
 
 
 def _load(source: EncoderSource) -> Encoder:
-    if source.library == TEXTS:
+    if source.library == SENTENCE_TRANSFORMERS:
         with _text_library():
             from xcompat.encoders.text_encoder import load_text_encoder
 
@@ -352,7 +352,7 @@ def load_processor(description: dict[str, Any], source: EncoderSource | str) -> 
     except Exception as error:  # transformers and tokenizers raise errors of many types for missing or damaged files
         if isinstance(error, XcompatError | ImportError | MemoryError) or getattr(error, "errno", None) is not None:
             raise
-        reason = what_failed(error)
+        reason = describe_error(error)
         raise XcompatError(
             f"cannot read the preprocessing of {source.name} ({reason}); restore its files (preprocessor_config.json, "
             "tokenizer.json, tokenizer_config.json) from the model's source"
@@ -368,7 +368,7 @@ def _load_processor(description: dict[str, Any], source: EncoderSource) -> Proce
         from xcompat.encoders.image_encoder import load_image_processor
 
         return load_image_processor(source.name, source.revision, source.trust_remote_code, description, source.image_size)
-    if description["library"] == TEXTS:
+    if description["library"] == SENTENCE_TRANSFORMERS:
         from xcompat.encoders.text_processor import load_text_processor
 
         return load_text_processor(source.place, source.revision, source.trust_remote_code, description)

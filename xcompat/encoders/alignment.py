@@ -10,7 +10,7 @@ ALIGNMENT = 64
 
 
 @torch.no_grad()
-def own_memory(module: nn.Module) -> None:
+def copy_unaligned(module: nn.Module) -> None:
     """Copy unaligned CPU weights out of their memory-mapped file, in place.
 
     MKL multiplies unaligned operands in another order, so the embeddings of two files with equal weights would differ in their

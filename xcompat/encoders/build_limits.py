@@ -38,7 +38,7 @@ _LABELS = re.compile("num_labels|num_classes")
 _state = threading.local()
 
 
-class Contents(NamedTuple):
+class TensorCounts(NamedTuple):
     """Number of tensors in weight files, and of all their values."""
 
     tensors: int
@@ -139,7 +139,7 @@ class _Build:
     def __init__(self, name: str) -> None:
         self.name = name
         self.tensors = self.numbers = 0
-        self._most: Contents | None = None
+        self._most: TensorCounts | None = None
 
     def count(self, key: str, tensor: Tensor) -> None:
         if self._most is None:
@@ -153,16 +153,16 @@ class _Build:
             )
 
 
-def _largest_model(name: str) -> Contents:
+def _largest_model(name: str) -> TensorCounts:
     """Return the maximum tensors and numbers that building and loading can register."""
     found = weights_of(name)
     if found is None:
-        return Contents(100_000, _memory() // 4)
+        return TensorCounts(100_000, _memory() // 4)
     # building, loading and adapters each register all tensors; some tensors are split or tied
-    return Contents(8 * found.tensors + SPARE_TENSORS, 16 * found.numbers + SPARE_NUMBERS)
+    return TensorCounts(8 * found.tensors + SPARE_TENSORS, 16 * found.numbers + SPARE_NUMBERS)
 
 
-def weights_of(name: str) -> Contents | None:
+def weights_of(name: str) -> TensorCounts | None:
     """Return the tensor counts of a model, including an adapter checkpoint's base; None if files are missing or unreadable."""
     folders = _folders(name)
     bases = [base for folder in folders if (base := _base_of(folder)) is not None]
@@ -170,10 +170,10 @@ def weights_of(name: str) -> Contents | None:
     known = [each for each in counted if each is not None]
     if len(known) < len(counted):
         return None
-    return Contents(sum(each.tensors for each in known), sum(each.numbers for each in known))
+    return TensorCounts(sum(each.tensors for each in known), sum(each.numbers for each in known))
 
 
-def _count_weights(folders: list[Path]) -> Contents | None:
+def _count_weights(folders: list[Path]) -> TensorCounts | None:
     from safetensors import SafetensorError, safe_open
 
     files = [file for folder in folders for pattern in ("*.safetensors", "*/*.safetensors") for file in folder.glob(pattern)]
@@ -185,7 +185,7 @@ def _count_weights(folders: list[Path]) -> Contents | None:
                     tensors, numbers = tensors + 1, numbers + math.prod(weights.get_slice(key).get_shape())
     except (OSError, SafetensorError):  # loading the weights reports the error
         return None
-    return Contents(tensors, numbers) if files else None
+    return TensorCounts(tensors, numbers) if files else None
 
 
 def _folders(name: str) -> list[Path]:

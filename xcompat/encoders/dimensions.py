@@ -15,7 +15,7 @@ from xcompat.core.paths import is_local
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.build_limits import check_config, limit_model_size
 from xcompat.encoders.scratch import ScratchSource
-from xcompat.encoders.text_files import ABOUT, MODULES, TEXTS
+from xcompat.encoders.text_files import MODEL_CONFIG, MODULES, SENTENCE_TRANSFORMERS
 
 _OPENAI = re.compile(r"openai/clip-vit-(base|large)-patch(\d+)(?:-\d+)?")
 _POOLINGS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
@@ -32,7 +32,7 @@ def read_embedding_dim(source: EncoderSource) -> int | None:
     Returns:
         None if the local configuration is missing or insufficient.
     """
-    if source.library == TEXTS:
+    if source.library == SENTENCE_TRANSFORMERS:
         folder = _cached_folder(source, MODULES)
         dim = _text_dim(folder) if folder is not None else None
         return source.truncate_dim or dim
@@ -105,7 +105,7 @@ def _open_clip_models() -> dict[str, str]:
 
 def _text_dim(folder: Path) -> int | None:
     """Return the dimension of the last module that sets it."""
-    about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
+    about = read_json(folder / MODEL_CONFIG) if (folder / MODEL_CONFIG).is_file() else {}
     if about.get("truncate_dim"):
         return int(about["truncate_dim"])
     for module in reversed(read_json(folder / MODULES)):

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, BaseImagePro
 
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.model_files import open_weights
+from xcompat.encoders.model_files import copy_permissions
 from xcompat.encoders.processor import Processor
-from xcompat.encoders.text_files import TEXTS
+from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
 from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
 
 _LABELS = {"id2label", "label2id", "label_names", "num_classes", "num_labels", "problem_type"}
@@ -134,7 +134,7 @@ class ImageEncoder(Encoder):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model in its library's format."""
         self.model.save_pretrained(folder)
-        open_weights(folder)
+        copy_permissions(folder)
 
 
 def build_image_encoder(description: dict[str, Any]) -> ImageEncoder:
@@ -179,21 +179,21 @@ def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool,
     has_pooler = not info["missing_keys"]
     description = {"library": ImageEncoder.library, "name": name, "revision": revision, "config": config.to_dict()}
     processor = load_image_processor(name, revision, trust_remote_code, description, image_size)
-    return measured(model, description | {"pooler": has_pooler}, processor)
+    return measure_encoder(model, description | {"pooler": has_pooler}, processor)
 
 
 def _refuse_other_preprocessing(name: str, config: PreTrainedConfig) -> None:
     """Raise for a compatible model around open_clip or sentence-transformers."""
     inside: Any = getattr(config, "encoder", None)
     library = inside.get("library") if isinstance(inside, dict) else None
-    if library in ("open_clip", TEXTS):
+    if library in ("open_clip", SENTENCE_TRANSFORMERS):
         raise XcompatError(
             f"{name} is a compatible model around an encoder of {library} and cannot be trained further; "
             f"use its encoder ({inside.get('name')}), or a compatible model around an encoder of transformers"
         )
 
 
-def measured(model: PreTrainedModel, description: dict[str, Any], processor: Processor) -> ImageEncoder:
+def measure_encoder(model: PreTrainedModel, description: dict[str, Any], processor: Processor) -> ImageEncoder:
     """Return an encoder in evaluation mode, with the dimension measured on one image.
 
     Args:

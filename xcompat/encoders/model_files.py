@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import listed, read_json
+from xcompat.core.files import list_entries, read_json
 from xcompat.core.folder_checksums import CHECKSUMS, changes, write_checksums
 
 LORA = "lora"
@@ -27,7 +27,7 @@ PATTERNS = (
 """Name patterns of model and preprocessing files."""
 
 
-def is_own(folder: Path) -> bool:
+def is_xcompat_model(folder: Path) -> bool:
     """Return whether a folder contains an xcompat model.
 
     Raises:
@@ -40,7 +40,7 @@ def is_own(folder: Path) -> bool:
     return str(about.get("model_type", "")).startswith("xcompat")
 
 
-def open_weights(folder: str | Path, config: str = "config.json") -> None:
+def copy_permissions(folder: str | Path, config: str = "config.json") -> None:
     """Give weights the permissions of their configuration, because safetensors makes them readable by the owner only.
 
     Args:
@@ -49,7 +49,7 @@ def open_weights(folder: str | Path, config: str = "config.json") -> None:
     """
     beside = Path(folder) / config
     if beside.exists():  # only the first process of several writes
-        for weights in listed(Path(folder), "*.safetensors"):
+        for weights in list_entries(Path(folder), "*.safetensors"):
             shutil.copymode(beside, weights)
 
 

@@ -21,7 +21,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, read_json, write_json
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.build_limits import check_config, limit_model_size
-from xcompat.encoders.model_files import open_weights
+from xcompat.encoders.model_files import copy_permissions
 from xcompat.encoders.processor import Processor
 
 CONFIG_FILE = "open_clip_config.json"
@@ -126,7 +126,7 @@ class OpenClipEncoder(Encoder):
         write_json(Path(folder) / CONFIG_FILE, self.description["config"])
         with atomic_path(Path(folder) / WEIGHTS_FILE) as temporary:
             save_model(self.model, str(temporary))
-        open_weights(folder, CONFIG_FILE)
+        copy_permissions(folder, CONFIG_FILE)
 
 
 def _trims_padding(model_cfg: dict[str, Any]) -> bool:

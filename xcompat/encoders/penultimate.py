@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import EmbedsBatches
 
-IMAGES_ALONE = "penultimate features do not support texts; set options.input to embedding"
+TEXTS_UNSUPPORTED = "penultimate features do not support texts; set options.input to embedding"
 
 
 class Penultimate(nn.Module, EmbedsBatches):
@@ -64,4 +64,4 @@ class Penultimate(nn.Module, EmbedsBatches):
 
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Raise, because penultimate features do not support texts."""
-        raise XcompatError(IMAGES_ALONE)
+        raise XcompatError(TEXTS_UNSUPPORTED)

@@ -110,7 +110,7 @@ def encoder_from_scratch(source: ScratchSource, texts: Iterable[str] = (), seed:
 def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
     import torch
 
-    from xcompat.encoders.image_encoder import ImageEncoder, image_only_processor, load_image_processor, measured
+    from xcompat.encoders.image_encoder import ImageEncoder, image_only_processor, load_image_processor, measure_encoder
 
     config, model = image_model(source)
     pooler = getattr(model, "pooler", None)
@@ -126,7 +126,7 @@ def _image_encoder(source: ScratchSource) -> tuple[Encoder, Processor]:
         processor = load_image_processor("", None, False, description)
     else:
         processor = image_only_processor(_square_images(_edge(source, config), source))
-    return measured(model, description, processor), processor
+    return measure_encoder(model, description, processor), processor
 
 
 def image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedModel]:

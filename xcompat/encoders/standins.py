@@ -9,7 +9,7 @@ from xcompat.core.errors import XcompatError, nearest
 from xcompat.encoders.base import Encoder, architecture_of
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import FROM_SCRATCH, ScratchSource, encoder_from_scratch, train_tokenizer
-from xcompat.encoders.text_files import TEXTS
+from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
 
 _TEXTS = ("a red running shoe", "two dogs on green grass", "greek small letter alpha with tonos")
 _SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -83,12 +83,14 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
     """
     if model_type == "open_clip":
         return _open_clip(dim, seed)
-    if model_type == TEXTS:
-        return _of_texts(dim, seed)
+    if model_type == SENTENCE_TRANSFORMERS:
+        return _text_stand_in(dim, seed)
     image_models = _image_configurations(dim)
     configurations = _configurations(dim) | image_models
     if model_type not in configurations:
-        raise XcompatError(f"no stand-in for {model_type!r}; {nearest(model_type, [*configurations, 'open_clip', TEXTS])}")
+        raise XcompatError(
+            f"no stand-in for {model_type!r}; {nearest(model_type, [*configurations, 'open_clip', SENTENCE_TRANSFORMERS])}"
+        )
     image_size = 32 if model_type in image_models else None
     model = {"model_type": model_type, **configurations[model_type]}
     source = ScratchSource(model=model, vocab_size=300, image_size=image_size)
@@ -140,7 +142,7 @@ def _open_clip(dim: int, seed: int) -> tuple[Encoder, Processor]:
     return encoder.eval(), load_open_clip_processor(Path(), description)
 
 
-def _of_texts(dim: int, seed: int) -> tuple[Encoder, Processor]:
+def _text_stand_in(dim: int, seed: int) -> tuple[Encoder, Processor]:
     import torch
     from transformers import BertConfig
 
@@ -166,7 +168,14 @@ def _of_texts(dim: int, seed: int) -> tuple[Encoder, Processor]:
         "truncate_dim": None,
     }
     prompts = {"query_prompt": "query: ", "passage_prompt": ""}
-    description = {"library": TEXTS, "name": FROM_SCRATCH, "revision": None, "config": config, "embedding_dim": dim, **prompts}
+    description = {
+        "library": SENTENCE_TRANSFORMERS,
+        "name": FROM_SCRATCH,
+        "revision": None,
+        "config": config,
+        "embedding_dim": dim,
+        **prompts,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = build_text_encoder(description)

@@ -24,17 +24,17 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import write_json
 from xcompat.encoders.base import Encoder, architecture_of
 from xcompat.encoders.build_limits import check_config_files
-from xcompat.encoders.model_files import open_weights
+from xcompat.encoders.model_files import copy_permissions
 from xcompat.encoders.text_files import (
-    ABOUT,
+    MODEL_CONFIG,
     MODULES,
+    SENTENCE_TRANSFORMERS,
     SETTINGS,
-    TEXTS,
-    needs_code,
-    no_safetensors,
     own_prompts,
+    pickled_weights_error,
     require_loadable,
     text_folder,
+    untrusted_code_error,
 )
 from xcompat.encoders.text_processor import TextProcessor, load_text_processor
 
@@ -121,7 +121,7 @@ class TextEncoder(Encoder):
     D is the dimension of the last module, or ``truncate_dim`` (Matryoshka representations, Kusupati et al. 2022).
     """
 
-    library: ClassVar[str] = TEXTS
+    library: ClassVar[str] = SENTENCE_TRANSFORMERS
     has_images: ClassVar[bool] = False
 
     def _image_features(self, pixel_values: Tensor) -> NoReturn:
@@ -158,7 +158,7 @@ class TextEncoder(Encoder):
             path = f"{index}_{kind.__name__}" if index else ""
             (folder / path).mkdir(parents=True, exist_ok=True)
             module.save(str(folder / path))
-            open_weights(folder / path, MODULES if (folder / path / MODULES).exists() else "config.json")
+            copy_permissions(folder / path, MODULES if (folder / path / MODULES).exists() else "config.json")
             listed.append({"idx": index, "name": str(index), "path": path, "type": f"{kind.__module__}.{kind.__name__}"})
         write_json(folder / MODULES, listed)
         if isinstance(self.model[0], TokenStates):
@@ -172,7 +172,7 @@ class TextEncoder(Encoder):
             "similarity_fn_name": "cosine",
         }
         dim = self.description["config"]["truncate_dim"]
-        write_json(folder / ABOUT, about | ({"truncate_dim": dim} if dim is not None else {}))
+        write_json(folder / MODEL_CONFIG, about | ({"truncate_dim": dim} if dim is not None else {}))
 
 
 def build_text_encoder(description: dict[str, Any]) -> TextEncoder:
@@ -264,9 +264,9 @@ def _read(folder: Path, name: str, trust_remote_code: bool) -> SentenceTransform
         )
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
-            raise needs_code(name, "auto_map in its config.json") from error
+            raise untrusted_code_error(name, "auto_map in its config.json") from error
         if "model.safetensors" in str(error):
-            raise no_safetensors(name) from error
+            raise pickled_weights_error(name) from error
         raise
     return whole.float().eval()
 

@@ -9,11 +9,11 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json
 
 MODULES = "modules.json"
-ABOUT = "config_sentence_transformers.json"
+MODEL_CONFIG = "config_sentence_transformers.json"
 SETTINGS = "sentence_bert_config.json"
-TEXTS = "sentence-transformers"
+SENTENCE_TRANSFORMERS = "sentence-transformers"
 """Library name, and the default owner of its models on the Hub."""
-PREFIX = f"{TEXTS}:"
+PREFIX = f"{SENTENCE_TRANSFORMERS}:"
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _ELSEWHERE = ["onnx/*", "openvino/*", "*/onnx/*", "*/openvino/*"]
@@ -21,7 +21,7 @@ _OWN = "sentence_transformers."
 _PASSAGES = ("document", "passage", "corpus")
 
 
-def is_of_texts(name: str) -> bool:
+def is_text_model(name: str) -> bool:
     """Return whether a name is a text model: by its prefix, or as a folder with modules that do not read images."""
     if name.startswith(PREFIX):
         return True
@@ -44,7 +44,7 @@ def text_folder(name: str, revision: str | None, weights: bool = True, code: boo
     from huggingface_hub import snapshot_download
 
     wanted = [*_BESIDE, *(WEIGHTS if weights else []), *(["*.py"] if code else [])]
-    name = name if "/" in name else f"{TEXTS}/{name}"
+    name = name if "/" in name else f"{SENTENCE_TRANSFORMERS}/{name}"
     return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_ELSEWHERE))
 
 
@@ -82,26 +82,26 @@ def require_loadable(folder: Path, name: str, trust_remote_code: bool) -> None:
         place = folder / module["path"]
         if not trust_remote_code:
             if not module["type"].startswith(_OWN):
-                raise needs_code(name, module["type"])
+                raise untrusted_code_error(name, module["type"])
             if module["type"].endswith(".Dense"):
                 activation = read_json(place / "config.json").get("activation_function", "torch.")
                 if not activation.startswith("torch."):
-                    raise needs_code(name, activation)
+                    raise untrusted_code_error(name, activation)
         if (place / "adapter_config.json").exists():
             raise XcompatError(
                 f"{name} is a LoRA without its base ({place / 'adapter_config.json'}); merge it into the base with PEFT "
                 "(merge_and_unload), save the merged model and use that"
             )
         if any(place.glob("pytorch_model*.bin")) and not any(place.glob("*.safetensors")):
-            raise no_safetensors(name)
+            raise pickled_weights_error(name)
 
 
-def needs_code(name: str, code: str) -> XcompatError:
+def untrusted_code_error(name: str, code: str) -> XcompatError:
     """Return the error for a model that runs its own code."""
     return XcompatError(f"{name} runs its own code ({code}); read that code, and if you trust it, set trust_remote_code: true")
 
 
-def no_safetensors(name: str) -> XcompatError:
+def pickled_weights_error(name: str) -> XcompatError:
     """Return the error for a model with pickled weights."""
     return XcompatError(f"{name} has no safetensors: only safetensors are loaded; convert the weights first")
 
@@ -115,7 +115,7 @@ class Prompts(NamedTuple):
 
 def own_prompts(folder: Path) -> Prompts:
     """Return a model's prompts. A missing prompt is the model's default prompt, or empty."""
-    about = read_json(folder / ABOUT) if (folder / ABOUT).exists() else {}
+    about = read_json(folder / MODEL_CONFIG) if (folder / MODEL_CONFIG).exists() else {}
     known = {role: prompt for role, prompt in (about.get("prompts") or {}).items() if prompt is not None}
     default = known.get(about.get("default_prompt_name"), "")
     return Prompts(known.get("query", default), next((known[role] for role in _PASSAGES if role in known), default))

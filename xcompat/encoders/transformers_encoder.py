@@ -32,7 +32,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.build_limits import check_image_size
 from xcompat.encoders.hub_cache import require_fetched
-from xcompat.encoders.model_files import open_weights
+from xcompat.encoders.model_files import copy_permissions
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.tokens import describe_tokens, token_ids
 
@@ -113,7 +113,7 @@ class TransformersEncoder(Encoder):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model in transformers' format."""
         self.model.save_pretrained(folder)
-        open_weights(folder)
+        copy_permissions(folder)
 
 
 class BlipEncoder(TransformersEncoder):

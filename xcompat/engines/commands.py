@@ -23,13 +23,22 @@ from xcompat.core.distributed import (
 from xcompat.core.errors import XcompatError, without_secrets
 from xcompat.core.files import clear_leftovers
 from xcompat.core.orientation import ORIENTATION
-from xcompat.core.progress import console, literal, notice, progress_bar, rate_of, silence_libraries
+from xcompat.core.progress import advance_bar, console, literal, notice, progress_bar, silence_libraries
 from xcompat.core.threads import map_in_threads
 from xcompat.data.schema import IMAGE_COLUMNS, TEXT, pick_column
-from xcompat.engines.kinds import read_source
+from xcompat.engines.filesystems import (
+    PLAN,
+    is_local,
+    names_in,
+    open_file,
+    path_in,
+    require_outside,
+    resolve_filesystem,
+    write_to,
+)
 from xcompat.engines.parquet import FOOTERS_AT_ONCE, ParquetFiles
-from xcompat.engines.parts import Job
-from xcompat.engines.places import PLAN, is_local, located, names_in, opened, path_in, require_outside, write_to
+from xcompat.engines.partitions import Job
+from xcompat.engines.source_types import read_source
 from xcompat.engines.sources import Part, Source
 from xcompat.engines.tables import Dtype, Reads, TableModel, kind_of
 from xcompat.engines.workers import Workers
@@ -39,7 +48,7 @@ MOST_UNREAD = 0.01
 """Maximum share of unreadable images."""
 
 
-class _Found(NamedTuple):
+class _ResumeState(NamedTuple):
     """Parts to make, the number of images missing from the others, and the id of one."""
 
     todo: list[Part]
@@ -80,7 +89,7 @@ def embed(
     if id_column == column:
         raise XcompatError(f"--column and --id-column both name {column!r}; choose two different columns")
     job = _job(source, TableModel.open(model, reads, column, dtype), out, id_column)
-    found = from_main_process(lambda: _found(job, source.parts))
+    found = from_main_process(lambda: _inspect_parts(job, source.parts))
     started = time.perf_counter()
     unread = _make(job, source, found, workers)
     if is_main_process():
@@ -107,7 +116,7 @@ def _column(source: Source, given: str | None) -> tuple[str, Reads]:
 
 def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
     """Write the plan, or raise if the folder has other content."""
-    system, path = located(out)
+    system, path = resolve_filesystem(out)
     plan: dict[str, Any] = {
         "files": source.digest,
         "rows": source.rows,
@@ -121,7 +130,7 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
         plan["orientation"] = ORIENTATION
     names = names_in(out)
     if PLAN in names:
-        with opened(out, path_in(out, PLAN)) as file:
+        with open_file(out, path_in(out, PLAN)) as file:
             _require_same(out, file.read(), plan, source.uri)
     elif names:
         raise XcompatError(f"{out} contains {names[0]}, not written by `xcompat embed`; choose another folder")
@@ -157,7 +166,7 @@ def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> N
         )
 
 
-def _found(job: Job, parts: list[Part]) -> _Found:
+def _inspect_parts(job: Job, parts: list[Part]) -> _ResumeState:
     """Check existing files, and raise if readers would take another file for a part.
 
     Missing and damaged parts are made, and parts with a skipped image that is readable now. Other incomplete parts stay, or
@@ -171,7 +180,7 @@ def _found(job: Job, parts: list[Part]) -> _Found:
             )
     made = [part for part in parts if part.name in there]
     todo, unread, example = [part for part in parts if part.name not in there], 0, None
-    for part, written in zip(made, map_in_threads(job.written, made, FOOTERS_AT_ONCE), strict=True):
+    for part, written in zip(made, map_in_threads(job.inspect_part, made, FOOTERS_AT_ONCE), strict=True):
         if written is None:
             raise XcompatError(
                 f"{path_in(job.out, part.name)} was not written by this `xcompat embed` run; move it, then run the command again"
@@ -182,10 +191,10 @@ def _found(job: Job, parts: list[Part]) -> _Found:
             todo.append(part)
         else:
             unread, example = unread + written.unread, example or written.example
-    return _Found(sorted(todo, key=lambda part: part.number), unread, example)
+    return _ResumeState(sorted(todo, key=lambda part: part.number), unread, example)
 
 
-def _make(job: Job, source: Source, found: _Found, workers: Workers) -> int:
+def _make(job: Job, source: Source, found: _ResumeState, workers: Workers) -> int:
     """Make the parts, and return the number of skipped images."""
     parts = found.todo[rank() :: world_size()]
     unread, cut, example = 0, 0, found.example
@@ -195,7 +204,7 @@ def _make(job: Job, source: Source, found: _Found, workers: Workers) -> int:
             total = sum(part.rows for part in parts)
             task = bar.add_task(f"{job.model.reads} through {job.model.made.name}", total=total, rate="")
             for done in workers.run(job, parts):
-                rate_of(bar, task, done.rows, "rows")
+                advance_bar(bar, task, done.rows, "rows")
                 unread, cut, example = unread + done.unread, cut + done.cut, example or done.example
                 failed = done.error or _too_many(found.unread + unread, source, example)
                 if failed is not None:

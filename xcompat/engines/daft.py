@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.errors import XcompatError, describe_error
 from xcompat.core.threads import usable_cores
-from xcompat.engines.parts import Done, Job
+from xcompat.engines.partitions import Job, PartResult
 from xcompat.engines.sources import Part
 
 
-def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[Done]:
+def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[PartResult]:
     """Make the files of parts.
 
     Args:
@@ -63,6 +63,6 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
     worker: Any = Worker()  # its methods work on expressions
     try:
         for row in told.select(worker.make(daft.col("part")).alias("done")).iter_rows():
-            yield Done(**json.loads(row["done"]))
+            yield PartResult(**json.loads(row["done"]))
     except RuntimeError as error:
-        raise XcompatError(f"a Daft worker died ({what_failed(error)}); run the command again to continue") from error
+        raise XcompatError(f"a Daft worker died ({describe_error(error)}); run the command again to continue") from error

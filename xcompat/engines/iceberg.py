@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.errors import XcompatError, describe_error
 from xcompat.engines import parquet
-from xcompat.engines.places import located
+from xcompat.engines.filesystems import resolve_filesystem
 from xcompat.engines.sources import Source
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def read(uri: str) -> Source:
     from pyiceberg.manifest import FileFormat
 
     metadata, tasks = _planned(uri)
-    system, paths = located(uri)[0], list[str]()
+    system, paths = resolve_filesystem(uri)[0], list[str]()
     for file, deletes in tasks:
         if deletes:
             raise XcompatError(
@@ -46,7 +46,7 @@ def read(uri: str) -> Source:
             )
         if file.file_format != FileFormat.PARQUET:
             raise XcompatError(f"{uri}: {file.file_path} is not Parquet; rewrite its data files as Parquet")
-        other, path = located(file.file_path)
+        other, path = resolve_filesystem(file.file_path)
         if other != system:
             raise XcompatError(f"{uri}: {file.file_path} is in another file system; move all data files into one")
         paths.append(path)
@@ -73,7 +73,7 @@ def _planned(uri: str) -> tuple[Any, list[tuple[Any, Any]]]:
         scan = DataScan(table_metadata=metadata, io=reader)
         return metadata, [(task.file, task.delete_files) for task in scan.plan_files()]
     except (OSError, ValueError, NotImplementedError, ValidationError) as error:
-        raise XcompatError(f"{uri} cannot be read as Iceberg metadata ({what_failed(error)})") from error
+        raise XcompatError(f"{uri} cannot be read as Iceberg metadata ({describe_error(error)})") from error
 
 
 def _require_names(uri: str, ids: dict[str, int], path: str, own: pa.Schema) -> None:

@@ -36,9 +36,9 @@ class LanceRows:
 
         A scan would start a new block at each fragment.
         """
-        from xcompat.stores.lancedb_client import explained
+        from xcompat.stores.lancedb_client import plain_errors
 
-        with explained(self.uri):
+        with plain_errors(self.uri):
             table = _open(self.uri)
             columns = {name: _quoted(name) for name in wanted(table.schema.names)}
             end = part.first + part.rows
@@ -70,9 +70,9 @@ def read(uri: str) -> Source:
         XcompatError: the version is missing or empty.
     """
     require(uri)
-    from xcompat.stores.lancedb_client import explained
+    from xcompat.stores.lancedb_client import plain_errors
 
-    with explained(uri):
+    with plain_errors(uri):
         table = _open(uri)
         rows, version, schema = table.count_rows(), table.version, table.schema
         made = next(str(each["timestamp"]) for each in table.list_versions() if each["version"] == version)

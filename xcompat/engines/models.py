@@ -35,10 +35,12 @@ class NamedModel:
     autocast: torch.dtype | None = None
 
     @classmethod
-    def of(cls, name: str, loaded: CompatModel | Embedder) -> Self:
+    def from_loaded(cls, name: str, loaded: CompatModel | Embedder) -> Self:
         """Describe a loaded model for workers."""
         autocast = loaded.autocast if isinstance(loaded, Embedder) else None
-        return cls(anywhere(EncoderSource(name=name)), makes(loaded)[0], not isinstance(loaded, Embedder), autocast)
+        return cls(
+            with_absolute_path(EncoderSource(name=name)), describe_output(loaded)[0], not isinstance(loaded, Embedder), autocast
+        )
 
     def load(self) -> CompatModel | Embedder:
         """Load the model on this process's device, or return the loaded one.
@@ -48,21 +50,21 @@ class NamedModel:
             FingerprintMismatchError: this machine has another model under the name.
         """
         model = loaded_by_name(self.source, self.maps, str(device()), self.autocast)
-        if (found := makes(model)[0]) != self.made:
+        if (found := describe_output(model)[0]) != self.made:
             raise FingerprintMismatchError(
                 f"{self.source.name} is {found} on this worker, expected {self.made}; copy the same files to every machine"
             )
         return model
 
 
-def anywhere(source: EncoderSource) -> EncoderSource:
+def with_absolute_path(source: EncoderSource) -> EncoderSource:
     """Return a source that is valid in any working directory."""
     if Path(source.name).exists():
         return source.model_copy(update={"name": str(Path(source.name).resolve())})
     return source
 
 
-def makes(model: CompatModel | Embedder) -> tuple[Fingerprint, int]:
+def describe_output(model: CompatModel | Embedder) -> tuple[Fingerprint, int]:
     """Return the fingerprint and dimension of a model's output."""
     if isinstance(model, Embedder):
         return model.version, model.dim

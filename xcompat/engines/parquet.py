@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xcompat.core.errors import XcompatError, what_failed
-from xcompat.engines.places import files_at, opened, state_of
-from xcompat.engines.sources import Part, Source, cut
+from xcompat.core.errors import XcompatError, describe_error
+from xcompat.engines.filesystems import list_parquet_files, open_file, state_of
+from xcompat.engines.sources import Part, Source, split_into_parts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +34,7 @@ class ParquetFiles:
         import pyarrow.parquet as pq
 
         self._require_unchanged(part)
-        with opened(self.uri, part.file) as file:
+        with open_file(self.uri, part.file) as file:
             content = pq.ParquetFile(file, buffer_size=2**20, page_checksum_verification=True)
             yield from content.iter_batches(rows, range(*part.groups), wanted(content.schema_arrow.names))
         self._require_unchanged(part)
@@ -46,7 +46,7 @@ class ParquetFiles:
 
 def require(uri: str) -> None:
     """Raise if there are no Parquet files."""
-    files_at(uri)
+    list_parquet_files(uri)
 
 
 def read(uri: str) -> Source:
@@ -55,7 +55,7 @@ def read(uri: str) -> Source:
     Raises:
         XcompatError: a file is damaged, or there are no rows.
     """
-    return read_files(uri, files_at(uri))
+    return read_files(uri, list_parquet_files(uri))
 
 
 def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.Schema], None] | None = None) -> Source:
@@ -82,7 +82,7 @@ def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.
             check(info.path, own)
         schema = schema or own
         groups = (footer.row_group(group).num_rows for group in range(footer.num_row_groups))
-        parts += cut(len(parts), info.path, state, groups)
+        parts += split_into_parts(len(parts), info.path, state, groups)
     if not parts or schema is None:
         raise XcompatError(f"{uri} has no rows; there is nothing to embed")
     told = "\n".join(f"{info.path} {info.size} {info.mtime_ns}" for info in files)
@@ -95,7 +95,7 @@ def _footer(uri: str, path: str) -> tuple[str, pq.FileMetaData]:
 
     try:
         state = state_of(uri, path)
-        with opened(uri, path) as file:
+        with open_file(uri, path) as file:
             return state, pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
-        raise XcompatError(f"{path} cannot be read ({what_failed(error)}); fix or replace it") from error
+        raise XcompatError(f"{path} cannot be read ({describe_error(error)}); fix or replace it") from error

@@ -7,7 +7,7 @@ import json
 from typing import IO, Any
 
 from xcompat.core.checksums import BLOCK, FileRecord
-from xcompat.engines.places import opened, path_in, write_to
+from xcompat.engines.filesystems import open_file, path_in, write_to
 
 
 class HashedFile(io.RawIOBase):
@@ -68,14 +68,14 @@ def find_damage(out: str, name: str) -> str | None:
     import xxhash
 
     try:
-        with opened(out, path_in(out, _name_of(name))) as file:
+        with open_file(out, path_in(out, _name_of(name))) as file:
             record = FileRecord(**json.loads(file.read()))
     except FileNotFoundError:
         return "has no checksum"
     except (ValueError, TypeError):
         return "has a damaged checksum"
     digest, size = xxhash.xxh3_128(), 0
-    with opened(out, path_in(out, name)) as file:
+    with open_file(out, path_in(out, name)) as file:
         while block := file.read(BLOCK):
             digest.update(block)
             size += len(block)

@@ -12,14 +12,14 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any, Self
 
-from xcompat.core.errors import XcompatError, what_failed
-from xcompat.core.parallel import Block, Kept, Result, answered, taken
+from xcompat.core.errors import XcompatError, describe_error
+from xcompat.core.parallel import Block, Kept, Result, call_or_error, unwrap
 from xcompat.engines.models import NamedModel
-from xcompat.engines.parts import Done, Job
+from xcompat.engines.partitions import Job, PartResult
 from xcompat.engines.sources import Part
 
 
-def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[Done]:
+def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float | None = None) -> Iterator[PartResult]:
     """Make the files of parts.
 
     Uses the cluster at ``RAY_ADDRESS`` or on this machine, else starts one. Ray restarts dead workers with their parts.
@@ -86,13 +86,13 @@ class Pool:
                     self.actors.append(self._actor())
                 if len(under_way) == 2 * self.count:
                     before, made = under_way.popleft()
-                    yield before, taken(ray.get(made))
+                    yield before, unwrap(ray.get(made))
                 under_way.append((kept, self.actors[number % self.count].make.remote(function, block)))
             while under_way:
                 kept, made = under_way.popleft()
-                yield kept, taken(ray.get(made))
+                yield kept, unwrap(ray.get(made))
         except ray.exceptions.RayError as error:
-            raise XcompatError(f"a Ray worker died ({what_failed(error)}); run the command again to continue") from error
+            raise XcompatError(f"a Ray worker died ({describe_error(error)}); run the command again to continue") from error
 
     def _actor(self) -> Any:  # noqa: ANN401
         import ray
@@ -109,7 +109,7 @@ class _Worker:
 
     def make(self, function: Callable[[Any, Block], Result], block: Block) -> Result | XcompatError:
         """Return the result or the error."""
-        return answered(lambda named, given: function(named.load(), given), self.model, block)
+        return call_or_error(lambda named, given: function(named.load(), given), self.model, block)
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _spread(there: dict[str, float], workers: int | None, gpus: float | None) ->
     return workers or most, gpus
 
 
-def _run(job: Job, parts: Sequence[Part], count: int, gpus: float) -> Iterator[Done]:
+def _run(job: Job, parts: Sequence[Part], count: int, gpus: float) -> Iterator[PartResult]:
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext
 
@@ -164,4 +164,4 @@ def _run(job: Job, parts: Sequence[Part], count: int, gpus: float) -> Iterator[D
     pool = ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=2)
     made = told.map_batches(Worker, batch_size=1, compute=pool, num_cpus=1, num_gpus=gpus)
     for row in made.iter_rows():
-        yield Done(**json.loads(row["done"]))
+        yield PartResult(**json.loads(row["done"]))

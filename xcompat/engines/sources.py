@@ -85,7 +85,7 @@ class Source:
         return sum(part.rows for part in self.parts)
 
 
-def cut(number: int, file: str, state: str, pieces: Iterable[int]) -> Iterator[Part]:
+def split_into_parts(number: int, file: str, state: str, pieces: Iterable[int]) -> Iterator[Part]:
     """Group row groups into parts of about :data:`PART_ROWS` rows.
 
     Args:

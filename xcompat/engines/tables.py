@@ -14,7 +14,7 @@ from xcompat.core.progress import notice
 from xcompat.data.schema import IMAGE
 from xcompat.embeddings.embed import Contents, embed_contents
 from xcompat.encoders import EncoderSource
-from xcompat.engines.models import NamedModel, anywhere, loaded_by_name, makes
+from xcompat.engines.models import NamedModel, describe_output, loaded_by_name, with_absolute_path
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.items import checked_embeddings
@@ -72,11 +72,11 @@ class TableModel:
         Raises:
             XcompatError: the model does not exist or does not fit the input.
         """
-        source = anywhere(EncoderSource(name=model) if isinstance(model, str) else model)
+        source = with_absolute_path(EncoderSource(name=model) if isinstance(model, str) else model)
         known = {"vectors": EMBEDDING, "texts": "text", "images": IMAGE}
         loaded = loaded_by_name(source, reads == "vectors")
         _require_towers(loaded, reads)
-        return cls(source, reads, column or known[reads], *makes(loaded), dtype)
+        return cls(source, reads, column or known[reads], *describe_output(loaded), dtype)
 
     @property
     def field(self) -> pa.Field:

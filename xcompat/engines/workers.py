@@ -12,8 +12,8 @@ from xcompat.core.distributed import world_size
 from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
-    from xcompat.core.parallel import Spread
-    from xcompat.engines.parts import Done, Job
+    from xcompat.core.parallel import Executor
+    from xcompat.engines.partitions import Job, PartResult
     from xcompat.engines.sources import Part
     from xcompat.models.base import CompatModel
     from xcompat.models.embedder import Embedder
@@ -45,15 +45,15 @@ class Workers:
         if self.engine is not None and world_size() > 1:
             raise XcompatError("--engine starts its own workers; use either accelerate launch or --engine")
 
-    def run(self, job: Job, parts: Sequence[Part]) -> Iterator[Done]:
+    def run(self, job: Job, parts: Sequence[Part]) -> Iterator[PartResult]:
         """Make the files of parts, in any order."""
         if self.engine is None:
             return map(job, parts)
-        run: Callable[..., Iterator[Done]] = import_module(ENGINES[self.engine]).run
+        run: Callable[..., Iterator[PartResult]] = import_module(ENGINES[self.engine]).run
         return run(job, parts, self.count, self.gpus)
 
     @contextmanager
-    def pool(self, name: str, model: CompatModel | Embedder) -> Iterator[Spread | None]:
+    def pool(self, name: str, model: CompatModel | Embedder) -> Iterator[Executor | None]:
         """Start workers that apply a model to blocks.
 
         Args:
@@ -77,5 +77,5 @@ class Workers:
             from xcompat.engines.models import NamedModel
             from xcompat.engines.ray import Pool
 
-            with Pool(NamedModel.of(name, model), self.count, self.gpus) as pool:
+            with Pool(NamedModel.from_loaded(name, model), self.count, self.gpus) as pool:
                 yield pool

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xcompat.evaluation.cases import Case, Criterion, Difference, Evaluation
-    from xcompat.evaluation.contestants import Contestant, Contestants, EvaluationOptions
     from xcompat.evaluation.embedded_images import EmbeddedImages
     from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
     from xcompat.evaluation.embedded_templates import EmbeddedTemplates, TemplateProtocol, pooled_templates
     from xcompat.evaluation.embedded_texts import EmbeddedTexts
+    from xcompat.evaluation.evaluated_models import Contestant, Contestants, EvaluationOptions
     from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
     from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
     from xcompat.evaluation.metrics import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "cases": ["Case", "Criterion", "Difference", "Evaluation"],
-    "contestants": ["Contestant", "Contestants", "EvaluationOptions"],
+    "evaluated_models": ["Contestant", "Contestants", "EvaluationOptions"],
     "embedded_images": ["EmbeddedImages"],
     "embedded_pairs": ["EmbeddedPairs", "ZeroShot"],
     "embedded_templates": ["EmbeddedTemplates", "TemplateProtocol", "pooled_templates"],

@@ -26,15 +26,15 @@ NEW_WITH_MEMORY = "new+memory"
 """Both sides: queries and gallery of the new model, with the kind of memory of a mapped gallery."""
 RERANKED = "new+rerank"
 """Query side: new queries whose first hits the new model re-ranks with its own embeddings."""
-ALONE = "new alone"
+UNMIXED = "new alone"
 """Query side: new queries alone, of a map that mixes them with old queries."""
-SENT = ("new", "slerp", ALONE, RERANKED)
+SERVABLE_QUERIES = ("new", "slerp", UNMIXED, RERANKED)
 """Kinds of new queries that a service can send to the old gallery."""
 BACKFILLED = "backfilled"
 """Gallery side: the old gallery after a complete backfill, in the form that galleries store."""
 MAPPED = "mapped"
 """Both sides: old queries and old gallery, mapped towards the new model."""
-OF_MODELS = frozenset({"old", "new", "independent", "new_view", RERANKED, ALONE})
+RESERVED_NAMES = frozenset({"old", "new", "independent", "new_view", RERANKED, UNMIXED})
 """Reserved names, not available to extra models."""
 ALL, KNOWN, NEW, NEW_IN_WHOLE = "all", "known", "new", "new in the whole gallery"
 """Query populations: all, of training classes, of new classes, of new classes in a gallery with training items."""
@@ -135,7 +135,7 @@ def overall_outcome(differences: Sequence[Difference]) -> Outcome:
     return "worse" if "worse" in outcomes else "better" if outcomes == {"better"} else "cannot tell"
 
 
-def hangs_on(differences: Sequence[Difference]) -> Difference | None:
+def find_deciding_difference(differences: Sequence[Difference]) -> Difference | None:
     """Return the comparison whose ``queries_needed`` would settle an open outcome.
 
     With means and spreads taken as the true values, this is the first comparison to show a loss. Without losses, it is the last
@@ -231,7 +231,7 @@ def backfill_losses(cases: Iterable[Case]) -> list[BackfillLoss]:
     return losses
 
 
-class Failed(NamedTuple):
+class FailedComparison(NamedTuple):
     """Failed comparison.
 
     Args:
@@ -258,7 +258,7 @@ class Failed(NamedTuple):
         return "<=" if self.case == "new/old" else "<"
 
 
-def failed_comparisons(cases: Iterable[Case]) -> list[Failed]:
+def failed_comparisons(cases: Iterable[Case]) -> list[FailedComparison]:
     """Compare ``new/old`` with ``old/old``, then ``new/new`` with ``independent/independent``, metric by metric.
 
     Args:
@@ -280,7 +280,7 @@ def failed_comparisons(cases: Iterable[Case]) -> list[Failed]:
             if label != asked or floor is None or population not in populations:
                 continue
             if not (value > floor or (asked == "new/new" and value == floor)):
-                failed.append(Failed(direction, metric, asked, value, than, floor, population))
+                failed.append(FailedComparison(direction, metric, asked, value, than, floor, population))
     return failed
 
 

@@ -12,14 +12,14 @@ import numpy as np
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, KNOWN, NEW, NEW_IN_WHOLE
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
+from xcompat.evaluation.evaluated_models import Direction, EvaluationOptions, SearchResults, require_cut_offs, select_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.reranked import rerank
-from xcompat.evaluation.scores import Embeddings, as_rows, lifted
-from xcompat.evaluation.thresholds import Compared
-from xcompat.evaluation.verification import accepted_per_query, at_rate, found_per_query, share_per_query
+from xcompat.evaluation.scores import Embeddings, as_rows, lift_rows
+from xcompat.evaluation.thresholds import MatchedPairs
+from xcompat.evaluation.verification import accepted_per_query, identify_queries, metric_at_rate, share_per_query
 
 _KS = (1, 5)
 
@@ -94,7 +94,7 @@ class EmbeddedImages:
         """Return the same items with other embeddings, without learned items."""
         return replace(self, query_embeds_QD=matrices["queries"], gallery_embeds_GD=matrices["images"], learned=None)
 
-    def queries_alone(self) -> EmbeddedImages:
+    def without_gallery(self) -> EmbeddedImages:
         """Return all embeddings, as the gallery often is the queries."""
         return self
 
@@ -124,7 +124,7 @@ class EmbeddedImages:
         """Return image-to-image search, a second time with the learned items if they are known."""
         without_match = "queries have no image of their class in the gallery"
         ks, n_gallery, n_searched = ks or _KS, len(self.gallery_embeds_GD), self._most_searched()
-        kept, notes = telling_cut_offs(IMAGE_TO_IMAGE, "cmc", ks, n_gallery, n_searched)
+        kept, notes = select_cut_offs(IMAGE_TO_IMAGE, "cmc", ks, n_gallery, n_searched)
         require_cut_offs(IMAGE_TO_IMAGE, kept, ks, n_searched)
         plain = Direction(IMAGE_TO_IMAGE, "cmc", kept, n_gallery, self._clusters(), without_match, notes)
         if self.learned is None or not (new_Q := self._of_new_classes()).any():
@@ -177,20 +177,20 @@ class EmbeddedImages:
             n_Q, matches_Q = n_Q - of_camera_Q, matches_Q - of_camera_Q
         return int(n_Q[matches_Q > 0].max(initial=0)) or len(self.gallery_embeds_GD)  # without any match, ranking raises
 
-    def compared(self, gallery: EmbeddedImages) -> tuple[Embeddings, Embeddings]:
-        """Return queries and another model's gallery as rows to compare by cosine (:func:`lifted` for L2)."""
+    def comparable_rows(self, gallery: EmbeddedImages) -> tuple[Embeddings, Embeddings]:
+        """Return queries and another model's gallery as rows to compare by cosine (:func:`lift_rows` for L2)."""
         rows = self.query_embeds_QD, gallery.gallery_embeds_GD
         if self.metric != gallery.metric:
             raise XcompatError(
                 f"{self.name} uses {self.metric} but {gallery.name} uses {gallery.metric}; train both with the same metric"
             )
-        return lifted(*rows) if self.metric == "l2" and rows[0].shape[1] == rows[1].shape[1] else rows
+        return lift_rows(*rows) if self.metric == "l2" and rows[0].shape[1] == rows[1].shape[1] else rows
 
     def compare(
         self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions, own: EmbeddedImages | None = None
-    ) -> Compared:
+    ) -> MatchedPairs:
         """Return the pairs of queries and gallery images; equal classes match."""
-        queries_QD, gallery_GD = self.compared(gallery)
+        queries_QD, gallery_GD = self.comparable_rows(gallery)
         queries = Items(queries_QD, self.query_labels, self.query_ids, self.query_cameras)
         searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
         pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2")
@@ -200,11 +200,11 @@ class EmbeddedImages:
             if "l2" in (self.metric, own.metric):
                 raise XcompatError("re-ranking needs cosines, but these embeddings are compared by L2 distance; set rerank to 0")
             pairs = rerank(pairs, own.query_embeds_QD, own.gallery_embeds_GD, options.rerank, options.rerank_weight)
-        return Compared(pairs, pairs.are_matches)
+        return MatchedPairs(pairs, pairs.are_matches)
 
     def find(
         self, gallery: EmbeddedImages, direction: Direction, options: EvaluationOptions, own: EmbeddedImages | None = None
-    ) -> Found | None:
+    ) -> SearchResults | None:
         """Rank the gallery images of each query's class, and verify and identify at the requested rates."""
         if direction.population == NEW_IN_WHOLE:
             sides = [side for side in (gallery, own) if side is not None]
@@ -212,7 +212,7 @@ class EmbeddedImages:
                 return None
             whole, but = replace(direction, population=ALL), replace(options, fars=(), fpirs=())
             found = self.find(gallery._with_learned(), whole, but, own and own._with_learned())
-            return found.of_queries(gallery._of_new_classes()) if found is not None else None
+            return found.select_queries(gallery._of_new_classes()) if found is not None else None
         pairs, _ = self.compare(gallery, direction, options, own)
         if own is not None:
             options = replace(options, fars=(), fpirs=())
@@ -221,9 +221,9 @@ class EmbeddedImages:
         if options.fars:
             verified = accepted_per_query(pairs, options.fars)
             for far, accepted_Q in verified.accepted.items():
-                name = at_rate("tar@far", far)
+                name = metric_at_rate("tar@far", far)
                 values[name], shares[name] = share_per_query(accepted_Q, verified.positives_Q)
         if options.fpirs:
-            for fpir, found_Q in found_per_query(pairs, ranked, options.fpirs).items():
-                values[at_rate("tpir@fpir", fpir)] = np.where(ranked.positives_Q > 0, found_Q, np.nan)
-        return Found(ranked.first_hit_ranks_Q, values, shares)
+            for fpir, found_Q in identify_queries(pairs, ranked, options.fpirs).items():
+                values[metric_at_rate("tpir@fpir", fpir)] = np.where(ranked.positives_Q > 0, found_Q, np.nan)
+        return SearchResults(ranked.first_hit_ranks_Q, values, shares)

@@ -10,14 +10,14 @@ import numpy as np
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import IMAGE_TO_TEXT, TEXT_TO_IMAGE, is_zero_shot, zero_shot_metric
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
+from xcompat.evaluation.evaluated_models import Direction, EvaluationOptions, SearchResults, require_cut_offs, select_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids, id_codes
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.metrics import first_hit_ranks, zero_shot_ranks
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
-from xcompat.evaluation.thresholds import Compared
+from xcompat.evaluation.thresholds import MatchedPairs
 
 _KS = (1, 5, 10, 50)
 _SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")}
@@ -81,7 +81,7 @@ class EmbeddedPairs:
         ]
         for name_of_set, shot in self.classified.items():
             if (theirs := other.classified.get(name_of_set)) is not None:
-                sides.append((f"zero-shot label{_of(name_of_set)}", shot.labels_N, theirs.labels_N))
+                sides.append((f"zero-shot label{_name_suffix(name_of_set)}", shot.labels_N, theirs.labels_N))
         for kind, expected_ids, found_ids in sides:
             expected, found = as_ids(expected_ids, len(expected_ids), "old"), as_ids(found_ids, len(found_ids), name)
             if len(expected) != len(found):
@@ -96,18 +96,23 @@ class EmbeddedPairs:
         """Return embeddings by kind: ``images``, ``texts`` and, if present, ``zero-shot images`` and ``classes``."""
         found = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
         for name, shot in self.classified.items():
-            found |= {f"zero-shot images{_of(name)}": shot.image_embeds_ND, f"classes{_of(name)}": shot.class_embeds_CD}
+            found |= {
+                f"zero-shot images{_name_suffix(name)}": shot.image_embeds_ND,
+                f"classes{_name_suffix(name)}": shot.class_embeds_CD,
+            }
         return found
 
     def with_matrices(self, matrices: Mapping[str, Embeddings]) -> EmbeddedPairs:
         """Return the same items with other embeddings."""
         zero_shot = {
-            name: ZeroShot(matrices[f"zero-shot images{_of(name)}"], matrices[f"classes{_of(name)}"], shot.labels_N)
+            name: ZeroShot(
+                matrices[f"zero-shot images{_name_suffix(name)}"], matrices[f"classes{_name_suffix(name)}"], shot.labels_N
+            )
             for name, shot in self.classified.items()
         }
         return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
 
-    def queries_alone(self) -> EmbeddedPairs:
+    def without_gallery(self) -> EmbeddedPairs:
         """Return all embeddings, as both sides are queries."""
         return self
 
@@ -139,7 +144,7 @@ class EmbeddedPairs:
         """Return a direction whose clusters are queries with the same id."""
         (_, query_ids), (_, gallery_ids) = (self._side(side) for side in _SIDES[name])
         n_gallery = len(gallery_ids)
-        kept, notes = telling_cut_offs(name, "recall", ks, n_gallery)
+        kept, notes = select_cut_offs(name, "recall", ks, n_gallery)
         require_cut_offs(name, kept, ks, n_gallery)
         codes_Q, codes_G = id_codes(as_ids(query_ids, len(query_ids), "old"), as_ids(gallery_ids, n_gallery, "old"))
         if not np.isin(codes_Q, codes_G).any():
@@ -148,7 +153,7 @@ class EmbeddedPairs:
 
     def find(
         self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions, own: EmbeddedPairs | None = None
-    ) -> Found | None:
+    ) -> SearchResults | None:
         """Rank captions for images, images for captions, or classes for images."""
         if is_zero_shot(direction.metric):
             if own is not None:
@@ -157,27 +162,29 @@ class EmbeddedPairs:
             if name not in self.classified or name not in gallery.classified:
                 return None
             images, classes_CD = self.classified[name], gallery.classified[name].class_embeds_CD
-            return Found(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
+            return SearchResults(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
         if own is not None:
-            return Found(rank(self.compare(gallery, direction, options, own).pairs, options.shared).first_hit_ranks_Q, {})
+            return SearchResults(rank(self.compare(gallery, direction, options, own).pairs, options.shared).first_hit_ranks_Q, {})
         asks, searched = _SIDES[direction.name]
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
-        return Found(first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, options.chunk_size, options.shared), {})
+        return SearchResults(
+            first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, options.chunk_size, options.shared), {}
+        )
 
     def compare(
         self, gallery: EmbeddedPairs, direction: Direction, options: EvaluationOptions, own: EmbeddedPairs | None = None
-    ) -> Compared:
+    ) -> MatchedPairs:
         """Return the pairs of images and captions; equal ids match."""
         asks, searched = _SIDES[direction.name]
         (queries_QD, query_ids), (gallery_GD, gallery_ids) = self._side(asks), gallery._side(searched)
         pairs = LabelledPairs(Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids), options.chunk_size)
         if own is not None:
             pairs = rerank(pairs, own._side(asks)[0], own._side(searched)[0], options.rerank, options.rerank_weight)
-        return Compared(pairs, pairs.are_matches)
+        return MatchedPairs(pairs, pairs.are_matches)
 
     def _side(self, name: str) -> tuple[Embeddings, Ids]:
         return (self.image_embeds_ND, self.image_ids) if name == "images" else (self.text_embeds_MD, self.text_ids)
 
 
-def _of(name: str) -> str:
+def _name_suffix(name: str) -> str:
     return f" of {name}" if name else ""

@@ -15,13 +15,13 @@ from xcompat.core.arrays import row_lengths
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import IDENTIFICATION, VERIFICATION
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, require_cut_offs, telling_cut_offs
+from xcompat.evaluation.evaluated_models import Direction, EvaluationOptions, SearchResults, require_cut_offs, select_cut_offs
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.scores import Embeddings, ExactRows, as_rows, blocks, pair_scores
-from xcompat.evaluation.thresholds import Compared
-from xcompat.evaluation.verification import at_rate, bars_of_pairs, bars_of_searches, found_per_query
+from xcompat.evaluation.thresholds import MatchedPairs
+from xcompat.evaluation.verification import identify_queries, metric_at_rate, pair_thresholds, search_thresholds
 
 _KS = (1, 5, 10)
 _FARS, _FPIRS = (1e-4,), (1e-2,)
@@ -206,7 +206,7 @@ class EmbeddedTemplates:
         """Return the same items with other embeddings."""
         return replace(self, image_embeds_ND=matrices["images"])
 
-    def queries_alone(self) -> EmbeddedTemplates:
+    def without_gallery(self) -> EmbeddedTemplates:
         """Return all embeddings, as an image can be in gallery and probe templates."""
         return self
 
@@ -240,7 +240,7 @@ class EmbeddedTemplates:
         if protocol.gallery_G is not None:
             without_match, subjects_Q = "probes have no template of their subject in the gallery", protocol.probe_subjects_Q
             ks, n_gallery = ks or _KS, len(protocol.gallery_G)
-            kept, left_out = telling_cut_offs(IDENTIFICATION, "cmc", ks, n_gallery)
+            kept, left_out = select_cut_offs(IDENTIFICATION, "cmc", ks, n_gallery)
             require_cut_offs(IDENTIFICATION, kept, ks, n_gallery)
             notes = (*notes, *left_out)
             found.append(Direction(IDENTIFICATION, "cmc", kept, n_gallery, subjects_Q, without_match, notes=notes))
@@ -248,21 +248,23 @@ class EmbeddedTemplates:
 
     def compare(
         self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None
-    ) -> Compared:
+    ) -> MatchedPairs:
         """Raise: TAR@FAR sets the thresholds of templates."""
         raise XcompatError("evaluation.threshold does not apply to templates, whose thresholds come from TAR@FAR; remove it")
 
     def find(
         self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None
-    ) -> Found | None:
+    ) -> SearchResults | None:
         """Verify pairs or identify probes against the gallery's templates; return None for re-ranking."""
         if own is not None:
             return None
-        judge = _verified if direction.name == VERIFICATION else _identified
+        judge = _verify_pairs if direction.name == VERIFICATION else _identify_probes
         return judge(self.templates, gallery.templates, self.protocol, options)
 
 
-def _verified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions) -> Found:
+def _verify_pairs(
+    asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions
+) -> SearchResults:
     """Accept pairs at each rate; the listed pairs of two subjects set the thresholds."""
     pairs_P2, same_P = protocol.pairs_P2, protocol.same_P
     assert pairs_P2 is not None and same_P is not None
@@ -276,16 +278,18 @@ def _verified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: Template
         if len(these_B):
             places_B = torch.from_numpy(place_P[these_B])
             scores_P[these_B] = pair_scores(asked_TD[part], stored_ED, rows_B, places_B).numpy()
-    bars = bars_of_pairs(scores_P[~same_P], options.fars or _FARS, asking_TD.shape[1])
-    values = {at_rate("tar@far", far): (scores_P[same_P] > lowest).astype(np.float64) for far, lowest in bars.items()}
-    return Found(np.zeros(int(same_P.sum()), dtype=np.int64), values)
+    bars = pair_thresholds(scores_P[~same_P], options.fars or _FARS, asking_TD.shape[1])
+    values = {metric_at_rate("tar@far", far): (scores_P[same_P] > lowest).astype(np.float64) for far, lowest in bars.items()}
+    return SearchResults(np.zeros(int(same_P.sum()), dtype=np.int64), values)
 
 
 def _exact(templates_TD: np.ndarray) -> torch.Tensor:
     return ExactRows(templates_TD, "templates", torch.device("cpu")).block(slice(0, len(templates_TD)))
 
 
-def _identified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions) -> Found:
+def _identify_probes(
+    asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: TemplateProtocol, options: EvaluationOptions
+) -> SearchResults:
     """Identify probes. Impostors set the thresholds in an open set, else all negatives do."""
     gallery_G, probes_Q = protocol.gallery_G, protocol.probes_Q
     assert gallery_G is not None and probes_Q is not None
@@ -295,8 +299,8 @@ def _identified(asking_TD: np.ndarray, searched_TD: np.ndarray, protocol: Templa
     ranked, fpirs = rank(pairs, options.shared), options.fpirs or _FPIRS
     known_Q = ranked.positives_Q > 0
     if not protocol.is_open:
-        lowest = bars_of_searches(pairs, int(ranked.positives_Q.sum()), fpirs)
-        found = {at_rate("tpir@far", fpir): ranked.best_scores_Q > lowest[fpir] for fpir in fpirs}
+        lowest = search_thresholds(pairs, int(ranked.positives_Q.sum()), fpirs)
+        found = {metric_at_rate("tpir@far", fpir): ranked.best_scores_Q > lowest[fpir] for fpir in fpirs}
     else:
-        found = {at_rate("tpir@fpir", fpir): hits_Q for fpir, hits_Q in found_per_query(pairs, ranked, fpirs).items()}
-    return Found(ranked.first_hit_ranks_Q, {name: np.where(known_Q, hits_Q, np.nan) for name, hits_Q in found.items()})
+        found = {metric_at_rate("tpir@fpir", fpir): hits_Q for fpir, hits_Q in identify_queries(pairs, ranked, fpirs).items()}
+    return SearchResults(ranked.first_hit_ranks_Q, {name: np.where(known_Q, hits_Q, np.nan) for name, hits_Q in found.items()})

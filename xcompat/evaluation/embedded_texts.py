@@ -11,13 +11,13 @@ import torch
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation.cases import TEXT_TO_TEXT
-from xcompat.evaluation.contestants import Direction, EvaluationOptions, Found, telling_cut_offs
-from xcompat.evaluation.graded import Qrels, grade, unusable
+from xcompat.evaluation.evaluated_models import Direction, EvaluationOptions, SearchResults, select_cut_offs
+from xcompat.evaluation.graded import Qrels, find_unusable_ids, grade
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.reranked import rerank
 from xcompat.evaluation.scores import Embeddings, as_rows
-from xcompat.evaluation.thresholds import Compared
+from xcompat.evaluation.thresholds import MatchedPairs
 
 _KS = (10,)
 
@@ -66,7 +66,7 @@ class EmbeddedTexts:
         """Return the same items with other embeddings."""
         return replace(self, query_embeds_QD=matrices["queries"], text_embeds_GD=matrices.get("texts"))
 
-    def queries_alone(self) -> EmbeddedTexts:
+    def without_gallery(self) -> EmbeddedTexts:
         """Return the same items without passage embeddings."""
         return replace(self, text_embeds_GD=None)
 
@@ -93,20 +93,20 @@ class EmbeddedTexts:
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
         """Return the search of passages, with notes on unusable judgements."""
-        found = unusable(self.query_ids, self.text_ids, self.qrels)
+        found = find_unusable_ids(self.query_ids, self.text_ids, self.qrels)
         counted = [
             ("Judged queries without relevant passages, counted as 0", found.without_relevant),
             ("Judged queries missing from the queries, excluded", found.unknown_queries),
             ("Relevant passages missing from the gallery, counted as not found", found.unknown_items),
         ]
         notes = tuple(f"{said}: {len(names)}, e.g. {names[0]!r}." for said, names in counted if names)
-        notes += telling_cut_offs(TEXT_TO_TEXT, "recall", ks or _KS, len(self.text_ids))[1]
+        notes += select_cut_offs(TEXT_TO_TEXT, "recall", ks or _KS, len(self.text_ids))[1]
         missing = "queries have no judgement"
         return [Direction(TEXT_TO_TEXT, "graded", (), len(self.text_ids), without_match=missing, notes=notes)]
 
     def compare(
         self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions, own: EmbeddedTexts | None = None
-    ) -> Compared:
+    ) -> MatchedPairs:
         """Return the pairs of queries and passages; relevant passages match."""
         asking, searched = Items(self.query_embeds_QD, self.query_ids), Items(gallery.passages(), gallery.text_ids)
         pairs = LabelledPairs(asking, searched, options.chunk_size, ("queries", "gallery"))
@@ -123,20 +123,20 @@ class EmbeddedTexts:
                         is_match_RC[place, column - columns_C.start] = True
             return is_match_RC
 
-        return Compared(pairs, are_relevant)
+        return MatchedPairs(pairs, are_relevant)
 
     def find(
         self, gallery: EmbeddedTexts, direction: Direction, options: EvaluationOptions, own: EmbeddedTexts | None = None
-    ) -> Found:
+    ) -> SearchResults:
         """Rank the relevant passages of each judged query."""
         pairs, _ = self.compare(gallery, direction, options, own)
         found = grade(pairs, self.query_ids, gallery.text_ids, self.qrels, options.ks or _KS, options.shared)
-        kept, _ = telling_cut_offs(TEXT_TO_TEXT, "recall", options.ks or _KS, len(gallery.text_ids))
+        kept, _ = select_cut_offs(TEXT_TO_TEXT, "recall", options.ks or _KS, len(gallery.text_ids))
         told = {f"recall@{k}" for k in kept}  # nDCG and MRR use ranks, so they can tell models apart at any cut-off
         values = {metric: of_J for metric, of_J in found.values.items() if metric in told or not metric.startswith("recall@")}
         ranks_Q = np.full(len(self.query_ids), -1, dtype=np.int64)
         ranks_Q[found.rows_J] = found.first_hit_ranks_J
-        return Found(ranks_Q, {metric: _spread(of_J, found.rows_J, len(ranks_Q)) for metric, of_J in values.items()})
+        return SearchResults(ranks_Q, {metric: _spread(of_J, found.rows_J, len(ranks_Q)) for metric, of_J in values.items()})
 
     def passages(self) -> Embeddings:
         """Return the passage embeddings, or raise if there are none."""

@@ -15,7 +15,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.evaluation.counting import count_at_least
 from xcompat.evaluation.identities import Ids, as_ids
 from xcompat.evaluation.labelled import Items, LabelledPairs
-from xcompat.evaluation.ranking import Hits, placed
+from xcompat.evaluation.ranking import Hits, ranks_from_counts
 from xcompat.evaluation.scores import Embeddings, join_ties
 
 Qrels = Mapping[Any, Mapping[Any, float]]
@@ -25,7 +25,7 @@ _BLOCK_JUDGED = 2**14  # most relevant items per block of queries
 
 
 @dataclass(frozen=True)
-class Unusable:
+class UnusableIds:
     """Ids of unusable judgements and queries.
 
     Args:
@@ -55,7 +55,7 @@ class GradedQueries:
     rows_J: np.ndarray
     values: Mapping[str, np.ndarray]
     first_hit_ranks_J: np.ndarray
-    unusable: Unusable
+    unusable: UnusableIds
 
     def means(self) -> dict[str, float]:
         """Return the mean of every metric over the judged queries."""
@@ -162,7 +162,7 @@ def grade(
     return GradedQueries(judged.rows_J, values, first_J, judged.unusable)
 
 
-def unusable(query_ids: Ids, gallery_ids: Ids, qrels: Qrels) -> Unusable:
+def find_unusable_ids(query_ids: Ids, gallery_ids: Ids, qrels: Qrels) -> UnusableIds:
     """Return the ids of unusable judgements and queries.
 
     Args:
@@ -218,7 +218,7 @@ class _Judged:
         self.rows_J = np.array(rows, dtype=np.int64)
         unjudged = [name for name in row_of if not qrels.get(name)]
         unknown_queries = [name for name in qrels if name not in row_of]
-        self.unusable = Unusable(unjudged, without_relevant, unknown_queries, list(unknown_items))
+        self.unusable = UnusableIds(unjudged, without_relevant, unknown_queries, list(unknown_items))
 
     def blocks(self, chunk_size: int, shared: bool) -> Iterator[np.ndarray]:
         """Yield rows of queries with relevant gallery items, in blocks that fit into memory."""
@@ -251,14 +251,14 @@ def _measure(
     found: dict[str, np.ndarray] = {}
     for k in ks:
         within_N = hits.ranks_N <= k
-        best_B = np.array([_discounted(judged.ideal[row][:k]) for row in rows_B.tolist()])
+        best_B = np.array([_discounted_gain(judged.ideal[row][:k]) for row in rows_B.tolist()])
         found[f"ndcg@{k}"] = total(discounted_N * within_N) / best_B
         found[f"mrr@{k}"] = np.where(hits.first_hit_ranks_B < k, 1 / (1 + hits.first_hit_ranks_B), 0.0)
         found[f"recall@{k}"] = total(within_N.astype(float)) / all_B
     return hits.first_hit_ranks_B, found | {"map": total(hits.places_N / hits.ranks_N) / all_B}
 
 
-def _discounted(gains_k: np.ndarray) -> float:
+def _discounted_gain(gains_k: np.ndarray) -> float:
     return float((gains_k / np.log2(np.arange(2, len(gains_k) + 2))).sum())
 
 
@@ -273,4 +273,4 @@ def _rank(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged) -> tuple[Hi
     scores_N, gains_N = scores_N[order_N], gains_N[order_N]
     on_device = (torch.from_numpy(each).to(pairs.device) for each in (scores_N - pairs.tie_margin, owners_N, counts_B))
     at_least_N = count_at_least(pairs, rows_B, *on_device).cpu().numpy()
-    return placed(rows_B, counts_B, owners_N, scores_N, at_least_N, pairs.tie_margin), gains_N
+    return ranks_from_counts(rows_B, counts_B, owners_N, scores_N, at_least_N, pairs.tie_margin), gains_N

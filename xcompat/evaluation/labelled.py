@@ -25,7 +25,7 @@ from xcompat.evaluation.scores import (
     usual_distance,
 )
 
-LEFT_OUT = -(2.0**53)
+EXCLUDED_SCORE = -(2.0**53)
 """Score of excluded pairs, below every real score (integers up to about 2^52)."""
 
 MATED_ROWS = 128
@@ -64,7 +64,7 @@ class _Ranges(NamedTuple):
     def n_pairs(self) -> int:
         return int((self.last_Q - self.first_Q).sum())
 
-    def of(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def pairs_of(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the pairs of these queries as positions in ``rows_B`` and gallery rows."""
         first_B = self.first_Q[rows_B]
         n_B = self.last_Q[rows_B] - first_B
@@ -81,8 +81,8 @@ class LabelledPairs:
         queries: Q items.
         gallery: G items, with ids and cameras if and only if the queries have them.
         chunk_size: queries per block; affects memory only.
-        called: names of both sides' labels in messages.
-        are_lifted: whether the rows come from :func:`~xcompat.evaluation.scores.lifted`.
+        label_names: names of both sides' labels in messages.
+        are_lifted: whether the rows come from :func:`~xcompat.evaluation.scores.lift_rows`.
 
     Raises:
         XcompatError: invalid input.
@@ -93,7 +93,7 @@ class LabelledPairs:
         queries: Items,
         gallery: Items,
         chunk_size: int = 1024,
-        called: tuple[str, str] = ("query labels", "gallery labels"),
+        label_names: tuple[str, str] = ("query labels", "gallery labels"),
         are_lifted: bool = False,
     ) -> None:
         if chunk_size < 1:
@@ -112,7 +112,7 @@ class LabelledPairs:
         self.chunk_size, self.copy_score = chunk_size, copy_score(self.queries.dim, are_lifted)
         usual = usual_distance(as_rows(gallery.embeds_ND, "gallery")) if are_lifted else 1.0
         self.tie_margin = tie_margin(self.dim, usual)
-        self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, called)
+        self.query_codes, self.gallery_codes = self._codes(queries.labels_N, gallery.labels_N, label_names)
         # In class order, the positives of a block of queries form one gallery range; only that is scored.
         self._by_class_G = np.argsort(self.gallery_codes, kind="stable")
         self._sorted_codes_G = self.gallery_codes[self._by_class_G]
@@ -126,10 +126,10 @@ class LabelledPairs:
     def _read_left_out(self, queries: Items, gallery: Items) -> None:
         ids = self._codes_of_both("id", queries.ids_N, gallery.ids_N)
         cameras = self._codes_of_both("camera", queries.cameras_N, gallery.cameras_N)
-        of_class = _together((self.query_codes, self.gallery_codes), cameras) if cameras is not None else None
+        of_class = _combine_codes((self.query_codes, self.gallery_codes), cameras) if cameras is not None else None
         given = [codes for codes in (ids, of_class) if codes is not None]
         self._left_out_by = [_ranges(*codes) for codes in given]
-        twice = _ranges(*_together(*given)).n_pairs if len(given) > 1 else 0  # excluded for both reasons
+        twice = _ranges(*_combine_codes(*given)).n_pairs if len(given) > 1 else 0  # excluded for both reasons
         self._n_left_out = sum(each.n_pairs for each in self._left_out_by) - twice
 
     def _codes_of_both(self, what: str, of_queries: Ids | None, of_gallery: Ids | None) -> _Codes | None:
@@ -154,7 +154,7 @@ class LabelledPairs:
         """
         pairs = copy.copy(self)
         # a quarter of the score range each: other items around 0, first items around 3/4
-        pairs._first = columns_Qk, torch.where(scores_Qk.isinf(), LEFT_OUT, (UNIT / 4 * (3 + scores_Qk)).floor())
+        pairs._first = columns_Qk, torch.where(scores_Qk.isinf(), EXCLUDED_SCORE, (UNIT / 4 * (3 + scores_Qk)).floor())
         pairs.tie_margin = self.tie_margin / 4
         return pairs
 
@@ -162,24 +162,24 @@ class LabelledPairs:
         """Apply the order of :meth:`with_first` in place; ``start`` is the position of the first column."""
         if self._first is None:
             return
-        scores_RC.copy_(torch.where(scores_RC > LEFT_OUT, (scores_RC / 4).floor(), LEFT_OUT))
+        scores_RC.copy_(torch.where(scores_RC > EXCLUDED_SCORE, (scores_RC / 4).floor(), EXCLUDED_SCORE))
         columns_Rk, first_Rk = (each[torch.from_numpy(rows_R)] for each in self._first)
         if places_G is not None:
             columns_Rk = torch.from_numpy(places_G).to(columns_Rk.device)[columns_Rk]
-        here_N = true_places((columns_Rk >= start) & (columns_Rk < start + scores_RC.shape[1]) & (first_Rk > LEFT_OUT))
+        here_N = true_places((columns_Rk >= start) & (columns_Rk < start + scores_RC.shape[1]) & (first_Rk > EXCLUDED_SCORE))
         rows_N = here_N // columns_Rk.shape[1]
         scores_RC[rows_N, columns_Rk.flatten()[here_N] - start] = first_Rk.flatten()[here_N]
 
     def cosines(self, scores_RC: torch.Tensor) -> torch.Tensor:
         """Return cosines of scores: -inf for excluded pairs and for items after those of :meth:`with_first`."""
         if self._first is None:
-            return torch.where(scores_RC > LEFT_OUT, scores_RC / UNIT, -torch.inf)
+            return torch.where(scores_RC > EXCLUDED_SCORE, scores_RC / UNIT, -torch.inf)
         return torch.where(scores_RC > UNIT / 2 - UNIT / 8, scores_RC / (UNIT / 4) - 3, -torch.inf)
 
     def are_matches(self, rows_R: np.ndarray, columns: slice) -> torch.Tensor:
         """Return bool (R, C), True for pairs of the same class that are not excluded."""
         of_class_RC = self.query_codes[rows_R][:, None] == self.gallery_codes[columns]
-        left_R, left_G = self._left_out(rows_R)
+        left_R, left_G = self._excluded_pairs(rows_R)
         here_N = (left_G >= columns.start) & (left_G < columns.stop)
         of_class_RC[left_R[here_N], left_G[here_N] - columns.start] = False
         return torch.from_numpy(of_class_RC)
@@ -198,7 +198,7 @@ class LabelledPairs:
         if self._first is None:
             return scores_N
         columns_Nk, first_Nk = (each[torch.from_numpy(rows_B[owners_N])] for each in self._first)
-        is_first_Nk = (columns_Nk == torch.from_numpy(columns_N).to(self.device)[:, None]) & (first_Nk > LEFT_OUT)
+        is_first_Nk = (columns_Nk == torch.from_numpy(columns_N).to(self.device)[:, None]) & (first_Nk > EXCLUDED_SCORE)
         return torch.where(is_first_Nk.any(dim=1), first_Nk.where(is_first_Nk, 0).sum(dim=1), (scores_N / 4).floor())
 
     def mated_rows(self, shared: bool = False) -> np.ndarray:
@@ -229,17 +229,17 @@ class LabelledPairs:
             rows_B: query rows.
 
         Yields:
-            A slice of ``rows_B``, a slice of the gallery, and float64 ``(R, C)`` exact scores, :data:`LEFT_OUT` for excluded
-            pairs.
+            A slice of ``rows_B``, a slice of the gallery, and float64 ``(R, C)`` exact scores, :data:`EXCLUDED_SCORE` for
+            excluded pairs.
         """
         block_BD = self.queries.block(rows_B)
-        left_B, left_G = self._left_out(rows_B)
+        left_B, left_G = self._excluded_pairs(rows_B)
         n_blocks = -(-self.n_gallery // (_WIDER * self.chunk_size))
         for columns in blocks(self.n_gallery, -(-self.n_gallery // n_blocks)):
             items_CD = self.gallery.block(columns)
             for part in blocks(len(rows_B), max(1, _TILE // len(items_CD))):
                 scores_RC = block_BD[part] @ items_CD.T
-                _leave_out(scores_RC, left_B - part.start, left_G - columns.start)
+                _mark_excluded(scores_RC, left_B - part.start, left_G - columns.start)
                 self._rescore(scores_RC, rows_B[part], columns.start)
                 yield part, columns, scores_RC
 
@@ -256,14 +256,14 @@ class LabelledPairs:
         first, last = np.searchsorted(self._sorted_codes_G, [codes_B[0], codes_B[-1] + 1])
         codes_B1 = torch.from_numpy(codes_B).to(self.device)[:, None]
         block_BD = self.queries.block(rows_B)
-        left_B, left_G = self._left_out(rows_B)
+        left_B, left_G = self._excluded_pairs(rows_B)
         for columns in blocks(last - first, _WIDER * self.chunk_size):
             items = self._by_class_G[first:last][columns]
             scores_BC = block_BD @ self.gallery.block(items).T
-            _leave_out(scores_BC, left_B, self._place_G[left_G] - first - columns.start)
+            _mark_excluded(scores_BC, left_B, self._place_G[left_G] - first - columns.start)
             self._rescore(scores_BC, rows_B, first + columns.start, self._place_G)
             of_class_BC = torch.from_numpy(self.gallery_codes[items]).to(self.device) == codes_B1
-            yield scores_BC, of_class_BC & (scores_BC > LEFT_OUT)
+            yield scores_BC, of_class_BC & (scores_BC > EXCLUDED_SCORE)
 
     def positives(self, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of all positives of some queries.
@@ -281,14 +281,14 @@ class LabelledPairs:
             owners.append(owner_N)
         return torch.cat(scores), torch.cat(owners)
 
-    def _left_out(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _excluded_pairs(self, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return excluded pairs as positions in ``rows_B`` and gallery rows, maybe with duplicates."""
-        found = [each.of(rows_B) for each in self._left_out_by]
+        found = [each.pairs_of(rows_B) for each in self._left_out_by]
         none = np.zeros(0, dtype=np.int64)
         return np.concatenate([none, *(rows for rows, _ in found)]), np.concatenate([none, *(items for _, items in found)])
 
 
-def _together(one: _Codes, other: _Codes) -> _Codes:
+def _combine_codes(one: _Codes, other: _Codes) -> _Codes:
     """Return codes that are equal only where both are equal."""
     width = 1 + max(int(codes.max(initial=0)) for codes in other)
     return one[0] * width + other[0], one[1] * width + other[1]
@@ -300,9 +300,9 @@ def _ranges(query_codes: np.ndarray, gallery_codes: np.ndarray) -> _Ranges:
     return _Ranges(order_G, first_Q, last_Q)
 
 
-def _leave_out(scores_RC: torch.Tensor, rows_N: np.ndarray, columns_N: np.ndarray) -> None:
+def _mark_excluded(scores_RC: torch.Tensor, rows_N: np.ndarray, columns_N: np.ndarray) -> None:
     """Mark excluded pairs in a tile; ignore positions outside it."""
     n_rows, n_columns = scores_RC.shape
     here_N = (rows_N >= 0) & (rows_N < n_rows) & (columns_N >= 0) & (columns_N < n_columns)
     rows, columns = (torch.from_numpy(positions_N[here_N]).to(scores_RC.device) for positions_N in (rows_N, columns_N))
-    scores_RC[rows, columns] = LEFT_OUT
+    scores_RC[rows, columns] = EXCLUDED_SCORE

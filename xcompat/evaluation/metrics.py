@@ -19,9 +19,9 @@ from xcompat.evaluation.scores import (
     as_rows,
     blocks,
     ieee_products,
-    narrow,
     pair_scores,
     rounding_error,
+    to_float32,
     true_places,
 )
 
@@ -96,7 +96,7 @@ def first_hit_ranks(
         [2, -1]
     """
     queries, gallery = Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids)
-    pairs = LabelledPairs(queries, gallery, chunk_size, called=("queries", "gallery"))
+    pairs = LabelledPairs(queries, gallery, chunk_size, label_names=("queries", "gallery"))
     rows_N = pairs.mated_rows(shared)
     ranks_Q = np.full(pairs.n_queries, -1, dtype=np.int64)
     for ranked_N, ranks_N in gather_objects((rows_N, _rank(pairs, rows_N)), shared):
@@ -141,13 +141,13 @@ def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch
     A fast float32 product (:func:`ieee_products`) decides most pairs. Only those within its rounding error are scored exactly.
     """
     block_BD, margin = pairs.queries.block(rows_B), rounding_error(pairs.dim)
-    narrow_BD = narrow(block_BD)
+    narrow_BD = to_float32(block_BD)
     cosine_B1 = threshold_B[:, None] / UNIT
     surely_B1, maybe_B1 = (cosine_B1 + margin).float(), (cosine_B1 - margin).float()
     count_B = torch.zeros(len(block_BD), dtype=torch.int64, device=block_BD.device)
     for columns in blocks(pairs.n_gallery, pairs.chunk_size):
         items_CD = pairs.gallery.block(columns)
-        scores_BC = narrow_BD @ narrow(items_CD).T
+        scores_BC = narrow_BD @ to_float32(items_CD).T
         above_BC = scores_BC > surely_B1
         close_N = true_places(above_BC ^ (scores_BC >= maybe_B1))
         row_N, column_N = close_N // len(items_CD), close_N % len(items_CD)

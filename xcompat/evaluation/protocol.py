@@ -14,7 +14,7 @@ from xcompat.evaluation.cases import (
     FLIP_METRIC,
     OLD_WITH_MEMORY,
     RERANKED,
-    SENT,
+    SERVABLE_QUERIES,
     Case,
     Criterion,
     Difference,
@@ -23,9 +23,9 @@ from xcompat.evaluation.cases import (
     failed_comparisons,
     is_zero_shot,
 )
-from xcompat.evaluation.contestants import C, Contestants, Direction, EvaluationOptions, Found, Search
+from xcompat.evaluation.evaluated_models import C, Contestants, Direction, EvaluationOptions, Search, SearchResults
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
-from xcompat.evaluation.thresholds import thresholds
+from xcompat.evaluation.thresholds import carry_over_threshold
 
 
 def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = None) -> Evaluation:
@@ -78,25 +78,25 @@ def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = No
     )
 
 
-def _carry_over(searches: Sequence[Search[C]], measured: _Measured, options: EvaluationOptions) -> list[Threshold]:
+def _carry_over(searches: Sequence[Search[C]], measured: _DirectionResults, options: EvaluationOptions) -> list[Threshold]:
     """Carry the old threshold over to the queries that a service may send; return an empty list without a threshold."""
     if options.threshold is None:
         return []
-    sent = [search for search in searches if search.gallery == "old" and search.query in ("old", *SENT)]
+    sent = [search for search in searches if search.gallery == "old" and search.query in ("old", *SERVABLE_QUERIES)]
     compared = [
         (search.query, search.asking.compare(search.searched, measured.direction, options, search.own)) for search in sent
     ]
     clusters_Q = measured.direction.clusters_Q
     draws = options.n_resamples, options.seed
-    return thresholds(compared, measured.direction.name, options.threshold, measured.known, clusters_Q, *draws)
+    return carry_over_threshold(compared, measured.direction.name, options.threshold, measured.known, clusters_Q, *draws)
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _DirectionResults:
     """Results of all cases in one direction; queries without a match are excluded."""
 
     direction: Direction
-    found: Mapping[tuple[str, str], Found]
+    found: Mapping[tuple[str, str], SearchResults]
     options: EvaluationOptions
 
     @property
@@ -107,15 +107,15 @@ class _Measured:
     def dropped(self) -> int:
         return int((~self.known).sum())
 
-    def parts(self) -> list[_Measured]:
+    def parts(self) -> list[_DirectionResults]:
         """Return these results and those of each population; skip populations without new queries or matches."""
         if ("new", "old") not in self.found and self.direction.population != ALL:
             return []
         named = replace(self.direction, parts={})
         parts = [
-            _Measured(
+            _DirectionResults(
                 replace(named, population=population),
-                {pair: found.of_queries(mask_Q) for pair, found in self.found.items()},
+                {pair: found.select_queries(mask_Q) for pair, found in self.found.items()},
                 self.options,
             )
             for population, mask_Q in self.direction.parts.items()
@@ -177,7 +177,9 @@ class _Measured:
         return None if known_Q is None or (known_Q == known_Q[:1]).all() else known_Q
 
 
-def _measure(searches: Sequence[Search[C]], direction: Direction, options: EvaluationOptions, among_others: bool) -> _Measured:
+def _measure(
+    searches: Sequence[Search[C]], direction: Direction, options: EvaluationOptions, among_others: bool
+) -> _DirectionResults:
     """Search in every case; errors name the case."""
     measured = {}
     for query, gallery, asking, searched, own in searches:
@@ -188,7 +190,7 @@ def _measure(searches: Sequence[Search[C]], direction: Direction, options: Evalu
             raise XcompatError(f"{where}: {error}") from None
         if found is not None:
             measured[query, gallery] = found
-    return _Measured(direction, measured, options)
+    return _DirectionResults(direction, measured, options)
 
 
 def _as_points(differences: Sequence[Difference]) -> str:

@@ -277,10 +277,10 @@ def _rank_block(pairs: LabelledPairs, rows_B: np.ndarray) -> Hits | None:
     owners_N = torch.repeat_interleave(positives_B)
     at_least_N = count_at_least(pairs, rows_B, scores_N - pairs.tie_margin, owners_N, positives_B)
     positives, owners, scores, at_least = (values.cpu().numpy() for values in (positives_B, owners_N, scores_N, at_least_N))
-    return placed(rows_B, positives, owners, scores, at_least, pairs.tie_margin)
+    return ranks_from_counts(rows_B, positives, owners, scores, at_least, pairs.tie_margin)
 
 
-def placed(
+def ranks_from_counts(
     rows_B: np.ndarray,
     positives_B: np.ndarray,
     owners_N: np.ndarray,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from xcompat.core.errors import XcompatError
-from xcompat.evaluation.labelled import LEFT_OUT, LabelledPairs
+from xcompat.evaluation.labelled import EXCLUDED_SCORE, LabelledPairs
 from xcompat.evaluation.scores import UNIT, Embeddings, ExactRows
 from xcompat.score_scale import OLD_WEIGHT, combine_scores
 
@@ -57,7 +57,7 @@ def rerank(
         )
     k = min(candidates, pairs.n_gallery)
     columns_Qk = torch.zeros((pairs.n_queries, k), dtype=torch.int64, device=pairs.device)
-    scores_Qk = torch.full((pairs.n_queries, k), LEFT_OUT, dtype=torch.float64, device=pairs.device)
+    scores_Qk = torch.full((pairs.n_queries, k), EXCLUDED_SCORE, dtype=torch.float64, device=pairs.device)
     for rows_B in pairs.blocks_of(np.arange(pairs.n_queries)):
         for rows, columns, scores_RC in pairs.tiles(rows_B):
             at = slice(int(rows_B[0]) + rows.start, int(rows_B[0]) + rows.stop)
@@ -68,7 +68,9 @@ def rerank(
         items_BkE = own_gallery.block(columns_Qk[here].reshape(-1).cpu().numpy()).reshape(-1, k, own_gallery.dim)
         new_Bk = torch.linalg.vecdot(own_queries.block(here)[:, None], items_BkE)
         old_Bk = scores_Qk[here]
-        scores_Qk[here] = torch.where(old_Bk > LEFT_OUT, combine_scores(old_Bk / UNIT, new_Bk / UNIT, old_weight), -torch.inf)
+        scores_Qk[here] = torch.where(
+            old_Bk > EXCLUDED_SCORE, combine_scores(old_Bk / UNIT, new_Bk / UNIT, old_weight), -torch.inf
+        )
     return pairs.with_first(columns_Qk, scores_Qk)
 
 

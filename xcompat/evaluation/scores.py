@@ -124,7 +124,7 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
     return np.where(norms_B1 > 0, norms_B1, 1.0)
 
 
-def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, np.ndarray]:
+def lift_rows(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, np.ndarray]:
     """Return rows whose cosines order all pairs by L2 distance, nearest first.
 
     Rows are centred and scaled so that ‖x‖ ≤ 1. With n = ‖x‖²/2, x ↦ (x, 1, -n, ρ, 0) and y ↦ (y, -n, 1, 0, ρ) have the product
@@ -141,12 +141,12 @@ def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, 
         XcompatError: an outlier makes the grid too coarse for the other distances.
 
     Example:
-        >>> queries, gallery = lifted(np.array([[0.0, 0.0]]), np.array([[3.0, 4.0], [0.0, 1.0]]))
+        >>> queries, gallery = lift_rows(np.array([[0.0, 0.0]]), np.array([[3.0, 4.0], [0.0, 1.0]]))
         >>> (queries @ gallery.T / 2.25)[0].argsort()[::-1].tolist()
         [1, 0]
     """
     sides = [np.asarray(as_rows(rows_ND, "embeddings"), dtype=np.float64) for rows_ND in (queries_QD, gallery_GD)]
-    _require_alike(*sides)
+    _require_no_outlier(*sides)
     sides = [rows_ND - sides[1].mean(axis=0) for rows_ND in sides]
     longest = max(float(np.square(rows_ND).sum(axis=1).max()) for rows_ND in sides) ** 0.5 or 1.0
     lifts = []
@@ -160,7 +160,7 @@ def lifted(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarray, 
     return lifts[0], lifts[1]
 
 
-def _require_alike(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
+def _require_no_outlier(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
     """Raise if an outlier makes the other rows too close together to rank.
 
     A squared distance is rounded by about 2.7e-8 of the farthest row's: at :data:`_FARTHEST`, 0.7 % of the usual one.
@@ -184,7 +184,7 @@ def copy_score(dim: int, are_lifted: bool = False) -> float:
     """Return the lowest score of a row of D dimensions with its own copy.
 
     Rounding to the grid moves this score away from :data:`UNIT` by less than √D + 1 grid steps. So two pairs of copies can have
-    different scores. (Two copies of one item always tie for the same query.) Copies that are :func:`lifted` score 0, with the
+    different scores. (Two copies of one item always tie for the same query.) Copies that are :func:`lift_rows` score 0, with the
     same rounding.
     """
     return (0 if are_lifted else UNIT) - (math.sqrt(dim) + 1) * _GRID
@@ -198,8 +198,8 @@ def tie_margin(dim: int, usual: float = 1.0) -> float:
 
     Args:
         dim: dimension D of the rows.
-        usual: for :func:`lifted` rows, their usual distance from the centre, where the farthest is 1. Outliers shrink the margin,
-            so that it never spans different distances.
+        usual: for :func:`lift_rows` rows, their usual distance from the centre, where the farthest is 1. Outliers shrink the
+            margin, so that it never spans different distances.
 
     Example:
         >>> tie_margin(4) / UNIT < 1e-7
@@ -209,7 +209,7 @@ def tie_margin(dim: int, usual: float = 1.0) -> float:
 
 
 def usual_distance(lifted_GD: np.ndarray) -> float:
-    """Return the median distance of :func:`lifted` gallery rows from their centre, where the farthest is 1."""
+    """Return the median distance of :func:`lift_rows` gallery rows from their centre, where the farthest is 1."""
     return math.sqrt(2 * float(np.median(-lifted_GD[:, -4])))
 
 
@@ -283,13 +283,13 @@ def true_places(mask: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
-def narrow(block_BD: torch.Tensor) -> torch.Tensor:
+def to_float32(block_BD: torch.Tensor) -> torch.Tensor:
     """Return rows of :meth:`ExactRows.block` in float32, with norms of about 1."""
     return block_BD.float().mul_(1 / _GRID)
 
 
 def rounding_error(dim: int) -> float:
-    """Return a bound on the rounding error of a product of two :func:`narrow` rows of D dimensions, in any summation order.
+    """Return a bound on the rounding error of a product of two :func:`to_float32` rows of D dimensions, in any summation order.
 
     The bound is γₙ = nu / (1 - nu) times the sum of the terms' sizes, at most about 1 by Cauchy-Schwarz (Higham, Accuracy and
     Stability of Numerical Algorithms, section 3.1). n counts D - 1 additions, a product and two rounded factors per term, and the

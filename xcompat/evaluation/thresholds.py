@@ -19,7 +19,7 @@ BINS = 1024
 MOST_QUERIES = 5000
 
 
-class Compared(NamedTuple):
+class MatchedPairs(NamedTuple):
     """Query-gallery pairs of one case.
 
     Args:
@@ -31,7 +31,7 @@ class Compared(NamedTuple):
     is_match: Callable[[NDArray[np.int64], slice], torch.Tensor]
 
 
-class Counted(NamedTuple):
+class ScoreCounts(NamedTuple):
     """Numbers of items at or above each score.
 
     Args:
@@ -45,13 +45,13 @@ class Counted(NamedTuple):
     known_Q: NDArray[np.float64]
 
 
-def edges(threshold: float) -> NDArray[np.float64]:
+def score_edges(threshold: float) -> NDArray[np.float64]:
     """Return the scores at which items are counted, ascending and including the threshold."""
     width = 2 / BINS
     return threshold + width * np.arange(-np.floor((1 + threshold) / width), np.ceil((1 - threshold) / width) + 1)
 
 
-def count(compared: Compared, edges_B: NDArray[np.float64], rows_Q: NDArray[np.int64]) -> Counted:
+def count_by_score(compared: MatchedPairs, edges_B: NDArray[np.float64], rows_Q: NDArray[np.int64]) -> ScoreCounts:
     """Count the items of some queries by score.
 
     Args:
@@ -72,10 +72,10 @@ def count(compared: Compared, edges_B: NDArray[np.float64], rows_Q: NDArray[np.i
             matches[at].scatter_add_(1, bins_RC, is_match_RC.double())
         start += len(rows_B)
     matches_QB, hits_QB = (each.flip(1).cumsum(1).flip(1).cpu().numpy() for each in (matches, hits))
-    return Counted(matches_QB[:, 1:], hits_QB[:, 1:], matches_QB[:, 0])
+    return ScoreCounts(matches_QB[:, 1:], hits_QB[:, 1:], matches_QB[:, 0])
 
 
-class Carried:
+class ThresholdTransfer:
     """Thresholds of new queries that accept as many items as old thresholds.
 
     Args:
@@ -101,7 +101,7 @@ class Carried:
         draws_RK = resampled_means(both_QK, n_resamples, seed, clusters_Q)
         self._mean, self._draws = both_QK.mean(axis=0).reshape(2, -1), draws_RK.reshape(n_resamples, 2, -1)
 
-    def at(self, threshold: float) -> tuple[float | None, tuple[float, float] | None]:
+    def transfer(self, threshold: float) -> tuple[float | None, tuple[float, float] | None]:
         """Return the new threshold for an old one (an edge) and its 95 % interval; None if there is none."""
         place = int(np.argmin(np.abs(self.edges_B - threshold)))
         score = _crossing(self._mean[1], self._mean[0, place], self.edges_B)
@@ -124,8 +124,8 @@ def _crossing(counts_B: NDArray[np.float64], wanted: float, edges_B: NDArray[np.
     return float(edges_B[enough] + share * (edges_B[enough + 1] - edges_B[enough]))
 
 
-def thresholds(
-    compared: Sequence[tuple[str, Compared]],
+def carry_over_threshold(
+    compared: Sequence[tuple[str, MatchedPairs]],
     direction: str,
     threshold: float,
     has_match_Q: NDArray[np.bool_],
@@ -157,8 +157,8 @@ def thresholds(
     if len(rows_Q) > MOST_QUERIES:
         rows_Q = rows_Q[np.linspace(0, len(rows_Q) - 1, MOST_QUERIES).astype(np.int64)]
     drawn_Q = clusters_Q[rows_Q] if clusters_Q is not None and len(np.unique(clusters_Q[rows_Q])) > 1 else None
-    edges_B = edges(threshold)
-    counted = [(name, count(each, edges_B, rows_Q)) for name, each in compared]
+    edges_B = score_edges(threshold)
+    counted = [(name, count_by_score(each, edges_B, rows_Q)) for name, each in compared]
     old = counted[0][1]
     place = int(np.argmin(np.abs(edges_B - threshold)))
     share, hits = float(old.matches_QB[:, place].mean() / old.known_Q.mean()), float(old.hits_QB[:, place].mean())
@@ -169,7 +169,7 @@ def thresholds(
             ("hits", old.hits_QB, new.hits_QB),
         ]
         for keeps, old_QB, new_QB in sides:
-            score, ci95 = Carried(old_QB, new_QB, edges_B, drawn_Q, n_resamples, seed).at(threshold)
+            score, ci95 = ThresholdTransfer(old_QB, new_QB, edges_B, drawn_Q, n_resamples, seed).transfer(threshold)
             at = float(edges_B[0]) if score is None else score
             matches, hits = (float(np.interp(at, edges_B, each.mean(axis=0))) for each in (new.matches_QB, new.hits_QB))
             found.append(Threshold(name, direction, keeps, score, ci95, matches / float(new.known_Q.mean()), hits))

@@ -11,7 +11,7 @@ import torch
 
 from xcompat.core.errors import XcompatError
 from xcompat.evaluation.identities import Ids
-from xcompat.evaluation.labelled import LEFT_OUT, MATED_ROWS, Items, LabelledPairs
+from xcompat.evaluation.labelled import EXCLUDED_SCORE, MATED_ROWS, Items, LabelledPairs
 from xcompat.evaluation.ranking import RankedQueries
 from xcompat.evaluation.ranking import rank as rank_pairs
 from xcompat.evaluation.scores import Embeddings, blocks, copy_score, tie_margin
@@ -62,7 +62,7 @@ def tar_at_far(
     return {rate: int(accepted_Q.sum()) / n_positives for rate, accepted_Q in verified.accepted.items()}
 
 
-class Verified(NamedTuple):
+class VerificationCounts(NamedTuple):
     """Counts of accepted pairs of one class.
 
     Args:
@@ -74,7 +74,7 @@ class Verified(NamedTuple):
     positives_Q: np.ndarray
 
 
-def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
+def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> VerificationCounts:
     """Verify all pairs as in :func:`tar_at_far` and count per query.
 
     Args:
@@ -98,16 +98,18 @@ def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verified:
         raise XcompatError(f"no pair of {missing} to verify; check that both sides use the same labels")
     allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
-    bars = {rate: _bar(highest_N, n_allowed, pairs.copy_score, pairs.tie_margin) for rate, n_allowed in allowed.items()}
+    bars = {
+        rate: _score_threshold(highest_N, n_allowed, pairs.copy_score, pairs.tie_margin) for rate, n_allowed in allowed.items()
+    }
     accepted = {rate: np.zeros(pairs.n_queries, dtype=np.int64) for rate in rates}
     for rows_B in _mated_strips(pairs):
         scores_N, owners_N = (each.cpu().numpy() for each in pairs.positives(rows_B))
         for rate, lowest in bars.items():
             accepted[rate][rows_B] = np.bincount(owners_N[scores_N > lowest], minlength=len(rows_B))
-    return Verified(accepted, positives_Q)
+    return VerificationCounts(accepted, positives_Q)
 
 
-def bars_of_pairs(negatives_N: np.ndarray, fars: Sequence[float], dim: int) -> dict[float, float]:
+def pair_thresholds(negatives_N: np.ndarray, fars: Sequence[float], dim: int) -> dict[float, float]:
     """Return the score threshold of each false acceptance rate.
 
     Args:
@@ -119,11 +121,11 @@ def bars_of_pairs(negatives_N: np.ndarray, fars: Sequence[float], dim: int) -> d
         far -> exact score; pairs above it are accepted.
     """
     allowed = {rate: _most_within(rate, len(negatives_N)) for rate in _as_rates(fars)}
-    highest_N = np.sort(_highest([negatives_N], min(max(allowed.values()) + 1, len(negatives_N))))[::-1]
-    return {rate: _bar(highest_N, n_allowed, copy_score(dim), tie_margin(dim)) for rate, n_allowed in allowed.items()}
+    highest_N = np.sort(_select_highest([negatives_N], min(max(allowed.values()) + 1, len(negatives_N))))[::-1]
+    return {rate: _score_threshold(highest_N, n_allowed, copy_score(dim), tie_margin(dim)) for rate, n_allowed in allowed.items()}
 
 
-def bars_of_searches(pairs: LabelledPairs, n_positives: int, rates: Sequence[float]) -> dict[float, float]:
+def search_thresholds(pairs: LabelledPairs, n_positives: int, rates: Sequence[float]) -> dict[float, float]:
     """Return the score threshold of each rate of negatives per query.
 
     Args:
@@ -137,7 +139,9 @@ def bars_of_searches(pairs: LabelledPairs, n_positives: int, rates: Sequence[flo
     n_negatives = pairs.n_pairs - n_positives
     allowed = {rate: min(_most_within(rate, pairs.n_queries), n_negatives) for rate in _as_rates(rates)}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
-    return {rate: _bar(highest_N, n_allowed, pairs.copy_score, pairs.tie_margin) for rate, n_allowed in allowed.items()}
+    return {
+        rate: _score_threshold(highest_N, n_allowed, pairs.copy_score, pairs.tie_margin) for rate, n_allowed in allowed.items()
+    }
 
 
 def share_per_query(accepted_Q: np.ndarray, positives_Q: np.ndarray) -> tuple[np.ndarray, float]:
@@ -207,12 +211,14 @@ def tpir_at_far(
         raise XcompatError(f"rank must be at least 1 place, not {rank}")
     pairs = LabelledPairs(Items(queries_QD, query_labels, query_ids), Items(gallery_GD, gallery_labels, gallery_ids))
     ranked = rank_pairs(pairs)
-    found = found_per_query(pairs, ranked, rates, rank)
+    found = identify_queries(pairs, ranked, rates, rank)
     known_Q = ranked.positives_Q > 0
     return {rate: float(found_Q[known_Q].mean()) for rate, found_Q in found.items()}
 
 
-def found_per_query(pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[float], rank: int = 1) -> dict[float, np.ndarray]:
+def identify_queries(
+    pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[float], rank: int = 1
+) -> dict[float, np.ndarray]:
     """Identify queries in an open set as in :func:`tpir_at_far`.
 
     Args:
@@ -231,16 +237,19 @@ def found_per_query(pairs: LabelledPairs, ranked: RankedQueries, fars: Sequence[
     if not unknown_Q.any():
         raise XcompatError("every query's class is in the gallery, so there are no impostors; add queries of other classes")
     impostors_N = np.sort(_best_scores(pairs, np.flatnonzero(unknown_Q)))[::-1]
-    bars = {rate: _bar(impostors_N, _most_within(rate, len(impostors_N)), pairs.copy_score, pairs.tie_margin) for rate in rates}
+    bars = {
+        rate: _score_threshold(impostors_N, _most_within(rate, len(impostors_N)), pairs.copy_score, pairs.tie_margin)
+        for rate in rates
+    }
     within_Q = ~unknown_Q & (ranked.first_hit_ranks_Q < rank)
     return {rate: within_Q & (ranked.best_scores_Q > lowest) for rate, lowest in bars.items()}
 
 
-def at_rate(metric: str, rate: float) -> str:
+def metric_at_rate(metric: str, rate: float) -> str:
     """Return the name of a metric at a rate.
 
     Example:
-        >>> at_rate("tar@far", 1e-4), at_rate("tpir@fpir", 0.01)
+        >>> metric_at_rate("tar@far", 1e-4), metric_at_rate("tpir@fpir", 0.01)
         ('tar@far=1e-4', 'tpir@fpir=1e-2')
     """
     return f"{metric}={np.format_float_scientific(rate, trim='-', exp_digits=1)}"
@@ -261,10 +270,10 @@ def _most_within(rate: float, total: int) -> int:
     return count
 
 
-def _bar(highest_N: np.ndarray, n_allowed: int, of_copies: float, margin: float) -> float:
+def _score_threshold(highest_N: np.ndarray, n_allowed: int, of_copies: float, margin: float) -> float:
     """Return the score above which at most ``n_allowed`` negatives lie, none of them tied with the next."""
     if n_allowed >= len(highest_N):
-        return LEFT_OUT
+        return EXCLUDED_SCORE
     lowest = float(highest_N[n_allowed])
     return lowest + margin if lowest < of_copies else math.inf  # all pairs of copies are equally similar
 
@@ -278,7 +287,7 @@ def _mated_strips(pairs: LabelledPairs) -> Iterator[np.ndarray]:
 def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
     gallery_codes_G = torch.from_numpy(pairs.gallery_codes).to(pairs.device)
     kept: list[np.ndarray] = []
-    floor, n_held = LEFT_OUT, 0
+    floor, n_held = EXCLUDED_SCORE, 0
     for rows_B in pairs.blocks_of(np.arange(pairs.n_queries)):
         codes_B = torch.from_numpy(pairs.query_codes[rows_B]).to(pairs.device)
         for part, columns, scores_RC in pairs.tiles(rows_B):
@@ -287,12 +296,12 @@ def _highest_negatives(pairs: LabelledPairs, n_kept: int) -> np.ndarray:
             kept.append(scores_RC[row_N, column_N][negative_N].cpu().numpy())
             n_held += len(kept[-1])
             if n_held > n_kept + max(n_kept // 4, _SLACK):
-                kept, n_held = [_highest(kept, n_kept)], n_kept
+                kept, n_held = [_select_highest(kept, n_kept)], n_kept
                 floor = float(kept[0].min())
-    return np.sort(_highest(kept, n_kept))[::-1]
+    return np.sort(_select_highest(kept, n_kept))[::-1]
 
 
-def _highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
+def _select_highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
     """Return the highest numbers, unsorted; clear ``pieces``."""
     values_N = np.concatenate(pieces)
     pieces.clear()  # frees memory before the copy below
@@ -303,7 +312,7 @@ def _highest(pieces: list[np.ndarray], n_kept: int) -> np.ndarray:
 def _best_scores(pairs: LabelledPairs, rows_N: np.ndarray) -> np.ndarray:
     best = []
     for rows_B in pairs.blocks_of(rows_N):
-        best_B = torch.full((len(rows_B),), LEFT_OUT, dtype=torch.float64, device=pairs.device)
+        best_B = torch.full((len(rows_B),), EXCLUDED_SCORE, dtype=torch.float64, device=pairs.device)
         for part, _, scores_RC in pairs.tiles(rows_B):
             best_B[part] = torch.maximum(best_B[part], scores_RC.amax(dim=1))
         best.append(best_B.cpu().numpy())

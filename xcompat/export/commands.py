@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xcompat.core.files import listed
+from xcompat.core.files import list_entries
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.export import onnx_towers, query_transform, sentence_transformers
 from xcompat.export.modules import Space
@@ -51,6 +51,6 @@ def to_onnx(run: str, out: Path, space: Space, overwrite: bool) -> None:
     """Write image and text tower as ONNX."""
     silence_libraries()
     onnx_towers.to_onnx(_load_alone(run), out, space, overwrite)
-    towers = " and ".join(path.name for path in listed(out, "*.onnx"))
+    towers = " and ".join(path.name for path in list_entries(out, "*.onnx"))
     allowed = f"within {onnx_towers.TOLERANCE:.0e} of PyTorch"
     console.print(f"[green]✓[/] {literal(str(out))}: {towers} embed in the {space} space, {allowed}")

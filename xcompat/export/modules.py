@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.errors import XcompatError, describe_error
 from xcompat.models.base import CompatModel
 
 Space = Literal["old", "own"]
@@ -47,7 +47,7 @@ class Tower(nn.Module):
 
     def place(self, embeds_BD: Tensor) -> Tensor:
         """Map the new model's embeddings into the space: (B, dim) float32."""
-        return self.model.view(embeds_BD) if self.space == "old" else embeds_BD
+        return self.model.to_space(embeds_BD) if self.space == "old" else embeds_BD
 
 
 class ImageTower(Tower):
@@ -82,11 +82,11 @@ class TextTower(Tower):
 
 
 @contextmanager
-def reading_back(written: str | Path) -> Iterator[None]:
+def convert_read_errors(written: str | Path) -> Iterator[None]:
     """Convert library errors while reading a file just written into an :class:`XcompatError` of one line."""
     try:
         yield
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:  # each library raises its own kinds
-        raise XcompatError(f"cannot read back the export at {written}: {what_failed(error)}; check the disk") from error
+        raise XcompatError(f"cannot read back the export at {written}: {describe_error(error)}; check the disk") from error

@@ -21,9 +21,9 @@ from xcompat.encoders.image_encoder import ImageOnlyProcessor
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_processor import TextProcessor
 from xcompat.encoders.transformers_encoder import TransformersProcessor
-from xcompat.export.modules import ImageTower, Space, TextTower, Tower, reading_back, sources_of
+from xcompat.export.modules import ImageTower, Space, TextTower, Tower, convert_read_errors, sources_of
 from xcompat.models.base import CompatModel
-from xcompat.models.indexed_memory import IN_NO_GRAPH, IndexedMemory
+from xcompat.models.indexed_memory import NOT_EXPORTABLE, IndexedMemory
 
 TOLERANCE = 1e-4
 """Maximum difference from PyTorch per coordinate, for embeddings of length 1."""
@@ -60,7 +60,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     """
     _require_libraries()
     if space == "old" and isinstance(model.memory, IndexedMemory) and not model.maps_galleries:
-        raise XcompatError(IN_NO_GRAPH)
+        raise XcompatError(NOT_EXPORTABLE)
     read = sources_of(model)
     require_replaceable(Path(folder), MADE_BY, overwrite, read)
     model = model.for_inference()
@@ -173,7 +173,7 @@ def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, An
     """Raise if the file's embeddings differ from PyTorch's. Return types and shapes of its inputs."""
     from onnxruntime import InferenceSession
 
-    with reading_back(path):
+    with convert_read_errors(path):
         session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for batch in batches:
         (found,) = session.run([OUTPUT], {name: tensor.numpy() for name, tensor in batch.items()})

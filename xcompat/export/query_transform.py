@@ -27,8 +27,8 @@ MADE_BY = "export faiss"
 def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
     """Write an index of the old model that accepts queries of the new model: transforms in front of the unchanged index.
 
-    The transforms compute ``model.view`` for queries of length 1 (any length for penultimate features): normalised W·x + b, and
-    the same for a metric. They also restore the length of adopted vectors that are not normalised. With inner products
+    The transforms compute ``model.to_space`` for queries of length 1 (any length for penultimate features): normalised W·x + b,
+    and the same for a metric. They also restore the length of adopted vectors that are not normalised. With inner products
     the length changes only scores, with L2 also the ranking. Vectors are memory-mapped.
 
     Args:
@@ -146,7 +146,7 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
         )
     if memory is not None and memory.settings["entries"]:
         raise XcompatError(
-            "a faiss index cannot store a query memory; remove it with model.remember(model.memory.metric_alone())"
+            "a faiss index cannot store a query memory; remove it with model.remember(model.memory.without_entries())"
         )
     weights = layers[0].state_dict()
     weight_dD = weights["weight"][:dim].float().cpu().contiguous()

@@ -20,8 +20,8 @@ from torch import nn
 from xcompat.encoders.auto_classes import Call, auto_calls, save_for_auto_classes
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.encoders.text_files import TEXTS
-from xcompat.export.modules import Space, reading_back
+from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
+from xcompat.export.modules import Space, convert_read_errors
 from xcompat.heads import first_dims
 from xcompat.models.base import CompatModel
 
@@ -58,7 +58,7 @@ def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
 
 
 def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[nn.Module] | None:
-    if encoder.library == TEXTS:
+    if encoder.library == SENTENCE_TRANSFORMERS:
         return _of_texts(encoder, processor)
     if (calls := auto_calls(encoder)) is None:
         return None
@@ -70,7 +70,7 @@ def _encoder(encoder: Encoder, processor: Processor, with_texts: bool) -> list[n
     dim, pooling = encoder.embedding_dim, calls["image"].pooling
     if pooling is not None:
         return [transformer, Pooling(dim, pooling)]
-    return [transformer] if _states(transformer, dim) else [transformer, _dense(first_dims(dim, dim))]
+    return [transformer] if _reports_dim(transformer, dim) else [transformer, _dense(first_dims(dim, dim))]
 
 
 def _of_texts(encoder: Encoder, processor: Processor) -> list[nn.Module]:
@@ -79,7 +79,7 @@ def _of_texts(encoder: Encoder, processor: Processor) -> list[nn.Module]:
     with TemporaryDirectory() as folder:
         encoder.save_pretrained(folder)
         processor.save_pretrained(folder)
-        with reading_back(folder):
+        with convert_read_errors(folder):
             loaded = SentenceTransformer(folder, device="cpu")
             loaded.truncate_dim = None
     dim = loaded.get_embedding_dimension()
@@ -110,7 +110,7 @@ def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> T
         "return_token_type_ids": False,
     }
     loading = {"backend": "pil"}
-    with reading_back(folder):
+    with convert_read_errors(folder):
         transformer: Any = Transformer(
             folder,
             processor_kwargs=dict(loading),
@@ -125,7 +125,7 @@ def _transformer(folder: str, calls: dict[str, Call], processor: Processor) -> T
     return transformer
 
 
-def _states(transformer: Transformer, dim: int) -> bool:
+def _reports_dim(transformer: Transformer, dim: int) -> bool:
     """Return whether a module reports its dimension. Some architectures cannot."""
     try:
         return transformer.get_embedding_dimension() == dim
@@ -187,6 +187,6 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
 
 
 def _embeds_alike(folder: Path, probes: list[list[Any]], embeds: list[np.ndarray]) -> bool:
-    with reading_back(folder):
+    with convert_read_errors(folder):
         found = SentenceTransformer(str(folder), device="cpu")
     return all(np.allclose(found.encode(probe), each, rtol=0, atol=TOLERANCE) for probe, each in zip(probes, embeds, strict=True))

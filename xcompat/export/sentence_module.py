@@ -152,7 +152,7 @@ class CompatModule(InputModule):
 
 
 def _save_encoder(described: dict[str, Any], folder: Path) -> None:
-    source = EncoderSource.described(described)
+    source = EncoderSource.from_description(described)
     folder.mkdir()
     if described["library"] == "xcompat":
         inner = load_checkpoint(source)

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from xcompat.core.errors import XcompatError, what_failed
+from xcompat.core.errors import XcompatError, describe_error
 from xcompat.core.files import read_json
 
 _NETWORK_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -80,7 +80,7 @@ def hub_errors(name: str) -> Iterator[None]:
         if isinstance(error, XcompatError):
             raise
         raise XcompatError(
-            f"cannot parse the answer of {constants.ENDPOINT} about {name} ({what_failed(error)}); try again later"
+            f"cannot parse the answer of {constants.ENDPOINT} about {name} ({describe_error(error)}); try again later"
         ) from error
 
 
@@ -141,7 +141,7 @@ def public_name(name: str) -> str:
     return folder.parent.name if folder.name == "model" else folder.name
 
 
-def published(described: dict[str, Any]) -> dict[str, Any]:
+def replace_by_hub_name(described: dict[str, Any]) -> dict[str, Any]:
     """Replace the local folder of a pushed model by its name and commit on the Hub.
 
     Args:

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import listed
+from xcompat.core.files import list_entries
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import split_revision
 from xcompat.core.progress import literal
@@ -128,7 +128,7 @@ def _follow(described: dict[str, Any], path: tuple[str, ...]) -> Ancestor:
             name, _kind(found.config), digest, dim, broken=f"it leads in a circle, {circle}; push the older model again"
         )
     stated = found.fingerprint
-    if stated is not None and digest not in (stated, Fingerprint(stated).derived("view").digest):
+    if stated is not None and digest not in (stated, Fingerprint(stated).derive("view").digest):
         changed = f"{name} is another model now ({stated[:12]}, not {digest[:12]}); use its earlier revision"
         return Ancestor(name, _kind(found.config), digest, dim, broken=changed)
     return Ancestor(name, _kind(found.config), digest, dim, older=_older(found, (*path, found.place)))
@@ -152,7 +152,7 @@ def _find_folder(folder: Path) -> _Found | str:
         for file in CONFIGS:
             if (place / file).exists():
                 return _Found(read_config(place / file), str(place.resolve()), None)
-    if listed(folder, "*.npy"):
+    if list_entries(folder, "*.npy"):
         return _Found({"model_type": "embeddings"}, str(folder.resolve()), None)
     return f"{folder} contains no model"
 

@@ -15,7 +15,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import files_below, read_json, write_json
 from xcompat.encoders.model_files import LORA, record_model
 from xcompat.hub.card import ModelFacts, RunFacts, model_card
-from xcompat.hub.endpoint import PUSHED, Repository, hub_errors, public_name, published, read_repository
+from xcompat.hub.endpoint import PUSHED, Repository, hub_errors, public_name, read_repository, replace_by_hub_name
 
 CONFIG = "config.json"
 _WEIGHTS = re.compile(rf"({LORA}/)?[^/]+\.safetensors(\.index\.json)?")
@@ -142,7 +142,7 @@ def _hide_paths(folder: Path) -> None:
     """Remove local paths from ``config.json`` and PEFT's configuration."""
     file, lora = folder / CONFIG, folder / LORA / "adapter_config.json"
     if file.exists():
-        config = _hidden(read_json(file))
+        config = _hide_local_names(read_json(file))
         write_json(file, config)
         if lora.exists():
             base = {"base_model_name_or_path": config["encoder"]["name"], "revision": config["encoder"].get("revision")}
@@ -150,12 +150,12 @@ def _hide_paths(folder: Path) -> None:
         record_model(folder)
 
 
-def _hidden(value: Any, key: str = "") -> Any:  # noqa: ANN401 - nested JSON
+def _hide_local_names(value: Any, key: str = "") -> Any:  # noqa: ANN401 - nested JSON
     if isinstance(value, dict):
-        value = published(value) if {"name", "fingerprint"} <= value.keys() else value
-        return {name: _hidden(inner, name) for name, inner in value.items()}
+        value = replace_by_hub_name(value) if {"name", "fingerprint"} <= value.keys() else value
+        return {name: _hide_local_names(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_hidden(inner, key) for inner in value]
+        return [_hide_local_names(inner, key) for inner in value]
     return public_name(value) if key in ("name", "_name_or_path") and isinstance(value, str) and value else value
 
 

@@ -38,7 +38,7 @@ class _Card(BaseModel):
 
 
 @dataclass(frozen=True)
-class Found:
+class HubCheckpoint:
     """Checkpoint on the Hub, according to its untrusted card.
 
     Args:
@@ -76,7 +76,7 @@ class Found:
         return min(self.gains, key=lambda gain: gain.mean, default=None)
 
 
-class Listed(NamedTuple):
+class SearchResult(NamedTuple):
     """Result of a search on the Hub.
 
     Args:
@@ -84,11 +84,11 @@ class Listed(NamedTuple):
         is_cut: whether the Hub has more than the first :data:`MOST`.
     """
 
-    found: list[Found]
+    found: list[HubCheckpoint]
     is_cut: bool
 
 
-def search(wanted: Mapping[str, str], token: str | bool | None = None) -> Listed:
+def search(wanted: Mapping[str, str], token: str | bool | None = None) -> SearchResult:
     """List the checkpoints for given models.
 
     Args:
@@ -111,7 +111,7 @@ def search(wanted: Mapping[str, str], token: str | bool | None = None) -> Listed
         if len(meant) > 1:
             some = ", ".join(each.removeprefix(f"{role}:")[:16] for each in sorted(meant)[:3])
             raise XcompatError(f"{len(meant)} models have a fingerprint that begins with {digest}, e.g. {some}; give more digits")
-    return Listed([_look_at(api, info, wanted) for info in listed[:MOST]], len(listed) > MOST)
+    return SearchResult([_look_at(api, info, wanted) for info in listed[:MOST]], len(listed) > MOST)
 
 
 def _tags(info: ModelInfo) -> list[str]:
@@ -123,7 +123,7 @@ def _has_tags(info: ModelInfo, wanted: Mapping[str, str]) -> bool:
     return all(any(each.startswith(tag(role, digest)) for each in _tags(info)) for role, digest in wanted.items())
 
 
-def _look_at(api: HfApi, listed: ModelInfo, wanted: Mapping[str, str]) -> Found:
+def _look_at(api: HfApi, listed: ModelInfo, wanted: Mapping[str, str]) -> HubCheckpoint:
     """Read a checkpoint's card, or return only the listed facts if the card is unreadable."""
     with hub_errors(str(listed.id)):
         try:
@@ -134,10 +134,10 @@ def _look_at(api: HfApi, listed: ModelInfo, wanted: Mapping[str, str]) -> Found:
             RepositoryNotFoundError,  # deleted since, or hidden from this user
             *(ValidationError, TypeError, ValueError, KeyError, AttributeError),  # huggingface_hub does not validate cards
         ):
-            return Found(str(listed.id), "", **_figures(listed))
+            return HubCheckpoint(str(listed.id), "", **_figures(listed))
     stated = {SEARCHES: [each.fingerprint for each in card.compatible_with], EMBEDS: card.embeds}
     is_other = not all(any(each.startswith(digest) for each in stated[role]) for role, digest in wanted.items())
-    return Found(
+    return HubCheckpoint(
         str(info.id),
         str(info.sha or ""),
         card.method,

@@ -19,7 +19,7 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import model_folder
 from xcompat.data.schema import TEXT
 from xcompat.embeddings.embed import embed_in_memory
-from xcompat.embeddings.provider import Function, Provider, ServedMap, asking
+from xcompat.embeddings.provider import Function, Provider, ServedMap, query_model
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.retrieval.embedded_queries import require_dim
@@ -66,10 +66,10 @@ class TextEmbedder:
         device: str | None = None,
         embed_with: Service | None = None,
     ) -> None:
-        self._source = _load_source(model, device) if embed_with is None else _served(model, device, embed_with)
-        self._device, self._asking = device, asking(self._source)
+        self._source = _load_source(model, device) if embed_with is None else _load_served_map(model, device, embed_with)
+        self._device, self._asking = device, query_model(self._source)
         self._stored = stored_version(self._asking, None)
-        self._version = _chosen(version, self._asking)
+        self._version = _select_version(version, self._asking)
         self._mixes = takes_old_queries(self._asking, self._version)
 
     @property
@@ -119,13 +119,13 @@ class TextEmbedder:
         elif self._mixes and (old := self._old) is not None:
             asking = old.model.for_queries()
             old_1d = asking.embed(asking.processor.texts([text]))
-            view_1d = OldQueries(old.model, old_1d, old.share).among(self._asking, self._version, view_1d)
+            view_1d = OldQueries(old.model, old_1d, old.share).replace_or_mix(self._asking, self._version, view_1d)
         return view_1d[0].tolist()
 
     @cached_property
     def _old(self) -> Fallback | None:
         """Old model of a map that searches together with it, loaded by the first query that needs it."""
-        return Fallback.of(self._asking, self._device or own_device())
+        return Fallback.for_model(self._asking, self._device or own_device())
 
     def documents(self, texts: Sequence[str]) -> list[list[float]]:
         """Embed documents.
@@ -218,7 +218,7 @@ class TextReranker:
         return [(int(hit.id), hit.score) for hit in ordered]
 
 
-def _served(model: Source, device: str | None, embed_with: Service) -> ServedMap:
+def _load_served_map(model: Source, device: str | None, embed_with: Service) -> ServedMap:
     if device is not None:
         raise XcompatError("device does not apply to a service (embed_with); remove it")
     return ServedMap.load(model.model if isinstance(model, Embedder) else model, embed_with)
@@ -232,7 +232,7 @@ def _load_source(model: Source, device: str | None) -> Embedder | CompatModel:
     inner = found.model if isinstance(found, Embedder) else found
     if isinstance(inner, CompatModel) and inner.embeds_in_memory and inner.config.encoder is None:
         return inner.for_inference()
-    return _of_texts(model, device)
+    return _load_text_model(model, device)
 
 
 def _require_embedder(source: Embedder | CompatModel) -> Embedder:
@@ -244,29 +244,29 @@ def _require_embedder(source: Embedder | CompatModel) -> Embedder:
     )
 
 
-def _of_texts(model: Source, device: str | None) -> Embedder:
-    loaded = _loaded(model, device)
+def _load_text_model(model: Source, device: str | None) -> Embedder:
+    loaded = _load_stored_embedder(model, device)
     inner = loaded.model
     if not (inner.embeds_texts if isinstance(inner, CompatModel) else getattr(inner, "has_text", False)):
         raise XcompatError(f"{loaded.name} embeds no texts; use a model with a text encoder")
     return loaded
 
 
-def _loaded(model: Source, device: str | None) -> Embedder:
+def _load_stored_embedder(model: Source, device: str | None) -> Embedder:
     if isinstance(model, str | Path):
         return load_embedder(os.fspath(model), device or own_device())
     if device is not None:
         raise XcompatError(f"the model is already loaded: load it on {device}, or pass its name")
     if isinstance(model, Embedder):
         if isinstance(model.model, CompatModel):
-            return Embedder.of(model.model, "stored", model.autocast)
+            return Embedder.from_model(model.model, "stored", model.autocast)
         return model.passages or model  # a query embedder would add the query prompt to documents
     if isinstance(model, CompatModel):
-        return Embedder.of(model.for_inference(), "stored")
+        return Embedder.from_model(model.for_inference(), "stored")
     raise XcompatError(f"model must be a folder, a name, or a model loaded by xcompat, not {type(model).__name__}")
 
 
-def _chosen(version: str | Fingerprint | None, asking: CompatModel | Embedder) -> VersionRecord:
+def _select_version(version: str | Fingerprint | None, asking: CompatModel | Embedder) -> VersionRecord:
     known = searchable_versions(asking)
     if version is None:
         return known[0]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xcompat.mapping.candidates import Candidate, fit
-    from xcompat.mapping.choosing import Choice, choose
     from xcompat.mapping.fitting import FittedMap, fit_map
     from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, load_paired
+    from xcompat.mapping.selection import Choice, choose
 
 _PLACES = {
     "candidates": ["Candidate", "fit"],
-    "choosing": ["Choice", "choose"],
+    "selection": ["Choice", "choose"],
     "fitting": ["FittedMap", "fit_map"],
     "paired": ["CaptionedEmbeddings", "PairedEmbeddings", "load_paired"],
 }

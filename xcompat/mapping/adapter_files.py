@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from xcompat.core.errors import XcompatError, nearest, what_failed
+from xcompat.core.errors import XcompatError, describe_error, nearest
 from xcompat.heads import Projection
-from xcompat.mapping.asked import Activation
 from xcompat.mapping.candidates import Described
+from xcompat.mapping.request import Activation
 from xcompat.methods import ProjectionModel, QueryMapModel, ResidualMlpModel
 from xcompat.models import CompatModel
 
@@ -79,7 +79,7 @@ def _arrays(path: Path) -> tuple[dict[str, Tensor], str | None]:
     except (OSError, XcompatError):
         raise
     except Exception as error:  # NumPy, zipfile and zlib raise many kinds of errors on damaged files
-        raise XcompatError(f"cannot read arrays of numbers from {path} ({what_failed(error)}); export it again") from None
+        raise XcompatError(f"cannot read arrays of numbers from {path} ({describe_error(error)}); export it again") from None
 
 
 def _npz(path: Path) -> tuple[dict[str, Tensor], str | None]:
@@ -100,7 +100,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
             arrays = {name: _float(path, name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a mapping
             return arrays, (file.metadata() or {}).get("activation")
     except SafetensorError as error:
-        raise XcompatError(f"{path} is not a safetensors file ({what_failed(error)}); export it again") from None
+        raise XcompatError(f"{path} is not a safetensors file ({describe_error(error)}); export it again") from None
 
 
 def _float(path: Path, name: str, array: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.core.arrays import normalise_rows, rows_of
-from xcompat.core.errors import NothingHeldOutError
+from xcompat.core.arrays import copy_rows, normalise_rows
+from xcompat.core.errors import NoValidationDataError
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
-from xcompat.mapping.choosing import MIXED, Choice, careful, choose
 from xcompat.mapping.cleaning import leave_out_copies
 from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched
-from xcompat.mapping.held_out import HeldOut, Measured, Queries, Trial
+from xcompat.mapping.held_out import FoldResult, Queries, Trial, ValidationSplit
 from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.mapping.selection import MIXED, Choice, choose, select_conservative
 from xcompat.mapping.sentences import Sentences, Texts
 from xcompat.models.old_knowledge import Rows
 
@@ -33,7 +33,7 @@ PROTOCOL = "held-out items"
 SHARED = f"neighbours@{NEIGHBOURS}"
 
 
-class HeldOutItems(HeldOut):
+class HeldOutItems(ValidationSplit):
     """Validation items whose mapped new embeddings search the old embeddings of other items.
 
     ``neighbours@10`` is the share of an item's 10 nearest neighbours, by the new model, among its 10 hits in the old embeddings.
@@ -44,7 +44,7 @@ class HeldOutItems(HeldOut):
 
     def __init__(self, pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
         if len(pairs) < FEWEST:
-            raise NothingHeldOutError(f"too few items for a validation split: at least {FEWEST} are needed, found {len(pairs)}")
+            raise NoValidationDataError(f"too few items for a validation split: at least {FEWEST} are needed, found {len(pairs)}")
         self.pairs = pairs
         order_N = np.random.default_rng(seed).permutation(len(pairs))
         held = min(SEARCHED, round(HELD_OUT * len(pairs)))
@@ -57,17 +57,17 @@ class HeldOutItems(HeldOut):
         super().__init__(lines, seed)
 
     @override
-    def learned(self) -> Iterable[Paired]:
+    def training_pairs(self) -> Iterable[Paired]:
         return [self.pairs.take(rows_F) for rows_F in self.learned_rows]
 
     @override
-    def measured(self, queries: Queries) -> list[Measured]:
+    def measure(self, queries: Queries) -> list[FoldResult]:
         parts = []
         for number, (rows_G, old_Gd, near_QK) in enumerate(zip(self.searched_rows, self.searched, self.near, strict=True)):
             rows_Q = rows_G[:QUERIES]
             asked_Qd = queries(number, PROTOCOL, rows_Q, self.pairs)
             shared_Q = (_nearest(asked_Qd, old_Gd)[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
-            parts.append(Measured(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q, len(rows_G)))
+            parts.append(FoldResult(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q, len(rows_G)))
         return parts
 
     def searched_folds(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -75,16 +75,16 @@ class HeldOutItems(HeldOut):
         return list(zip(self.searched_rows, self.searched, strict=True))
 
     @override
-    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+    def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
         """Measure the old gallery again: without labels, the loss after re-embedding is unknown."""
-        return self.measured(self.queries_of(candidate))
+        return self.measure(self.queries_of(candidate))
 
     @override
-    def with_old_queries(self) -> HeldOut:
+    def with_old_queries(self) -> ValidationSplit:
         return HeldOutItems(self.pairs.of_old(), LINES, self.seed)
 
 
-def agree(
+def choose_by_agreement(
     pairs: PairedEmbeddings,
     seed: int = 0,
     lines: Mapping[str, Solver] = LINES,
@@ -109,11 +109,11 @@ def agree(
         All trials, and the best one.
 
     Raises:
-        NothingHeldOutError: too few items for a validation split.
+        NoValidationDataError: too few items for a validation split.
     """
     held = HeldOutItems(pairs, lines, seed)
     held.direction = TEXT_TO_TEXT if texts is not None else held.direction
-    trials = [held.try_(Candidate(name)) for name in lines]
+    trials = [held.try_candidate(Candidate(name)) for name in lines]
     sentences = {}
     if texts is not None and len(asking := Sentences(held, held.searched_folds(), texts)):
         sentences = {trial.candidate.line: float(asking.reciprocal_ranks(trial.candidate).mean()) for trial in trials}
@@ -121,7 +121,7 @@ def agree(
     else:
         chosen = _preferred(trials)
     if with_old_model:
-        chosen = held.try_(replace(chosen.candidate, old_share=MIXED))
+        chosen = held.try_candidate(replace(chosen.candidate, old_share=MIXED))
         trials.append(chosen)
     most = max(map(len, held.learned_rows))
     return Choice(
@@ -144,11 +144,11 @@ def _preferred(trials: list[Trial]) -> Trial:
     """Return the whitened map or a better imported one; if whitening does not surely beat old queries, the best of all."""
     own = next((trial for trial in trials if trial.candidate.line == WHITENED and trial.is_surely_better), None)
     if own is None:
-        return careful(trials)
+        return select_conservative(trials)
     return max([own, *(trial for trial in trials if trial.candidate.line not in LINES)], key=lambda trial: trial.mean)
 
 
-def choose_by_what_is_known(
+def choose_by_labels_or_agreement(
     pairs: Paired,
     searched: Searched,
     seed: int,
@@ -164,20 +164,20 @@ def choose_by_what_is_known(
         seed: seed of folds and intervals.
         lines: solver of each linear map, by name.
         with_old_model: whether the old model can embed queries.
-        texts: as in :func:`agree`.
+        texts: as in :func:`choose_by_agreement`.
 
     Raises:
-        NothingHeldOutError: too few items for a validation split.
+        NoValidationDataError: too few items for a validation split.
     """
 
     def choose_from(pairs: Paired, texts: Texts | None) -> Choice:
         if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
-            return agree(pairs, seed, lines, with_old_model, texts)
+            return choose_by_agreement(pairs, seed, lines, with_old_model, texts)
         return choose(pairs, searched, seed, lines, with_old_model=with_old_model)
 
     distinct, kept, copies = leave_out_copies(pairs, texts.texts if texts is not None else None)
     if copies:
-        with suppress(NothingHeldOutError):  # if nearly all items are copies, keep the copies
+        with suppress(NoValidationDataError):  # if nearly all items are copies, keep the copies
             asking = texts._replace(texts=kept) if texts is not None and kept is not None else None
             return replace(choose_from(distinct, asking), copies=copies)
     return choose_from(pairs, texts)
@@ -185,7 +185,7 @@ def choose_by_what_is_known(
 
 def _unit(rows_ND: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return rows divided by their lengths, so that long rows are not near to every query."""
-    return normalise_rows(rows_of(rows_ND, rows_G))
+    return normalise_rows(copy_rows(rows_ND, rows_G))
 
 
 def _nearest(asked_Qd: NDArray[np.float32], old_Gd: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -19,8 +19,8 @@ from xcompat.mapping.score_scales import scale_scores
 from xcompat.methods import ProcrustesModel, RidgeModel, WhitenedModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
+from xcompat.models.memory_contents import ClassMemoryContents, ClassStatistics, PairMemoryContents
 from xcompat.models.query_memory import QueryMemory, QueryMetric
-from xcompat.models.remembered import ClassStatistics, RememberedClasses, RememberedPairs
 
 Paired = PairedEmbeddings | CaptionedEmbeddings
 Described = dict[str, object]
@@ -59,7 +59,7 @@ LINES: dict[str, Solver] = {
 """Solvers of linear maps from the new space to the old one, by name."""
 
 
-def steady(lines: Mapping[str, Solver], learned: int, dim: int) -> Mapping[str, Solver]:
+def drop_unstable_ridge(lines: Mapping[str, Solver], learned: int, dim: int) -> Mapping[str, Solver]:
     """Drop ridge regression if a fold learns from fewer items than the embedding dimension.
 
     With a weak penalty, its error peaks where both numbers are equal (double descent; Hastie et al. 2022, Surprises in
@@ -111,20 +111,20 @@ class Candidate:
 
 LEAST_SPREAD = 1e-12
 """Least variance per dimension that counts as a difference within classes: float32 rounding gives less."""
-OF_ITEMS = 60.0, 0.8
+ITEM_MEMORY_SETTINGS = 60.0, 0.8
 """β and λ of a memory of stored items: the middle of the usual range, because they cannot be validated without questions."""
 GUESS = Candidate(WHITENED)
 """Candidate if there are too few items for a validation split."""
 
 
-class Known:
+class CandidateParts:
     """Parts of candidates, learned from a training set on first use.
 
     Args:
         pairs: training set.
         old: old model, from ``describe_old``; a placeholder if None.
         lines: solver of each linear map, by name.
-        codec: codec of the memory's entries (see :meth:`RememberedClasses.memory`).
+        codec: codec of the memory's entries (see :meth:`ClassMemoryContents.build_memory`).
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Known:
     def _statistics(self) -> tuple[ClassStatistics, ClassStatistics]:
         pairs = self.pairs
         assert isinstance(pairs, PairedEmbeddings) and pairs.labels_N is not None
-        new, old = (ClassStatistics.of(side, pairs.labels_N, pairs.n_classes) for side in (pairs.new_ND, pairs.old_Nd))
+        new, old = (ClassStatistics.compute(side, pairs.labels_N, pairs.n_classes) for side in (pairs.new_ND, pairs.old_Nd))
         return new, old
 
     def differ(self) -> tuple[bool, bool]:
@@ -160,14 +160,14 @@ class Known:
         return new, old
 
     @cached_property
-    def _remembered(self) -> RememberedClasses | RememberedPairs:
+    def _remembered(self) -> ClassMemoryContents | PairMemoryContents:
         pairs = self.pairs
         if isinstance(pairs, CaptionedEmbeddings):
             new, old = ((getattr(pairs.images, side), getattr(pairs.texts, side)) for side in ("new_ND", "old_Nd"))
-            return RememberedPairs.of(new, old, pairs.groups)
+            return PairMemoryContents.compute(new, old, pairs.groups)
         if pairs.labels_N is None:
-            return RememberedPairs.of_items(pairs.new_ND, pairs.old_Nd)
-        return RememberedClasses.of(*self._statistics, pairs.new_ND, pairs.labels_N)
+            return PairMemoryContents.of_items(pairs.new_ND, pairs.old_Nd)
+        return ClassMemoryContents.compute(*self._statistics, pairs.new_ND, pairs.labels_N)
 
     def _metric(self, candidate: Candidate) -> QueryMetric:
         key = candidate.power, candidate.damping
@@ -189,10 +189,10 @@ class Known:
             alone.metric = metric
             return alone
         if self._memory is None or self._memory[0] is not metric:  # entries do not depend on β and λ
-            self._memory = metric, self._remembered.memory(metric, candidate.sharpness, candidate.share, self.codec)
+            self._memory = metric, self._remembered.build_memory(metric, candidate.sharpness, candidate.share, self.codec)
         memory = self._memory[1]
         memory.sharpness, memory.share = candidate.sharpness, candidate.share
-        return memory.calibrated(confidence.slope, confidence.offset) if confidence is not None else memory
+        return memory.calibrate(confidence.slope, confidence.offset) if confidence is not None else memory
 
     def queries(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable, *beside: np.ndarray) -> Tensor:
         """Map queries to the old space; with turned pairs, map stored embeddings to the new space.
@@ -210,22 +210,22 @@ class Known:
 
         def own() -> Tensor:
             placed = [each.to(line.device) for each in inputs]
-            return (line.own_upgrade(*placed) if line.maps_galleries else line.own_view(placed[0])).cpu()
+            return (line.own_upgrade(*placed) if line.maps_galleries else line.to_space_without_memory(placed[0])).cpu()
 
         with torch.inference_mode():
             own_Qd = self._once((asked, candidate.line), own)
             if (memory := self.memory(candidate)) is None:
                 return own_Qd if line.memory is None else line.memory(inputs[0], own_Qd)
-            recalled_Qd = self.recalled(candidate, new_QD, asked)
+            recalled_Qd = self.recall_embeddings(candidate, new_QD, asked)
             return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
 
     @torch.inference_mode()
-    def recalled(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
+    def recall_embeddings(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:
         """Return the recalled old embeddings (Q, d) of queries; arguments as in :meth:`queries`."""
         memory = self.memory(candidate)
         assert memory is not None
         of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
-        return self._once((asked, *of_memory), lambda: memory.recalled(torch.from_numpy(np.array(new_QD, np.float32))))
+        return self._once((asked, *of_memory), lambda: memory.recall(torch.from_numpy(np.array(new_QD, np.float32))))
 
     def _once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._computed:
@@ -233,7 +233,7 @@ class Known:
         return self._computed[key]
 
 
-def fit(candidate: Candidate, known: Known, confidence: Calibration | None = None) -> CompatModel:
+def fit(candidate: Candidate, known: CandidateParts, confidence: Calibration | None = None) -> CompatModel:
     """Build a candidate's model, with its score scales.
 
     Args:
@@ -246,14 +246,14 @@ def fit(candidate: Candidate, known: Known, confidence: Calibration | None = Non
         return copy.deepcopy(known.lines[candidate.line](pairs, old))
 
     def solve(pairs: Paired) -> CompatModel:
-        return _assembled(candidate, Known(pairs, known.old, {candidate.line: solve_copy}, known.codec), None)
+        return _assemble_model(candidate, CandidateParts(pairs, known.old, {candidate.line: solve_copy}, known.codec), None)
 
-    model = _assembled(candidate, known, confidence)
+    model = _assemble_model(candidate, known, confidence)
     scale_scores(model, known.pairs, solve)
     return model
 
 
-def _assembled(candidate: Candidate, known: Known, confidence: Calibration | None) -> CompatModel:
+def _assemble_model(candidate: Candidate, known: CandidateParts, confidence: Calibration | None) -> CompatModel:
     """Return a candidate's model without score scales."""
     line, memory = known.line(candidate.line), known.memory(candidate, confidence)
     model = line if memory is None else line.remember(memory)  # an imported map can have its own memory

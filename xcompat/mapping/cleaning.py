@@ -36,7 +36,7 @@ def drop_wrong_pairs(pairs: Paired, seed: int = 0) -> RightPairs:
             return RightPairs(pairs)
         assert isinstance(images.pairs, PairedEmbeddings) and isinstance(texts.pairs, PairedEmbeddings)
         notes = (*pairs.notes, _describe_dropped(dropped, len(pairs)))
-        whole = CaptionedEmbeddings.whole(images.pairs, texts.pairs, notes)
+        whole = CaptionedEmbeddings.join_complete(images.pairs, texts.pairs, notes)
         return RightPairs(replace(whole, are_questions=pairs.are_questions), None, dropped)
     kept_N = find_right_pairs(pairs.new_ND, pairs.old_Nd, seed)
     if kept_N is None or kept_N.all():

@@ -8,27 +8,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xcompat.core.errors import NothingHeldOutError, XcompatError
+from xcompat.core.errors import NoValidationDataError, XcompatError
 from xcompat.core.files import write_json
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.ownership import owned_path
 from xcompat.core.progress import console, literal, notice, silence_libraries, stage
 from xcompat.core.provenance import provenance
 from xcompat.encoders import is_loadable
-from xcompat.mapping.agreement import choose_by_what_is_known
-from xcompat.mapping.asked import MADE_BY, Asked
-from xcompat.mapping.candidates import GUESS, LINES, OF_ITEMS, Candidate, Known, Paired, Solver, fit
-from xcompat.mapping.choosing import Choice
+from xcompat.mapping.agreement import choose_by_labels_or_agreement
+from xcompat.mapping.candidates import GUESS, ITEM_MEMORY_SETTINGS, LINES, Candidate, CandidateParts, Paired, Solver, fit
+from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.confidence import Calibration
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts
-from xcompat.mapping.imported import THEIRS, Imported, read_imported
+from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
 from xcompat.mapping.indexes import describe_gallery_model, is_gallery
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.request import MADE_BY, MapRequest
+from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
-from xcompat.mapping.showing import as_json, choice_table, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
@@ -62,15 +62,15 @@ class _Decision(NamedTuple):
 
     @property
     def is_safe(self) -> bool:
-        """Whether new queries are surely at or above old ones (:attr:`~xcompat.mapping.choosing.Choice.is_safe`)."""
+        """Whether new queries are surely at or above old ones (:attr:`~xcompat.mapping.selection.Choice.is_safe`)."""
         return self.choice is not None and self.choice.is_safe and not self.is_untried
 
 
-class Remembering(NamedTuple):
+class MemorySettings(NamedTuple):
     """Memory settings beyond the choice on classes or captions.
 
     Args:
-        codec: codec of the memory's entries, as in :meth:`RememberedClasses.memory`.
+        codec: codec of the memory's entries, as in :meth:`ClassMemoryContents.build_memory`.
         items: whether queries lean towards the old embeddings of all similar given items.
     """
 
@@ -86,11 +86,11 @@ class Remembering(NamedTuple):
         if self.codec is not None and unknown and not self.items:
             raise XcompatError("--memory-codec needs a memory; add classes or captions, or remove it")
 
-    def added_to(self, decided: _Decision, items: int) -> _Decision:
+    def add_memory(self, decided: _Decision, items: int) -> _Decision:
         """Return the decision, with a memory of the items if requested."""
         if not self.items:
             return decided
-        sharpness, share = OF_ITEMS
+        sharpness, share = ITEM_MEMORY_SETTINGS
         said = (
             f"Queries lean towards the old embeddings of similar items, out of {items:,}. This memory was not validated. Use "
             "most of the gallery's items: with a small part of them, queries find less than without a memory."
@@ -99,11 +99,11 @@ class Remembering(NamedTuple):
         return decided._replace(candidate=remembering, said=[*decided.said, said], is_untried=True)
 
 
-def map_embeddings(asked: Asked) -> bool:
+def map_embeddings(asked: MapRequest) -> bool:
     """Choose a map of queries on a validation split, solve it on all items, and save it as a model.
 
     Args:
-        asked: inputs and settings, checked by :meth:`~xcompat.mapping.asked.Asked.require`.
+        asked: inputs and settings, checked by :meth:`~xcompat.mapping.request.MapRequest.require`.
 
     Returns:
         Whether a model was written. It must be surely at or above old queries, unless a worse one is allowed.
@@ -112,7 +112,7 @@ def map_embeddings(asked: Asked) -> bool:
         XcompatError: the embeddings are unusable, or something at ``out`` must not be replaced.
     """
     silence_libraries()
-    out, texts, remembering = asked.out, asked.texts, Remembering(asked.memory_codec, asked.remember_items)
+    out, texts, remembering = asked.out, asked.texts, MemorySettings(asked.memory_codec, asked.remember_items)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
         found, dropped = _drop_wrong_pairs(_compare_with_gallery(_pairs(asked), asked.gallery), asked.seed)
@@ -123,18 +123,18 @@ def map_embeddings(asked: Asked) -> bool:
     described = old.describe_old() if old is not None else _named_old(asked.old_model, asked.old, pairs.dims[1])
     encoder = new.describe_encoder() if new is not None else None
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
-    lines = LINES | ({THEIRS: theirs.solve} if theirs is not None else {})
+    lines = LINES | ({IMPORTED: theirs.solve} if theirs is not None else {})
     with stage("evaluate candidates on the validation split", seconds):
         both = old is not None and new is not None
-        decided = remembering.added_to(_decide(found, lines, theirs, asked.searched, asked.seed, both), len(pairs))
+        decided = remembering.add_memory(_decide(found, lines, theirs, asked.searched, asked.seed, both), len(pairs))
     _say(decided)
     if not (decided.is_safe or asked.allow_worse):
         console.print(_REFUSED, soft_wrap=True)
         return False
-    replacing = owned_path(out, MADE_BY, asked.overwrite, asked.read, asked.inputs)
+    replacing = owned_path(out, MADE_BY, asked.overwrite, asked.existing_inputs, asked.inputs)
     with stage("fit the chosen map on all pairs", seconds), replacing as temporary:
         temporary.mkdir()
-        model = fit(decided.candidate, Known(pairs, described, lines, remembering.codec), decided.confidence)
+        model = fit(decided.candidate, CandidateParts(pairs, described, lines, remembering.codec), decided.confidence)
         model.config.encoder, model.config.service = encoder, found.service
         model.config.rerank_old_weight = decided.choice.rerank_weight if decided.choice is not None else None
         model.save_pretrained(temporary / "model")
@@ -178,7 +178,7 @@ def _say(decided: _Decision) -> None:
 def _decide(
     found: TextPairs,
     lines: Mapping[str, Solver],
-    theirs: Imported | None,
+    theirs: ImportedMap | None,
     searched: Searched,
     seed: int,
     with_old_model: bool,
@@ -189,15 +189,15 @@ def _decide(
         texts = Texts(found.texts, found.new)
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        choice = choose_by_what_is_known(pairs, searched, seed, lines, with_old_model, texts)
-    except NothingHeldOutError as error:
+        choice = choose_by_labels_or_agreement(pairs, searched, seed, lines, with_old_model, texts)
+    except NoValidationDataError as error:
         uncompared = " The imported map was not compared and is not used." if theirs is not None else ""
         return _Decision(GUESS, [*about, f"{error}. The map is a guess.{uncompared}"])
-    judged = [theirs.said_of(choice)] if theirs is not None else []
-    return _Decision(choice.chosen.candidate, [*about, *said_of(choice), *judged], choice)
+    judged = [theirs.describe_result(choice)] if theirs is not None else []
+    return _Decision(choice.chosen.candidate, [*about, *describe_choice(choice), *judged], choice)
 
 
-def _pairs(asked: Asked) -> TextPairs:
+def _pairs(asked: MapRequest) -> TextPairs:
     """Read both sides, or embed texts with models. Caches are beside ``out``, because ``out`` is replaced as a whole."""
     if asked.texts is not None:
         cache = asked.out.with_name(f"{asked.out.name}.cache")
@@ -260,7 +260,7 @@ def require_dim(model: Embedder, dim: int, option: str) -> None:
         raise XcompatError(f"{option} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}")
 
 
-def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: Imported | None) -> dict[str, Any]:
+def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: ImportedMap | None) -> dict[str, Any]:
     candidate = decided.candidate
     document: dict[str, Any] = {
         "items": len(pairs),
@@ -271,5 +271,5 @@ def _document(decided: _Decision, pairs: Paired, model: CompatModel, theirs: Imp
         "said": decided.said,
     }
     if theirs is not None:
-        document["start_from"] = theirs.source | {"taken": candidate.line == THEIRS}
+        document["start_from"] = theirs.source | {"taken": candidate.line == IMPORTED}
     return document | (as_json(decided.choice) if decided.choice is not None else {})

@@ -72,7 +72,7 @@ def calibrate(evidence: Evidence) -> tuple[Calibration | None, str]:
         return None, f"a fold has only {fewest} queries that were hurt, or that were not; {FEWEST} of each are needed"
     probability_Q = np.empty(len(evidence.hurt_Q))
     for mine_Q, others_Q in sides:
-        slope, offset = _fitted(evidence.leaning_Q[others_Q], evidence.hurt_Q[others_Q])
+        slope, offset = _fit_logistic(evidence.leaning_Q[others_Q], evidence.hurt_Q[others_Q])
         probability_Q[mine_Q] = 1 / (1 + np.exp(-(slope * evidence.leaning_Q[mine_Q] + offset)))
     area = area_under_roc(probability_Q, ~evidence.hurt_Q, evidence.about_Q)
     if not area.low > 0.5:
@@ -80,10 +80,10 @@ def calibrate(evidence: Evidence) -> tuple[Calibration | None, str]:
     risk_Q = risk_coverage(probability_Q, evidence.hurt_Q)
     risk = {share: float(risk_Q[max(1, round(share * len(risk_Q))) - 1]) for share in COVERAGES}
     error, hurt = calibration_error(probability_Q, ~evidence.hurt_Q), float(evidence.hurt_Q.mean())
-    return Calibration(*_fitted(evidence.leaning_Q, evidence.hurt_Q), area, error, hurt, risk), ""
+    return Calibration(*_fit_logistic(evidence.leaning_Q, evidence.hurt_Q), area, error, hurt, risk), ""
 
 
-def _fitted(leaning_Q: NDArray[np.float64], hurt_Q: NDArray[np.bool_]) -> tuple[float, float]:
+def _fit_logistic(leaning_Q: NDArray[np.float64], hurt_Q: NDArray[np.bool_]) -> tuple[float, float]:
     from sklearn.linear_model import LogisticRegression
 
     found = LogisticRegression(C=1e4).fit(leaning_Q[:, None], ~hurt_Q)

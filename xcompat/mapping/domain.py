@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.arrays import normalise_rows, rows_of
+from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.core.errors import XcompatError
 from xcompat.mapping.sides import Side, read_sides
 from xcompat.models.old_knowledge import Rows
@@ -84,11 +84,11 @@ def read_gallery_vectors(path: Path) -> NDArray[np.float32]:
 
 def sample_side(side: Side) -> NDArray[np.float32]:
     """Return up to :data:`COMPARED` usable embeddings of one side."""
-    return rows_of(side.embeds_ND, _spread(np.flatnonzero(side.usable_N)))
+    return copy_rows(side.embeds_ND, _spread(np.flatnonzero(side.usable_N)))
 
 
 def _sample(rows_Nd: Rows) -> NDArray[np.float64]:
-    return normalise_rows(rows_of(rows_Nd, _spread(np.arange(len(rows_Nd))))).astype(np.float64)
+    return normalise_rows(copy_rows(rows_Nd, _spread(np.arange(len(rows_Nd))))).astype(np.float64)
 
 
 def _spread(rows_N: NDArray[np.int64], most: int = COMPARED) -> NDArray[np.int64]:

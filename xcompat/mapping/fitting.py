@@ -12,20 +12,20 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from xcompat.core.arrays import normalise_rows
-from xcompat.core.errors import NothingHeldOutError, XcompatError
+from xcompat.core.errors import NoValidationDataError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.encoders import is_loadable
 from xcompat.integrations.texts import TextEmbedder
-from xcompat.mapping.agreement import choose_by_what_is_known
-from xcompat.mapping.candidates import GUESS, LINES, Known, Paired, fit
-from xcompat.mapping.choosing import Choice
+from xcompat.mapping.agreement import choose_by_labels_or_agreement
+from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Paired, fit
+from xcompat.mapping.choice_report import as_json, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
+from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
-from xcompat.mapping.showing import as_json, said_of
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
@@ -64,7 +64,7 @@ class FittedMap:
         Returns:
             (B, d) float32, L2-normalised, without mixing in old queries.
         """
-        return self.model.view(torch.from_numpy(normalise_rows(as_float32(embeds)))).numpy(force=True)
+        return self.model.to_space(torch.from_numpy(normalise_rows(as_float32(embeds)))).numpy(force=True)
 
     def encode_query(self, queries: str | Sequence[str]) -> NDArray[np.float32]:
         """Embed texts as queries of the old gallery, mixed with old queries if the chosen map does so.
@@ -92,7 +92,7 @@ class FittedMap:
         dims = f"{self.model.config.embedding_dim} to {self.model.config.old['dim']} dimensions"
         if self.choice is None:
             return f"FittedMap({GUESS}, {dims}): a guess, without a validation split"
-        return f"FittedMap({self.choice.chosen.candidate}, {dims}): {said_of(self.choice)[-1]}"
+        return f"FittedMap({self.choice.chosen.candidate}, {dims}): {describe_choice(self.choice)[-1]}"
 
 
 def fit_map(
@@ -143,11 +143,11 @@ def fit_map(
     both = asking is not None and embedder is not None
     said = Texts(texts, asking) if texts is not None and asking is not None else None
     try:
-        choice = choose_by_what_is_known(pairs, "unknown", seed, LINES, both, said)
-    except NothingHeldOutError:
+        choice = choose_by_labels_or_agreement(pairs, "unknown", seed, LINES, both, said)
+    except NoValidationDataError:
         choice = None
     candidate = choice.chosen.candidate if choice is not None else GUESS
-    model = fit(candidate, Known(pairs, described), choice.confidence if choice is not None else None)
+    model = fit(candidate, CandidateParts(pairs, described), choice.confidence if choice is not None else None)
     model.config.encoder = asking.describe_encoder() if asking is not None else None
     model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
     return FittedMap(model, choice, right.dropped)

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.errors import NothingHeldOutError
+from xcompat.core.errors import NoValidationDataError
 from xcompat.evaluation.cases import ALL, KNOWN, NEW, NEW_IN_WHOLE
 
 Searched = Literal["known", "open", "unknown"]
@@ -68,7 +68,7 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
         Two folds.
 
     Raises:
-        NothingHeldOutError: too few items for a validation split.
+        NoValidationDataError: too few items for a validation split.
     """
     from xcompat.models.old_knowledge import samples_of_classes
 
@@ -77,7 +77,7 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
     draw.shuffle(rows_C)
     halves = (rows_C[::2], rows_C[1::2]) if searched != "known" else (rows_C, rows_C)
     if min(sum(len(rows) >= FEWEST for rows in half) for half in halves) < 2:
-        raise NothingHeldOutError(
+        raise NoValidationDataError(
             f"too few items for a validation split: {2 * len(set(map(id, halves)))} classes of {FEWEST} items each are needed, "
             f"found {sum(len(rows) >= FEWEST for rows in rows_C)}"
         )
@@ -107,11 +107,11 @@ def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int
         Training groups, and held-out groups that search each other, twice.
 
     Raises:
-        NothingHeldOutError: too few groups for a validation split.
+        NoValidationDataError: too few groups for a validation split.
     """
     if n_groups < FEWEST_GROUPS:
         few = f"{FEWEST_GROUPS} captioned images are needed, found {n_groups}"
-        raise NothingHeldOutError(f"too few items for a validation split: {few}")
+        raise NoValidationDataError(f"too few items for a validation split: {few}")
     order_K = np.random.default_rng(seed).permutation(n_groups)
     held = min(QUERIES, round(HELD_OUT * n_groups))
     for number in range(2):

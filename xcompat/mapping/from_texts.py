@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.arrays import SomeRows, numbered
+from xcompat.core.arrays import RowSelection, number_strings
 from xcompat.core.distributed import from_main_process, process_state
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
@@ -22,11 +22,11 @@ from xcompat.data.schema import ID, TEXT
 from xcompat.data.sources import files_digest
 from xcompat.embeddings.embed import embed_images, embed_texts
 from xcompat.embeddings.provider import ALIKE, Provider, compare_sketches, load_function
-from xcompat.mapping.asked import Texts
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.indexes import Reading
-from xcompat.mapping.paired import PairedEmbeddings, picked
+from xcompat.mapping.paired import PairedEmbeddings, select_rows
+from xcompat.mapping.request import TextInput
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
@@ -62,7 +62,7 @@ class TextPairs:
 
 
 def pairs_of_texts(
-    old: Path, new: Path, texts: Texts, cache_dir: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
+    old: Path, new: Path, texts: TextInput, cache_dir: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
 ) -> TextPairs:
     """Embed texts or pictures with each side that is a model, and join both sides by their ids.
 
@@ -109,7 +109,7 @@ def pairs_of_texts(
             _picture_embeddings(*side, taken, cache_dir, files_digest(str(texts.path)), max_bad_share) for side in sides
         )
         readable_N = np.flatnonzero(np.isfinite(old_Nd[:][:, 0]) & np.isfinite(new_ND[:][:, 0]))
-        old_Nd, new_ND, kept_N = SomeRows(old_Nd, readable_N), SomeRows(new_ND, readable_N), kept_N[readable_N]
+        old_Nd, new_ND, kept_N = RowSelection(old_Nd, readable_N), RowSelection(new_ND, readable_N), kept_N[readable_N]
     else:
         old_Nd, new_ND = (_embeddings(source, taken, places_n, cache_dir) for source, places_n in sides)
     stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
@@ -122,11 +122,11 @@ def pairs_of_texts(
     return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described, known)
 
 
-def _provider(new: Path, service: str, texts: Texts) -> Source:
+def _provider(new: Path, service: str, texts: TextInput) -> Source:
     return Provider(load_function(service), str(new), texts.requests_per_minute, texts.price)
 
 
-def _require_model(old: Source, new: Source, texts: Texts) -> None:
+def _require_model(old: Source, new: Source, texts: TextInput) -> None:
     if isinstance(old, Side) and isinstance(new, Side):
         option = "--images" if texts.are_pictures else "--texts"
         raise XcompatError(f"both sides are embeddings, so there is nothing to embed; remove {option}, or pass a model as --new")
@@ -194,7 +194,7 @@ def _places(source: Source, ids: list[str], texts: Path) -> NDArray[np.int64]:
 def _classes(source: Source, places_N: NDArray[np.int64]) -> NDArray[np.int64] | None:
     if not isinstance(source, Side) or source.labels is None:
         return None
-    return numbered([source.labels[row] for row in places_N.tolist()])[1]
+    return number_strings([source.labels[row] for row in places_N.tolist()])[1]
 
 
 def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Path) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Pat
 def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.int64], cache_dir: Path) -> Rows:
     """Return stored embeddings of texts, or compute and cache them under the digests of model and texts."""
     if isinstance(source, Side):
-        return picked(source.embeds_ND, places_N)
+        return select_rows(source.embeds_ND, places_N)
     digest = _digest(items)
     folder = _cache_folder(source, digest, cache_dir)
     if isinstance(source, Provider):
@@ -236,7 +236,7 @@ def _picture_embeddings(
 ) -> Rows:
     """Return stored embeddings of pictures, or compute and cache them; NaN for unreadable pictures."""
     if isinstance(source, Side):
-        return picked(source.embeds_ND, places_N)
+        return select_rows(source.embeds_ND, places_N)
     assert isinstance(source, Embedder), source
     if not any(source.processor.image_size):
         raise XcompatError(f"{source.name} embeds texts only, but --images contains pictures; use an image-text model, e.g. CLIP")

@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.core.arrays import normalise_rows, rows_of
+from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.evaluation import PairedDifference, bootstrap_interval, first_hit_ranks, paired_bootstrap
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
 from xcompat.evaluation.reranked import rerank
 from xcompat.heads import slerp
-from xcompat.mapping.candidates import LINES, Candidate, Known, Paired, Solver
+from xcompat.mapping.candidates import LINES, Candidate, CandidateParts, Paired, Solver
 from xcompat.mapping.confidence import Evidence
 from xcompat.mapping.folds import POPULATIONS, QUERIES, Searched, caption_folds, folds
-from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, SwappedEmbeddings
 from xcompat.score_scale import CANDIDATES
 from xcompat.vectors.codecs import AS_THEY_ARE
 
@@ -41,7 +41,7 @@ Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.f
 """Maps a fold's number, a protocol, and rows of some pairs to queries in the searched space."""
 
 
-class Measured(NamedTuple):
+class FoldResult(NamedTuple):
     """Results of one fold's queries with one protocol.
 
     Args:
@@ -113,7 +113,7 @@ class Trial:
         return float(np.mean([gain.mean for _, _, gain in self.cells()]))
 
 
-class HeldOut(ABC):
+class ValidationSplit(ABC):
     """Folds of a training set, the parts of candidates learned from each, and the results of old queries.
 
     Args:
@@ -136,9 +136,9 @@ class HeldOut(ABC):
 
     def __init__(self, lines: Mapping[str, Solver], seed: int) -> None:
         self.lines, self.seed = lines, seed
-        self.known = [Known(pairs, lines=lines, codec=AS_THEY_ARE) for pairs in self.learned()]
-        self.old = self.found_by_old()
-        self.floor = _joined(self.old)
+        self.known = [CandidateParts(pairs, lines=lines, codec=AS_THEY_ARE) for pairs in self.training_pairs()]
+        self.old = self.measure_old()
+        self.floor = _merge_folds(self.old)
         self.clusters = {
             protocol: np.concatenate([each.clusters_Q for each in self.old if each.protocol == protocol])
             for protocol in self.floor
@@ -152,7 +152,7 @@ class HeldOut(ABC):
         """Return results of old queries and of a candidate by protocol, as cases of ``report.json``."""
         sizes = {each.protocol: each.n_gallery for each in self.old}
         cases = []
-        for query, found in (("old", self.floor), ("new", _joined(self.measured(self.queries_of(candidate))))):
+        for query, found in (("old", self.floor), ("new", _merge_folds(self.measure(self.queries_of(candidate))))):
             for protocol, metrics in found.items():
                 if protocol in self.shown_only:
                     continue
@@ -167,22 +167,22 @@ class HeldOut(ABC):
         return tuple(cases)
 
     @abstractmethod
-    def learned(self) -> Iterable[Paired]:
+    def training_pairs(self) -> Iterable[Paired]:
         """Return the pairs that each fold learns from."""
 
     @abstractmethod
-    def measured(self, queries: Queries) -> list[Measured]:
+    def measure(self, queries: Queries) -> list[FoldResult]:
         """Measure every query of every fold.
 
         Args:
             queries: maps queries to the searched space.
         """
 
-    def found_by_old(self) -> list[Measured]:
+    def measure_old(self) -> list[FoldResult]:
         """Measure old queries on old galleries."""
-        return self.measured(_stay)
+        return self.measure(_stored_embeddings)
 
-    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
+    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
         """Measure queries with hits re-ranked by the new model; return None if this is not supported.
 
         Args:
@@ -192,13 +192,13 @@ class HeldOut(ABC):
         return None
 
     @abstractmethod
-    def with_old_queries(self) -> HeldOut:
+    def with_old_queries(self) -> ValidationSplit:
         """Return the same folds with the old model in place of the new one."""
 
     def backfill_losses(self, candidate: Candidate) -> tuple[BackfillLoss, ...]:
         """Return the metrics that fall after the new model has re-embedded the gallery."""
         losses = []
-        now, after = _joined(self.measured(self.queries_of(candidate))), _joined(self.re_embedded(candidate))
+        now, after = _merge_folds(self.measure(self.queries_of(candidate))), _merge_folds(self.measure_re_embedded(candidate))
         for protocol, metrics in now.items():
             for metric, values_Q in metrics.items() if protocol not in self.shown_only else ():
                 before, then = float(values_Q.mean()), float(after[protocol][metric].mean())
@@ -207,7 +207,7 @@ class HeldOut(ABC):
         return tuple(losses)
 
     @abstractmethod
-    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+    def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
         """Measure a candidate's queries in a gallery re-embedded by the new model."""
 
     def stored_by(self, candidate: Candidate) -> Queries:
@@ -216,7 +216,9 @@ class HeldOut(ABC):
         def stored(fold: int, _: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             line = self.known[fold].line(candidate.line)
             with torch.inference_mode():
-                return line.own_view(torch.from_numpy(rows_of(side.new_ND, rows_Q)).to(line.device)).cpu().numpy()
+                return (
+                    line.to_space_without_memory(torch.from_numpy(copy_rows(side.new_ND, rows_Q)).to(line.device)).cpu().numpy()
+                )
 
         return stored
 
@@ -227,7 +229,9 @@ class HeldOut(ABC):
             new_QD, *beside = side.inputs(rows_Q)
             mapped_Qd = self.known[fold].queries(candidate, new_QD, protocol, *beside)
             if candidate.old_share:
-                mapped_Qd = slerp(mapped_Qd, torch.from_numpy(normalise_rows(rows_of(side.old_Nd, rows_Q))), candidate.old_share)
+                mapped_Qd = slerp(
+                    mapped_Qd, torch.from_numpy(normalise_rows(copy_rows(side.old_Nd, rows_Q))), candidate.old_share
+                )
             return mapped_Qd.numpy()
 
         return queries
@@ -238,11 +242,11 @@ class HeldOut(ABC):
         queries = self.queries_of(candidate)
 
         def noted(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
-            recalled_Qd = self.known[fold].recalled(candidate, side.new_ND[rows_Q], protocol)
+            recalled_Qd = self.known[fold].recall_embeddings(candidate, side.new_ND[rows_Q], protocol)
             leaning.append(recalled_Qd.norm(dim=1).double().numpy())
             return queries(fold, protocol, rows_Q, side)
 
-        new = self.measured(noted)
+        new = self.measure(noted)
         hurt = [mine.quality_Q < floor.quality_Q for mine, floor in zip(new, self.old, strict=True)]
         folds = [np.full(len(each.quality_Q), each.fold) for each in new]
         about = [each.about_Q * len(self.known) + each.fold for each in new]
@@ -250,12 +254,12 @@ class HeldOut(ABC):
 
     def try_reranked(self, candidate: Candidate, old_weight: float) -> Trial | None:
         """Measure a candidate with hits re-ranked by the new model; return None if this is not supported."""
-        again = self.reranked(self.queries_of(candidate), old_weight)
-        return None if again is None else self._trial(candidate, _joined(again))
+        again = self.measure_reranked(self.queries_of(candidate), old_weight)
+        return None if again is None else self._trial(candidate, _merge_folds(again))
 
-    def try_(self, candidate: Candidate) -> Trial:
+    def try_candidate(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
-        return self._trial(candidate, _joined(self.measured(self.queries_of(candidate))))
+        return self._trial(candidate, _merge_folds(self.measure(self.queries_of(candidate))))
 
     def _trial(self, candidate: Candidate, found: Values) -> Trial:
         gains = {
@@ -281,7 +285,7 @@ class HeldOut(ABC):
             return queries(fold, protocol, rows_Q, side)[draw.permutation(len(rows_Q))]
 
         own_Q, dealt_Q = (
-            np.concatenate([np.mean(list(each.found.values()), axis=0) for each in self.measured(asked)])
+            np.concatenate([np.mean(list(each.found.values()), axis=0) for each in self.measure(asked)])
             for asked in (queries, dealt)
         )
         # queries of one item give similar results with all protocols
@@ -289,7 +293,7 @@ class HeldOut(ABC):
         return paired_bootstrap(own_Q, dealt_Q, RESAMPLES, CHANCE_LEVEL, self.seed, clusters_Q).low <= 0
 
 
-class HeldOutClasses(HeldOut):
+class HeldOutClasses(ValidationSplit):
     """Items that search items of their own class."""
 
     sharpnesses = (20.0, 30.0, 40.0)
@@ -311,18 +315,18 @@ class HeldOutClasses(HeldOut):
             self.left_out += (f"No memory is tried: {'old' if self.of_galleries else 'new'} {_ALIKE}",)
 
     @override
-    def learned(self) -> Iterable[Paired]:
+    def training_pairs(self) -> Iterable[Paired]:
         return [self.pairs.take(fit_F) for fit_F in self.learned_rows]
 
     @override
-    def measured(self, queries: Queries) -> list[Measured]:
-        return self.found(queries, _stay)
+    def measure(self, queries: Queries) -> list[FoldResult]:
+        return self.measure_search(queries, _stored_embeddings)
 
     @override
-    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
-        return self.found(queries, _stay, old_weight)
+    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
+        return self.measure_search(queries, _stored_embeddings, old_weight)
 
-    def found(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[Measured]:
+    def measure_search(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[FoldResult]:
         """Measure held-out items as queries.
 
         Args:
@@ -339,22 +343,22 @@ class HeldOutClasses(HeldOut):
                 searched_Gd = searched(number, protocol, rows_G, self.pairs)
                 compared = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, labels_G, rows_G))
                 if old_weight is not None:
-                    own = rows_of(self.pairs.new_ND, rows_Q), rows_of(self.pairs.new_ND, rows_G)
+                    own = copy_rows(self.pairs.new_ND, rows_Q), copy_rows(self.pairs.new_ND, rows_G)
                     compared = rerank(compared, *own, CANDIDATES, old_weight)
                 ranked = rank(compared)
                 assert (ranked.positives_Q > 0).all()  # folds hold out at least two items per class
                 first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
                 found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
-                parts.append(Measured(number, protocol, found, precision_Q, rows_Q, labels_Q, len(rows_G)))
+                parts.append(FoldResult(number, protocol, found, precision_Q, rows_Q, labels_Q, len(rows_G)))
         return parts
 
     @override
-    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+    def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
         alone = replace(candidate, old_share=0.0)  # old queries join where old embeddings are left
-        return self.found(self.queries_of(alone), self.stored_by(alone))
+        return self.measure_search(self.queries_of(alone), self.stored_by(alone))
 
     @override
-    def with_old_queries(self) -> HeldOut:
+    def with_old_queries(self) -> ValidationSplit:
         return HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
 
 
@@ -366,35 +370,35 @@ class HeldOutGalleries(HeldOutClasses):
 
     powers = ()
     of_galleries = True
-    pairs: TurnedEmbeddings
+    pairs: SwappedEmbeddings
 
     @override
-    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
+    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
         return None  # this map moves old embeddings
 
     @override
-    def measured(self, queries: Queries) -> list[Measured]:
-        return self.found(_stay, queries)
+    def measure(self, queries: Queries) -> list[FoldResult]:
+        return self.measure_search(_stored_embeddings, queries)
 
     @override
-    def re_embedded(self, candidate: Candidate) -> list[Measured]:
-        return self.found(_stay, _stay)
+    def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
+        return self.measure_search(_stored_embeddings, _stored_embeddings)
 
     @override
-    def found_by_old(self) -> list[Measured]:
+    def measure_old(self) -> list[FoldResult]:
 
         def old(_: int, __: str, rows_Q: NDArray[np.int64], turned: PairedEmbeddings) -> NDArray[np.float32]:
             return turned.new_ND[rows_Q]
 
-        return self.found(old, old)
+        return self.measure_search(old, old)
 
     @override
-    def with_old_queries(self) -> HeldOut:
-        of_old = TurnedEmbeddings(self.pairs.new_ND, self.pairs.new_ND, self.labels_N)
+    def with_old_queries(self) -> ValidationSplit:
+        of_old = SwappedEmbeddings(self.pairs.new_ND, self.pairs.new_ND, self.labels_N)
         return HeldOutGalleries(of_old, self.searched, LINES, self.seed)
 
 
-class HeldOutCaptions(HeldOut):
+class HeldOutCaptions(ValidationSplit):
     """Captions that search images, or questions that search passages, and the reverse.
 
     Results of passages that search questions are only shown and do not affect the choice.
@@ -418,23 +422,23 @@ class HeldOutCaptions(HeldOut):
         super().__init__(lines, seed)
 
     @override
-    def learned(self) -> Iterable[Paired]:
+    def training_pairs(self) -> Iterable[Paired]:
         return [self.pairs.take(learned_K) for learned_K in self.learned_rows]
 
     @override
-    def measured(self, queries: Queries) -> list[Measured]:
-        return self.found(queries, _stay)
+    def measure(self, queries: Queries) -> list[FoldResult]:
+        return self.measure_search(queries, _stored_embeddings)
 
     @override
-    def reranked(self, queries: Queries, old_weight: float) -> list[Measured] | None:
-        return self.found(queries, _stay, old_weight)
+    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
+        return self.measure_search(queries, _stored_embeddings, old_weight)
 
     @override
-    def re_embedded(self, candidate: Candidate) -> list[Measured]:
+    def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
         alone = replace(candidate, old_share=0.0)  # old queries join where old embeddings are left
-        return self.found(self.queries_of(alone), self.stored_by(alone))
+        return self.measure_search(self.queries_of(alone), self.stored_by(alone))
 
-    def found(self, queries: Queries, stored: Queries, old_weight: float | None = None) -> list[Measured]:
+    def measure_search(self, queries: Queries, stored: Queries, old_weight: float | None = None) -> list[FoldResult]:
         """Measure both directions of search.
 
         Args:
@@ -453,25 +457,25 @@ class HeldOutCaptions(HeldOut):
                     first_Q = first_hit_ranks(asked_Qd, entries_Nd, groups[asking][rows_Q], groups[searched])
                 else:
                     compared = LabelledPairs(Items(asked_Qd, groups[asking][rows_Q]), Items(entries_Nd, groups[searched]))
-                    own = rows_of(sides[asking].new_ND, rows_Q), np.asarray(sides[searched].new_ND[:])
+                    own = copy_rows(sides[asking].new_ND, rows_Q), np.asarray(sides[searched].new_ND[:])
                     first_Q = rank(rerank(compared, *own, CANDIDATES, old_weight)).first_hit_ranks_Q
                 found = {f"recall@{k}": first_Q < k for k in RECALLS}
                 groups_Q = groups[asking][rows_Q]
                 clusters_Q = groups_Q * len(self.searched) + number
-                parts.append(Measured(number, protocol, found, 1 / (1.0 + first_Q), groups_Q, clusters_Q, len(sides[searched])))
+                parts.append(FoldResult(number, protocol, found, 1 / (1.0 + first_Q), groups_Q, clusters_Q, len(sides[searched])))
         return parts
 
     @override
-    def with_old_queries(self) -> HeldOut:
+    def with_old_queries(self) -> ValidationSplit:
         return HeldOutCaptions(self.pairs.of_old(), LINES, self.seed)
 
 
-def _stay(_: int, __: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+def _stored_embeddings(_: int, __: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
     """Return the items' own embeddings in the searched space."""
-    return rows_of(side.old_Nd, rows_Q)
+    return copy_rows(side.old_Nd, rows_Q)
 
 
-def _joined(parts: Sequence[Measured]) -> Values:
+def _merge_folds(parts: Sequence[FoldResult]) -> Values:
     """Concatenate the folds of each protocol."""
     return {
         protocol: {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.arrays import forget_pages, normalise_rows, rows_of
+from xcompat.core.arrays import copy_rows, forget_pages, normalise_rows
 
 if TYPE_CHECKING:
     from xcompat.models.old_knowledge import Rows
@@ -59,7 +59,7 @@ class _Narrow(NamedTuple):
         return cls(rows_ND, draw.standard_normal((dim, _DIMS), np.float32) if dim > _DIMS else None)
 
     def read(self, rows_S: NDArray[np.int64]) -> NDArray[np.float32]:
-        unit_SD = normalise_rows(rows_of(self.rows_ND, rows_S))
+        unit_SD = normalise_rows(copy_rows(self.rows_ND, rows_S))
         return unit_SD if self.along_DK is None else unit_SD @ self.along_DK
 
 
@@ -156,5 +156,5 @@ def first_of_copies(new_ND: Rows, old_Nd: Rows, seed: int = 0) -> NDArray[np.int
     originals = first_K[group_N[copies]]
     equal = np.ones(len(copies), bool)
     for side in (new_ND, old_Nd):
-        equal &= (rows_of(side, copies) == rows_of(side, originals)).all(1)
+        equal &= (copy_rows(side, copies) == copy_rows(side, originals)).all(1)
     return np.sort(np.concatenate([first_K, copies[~equal]])) if equal.any() else None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.core.arrays import SomeRows, numbered, rows_of
+from xcompat.core.arrays import RowSelection, copy_rows, number_strings
 from xcompat.core.errors import XcompatError
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.indexes import Reading
@@ -63,7 +63,7 @@ class PairedEmbeddings:
     @cached_property
     def moments(self) -> Moments:
         """Moments for solving linear maps, computed once."""
-        return Moments.of(self.batches())
+        return Moments.compute(self.batches())
 
     @property
     def n_classes(self) -> int:
@@ -72,11 +72,11 @@ class PairedEmbeddings:
 
     def take(self, rows_R: NDArray[np.int64]) -> Self:
         """Copy some of the items; return all items in order without a copy."""
-        return self._picked(rows_R, rows_of)
+        return self._picked(rows_R, copy_rows)
 
     def narrowed(self, rows_R: NDArray[np.int64]) -> Self:
         """Return some of the items without copying their embeddings."""
-        return self._picked(rows_R, SomeRows)
+        return self._picked(rows_R, RowSelection)
 
     def _picked(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
         if np.array_equal(rows_R, np.arange(len(self))):
@@ -90,11 +90,11 @@ class PairedEmbeddings:
 
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
         """Return the map's inputs for some of the items: new embeddings."""
-        return (rows_of(self.new_ND, rows_R),)
+        return (copy_rows(self.new_ND, rows_R),)
 
 
 @dataclass(frozen=True)
-class TurnedEmbeddings(PairedEmbeddings):
+class SwappedEmbeddings(PairedEmbeddings):
     """Pairs for a map of galleries: ``new_ND`` are the old model's embeddings, and ``old_Nd`` the new model's.
 
     Args:
@@ -130,7 +130,7 @@ class CaptionedEmbeddings:
     are_questions: bool = False
 
     @classmethod
-    def whole(
+    def join_complete(
         cls, images: PairedEmbeddings, texts: PairedEmbeddings, notes: tuple[str, ...] = (), are_questions: bool = False
     ) -> Self:
         """Join images and captions; drop incomplete groups and groups with negative numbers.
@@ -149,7 +149,7 @@ class CaptionedEmbeddings:
         both_K = both_K[both_K >= 0]
         if not len(both_K):
             raise XcompatError("no image has a caption, so there is nothing to remember; give captions the ids of their images")
-        return cls(images, texts, notes, are_questions)._of(both_K, PairedEmbeddings.narrowed)
+        return cls(images, texts, notes, are_questions)._select_groups(both_K, PairedEmbeddings.narrowed)
 
     def of_old(self) -> CaptionedEmbeddings:
         """Return the same items with the old model in place of the new one."""
@@ -177,7 +177,7 @@ class CaptionedEmbeddings:
     @cached_property
     def moments(self) -> Moments:
         """Moments for solving linear maps, computed once."""
-        return Moments.of(self.batches())
+        return Moments.compute(self.batches())
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -187,9 +187,11 @@ class CaptionedEmbeddings:
 
     def take(self, groups_K: NDArray[np.int64]) -> Self:
         """Copy the items of some groups, and renumber these groups."""
-        return self._of(groups_K, PairedEmbeddings.take)
+        return self._select_groups(groups_K, PairedEmbeddings.take)
 
-    def _of(self, groups_K: NDArray[np.int64], picked: Callable[[PairedEmbeddings, NDArray[np.int64]], PairedEmbeddings]) -> Self:
+    def _select_groups(
+        self, groups_K: NDArray[np.int64], picked: Callable[[PairedEmbeddings, NDArray[np.int64]], PairedEmbeddings]
+    ) -> Self:
         sides = []
         for side, groups in zip((self.images, self.texts), self.groups, strict=True):
             rows = np.flatnonzero(np.isin(groups, groups_K))
@@ -197,7 +199,7 @@ class CaptionedEmbeddings:
         return replace(self, images=sides[0], texts=sides[1])
 
 
-def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[str]) -> tuple[NDArray[np.int64], ...]:
+def number_groups(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[str]) -> tuple[NDArray[np.int64], ...]:
     """Number the groups of images and captions: an image with its captions, and all images with the same caption.
 
     Args:
@@ -211,8 +213,8 @@ def grouped(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[s
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    ids, codes = numbered([*image_ids, *text_ids])
-    said, said_M = numbered(texts)
+    ids, codes = number_strings([*image_ids, *text_ids])
+    said, said_M = number_strings(texts)
     images_N, texts_M = codes[: len(image_ids)], codes[len(image_ids) :]
     size = len(ids) + len(said)
     edges = coo_array((np.ones(len(texts_M), bool), (texts_M, len(ids) + said_M)), shape=(size, size))
@@ -272,8 +274,8 @@ def load_paired(
         return replace(images, notes=(*notes, *images.notes, unused))
     if images.labels_N is not None:
         raise XcompatError(f"{old} and {new} have classes ({LABELS}) and captions; remove {LABELS}, or the {kinds[1]} files")
-    image_groups_N, text_groups_M = grouped(image_ids, text_ids, list(map(str, range(len(text_ids)))))
-    return CaptionedEmbeddings.whole(
+    image_groups_N, text_groups_M = number_groups(image_ids, text_ids, list(map(str, range(len(text_ids)))))
+    return CaptionedEmbeddings.join_complete(
         replace(images, labels_N=image_groups_N),
         replace(texts, labels_N=text_groups_M),
         (*images.notes, *texts.notes),
@@ -300,8 +302,8 @@ def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
         raise XcompatError(f"{old.path} and {new.path} share no item with usable embeddings on both sides; embed the items again")
     old_rows_N, new_rows_N, notes = old_rows_N[usable_N], new_rows_N[usable_N], (*old.notes, *new.notes, *notes)
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
-    labels_N = numbered(labels)[1] if labels is not None else None
-    new_ND, old_Nd = picked(new.embeds_ND, new_rows_N), picked(old.embeds_ND, old_rows_N)
+    labels_N = number_strings(labels)[1] if labels is not None else None
+    new_ND, old_Nd = select_rows(new.embeds_ND, new_rows_N), select_rows(old.embeds_ND, old_rows_N)
     if len(old_Nd) < old.usable_N.sum():
         notes = (*notes, *describe_shift(old_Nd, sample_side(old), str(old.path)))
     ids = [old.ids[row] for row in old_rows_N.tolist()] if old.ids is not None else []
@@ -352,6 +354,6 @@ def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_
     return found[0] if found else None
 
 
-def picked(embeds_ND: NDArray[Any], rows_N: NDArray[np.int64]) -> NDArray[Any]:
+def select_rows(embeds_ND: NDArray[Any], rows_N: NDArray[np.int64]) -> NDArray[Any]:
     """Return some rows; all rows in order stay on disk."""
-    return embeds_ND if np.array_equal(rows_N, np.arange(len(embeds_ND))) else rows_of(embeds_ND, rows_N)
+    return embeds_ND if np.array_equal(rows_N, np.arange(len(embeds_ND))) else copy_rows(embeds_ND, rows_N)

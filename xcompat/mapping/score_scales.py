@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, SwappedEmbeddings
 from xcompat.mapping.thresholds import fit_thresholds
 from xcompat.models import CompatModel
 from xcompat.models.old_knowledge import Rows
@@ -78,7 +78,7 @@ def _drawn(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random
         rows_Q, rows_N = drawn[::2], drawn[1::2]
     sides = (asking, rows_Q), (searched, rows_N)
     side, labels = None, [None if each.labels_N is None else each.labels_N[np.sort(rows)] for each, rows in sides]
-    if isinstance(searched, TurnedEmbeddings):  # old and new are exchanged
+    if isinstance(searched, SwappedEmbeddings):  # old and new are exchanged
         side = _tensor(searched.side_NS, rows_N) if searched.side_NS is not None else None
         both = *_both(asking.old_Nd, asking.new_ND, rows_Q), *_both(searched.old_Nd, searched.new_ND, rows_N)
     else:

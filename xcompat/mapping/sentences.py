@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from xcompat.embeddings.embed import embed_in_memory
 from xcompat.evaluation import first_hit_ranks
 from xcompat.mapping.candidates import Candidate
-from xcompat.mapping.held_out import HeldOut
+from xcompat.mapping.held_out import ValidationSplit
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.models.embedder import Embedder
 
@@ -50,7 +50,9 @@ class Sentences:
         given: texts of all items, and the new model.
     """
 
-    def __init__(self, held: HeldOut, folds: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]], given: Texts) -> None:
+    def __init__(
+        self, held: ValidationSplit, folds: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]], given: Texts
+    ) -> None:
         self.held, self.folds, draw = held, folds, np.random.default_rng(held.seed)
         self.asking: list[tuple[NDArray[np.int64], PairedEmbeddings]] = []
         for rows_G, _ in folds:

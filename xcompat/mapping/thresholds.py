@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from xcompat.evaluation.cases import Keeps
-from xcompat.evaluation.thresholds import Carried
+from xcompat.evaluation.thresholds import ThresholdTransfer
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
 from xcompat.models.score_scale import ScoredItems
@@ -50,11 +50,11 @@ def fit_thresholds(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Thresh
     has_matches = all(each.match_QN is not None and each.match_QN.sum() >= 2 * FEWEST for each in scored)
     keeps: Keeps = "matches" if has_matches else "hits"
     old_QB, new_QB = (_counted(scored, side, keeps) for side in ("old_QN", "new_QN"))
-    carried = Carried(old_QB[:, 1:], new_QB[:, 1:], EDGES, None, RESAMPLES, SEED)
+    carried = ThresholdTransfer(old_QB[:, 1:], new_QB[:, 1:], EDGES, None, RESAMPLES, SEED)
     rows = []
     for threshold in GRID.tolist():
         above = old_QB[:, 1 + int(np.argmin(np.abs(EDGES - threshold)))].sum()
-        score, ci95 = carried.at(threshold)
+        score, ci95 = carried.transfer(threshold)
         if score is not None and ci95 is not None and FEWEST <= above <= old_QB[:, 0].sum() - FEWEST:
             rows.append((threshold, score, *ci95))
     return Thresholds(keeps, *map(tuple, zip(*rows, strict=True))) if len(rows) > 1 else None
@@ -82,12 +82,12 @@ def _matches(items: ScoredItems) -> NDArray[np.bool_] | None:
 def _scores(model: CompatModel, items: ScoredItems) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (Q, N) cosines of old queries with old items, and of the model's queries with the gallery before a backfill."""
     new_QD, old_Qd, _, old_Nd = (rows.to(model.device) for rows in items[:4])
-    old_Qd, old_Nd = model.of_metric(old_Qd), model.of_metric(old_Nd)
+    old_Qd, old_Nd = model.apply_metric(old_Qd), model.apply_metric(old_Nd)
     if model.maps_galleries:
         side_NS = None if items.side_info_NS is None else items.side_info_NS.to(model.device)
         asked, searched = model.self_view(new_QD), model.upgrade(items.old_Nd.to(model.device), side_NS)
     else:
-        asked, searched = model.view(new_QD), old_Nd
+        asked, searched = model.to_space(new_QD), old_Nd
         if model.config.old_share is not None:
             asked = slerp(asked, old_Qd, model.config.old_share)
     scores = old_Qd @ old_Nd.T, F.normalize(asked.float(), dim=-1) @ F.normalize(searched.float(), dim=-1).T

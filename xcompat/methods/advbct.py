@@ -103,13 +103,13 @@ class AdvBctModel(ClassifiedModel):
         # batch norm needs rows: if none is readable, use unreadable ones with weight 0
         taken_B = readable_B if readable_B.any() else ~readable_B
         strength = 2 / (1 + math.exp(-10 * self.progress)) - 1
-        both_Ad = torch.cat([_Reversed.apply(new_Bd[taken_B], strength), old_Bd[taken_B].nan_to_num(nan=0.0)])
+        both_Ad = torch.cat([_GradientReversal.apply(new_Bd[taken_B], strength), old_Bd[taken_B].nan_to_num(nan=0.0)])
         is_old_A = torch.arange(len(both_Ad), device=both_Ad.device) >= len(both_Ad) // 2
         losses_A = F.cross_entropy(self.discriminator(both_Ad), is_old_A.long(), reduction="none")
         return mean_of_known(losses_A, readable_B[taken_B].repeat(2))
 
 
-class _Reversed(torch.autograd.Function):
+class _GradientReversal(torch.autograd.Function):
     """Gradient reversal: identity forward, minus ``strength`` times the gradient backward (Ganin and Lempitsky 2015)."""
 
     @staticmethod

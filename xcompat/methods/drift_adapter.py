@@ -89,7 +89,7 @@ class DriftAdapterModel(LearnedMapModel):
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Solve the rotation and its factors, or the affine map."""
         assert new_ND is not None
-        moments = Moments.of(readable_pairs(*self.ordered(new_ND, old.embeddings("drift_adapter"))))
+        moments = Moments.compute(readable_pairs(*self.order_sides(new_ND, old.embeddings("drift_adapter"))))
         if self.config.variant == "low_rank":
             down, up = self.linear
             weight_ST, bias_T = solve_ridge(moments, DAMPING, self.rank)

@@ -20,8 +20,8 @@ from xcompat.losses import siglip_loss
 from xcompat.models.base import CompatModel
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.config import CompatConfig
-from xcompat.models.learning import PASSAGES
 from xcompat.models.pair_contrast import pair_contrast
+from xcompat.models.trainable_model import PASSAGES
 from xcompat.outputs import Batch, CompatOutput
 
 

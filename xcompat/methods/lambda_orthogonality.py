@@ -70,9 +70,9 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
 
     @override
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        covariance, cross = (part.numpy() for part in moments.centred())
+        covariance, cross = (part.numpy() for part in moments.covariances())
         starts = (np.linalg.lstsq(covariance, cross, rcond=None)[0], solve_procrustes(moments, centre=True)[0].numpy())
-        found = [_descended(start, covariance, cross, self._penalty) for start in starts]
+        found = [_minimise_loss(start, covariance, cross, self._penalty) for start in starts]
         weight_ST = torch.from_numpy(min(found, key=lambda each: each[0])[1])
         source_S, target_T = moments.means()
         return weight_ST, target_T - source_S @ weight_ST
@@ -88,7 +88,7 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
         return weight * on * distance, weight * slope / (2 * distance)
 
 
-def _descended(
+def _minimise_loss(
     start_ST: Floats, covariance_SS: Floats, cross_ST: Floats, penalty: Callable[[float], tuple[float, float]]
 ) -> tuple[float, Floats]:
     """Return the lowest loss that L-BFGS finds from a start, up to a constant, and its weight."""

@@ -68,7 +68,7 @@ class LceModel(LearnedMapModel):
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Compute centres and boundaries."""
         assert new_ND is not None
-        source_NS, target_NT = self.ordered(new_ND, old.embeddings("lce"))
+        source_NS, target_NT = self.order_sides(new_ND, old.embeddings("lce"))
         source_CS, target_CT = (
             F.normalize(torch.from_numpy(class_means(side, old.labels_N, old.n_classes)), dim=-1)
             for side in (source_NS, target_NT)

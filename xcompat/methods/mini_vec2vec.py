@@ -83,12 +83,12 @@ class MiniVec2VecModel(ClosedFormModel):
         assert isinstance(self.config, MiniVec2VecConfig)
         sides = _Sample(self.config.sample, self.config.seed), _Sample(self.config.sample, self.config.seed + 1)
         for batch in batches:
-            for side, rows in zip(sides, self.ordered(*batch), strict=True):
+            for side, rows in zip(sides, self.order_sides(*batch), strict=True):
                 side.add(rows)
         source_NS, target_MT = (side.rows() for side in sides)
         source, target = _centred(source_NS), _centred(target_MT)
         search = _Search(self.config, np.random.default_rng(self.config.seed))
-        weight_ST, agreement = search.agreed(source.unit, target.unit)
+        weight_ST, agreement = search.find_map(source.unit, target.unit)
         if not agreement >= self.config.least_agreement:
             raise XcompatError(
                 f"the two spaces do not match: maps from two halves of the data agree by a cosine of {agreement:.2f}, and "
@@ -96,7 +96,7 @@ class MiniVec2VecModel(ClosedFormModel):
             )
         weight_ST = weight_ST * (target.length / source.length)
         bias_T = target.mean - source.mean @ weight_ST
-        return self.take(torch.from_numpy(weight_ST), torch.from_numpy(bias_T))
+        return self.set_map(torch.from_numpy(weight_ST), torch.from_numpy(bias_T))
 
 
 class _Sample:
@@ -161,14 +161,14 @@ class _Search:
     def __init__(self, config: MiniVec2VecConfig, draws: np.random.Generator) -> None:
         self.config, self.draws = config, draws
 
-    def agreed(self, source_NS: Floats, target_MT: Floats) -> tuple[Floats, float]:
+    def find_map(self, source_NS: Floats, target_MT: Floats) -> tuple[Floats, float]:
         """Return the map (S, T), and the mean cosine between the mapped sources of two maps from separate halves."""
         halves = ((source_NS[half::2], target_MT[half::2]) for half in (0, 1))
-        first_ST, second_ST = (self.refined(self.first_map(*half), *half) for half in halves)
+        first_ST, second_ST = (self.refine(self.first_map(*half), *half) for half in halves)
         agreement = float((_unit(source_NS @ first_ST) * _unit(source_NS @ second_ST)).sum(1).mean())
         left, _, right = np.linalg.svd(first_ST + second_ST, full_matrices=False)
-        weight_ST = self.refined(left @ right, source_NS, target_MT)
-        return self.clustered(weight_ST, source_NS, target_MT), agreement
+        weight_ST = self.refine(left @ right, source_NS, target_MT)
+        return self.match_clusters(weight_ST, source_NS, target_MT), agreement
 
     def first_map(self, source_NS: Floats, target_MT: Floats) -> Floats:
         """Match embeddings by their cosines to paired centroids."""
@@ -201,7 +201,7 @@ class _Search:
         means = KMeans(count, init=start, n_init=2 if start_CD is None else 1, random_state=int(self.draws.integers(2**31)))
         return np.asarray(means.fit(rows_ND).cluster_centers_)
 
-    def refined(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
+    def refine(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
         """Match mapped embeddings with their nearest targets, repeatedly."""
         for _ in range(self.config.rounds):
             drawn_BS = self.drawn(source_NS, MATCHED)
@@ -209,7 +209,7 @@ class _Search:
             weight_ST = (1 - SMOOTHING) * weight_ST + SMOOTHING * _rotation(drawn_BS, partners_BT)
         return weight_ST
 
-    def clustered(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
+    def match_clusters(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
         """Match fine centroids; the target's k-means starts at the mapped centroids of the source."""
         count = min(FINE_CLUSTERS, max(len(source_NS) // self.config.clusters, 1), len(target_MT))
         source_CS = self.centroids(source_NS, count)

@@ -42,7 +42,7 @@ class ProjectionModel(PhiModel):
         >>> from xcompat.core.fingerprint import Fingerprint
         >>> old = describe_old(Fingerprint.from_string("old"), dim=4)
         >>> model = ProjectionModel(ProjectionConfig(old=old, embedding_dim=8))
-        >>> model.view(torch.randn(2, 8)).shape
+        >>> model.to_space(torch.randn(2, 8)).shape
         torch.Size([2, 4])
     """
 

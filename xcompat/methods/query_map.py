@@ -145,7 +145,7 @@ class QueryMapModel(CompatModel):
             raise XcompatError(NO_CLASSES)
         assert new_ND is not None
         self._copy_head()
-        moments = Moments.of((self._inputs(new_BD), old_Bd) for new_BD, old_Bd in readable_pairs(new_ND, old_Nd))
+        moments = Moments.compute((self._inputs(new_BD), old_Bd) for new_BD, old_Bd in readable_pairs(new_ND, old_Nd))
         self.start_Dd, self.start_d = (part.float().to(self.device) for part in solve_procrustes(moments, centre=True))
         if self.linear is not None:
             self.linear.load_state_dict({"weight": self.start_Dd.T, "bias": self.start_d})
@@ -169,7 +169,7 @@ class QueryMapModel(CompatModel):
         return embeds.float() if self.head is None else F.normalize(embeds.float(), dim=-1)
 
     @override
-    def nearest_view(self, embeds: Tensor) -> Tensor:
+    def to_old_space(self, embeds: Tensor) -> Tensor:
         """Map new embeddings to the old space."""
         inputs = self._inputs(embeds).to(self.dtype)
         if self.linear is None:
@@ -196,7 +196,7 @@ class QueryMapModel(CompatModel):
     def embed_batch(self, batch: Batch) -> CompatOutput:
         """Map new embeddings, or penultimate features."""
         self.require_columns(batch, self.embedded)
-        return CompatOutput(image_embeds=self.nearest_view(batch["new_embeds"]))
+        return CompatOutput(image_embeds=self.to_old_space(batch["new_embeds"]))
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:

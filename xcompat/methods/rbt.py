@@ -84,9 +84,9 @@ class RbtModel(LearnedMapModel):
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Solve the rotation and compute the target's class means."""
         assert new_ND is not None
-        source_NS, target_NT = self.ordered(new_ND, old.embeddings("rbt"))
+        source_NS, target_NT = self.order_sides(new_ND, old.embeddings("rbt"))
         if self.config.start == "procrustes":
-            weight_ST, _ = solve_procrustes(Moments.of(readable_pairs(source_NS, target_NT)))
+            weight_ST, _ = solve_procrustes(Moments.compute(readable_pairs(source_NS, target_NT)))
             self.entry.load_state_dict({"weight": weight_ST.T})
         self.prototypes_CT = torch.from_numpy(class_means(target_NT, old.labels_N, old.n_classes)).to(self.device)
 

@@ -106,9 +106,9 @@ class SimClrModel(UnlabelledModel):
         return Views(True, self.config.crops, self.config.crop_size, (_SMALLEST, self.config.crop_scale))
 
     @override
-    def columns_of(self, batch: Batch) -> list[str]:
+    def required_columns(self, batch: Batch) -> list[str]:
         """Return the columns that the loss needs, with small crops if enabled."""
-        return super().columns_of(batch) + ["crop_pixel_values"] * bool(self.config.crops)
+        return super().required_columns(batch) + ["crop_pixel_values"] * bool(self.config.crops)
 
     @override
     def embed_batch(self, batch: Batch) -> CompatOutput:

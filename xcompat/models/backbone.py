@@ -12,7 +12,7 @@ from typing_extensions import override
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.models.base import CompatModel
-from xcompat.models.config import Compares, CompatConfig
+from xcompat.models.config import CompatConfig, Metric
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -30,7 +30,7 @@ class BackboneConfig(CompatConfig):
 
     dim: int | None = None
     batch_norm: bool = False
-    metric: Compares = "cosine"
+    metric: Metric = "cosine"
     for_training: bool = True
 
 
@@ -103,11 +103,11 @@ class BackboneModel(CompatModel):
     def embed_batch(self, batch: Batch) -> CompatOutput:
         self.require_columns(batch, ("pixel_values",))
         features = self.features(batch["pixel_values"]).float()
-        return CompatOutput(image_embeds=self.of_metric(features), features=features)
+        return CompatOutput(image_embeds=self.apply_metric(features), features=features)
 
     @override
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        return self.of_metric(self.features(pixel_values))
+        return self.apply_metric(self.features(pixel_values))
 
     @property
     @override

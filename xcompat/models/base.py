@@ -18,10 +18,10 @@ from xcompat.encoders.adapters import VisualPrompts
 from xcompat.encoders.base import EmbedsBatches, Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
-from xcompat.encoders.text_files import TEXTS
-from xcompat.models.checkpoint import load_outside
+from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
+from xcompat.models.checkpoint import load_map_encoder
 from xcompat.models.config import CompatConfig
-from xcompat.models.indexed_memory import described
+from xcompat.models.indexed_memory import build_memory
 from xcompat.models.pushable import PushableModel
 from xcompat.models.query_memory import QueryMemory
 from xcompat.outputs import Batch, CompatOutput
@@ -31,7 +31,7 @@ class CompatModel(PushableModel, EmbedsBatches):
     """Embedding model whose queries can search galleries of an old model.
 
     A subclass sets ``columns``, builds its parts in ``__init__`` after ``super().__init__`` and implements ``loss``. It
-    overrides ``embed_batch`` if the loss needs other embeddings, and ``nearest_view`` or ``own_upgrade`` if the spaces differ.
+    overrides ``embed_batch`` if the loss needs other embeddings, and ``to_old_space`` or ``own_upgrade`` if the spaces differ.
     """
 
     config_class = CompatConfig
@@ -48,7 +48,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         self._outside_encoder: list[Encoder | CompatModel] = []  # a list hides it from the module tree, so that it is not saved
         self.memory: QueryMemory | None = None
         if config.memory is not None:
-            self.memory = described(config.memory, *self._dims_remembered())
+            self.memory = build_memory(config.memory, *self._memory_dims())
         if not self.embeds_in_memory:
             if config.encoder is None:
                 raise XcompatError(
@@ -154,7 +154,7 @@ class CompatModel(PushableModel, EmbedsBatches):
                     "this map was fitted on embeddings only: use embeddings as queries (--queries q.npy), set the function "
                     "that embeds texts (--embed-with, embed_with=), or fit the map again with --new-model"
                 )
-            loaded, self._processor = load_outside(described)
+            loaded, self._processor = load_map_encoder(described)
             self._outside_encoder = [nn.Module.to(loaded, self.dtype)]
         outside: Any = self._outside_encoder[0]
         if outside.dtype != self.dtype:  # do not change the caller's encoder
@@ -236,7 +236,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         if library == "xcompat":
             inner = self._get_encoder()
             return isinstance(inner, CompatModel) and inner.embeds_texts
-        return library in ("transformers", "open_clip", TEXTS)
+        return library in ("transformers", "open_clip", SENTENCE_TRANSFORMERS)
 
     @property
     def embeds_images(self) -> bool:
@@ -245,7 +245,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         if library == "xcompat":
             inner = self._get_encoder()
             return not isinstance(inner, CompatModel) or inner.embeds_images
-        return library != TEXTS
+        return library != SENTENCE_TRANSFORMERS
 
     # ------------------------------------------------------------------------------------------------ inference
 

@@ -21,9 +21,9 @@ from xcompat.core.paths import model_folder
 from xcompat.core.progress import notice
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder, reading_model
 from xcompat.encoders.adapters import save_lora
-from xcompat.encoders.alignment import own_memory
+from xcompat.encoders.alignment import copy_unaligned
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.model_files import LORA, open_weights, record_model, require_whole
+from xcompat.encoders.model_files import LORA, copy_permissions, record_model, require_whole
 from xcompat.encoders.processor import Processor
 from xcompat.hub.endpoint import is_hub_name, look_up, plain_name
 from xcompat.models.config import QUERIES
@@ -84,10 +84,10 @@ class CheckpointModel(PreTrainedModel):
         if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) != "auto":
             model._read_from = name, {**where, "revision": kwargs["revision"]}
         if model._left_out:
-            info["missing_keys"] = {*info["missing_keys"], *(model._left_out - model._take_from_base())}
+            info["missing_keys"] = {*info["missing_keys"], *(model._left_out - model._restore_base_weights())}
         if model.encoder is not None:
             model.encoder.rebuild_masks()  # transformers skips modules with all weights in the file
-        own_memory(model)
+        copy_unaligned(model)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
@@ -118,7 +118,7 @@ class CheckpointModel(PreTrainedModel):
     def processor(self) -> Processor:
         """Return the encoder's preprocessing."""
 
-    def _unrounded(self) -> Self:
+    def _load_unrounded(self) -> Self:
         """Return the saved checkpoint if this model has the same weights in another precision; otherwise the model."""
         if self._read_from is None:
             return self
@@ -159,10 +159,10 @@ class CheckpointModel(PreTrainedModel):
             XcompatError: the preprocessing is no longer at the model's source; the weights are written.
         """
         if self.config.weights == "adapters":
-            kwargs["state_dict"] = self._apart_from_base(kwargs.get("state_dict") or self.state_dict())
+            kwargs["state_dict"] = self._differences_from_base(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
         if is_main_process():
-            open_weights(Path(save_directory))
+            copy_permissions(Path(save_directory))
         is_known = self._processor is not None or bool(self.name_or_path)  # False for a model built from a configuration
         if self.encoder is not None and is_known and is_main_process():
             self.processor.save_pretrained(Path(save_directory))
@@ -179,7 +179,7 @@ class CheckpointModel(PreTrainedModel):
         if self.config.weights == "adapters" and self.encoder is not None and adapters.lora is not None:
             base = self.config.encoder
             save_lora(self.encoder.peft_base, adapters.lora, plain_name(base["name"]), base.get("revision"), folder)
-            open_weights(folder, "adapter_config.json")
+            copy_permissions(folder, "adapter_config.json")
 
     @abstractmethod
     def for_inference(self) -> Self:
@@ -211,7 +211,7 @@ class CheckpointModel(PreTrainedModel):
         name, revision = described["name"], described.get("revision")
         at = f"{name} at {revision}" if revision else name
         try:
-            base, processor = load_encoder(EncoderSource.described(described))
+            base, processor = load_encoder(EncoderSource.from_description(described))
         except XcompatError as error:
             raise XcompatError(f"the base {at} of these adapters is unavailable: {error}") from error
         wanted, found = Fingerprint(described["fingerprint"], name), base.fingerprint(processor)
@@ -230,7 +230,7 @@ class CheckpointModel(PreTrainedModel):
             loading_info.missing_keys -= self._left_out
 
     @torch.no_grad()
-    def _take_from_base(self) -> set[str]:
+    def _restore_base_weights(self) -> set[str]:
         """Load the missing weights from the base and return their names."""
         base, own = self._base_weights(), self.state_dict()
         taken = {key for key in self._left_out if _without_adapter(key) in base}
@@ -238,7 +238,7 @@ class CheckpointModel(PreTrainedModel):
             own[key].copy_(base[_without_adapter(key)])
         return taken
 
-    def _apart_from_base(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _differences_from_base(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that differ from the base."""
         base = self._base_weights()
 
@@ -261,7 +261,7 @@ def _without_adapter(key: str) -> str:
     return key.replace(".base_layer.", ".")
 
 
-def load_outside(described: dict[str, Any]) -> tuple[Any, Processor]:
+def load_map_encoder(described: dict[str, Any]) -> tuple[Any, Processor]:
     """Load the frozen encoder in ``config.encoder``, and its preprocessing.
 
     Raises:
@@ -273,7 +273,7 @@ def load_outside(described: dict[str, Any]) -> tuple[Any, Processor]:
             model: Any = AutoModel.from_pretrained(name, revision=described.get("revision") or "main").for_inference()
         found, processor = model.stored_fingerprint(), model.processor
     else:
-        model, processor = load_encoder(EncoderSource.described(described))
+        model, processor = load_encoder(EncoderSource.from_description(described))
         found, model = model.fingerprint(processor), model.requires_grad_(False).eval()
     Fingerprint(described["fingerprint"], name).require(found, f"the encoder at {name}")
     return model, processor

@@ -43,7 +43,7 @@ class Moments:
     old_old_dd: Tensor
 
     @classmethod
-    def of(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
+    def compute(cls, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
         """Compute the moments of paired embeddings in one pass.
 
         Args:
@@ -65,7 +65,7 @@ class Moments:
         """Return the mean new embedding (D,) and the mean old embedding (d,)."""
         return self.new_D / self.count, self.old_d / self.count
 
-    def centred(self) -> tuple[Tensor, Tensor]:
+    def covariances(self) -> tuple[Tensor, Tensor]:
         """Return the covariance of new embeddings (D, D) and their cross-covariance with old embeddings (D, d)."""
         new_mean_D, old_mean_d = self.means()
         covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
@@ -101,7 +101,7 @@ def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None
     Raises:
         XcompatError: the embeddings are all equal, or λ is not above 0.
     """
-    covariance_DD, cross_Dd = moments.centred()
+    covariance_DD, cross_Dd = moments.covariances()
     strength = regularisation * covariance_DD.diagonal().mean()
     if not strength > 0:
         raise XcompatError("ridge cannot be solved: the new embeddings are all equal, or options.regularisation is not above 0")
@@ -128,7 +128,7 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
     Raises:
         XcompatError: scale is requested, but the embeddings are all equal.
     """
-    new_new_DD, new_old_Dd = moments.centred() if centre else (moments.new_new_DD, moments.new_old_Dd)
+    new_new_DD, new_old_Dd = moments.covariances() if centre else (moments.new_new_DD, moments.new_old_Dd)
     left, singular, right = torch.linalg.svd(new_old_Dd, full_matrices=False)
     weight_Dd = left @ right
     if scale:
@@ -188,7 +188,7 @@ class ClosedFormModel(MappedModel):
         layer.load_state_dict({"weight": self.weight.T, "bias": self.bias})
         return (layer,)
 
-    def take(self, weight_ST: Tensor, bias_T: Tensor) -> Self:
+    def set_map(self, weight_ST: Tensor, bias_T: Tensor) -> Self:
         """Set the weight (S, T) and the bias (T,)."""
         with torch.no_grad():
             self.weight.copy_(weight_ST)
@@ -201,11 +201,11 @@ class LeastSquaresModel(ClosedFormModel):
 
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        return self.fit_moments(Moments.of(self.ordered(new, old) for new, old in batches))
+        return self.fit_moments(Moments.compute(self.order_sides(new, old) for new, old in batches))
 
     def fit_moments(self, moments: Moments) -> Self:
         """Solve for the map. The "new" side of the moments is the source, "old" the target."""
-        return self.take(*self.solve(moments))
+        return self.set_map(*self.solve(moments))
 
     @abstractmethod
     def solve(self, moments: Moments) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,11 @@ from xcompat.score_scale import ScoreScales, Thresholds
 _TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
 """Keys that transformers adds to configurations."""
 
-Compares = Literal["cosine", "l2"]
+Metric = Literal["cosine", "l2"]
 """Metric of embeddings: cosine of unit vectors, or L2 distance of vectors of any length."""
 QUERIES = "queries"
 """Role of an encoder that used the prompt of queries."""
-_OF_A_VERSION = {"name", "fingerprint", "dim"}
+_VERSION_KEYS = {"name", "fingerprint", "dim"}
 
 
 @cache
@@ -95,9 +95,9 @@ class CompatConfig(PreTrainedConfig):
             if (given := getattr(self, name)) not in choices:
                 raise XcompatError(f"{type(self).__name__} has no {name} {given!r}; {nearest(str(given), choices)}")
         for version in [self.old, *(self.old.get("compatible_with") or [])] if isinstance(self.old, dict) else []:
-            if not isinstance(version, dict) or _OF_A_VERSION - version.keys():
+            if not isinstance(version, dict) or _VERSION_KEYS - version.keys():
                 raise XcompatError(
-                    f"{type(self).__name__} has an incomplete old model: each version needs {', '.join(sorted(_OF_A_VERSION))}; "
+                    f"{type(self).__name__} has an incomplete old model: each version needs {', '.join(sorted(_VERSION_KEYS))}; "
                     "use describe_old"
                 )
         if self.score_scales is not None:

@@ -16,14 +16,14 @@ from transformers import AutoModel
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import split_revision
-from xcompat.encoders import NOT_OWN, EncoderSource, load_encoder, reading_model, require_model, require_own
+from xcompat.encoders import NOT_XCOMPAT, EncoderSource, load_encoder, reading_model, require_model, require_xcompat_model
 from xcompat.encoders.base import Encoder, Space
-from xcompat.encoders.model_files import is_own
+from xcompat.encoders.model_files import is_xcompat_model
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import PREFIX
 from xcompat.models.base import CompatModel
-from xcompat.models.config import QUERIES, Compares, describe_old
+from xcompat.models.config import QUERIES, Metric, describe_old
 from xcompat.models.old_knowledge import rows_by_class
 
 
@@ -63,7 +63,7 @@ class Embedder:
         torch.nn.Module.to(self.model, memory_format=torch.channels_last)
 
     @classmethod
-    def of(cls, model: CompatModel, space: Space, autocast: torch.dtype | None = None) -> Embedder:
+    def from_model(cls, model: CompatModel, space: Space, autocast: torch.dtype | None = None) -> Embedder:
         """Return the embedder of a compatible model.
 
         Args:
@@ -89,7 +89,7 @@ class Embedder:
         return (self.passages or self).fingerprint
 
     @property
-    def metric(self) -> Compares:
+    def metric(self) -> Metric:
         """Return the metric of the embeddings."""
         return self.model.metric if isinstance(self.model, CompatModel) else "cosine"
 
@@ -126,7 +126,7 @@ class Embedder:
         processor = self.processor.for_queries()
         if processor is self.processor:
             return self
-        return replace(self, processor=processor, fingerprint=self.fingerprint.derived(QUERIES), passages=self)
+        return replace(self, processor=processor, fingerprint=self.fingerprint.derive(QUERIES), passages=self)
 
     def lookup(self, ids: Sequence[str]) -> None:
         """Return None, because this model computes embeddings."""
@@ -185,7 +185,7 @@ def load_embedder(
     """
     source = require_model(source)
     if is_checkpoint(source.name, source.revision):
-        return Embedder.of(torch.nn.Module.to(load_checkpoint(source), device), "stored", autocast)
+        return Embedder.from_model(torch.nn.Module.to(load_checkpoint(source), device), "stored", autocast)
     encoder, processor = load_encoder(source)
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)
@@ -201,9 +201,9 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     Raises:
         XcompatError: there is no xcompat model.
     """
-    source = require_own(source)
+    source = require_xcompat_model(source)
     if not is_checkpoint(source.name, source.revision):
-        raise XcompatError(f"{source.name} {NOT_OWN}")
+        raise XcompatError(f"{source.name} {NOT_XCOMPAT}")
     source.require_reads_texts()
     if source.image_size is not None:
         raise XcompatError(f"{source.name} reads images of the size it was trained with; remove image_size")
@@ -212,7 +212,7 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
     return model.for_inference()
 
 
-def penultimate(embedder: Embedder) -> Embedder:
+def penultimate_embedder(embedder: Embedder) -> Embedder:
     """Return an embedder of penultimate features (B, P), not normalised, with a separate fingerprint.
 
     Raises:
@@ -220,7 +220,7 @@ def penultimate(embedder: Embedder) -> Embedder:
     """
     model = Penultimate(embedder.model, embedder.name)
     return Embedder(
-        model, embedder.processor, embedder.fingerprint.derived("penultimate"), model.head.in_features, autocast=embedder.autocast
+        model, embedder.processor, embedder.fingerprint.derive("penultimate"), model.head.in_features, autocast=embedder.autocast
     )
 
 
@@ -237,7 +237,7 @@ def is_checkpoint(name: str, revision: str | None = None) -> bool:
         return False
     folder = Path(name)
     if folder.is_dir():
-        return is_own(folder)
+        return is_xcompat_model(folder)
     from transformers import PreTrainedConfig
 
     try:

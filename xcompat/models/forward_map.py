@@ -12,7 +12,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.heads import ForwardTransform
 from xcompat.models.base import CompatModel
-from xcompat.models.config import Compares, CompatConfig
+from xcompat.models.config import CompatConfig, Metric
 from xcompat.outputs import Batch, CompatOutput
 
 FREEZE_AT = 0.5
@@ -74,7 +74,7 @@ class ForwardMapModel(CompatModel):
 
     @property
     @override
-    def metric(self) -> Compares:
+    def metric(self) -> Metric:
         return (self.config.old or {}).get("metric", "cosine")
 
     @override

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.encoders import EncoderSource
-from xcompat.models.config import Compares
+from xcompat.models.config import Metric
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
 from xcompat.models.stored import StoredModel
@@ -30,7 +30,7 @@ class FrozenModel(Protocol):
     """Whether to embed the image or the caption of a captioned image."""
 
     @property
-    def metric(self) -> Compares:
+    def metric(self) -> Metric:
         """Return the metric of the embeddings."""
 
     @property

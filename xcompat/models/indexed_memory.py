@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from xcompat.core.distributed import on_gpus
+from xcompat.core.distributed import copy_to_gpus
 from xcompat.core.errors import XcompatError
 from xcompat.models.codes import Codec, open_lists
 from xcompat.models.query_memory import QueryMemory, QueryMetric, refuse_settings
@@ -24,15 +24,15 @@ FIRST, NEAREST, PROBES = 128, 256, 128
 _LISTS, _PER_LIST, _ROUNDS = 8192, 50, 10  # most lists, training samples per list, and rounds of k-means
 _SAMPLED = 2**16  # minimum training samples of the codecs, if there are enough entries
 _ROWS = 2**15  # entries read at a time
-IN_NO_GRAPH = (
+NOT_EXPORTABLE = (
     "a compressed query memory uses faiss and cannot be exported: make the map with --memory-codec float32 (memory_codec in a "
-    "recipe), or remove the entries with model.remember(model.memory.metric_alone())"
+    "recipe), or remove the entries with model.remember(model.memory.without_entries())"
 )
 Read = Callable[[NDArray[np.int64]], Tensor]
 """Reads keys or values (n, dim) float32 by ascending entry numbers (n,)."""
 
 
-def described(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryMemory:
+def build_memory(settings: Mapping[str, Any], new_dim: int, old_dim: int) -> QueryMemory:
     """Build an empty memory from its settings.
 
     Args:
@@ -103,14 +103,14 @@ class IndexedMemory(QueryMemory):
             self.register_buffer(f"{name}_codec_F", torch.zeros(part.n_learned))
         self.register_buffer("centroids_LH", torch.zeros(lists, self.first))
         self.register_buffer("sizes_L", torch.zeros(lists, dtype=torch.int64))
-        self._opened_at: tuple[Any, _Opened] | None = None
+        self._opened_at: tuple[Any, _OpenIndex] | None = None
 
     def _codecs(self) -> dict[str, Codec]:
         dims = {"first": self.first, "rest": self.dims[0] - self.first, "value": self.dims[1]}
         return {name: Codec(self.codec, dim) for name, dim in dims.items()}
 
     @classmethod
-    def of(cls, entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str) -> Self:
+    def from_entries(cls, entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str) -> Self:
         """Encode entries, which need not fit into memory, with default metric, gate, sharpness and share.
 
         Args:
@@ -140,7 +140,7 @@ class IndexedMemory(QueryMemory):
         first_SH, rest_SR = parts(keys_SD)
         coarse = Kmeans(memory.first, lists, niter=_ROUNDS, spherical=True, seed=1, min_points_per_centroid=1)
         coarse.cp.max_points_per_centroid = _PER_LIST
-        coarse.index = on_gpus(coarse.index)
+        coarse.index = copy_to_gpus(coarse.index)
         coarse.train(first_SH)
         memory.centroids_LH.copy_(torch.from_numpy(coarse.centroids))
         first_SH -= coarse.centroids[coarse.assign(first_SH)[1]]
@@ -165,13 +165,13 @@ class IndexedMemory(QueryMemory):
         return super().settings | {name: getattr(self, name) for name in ("codec", "first", "lists", "nearest", "probes")}
 
     @override
-    def resemblance(self, new_BD: Tensor) -> Tensor:
+    def key_cosines(self, new_BD: Tensor) -> Tensor:
         return self._nearest(new_BD)[0]
 
     def _nearest(self, new_BD: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
         """Return unsorted cosines (B, k) to the nearest keys, and their code rows (row 0 and cosine -1 for missing keys)."""
         if torch.compiler.is_exporting():
-            raise XcompatError(IN_NO_GRAPH)
+            raise XcompatError(NOT_EXPORTABLE)
         opened, keyed_BD = self._open(), self.key_metric(new_BD).detach().cpu()
         opened.index.nprobe = min(self.probes, self.lists)
         cosines_Bk, rows_Bk = opened.index.search(keyed_BD[:, : self.first].numpy(), min(self.nearest, self.entries))
@@ -181,11 +181,11 @@ class IndexedMemory(QueryMemory):
 
     @property
     @override
-    def _held(self) -> int:  # keys and values of the nearest entries
+    def _numbers_per_query(self) -> int:  # keys and values of the nearest entries
         return min(self.nearest, self.entries) * sum(self.dims)
 
     @override
-    def _recalled_at_once(self, new_BD: Tensor) -> Tensor:
+    def _recall_block(self, new_BD: Tensor) -> Tensor:
         cosines_Bk, rows_Bk = self._nearest(new_BD)
         values_Bkd = self._open().read("value", rows_Bk).to(new_BD.device)
         mean_B1d = (self.sharpness * cosines_Bk).softmax(1)[:, None] @ values_Bkd
@@ -211,7 +211,7 @@ class IndexedMemory(QueryMemory):
                 "restore the checkpoint"
             )
 
-    def _open(self) -> _Opened:
+    def _open(self) -> _OpenIndex:
         """Return the index and codecs, rebuilt if a tensor has changed."""
         tensors = {name: tensor for name, tensor in self.named_buffers(recurse=False) if name not in ("gate", "calibration")}
         state = [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in tensors.values()]
@@ -223,7 +223,7 @@ class IndexedMemory(QueryMemory):
             centroids_LH, sizes_L = arrays["centroids_LH"].float().numpy(), arrays["sizes_L"].tolist()
             index = open_lists(self.codec, centroids_LH, learned["first"], codes["first"], sizes_L)
             codecs = {name: codec.restore(learned[name]) for name, codec in self._codecs().items()}
-            self._opened_at = state, _Opened(index, codecs, codes)
+            self._opened_at = state, _OpenIndex(index, codecs, codes)
         return self._opened_at[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class IndexedMemory(QueryMemory):
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenIndex:
     """Searchable index, with the codec and codes of each part (``first``, ``rest``, ``value``)."""
 
     index: Any  # a faiss inverted file, which reads the first codes in place

@@ -44,15 +44,15 @@ class MappedModel(CompatModel):
         self.maps_galleries = config.direction == "old_to_new"  # before super().__init__, whose memory depends on it
         super().__init__(config, encoder)
         assert config.old is not None
-        self.source_dim, self.target_dim = self.ordered(config.embedding_dim, config.old["dim"])
-        self.embedded = self.ordered("new_embeds", "old_embeds")[:1]
+        self.source_dim, self.target_dim = self.order_sides(config.embedding_dim, config.old["dim"])
+        self.embedded = self.order_sides("new_embeds", "old_embeds")[:1]
 
     @classmethod
     @override
     def maps_galleries_with(cls, options: Mapping[str, Any]) -> bool:
         return options.get("direction", cls.config_class.direction) == "old_to_new"
 
-    def ordered(self, new: Side, old: Side) -> tuple[Side, Side]:
+    def order_sides(self, new: Side, old: Side) -> tuple[Side, Side]:
         """Return the source's and the target's value of a pair."""
         return (old, new) if self.maps_galleries else (new, old)
 
@@ -61,7 +61,7 @@ class MappedModel(CompatModel):
         """Map source embeddings (B, S) to target embeddings (B, T), L2-normalised."""
 
     @override
-    def nearest_view(self, embeds: Tensor) -> Tensor:
+    def to_old_space(self, embeds: Tensor) -> Tensor:
         return self.map(embeds.to(self.dtype))
 
     @property
@@ -88,5 +88,5 @@ class LearnedMapModel(MappedModel):
 
     def target(self, batch: Batch) -> Tensor:
         """Return the target embeddings (B, T)."""
-        _, target = self.ordered("new_embeds", "old_embeds")
+        _, target = self.order_sides("new_embeds", "old_embeds")
         return batch[target]

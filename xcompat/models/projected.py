@@ -12,7 +12,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.heads import Projection
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig
-from xcompat.models.learning import PASSAGES
+from xcompat.models.trainable_model import PASSAGES
 from xcompat.outputs import Batch, CompatOutput
 
 TrainedPart = Literal["none", "layer_norm", "all"]
@@ -33,7 +33,7 @@ class PhiModel(CompatModel):
         return True
 
     @override
-    def nearest_view(self, embeds: Tensor) -> Tensor:
+    def to_old_space(self, embeds: Tensor) -> Tensor:
         return self.projection(embeds)
 
     @property

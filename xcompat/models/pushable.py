@@ -10,11 +10,11 @@ from typing import Any
 
 from xcompat.core.distributed import is_main_process
 from xcompat.hub.card import ModelFacts
-from xcompat.hub.endpoint import published
+from xcompat.hub.endpoint import replace_by_hub_name
 from xcompat.hub.push import push_model
-from xcompat.models.learning import LearningModel
+from xcompat.models.trainable_model import LearningModel
 
-_OF_PUSH = (
+_PUSH_ARGUMENTS = (
     "repo_id",
     "commit_message",
     "commit_description",
@@ -51,16 +51,16 @@ class PushableModel(LearningModel):
             citation=self.citation,
             fingerprint=self.written_fingerprint() if described is not None else None,
             dim=config.embedding_dim,
-            compatible_with=[published(version) for version in versions],
-            base=published(described) if described is not None else None,
+            compatible_with=[replace_by_hub_name(version) for version in versions],
+            base=replace_by_hub_name(described) if described is not None else None,
             holds="map" if self.encoder is None else config.weights,
             embeds_texts=self.embeds_texts,
             embeds_images=self.embeds_images,
             maps_galleries=self.maps_galleries,
             side_info=getattr(config, "side_info", None),
             remembers=config.memory["entries"] if config.memory is not None else None,
-            embeds=[each.digest for each in self.embeds_written()],
-            started_from=published(config.started_from) if config.started_from is not None else None,
+            embeds=[each.digest for each in self.saved_embedding_fingerprints()],
+            started_from=replace_by_hub_name(config.started_from) if config.started_from is not None else None,
         )
 
     def save_pretrained(
@@ -78,7 +78,7 @@ class PushableModel(LearningModel):
             push_to_hub: whether to push the model, by default under the folder's name (``repo_id``).
             kwargs: as in transformers and :meth:`push_to_hub`.
         """
-        of_push = {key: kwargs.pop(key) for key in _OF_PUSH if push_to_hub and key in kwargs}
+        of_push = {key: kwargs.pop(key) for key in _PUSH_ARGUMENTS if push_to_hub and key in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
         if push_to_hub and is_main_process():
             self.push_to_hub(of_push.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **of_push)

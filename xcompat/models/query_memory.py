@@ -67,9 +67,9 @@ class QueryMetric(nn.Module):
 
     def forward(self, embeds_Bd: Tensor) -> Tensor:
         """Transform queries (B, d) of any length to (B, d) float32, L2-normalised."""
-        return self.centred(F.normalize(embeds_Bd.float(), dim=-1))
+        return self.transform_centred(F.normalize(embeds_Bd.float(), dim=-1))
 
-    def centred(self, embeds_Bd: Tensor) -> Tensor:
+    def transform_centred(self, embeds_Bd: Tensor) -> Tensor:
         """Transform vectors without normalising them first, e.g. class means, whose length depends on the spread of the class."""
         return F.normalize((embeds_Bd.float() - self.mean_d.float()) @ self.matrix_dd.float(), dim=-1)
 
@@ -120,12 +120,12 @@ class QueryMemory(nn.Module):
         said = {"entries": self.entries, "sharpness": self.sharpness, "share": self.share}
         return said | ({"confident": True} if self.calibration is not None else {})
 
-    def calibrated(self, slope: float, offset: float) -> Self:
+    def calibrate(self, slope: float, offset: float) -> Self:
         """Set the logistic function from the length of the recalled vector to the :meth:`confidence`."""
         self.calibration = torch.tensor([slope, offset], device=self.gate.device)
         return self
 
-    def metric_alone(self) -> QueryMemory:
+    def without_entries(self) -> QueryMemory:
         """Return a memory with this metric and without entries, i.e. without training data."""
         alone = QueryMemory(*self.dims, entries=0, sharpness=self.sharpness, share=self.share)
         alone.metric = self.metric
@@ -134,12 +134,12 @@ class QueryMemory(nn.Module):
     def check(self) -> None:
         """Raise if loaded weights contradict each other. Here, matching shapes are sufficient."""
 
-    def resemblance(self, new_BD: Tensor) -> Tensor:
+    def key_cosines(self, new_BD: Tensor) -> Tensor:
         """Return cosines of new embeddings to keys: all (B, K), or in an index the nearest (B, k)."""
         return self.key_metric(new_BD) @ self.keys_KD.float().T
 
     def familiarity(self, cosines_BK: Tensor) -> Tensor:
-        """Return the gate g (B,) in (0, 1) for cosines to keys (:meth:`resemblance`)."""
+        """Return the gate g (B,) in (0, 1) for cosines to keys (:meth:`key_cosines`)."""
         slope, offset = self.gate.float()
         return torch.sigmoid(slope * cosines_BK.amax(1) + offset)
 
@@ -148,7 +148,7 @@ class QueryMemory(nn.Module):
         if self.calibration is None:
             return None
         slope, offset = self.calibration.float()
-        return torch.sigmoid(slope * self.recalled(new_BD).norm(dim=1) + offset)
+        return torch.sigmoid(slope * self.recall(new_BD).norm(dim=1) + offset)
 
     def forward(self, new_BD: Tensor, queries_Bd: Tensor) -> Tensor:
         """Apply the metric to queries and move them towards the recalled old embeddings.
@@ -160,24 +160,24 @@ class QueryMemory(nn.Module):
         Returns:
             (B, d) float32, L2-normalised, for galleries of the old model.
         """
-        return F.normalize(self.metric(queries_Bd) + self.share * self.recalled(new_BD), dim=-1)
+        return F.normalize(self.metric(queries_Bd) + self.share * self.recall(new_BD), dim=-1)
 
-    def recalled(self, new_BD: Tensor) -> Tensor:
+    def recall(self, new_BD: Tensor) -> Tensor:
         """Return g(x)·Σ_k softmax_k(…)·value_k (B, d), the recalled old embeddings; zeros without entries."""
         if not self.entries:
             return new_BD.new_zeros(len(new_BD), self.dims[1], dtype=torch.float32)
-        rows = max(1, _HELD // self._held)
+        rows = max(1, _HELD // self._numbers_per_query)
         if torch.compiler.is_exporting() or len(new_BD) <= rows:  # an exported graph cannot loop over blocks
-            return self._recalled_at_once(new_BD)
-        return torch.cat([self._recalled_at_once(block) for block in new_BD.split(rows)])
+            return self._recall_block(new_BD)
+        return torch.cat([self._recall_block(block) for block in new_BD.split(rows)])
 
     @property
-    def _held(self) -> int:
+    def _numbers_per_query(self) -> int:
         """Numbers in memory per query: here its cosines."""
         return self.entries
 
-    def _recalled_at_once(self, new_BD: Tensor) -> Tensor:
-        cosines_BK = self.resemblance(new_BD)
+    def _recall_block(self, new_BD: Tensor) -> Tensor:
+        cosines_BK = self.key_cosines(new_BD)
         weights_BK = F.threshold((self.sharpness * cosines_BK).softmax(1), _LEAST_WEIGHT, 0.0)
         return self.familiarity(cosines_BK)[:, None] * (weights_BK @ self.values_Kd.float())
 

@@ -54,7 +54,7 @@ class ResidualMapModel(LearnedMapModel):
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         assert new_ND is not None
         method = self.config.model_type.removeprefix("xcompat-")
-        weight_ST, bias_T = self.solve(Moments.of(readable_pairs(*self.ordered(new_ND, old.embeddings(method)))))
+        weight_ST, bias_T = self.solve(Moments.compute(readable_pairs(*self.order_sides(new_ND, old.embeddings(method)))))
         self.skip.load_state_dict({"weight": weight_ST.T, "bias": bias_T})
 
     @override

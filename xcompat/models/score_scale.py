@@ -77,7 +77,7 @@ def _tails(model: CompatModel, items: ScoredItems) -> Tensor:
         side_NS = None if items.side_info_NS is None else items.side_info_NS.to(model.device)
         new = _scores(model, own_QD, model.upgrade(old_Nd, side_NS)), _scores(model, own_QD, own_Nd)
         return torch.stack([torch.stack([mean_tail(scores) for scores in new])] * 2)
-    viewed_Qd, old_Qd, old_Nd = model.view(new_QD), model.of_metric(old_Qd), model.of_metric(old_Nd)
+    viewed_Qd, old_Qd, old_Nd = model.to_space(new_QD), model.apply_metric(old_Qd), model.apply_metric(old_Nd)
     if model.config.old_share is not None:
         viewed_Qd = slerp(viewed_Qd, F.normalize(old_Qd, dim=-1), model.config.old_share)
     if not model.stores_view:  # the gallery mixes whole and old embeddings; old queries cannot search whole ones

@@ -13,7 +13,7 @@ from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.heads import first_dims
 from xcompat.models.checkpoint import CheckpointModel
-from xcompat.models.config import Compares
+from xcompat.models.config import Metric
 from xcompat.models.query_memory import QueryMemory
 from xcompat.score_scale import CarriedThreshold, ScoreScales, Thresholds
 
@@ -31,11 +31,11 @@ class SpacesModel(CheckpointModel):
     _hashed: tuple[Any, str, str] | None = None
 
     @property
-    def metric(self) -> Compares:
+    def metric(self) -> Metric:
         """Return the metric of the embeddings."""
         return getattr(self.config, "metric", "cosine")
 
-    def of_metric(self, embeds: Tensor) -> Tensor:
+    def apply_metric(self, embeds: Tensor) -> Tensor:
         """Return embeddings (B, D) float32, normalised unless the metric is L2."""
         return embeds.float() if self.metric == "l2" else F.normalize(embeds.float(), dim=-1)
 
@@ -58,18 +58,18 @@ class SpacesModel(CheckpointModel):
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of encoder, adapters, heads, preprocessing and memory."""
-        return Fingerprint(self._digests()[1], self._known_as)
+        return Fingerprint(self._digests()[1], self._display_name)
 
     @property
-    def _known_as(self) -> str:
+    def _display_name(self) -> str:
         return self.name_or_path or type(self).__name__
 
     def _digests(self) -> tuple[str, str]:
         """Return the digests of the model without its memory (the identity of stored embeddings), and of the whole model."""
         # cached, because galleries need it for every query and hashing gigabytes takes seconds
-        state = self._beside_weights(), Fingerprint.state(self)
+        state = self._fingerprint_settings(), Fingerprint.state(self)
         if self._hashed is None or self._hashed[0] != state:
-            self._hashed = state, *self._hash(self._unrounded(), state[0])
+            self._hashed = state, *self._hash(self._load_unrounded(), state[0])
         return self._hashed[1:]
 
     @staticmethod
@@ -77,23 +77,23 @@ class SpacesModel(CheckpointModel):
         plain = Fingerprint.from_module(model, json.loads(beside), without="memory")
         if model.memory is None:
             return plain.digest, plain.digest
-        return plain.digest, plain.derived(Fingerprint.from_module(model.memory, model.memory.settings).digest).digest
+        return plain.digest, plain.derive(Fingerprint.from_module(model.memory, model.memory.settings).digest).digest
 
     def written_fingerprint(self) -> Fingerprint:
         """Return the fingerprint after :meth:`save_pretrained`; rounded weights of a half-precision model change it."""
-        return Fingerprint(self._written_digests()[1], self._known_as)
+        return Fingerprint(self._written_digests()[1], self._display_name)
 
     def _written_digests(self) -> tuple[str, str]:
-        return self._digests() if self._read_from is None else self._hash(self, self._beside_weights())
+        return self._digests() if self._read_from is None else self._hash(self, self._fingerprint_settings())
 
-    def embeds_written(self) -> list[Fingerprint]:
+    def saved_embedding_fingerprints(self) -> list[Fingerprint]:
         """Return the fingerprints of the saved model's own and stored embeddings, or of a map's encoder, if known."""
         if self.embeds_in_memory:
             return [Fingerprint(self.config.encoder["fingerprint"])] if self.config.encoder is not None else []
         own = Fingerprint(self._written_digests()[0])
-        return [own, *([own.derived("view")] if self.stores_view else [])]
+        return [own, *([own.derive("view")] if self.stores_view else [])]
 
-    def _beside_weights(self) -> str:
+    def _fingerprint_settings(self) -> str:
         """Return the other contents of a fingerprint than weights, as JSON."""
         own = {key: getattr(self.config, key, None) for key in ("model_type", "adapters", "embedding_dim")}
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
@@ -115,8 +115,8 @@ class SpacesModel(CheckpointModel):
         versions = [old, *(old.get("compatible_with") or [])] if old is not None else []
         return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
 
-    def view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Turn own embeddings into queries of an older gallery: :meth:`own_view`, then the memory.
+    def to_space(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Turn own embeddings into queries of an older gallery: :meth:`to_space_without_memory`, then the memory.
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
@@ -133,7 +133,7 @@ class SpacesModel(CheckpointModel):
         if self.maps_galleries:
             raise XcompatError(f"{type(self).__name__} maps galleries: upgrade the stored embeddings instead")
         self._require_embeddings(embeds, "its own embeddings", self.config.embedding_dim)
-        own = self.own_view(embeds, version)
+        own = self.to_space_without_memory(embeds, version)
         return own if self.memory is None or version not in (None, self.compatible_with[0]) else self.memory(embeds, own)
 
     def _require_embeddings(self, embeds: Tensor, what: str, dim: int) -> None:
@@ -144,8 +144,8 @@ class SpacesModel(CheckpointModel):
         if embeds.ndim != 2 or embeds.shape[1] != dim:
             raise XcompatError(f"{name} takes {what} (B, {dim}), not {tuple(embeds.shape)}")
 
-    def own_view(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Convert own embeddings to an older space without the memory: :meth:`nearest_view`, or its first dimensions.
+    def to_space_without_memory(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
+        """Convert own embeddings to an older space without the memory: :meth:`to_old_space`, or its first dimensions.
 
         Args:
             embeds: (B, D).
@@ -154,14 +154,14 @@ class SpacesModel(CheckpointModel):
         Returns:
             (B, d) float32, L2-normalised.
         """
-        view = self.nearest_view(embeds)
+        view = self.to_old_space(embeds)
         dim = view.shape[1] if version is None else dict(self.version_dims()).get(version, view.shape[1])
-        return view if dim == view.shape[1] else self.of_metric(view[:, :dim])
+        return view if dim == view.shape[1] else self.apply_metric(view[:, :dim])
 
-    def nearest_view(self, embeds: Tensor) -> Tensor:
+    def to_old_space(self, embeds: Tensor) -> Tensor:
         """Convert own embeddings (B, D) to the old model's space (B, d); by default their first d dimensions, normalised."""
         assert self.config.old is not None
-        return self.of_metric(embeds[:, : self.config.old["dim"]])
+        return self.apply_metric(embeds[:, : self.config.old["dim"]])
 
     def remember(self, memory: QueryMemory | None) -> Self:
         """Set or remove the memory of queries, or of stored embeddings in a map of galleries, and return the model.
@@ -174,7 +174,7 @@ class SpacesModel(CheckpointModel):
         Raises:
             XcompatError: the model has no old space, or the memory has other dimensions.
         """
-        dims = self._dims_remembered()
+        dims = self._memory_dims()
         if memory is not None and self.metric == "l2":
             raise XcompatError("a memory needs unit vectors, but these embeddings use L2 distance; remove memory")
         if memory is not None and memory.dims != dims:
@@ -206,11 +206,11 @@ class SpacesModel(CheckpointModel):
             ``model.threshold(old=0.75).score``
         """
         known = Thresholds.read(self.config.thresholds) if self.config.thresholds is not None else None
-        if known is not None and (found := known.at(old)) is not None:
+        if known is not None and (found := known.interpolate(old)) is not None:
             return found
         reach = "no thresholds" if known is None else f"thresholds from {known.old[0]:g} to {known.old[-1]:g}"
         measure = f"measure it on a test set with `xcompat evaluate --threshold {old:g}`"
-        raise XcompatError(f"threshold {old:g} is unknown: {self._known_as} has {reach}; {measure}")
+        raise XcompatError(f"threshold {old:g} is unknown: {self._display_name} has {reach}; {measure}")
 
     def confidence(self, embeds: Tensor) -> Tensor | None:
         """Return the probability of each query to find no less than the old query, if the memory is calibrated (`xcompat map`).
@@ -228,7 +228,7 @@ class SpacesModel(CheckpointModel):
         """Return whether the model has a :meth:`confidence`."""
         return self.memory is not None and self.memory.calibration is not None and not self.maps_galleries
 
-    def _dims_remembered(self) -> tuple[int, int]:
+    def _memory_dims(self) -> tuple[int, int]:
         """Return the dimensions of keys (mapped space) and values (target space)."""
         if self.config.old is None:
             raise XcompatError(f"{type(self).__name__} has no old space for a memory; remove memory")
@@ -306,12 +306,12 @@ class SpacesModel(CheckpointModel):
 
     @property
     def view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers of the nearest :meth:`view`, without normalisation (see :attr:`embed_layers`)."""
+        """Return the layers of the nearest :meth:`to_space`, without normalisation (see :attr:`embed_layers`)."""
         return self.own_view_layers if self.memory is None else None
 
     @property
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers of :meth:`own_view`, without normalisation."""
+        """Return the layers of :meth:`to_space_without_memory`, without normalisation."""
         assert self.config.old is not None
         dims = self.config.embedding_dim, self.config.old["dim"]
         return () if dims[0] == dims[1] else (first_dims(*dims),)
@@ -323,16 +323,16 @@ class SpacesModel(CheckpointModel):
 
     def stored(self, embeds: Tensor) -> Tensor:
         """Convert own embeddings for storage in a gallery, without the memory."""
-        return self.own_view(embeds) if self.stores_view else embeds
+        return self.to_space_without_memory(embeds) if self.stores_view else embeds
 
     def embeds_fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the model's embeddings, i.e. without its memory."""
-        return Fingerprint(self._digests()[0], self._known_as)
+        return Fingerprint(self._digests()[0], self._display_name)
 
     def stored_fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the embeddings of :meth:`stored`."""
         plain = self.embeds_fingerprint()
-        return plain.derived("view") if self.stores_view else plain
+        return plain.derive("view") if self.stores_view else plain
 
     @property
     def stored_dim(self) -> int:

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from xcompat.core.arrays import SomeRows, normalise_rows, read_lines
+from xcompat.core.arrays import RowSelection, normalise_rows, read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
-from xcompat.models.config import Compares, describe_old
+from xcompat.models.config import Metric, describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, Rows, rows_by_class
 from xcompat.vectors import check_rows, read_vectors
 from xcompat.vectors.formats import CLASSES, EMBEDS, IDS, PROTOTYPES, require_names, stored_at
@@ -35,7 +35,7 @@ class StoredModel:
         XcompatError: a file is missing or not a matrix of numbers, or ids or names do not match its rows.
     """
 
-    metric: Compares = "cosine"
+    metric: Metric = "cosine"
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -114,7 +114,7 @@ class StoredModel:
         """Return None, because the classifier is not stored."""
 
 
-class _Directions(SomeRows):
+class _Directions(RowSelection):
     """L2-normalised stored embeddings, NaN for unusable rows."""
 
     @override

@@ -17,9 +17,9 @@ from xcompat.core.provenance import provenance
 from xcompat.data.schema import TEXT
 from xcompat.evaluation import Contestants, EmbeddedTexts, Evaluation
 from xcompat.evaluation.cases import RERANKED, TEXT_TO_TEXT
-from xcompat.evaluation.differing import differing
+from xcompat.evaluation.query_changes import sort_by_change
 from xcompat.mapping import Candidate, FittedMap, PairedEmbeddings, fit_map
-from xcompat.mapping.candidates import OF_ITEMS, Known
+from xcompat.mapping.candidates import ITEM_MEMORY_SETTINGS, CandidateParts
 from xcompat.models.embedder import load_embedder
 from xcompat.quickstart.scifact import load_scifact
 from xcompat.quickstart.table import Comparison, SearchedQueries, render_markdown, render_rich
@@ -27,9 +27,9 @@ from xcompat.quickstart.text_models import NEW, OLD, prepare_model
 from xcompat.report import Example, write_report
 from xcompat.report.terminal import print_examples
 from xcompat.score_scale import CANDIDATES
-from xcompat.training.contestants import map_contestant
+from xcompat.training.evaluation_models import map_contestant
 from xcompat.training.judged_texts import JudgedTestSet
-from xcompat.training.judging import make_report, mixed_queries
+from xcompat.training.model_evaluation import make_report, mixed_queries
 from xcompat.training.sections import EvaluationSettings
 
 FAILING = "ridge"
@@ -139,17 +139,17 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Co
         Half-way queries as the new model's view. Extra models are the map, the map with a memory of all items, and a failing map.
     """
     assert fitted.choice is not None
-    known = Known(PairedEmbeddings(_floats(new.passages()), _floats(old.passages())))
-    asking = new.queries_alone()
+    known = CandidateParts(PairedEmbeddings(_floats(new.passages()), _floats(old.passages())))
+    asking = new.without_gallery()
 
     def mapped(name: str, candidate: Candidate) -> EmbeddedTexts:
         def through(new_QD: Tensor) -> Tensor:
             return known.queries(candidate, new_QD.numpy(), "queries")
 
-        return map_contestant(asking, name, new.fingerprint.derived(str(candidate)), through, torch.device("cpu"))
+        return map_contestant(asking, name, new.fingerprint.derive(str(candidate)), through, torch.device("cpu"))
 
     line = replace(fitted.choice.chosen.candidate, old_share=0.0)
-    sharpness, share = OF_ITEMS
+    sharpness, share = ITEM_MEMORY_SETTINGS
     extra = {MAP: mapped(MAP, line), MEMORY: mapped(MEMORY, replace(line, sharpness=sharpness, share=share))}
     if line.line != FAILING:
         extra[FAILING] = mapped(FAILING, Candidate(FAILING))
@@ -185,7 +185,7 @@ def compare_queries(evaluation: Evaluation, fitted: FittedMap) -> list[Compariso
 def show_largest_gain(test: JudgedTestSet, evaluation: Evaluation, contestants: Contestants[EmbeddedTexts]) -> Example:
     """Return old and new hits for the claim whose first relevant hit moves up most."""
     old_Q, new_Q = (evaluation.ranks[query, "old", TEXT_TO_TEXT] for query in ("old", "new"))
-    row = int(differing(old_Q, new_Q, "gained").rows_q[0])
+    row = int(sort_by_change(old_Q, new_Q, "gained").rows_q[0])
     masks = np.arange(len(old_Q)) == row, np.ones(len(test.passages), bool)
     one = JudgedTestSet(test.queries.select([row]), test.passages, test.qrels)
     old = contestants.old.keep(masks)

@@ -15,13 +15,13 @@ from xcompat.report.content import Report
 from xcompat.report.plots import case_colours
 from xcompat.report.storage import encode_png
 from xcompat.report.wording import (
-    approximately,
     case_meaning,
     failed_lines,
     gain,
     interval,
     metric_meanings,
     percent,
+    round_count,
     search_name,
     spread,
     verdicts,
@@ -42,16 +42,18 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
         for prefix in ("cases", "recall", "cmc", "success", "confidence", "tsne", "loss")
     }
-    return page_template("template.html.j2").render(report=report, plots=groups, colours=case_colours(report), **_said(report))
+    return page_template("template.html.j2").render(
+        report=report, plots=groups, colours=case_colours(report), **_sentences(report)
+    )
 
 
 def render_markdown(report: Report) -> str:
     """Render verdict, cases with intervals, and their meanings as Markdown without a heading."""
     labels = dict.fromkeys(case.label for case in report.cases)
-    return page_template("results.md.j2").render(report=report, labels=labels, **_said(report))
+    return page_template("results.md.j2").render(report=report, labels=labels, **_sentences(report))
 
 
-def _said(report: Report) -> dict[str, Any]:
+def _sentences(report: Report) -> dict[str, Any]:
     meanings = metric_meanings(dict.fromkeys(name for case in report.cases for name in case.metrics))
     return {"verdicts": verdicts(report), "failed": failed_lines(report), "meanings": meanings}
 
@@ -65,7 +67,7 @@ def page_template(name: str) -> Template:
         "percent": percent,
         "interval": interval,
         "spread": spread,
-        "approximately": approximately,
+        "approximately": round_count,
         "gain": gain,
         "metric_name": metric_name,
         "public_name": public_name,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.metric_names import metric_name
-from xcompat.evaluation.cases import ALL, ALONE, BACKFILLED, RERANKED
+from xcompat.evaluation.cases import ALL, BACKFILLED, RERANKED, UNMIXED
 from xcompat.report.content import Report, retrieval_metrics
 from xcompat.report.wording import percent, search_name
 
@@ -21,7 +21,7 @@ CANDIDATES = 20
 """Re-ranked hits per query if the report measured no re-ranking."""
 BYTES = 4
 """Bytes per number of a stored embedding (float32)."""
-CACHED_BESIDE = 48
+CACHE_OVERHEAD_BYTES = 48
 """Extra bytes per cached embedding of re-ranked searches: hash, checksum, time, demand, index entries."""
 
 
@@ -109,16 +109,16 @@ def plan_ways(report: Report, traffic: Traffic, metric: str | None = None) -> Pl
     metric = metric or (known[0] if known else "")
     if metric not in known:
         raise XcompatError(f"the report does not measure {metric or 'old queries'}; it has {', '.join(known) or 'no metric'}")
-    is_half_way = (f"{ALONE}/old", direction) in table
+    is_half_way = (f"{UNMIXED}/old", direction) in table
     items, k, old_dim = traffic.items, int(report.run.get(RERANKED_HITS, CANDIDATES)), report.old.dim
     cached = min(items, k * traffic.queries_per_day * traffic.days)
     re_embedded = "new/new" if (f"new/{BACKFILLED}", direction) not in table else f"new/{BACKFILLED}"
     index = items * old_dim * BYTES
     rows = [
         ("stay", "old/old", 1, 0, 0, index),
-        ("new queries", f"{ALONE}/old" if is_half_way else "new/old", 1, 0, 0, index),
+        ("new queries", f"{UNMIXED}/old" if is_half_way else "new/old", 1, 0, 0, index),
         ("half-way queries", "new/old" if is_half_way else "slerp/old", 2, 0, 0, index),
-        (f"re-rank {k}", f"{RERANKED}/old", 1 + k, 0, cached, index + cached * (report.new.dim * BYTES + CACHED_BESIDE)),
+        (f"re-rank {k}", f"{RERANKED}/old", 1 + k, 0, cached, index + cached * (report.new.dim * BYTES + CACHE_OVERHEAD_BYTES)),
         ("backfill", re_embedded, 1, items, 0, items * (old_dim if BACKFILLED in re_embedded else report.new.dim) * BYTES),
     ]
     ways = []
@@ -144,7 +144,7 @@ def plan_ways(report: Report, traffic: Traffic, metric: str | None = None) -> Pl
     return Plan(direction, metric, ways, traffic, k)
 
 
-def sentences(plan: Plan) -> list[str]:
+def describe_plan(plan: Plan) -> list[str]:
     """Return sentences on the share of a backfill's gain that each way brings, and on the cost of re-ranking."""
     ways = {way.name.partition(" ")[0]: way for way in plan.ways}
     stay, backfill = ways["stay"], ways["backfill"]

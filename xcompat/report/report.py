@@ -46,10 +46,10 @@ def write_report(directory: str | Path, content: ReportContent) -> Path:
     """
     directory = Path(directory)
     require_report_place(directory)
-    return _publish(directory, gather(content))
+    return _publish(directory, build_report(content))
 
 
-def gather(content: ReportContent) -> Report:
+def build_report(content: ReportContent) -> Report:
     """Turn an evaluation into a report with t-SNE maps, equal to the result of :func:`xcompat.report.load_report`."""
     evaluation, models = content.evaluation, content.contestants
     return Report(
@@ -107,12 +107,12 @@ def _publish(directory: Path, report: Report, stored: Sequence[Path] = ()) -> Pa
             save_report(folder, report)
         for file in stored:
             shutil.copy2(file, folder / (DATA_NAME if file.name == DATA_NAME else JSON_NAME))
-        for other in _of_the_user(place):
+        for other in _user_files(place):
             _copy(other, folder / other.relative_to(place))
     return place / HTML_NAME
 
 
-def _of_the_user(place: Path) -> Iterator[Path]:
+def _user_files(place: Path) -> Iterator[Path]:
     if place.is_dir():
         yield from (each for each in place.iterdir() if each.name not in (JSON_NAME, DATA_NAME, HTML_NAME, PLOTS_NAME))
     if (place / PLOTS_NAME).is_dir():

@@ -26,7 +26,7 @@ from xcompat.evaluation.cases import (
     Threshold,
     ValueKey,
     backfill_losses,
-    hangs_on,
+    find_deciding_difference,
     overall_outcome,
 )
 from xcompat.report.content import Cost, Example, ExampleRow, Hit, LossPoint, ModelInfo, Panel, Report, Series
@@ -127,7 +127,7 @@ def save_report(folder: Path, report: Report) -> None:
             "new": asdict(report.new),
             "method": report.method,
             "cases": [asdict(case) for case in report.cases],
-            "criterion": _described(report.criterion),
+            "criterion": _criterion_json(report.criterion),
             "seconds": report.seconds,
             "training": {stage: [point._asdict() for point in points] for stage, points in report.training.items()},
             "costs": {stage: cost._asdict() for stage, cost in report.costs.items()},
@@ -139,8 +139,8 @@ def save_report(folder: Path, report: Report) -> None:
     )
 
 
-def _described(criterion: Criterion) -> dict[str, Any]:
-    last = hangs_on(criterion.differences)
+def _criterion_json(criterion: Criterion) -> dict[str, Any]:
+    last = find_deciding_difference(criterion.differences)
     return asdict(criterion) | {
         "differences": [_described_difference(each) for each in criterion.differences],
         "outcome": overall_outcome(criterion.differences),
@@ -286,7 +286,7 @@ def _load_data(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="numpy") as file:
             layout = _Layout(**json.loads(file.metadata()["layout"]))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        return _laid_out(layout, tensors)
+        return _parse_layout(layout, tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise XcompatError(
@@ -294,7 +294,7 @@ def _load_data(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _laid_out(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+def _parse_layout(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
     def rows(kind: str, number: int, ndim: int = 1) -> np.ndarray:
         if tensors[f"{kind}.{number}"].ndim != ndim:
             raise ValueError(f"{kind}.{number} has the shape {tensors[f'{kind}.{number}'].shape}")

@@ -14,7 +14,7 @@ from xcompat.core.metric_names import metric_name
 from xcompat.core.progress import literal
 from xcompat.evaluation import Case
 from xcompat.report.content import Example, Hit, Report
-from xcompat.report.planning import Plan, sentences
+from xcompat.report.planning import Plan, describe_plan
 from xcompat.report.wording import failed_lines, gain, interval, search_name, verdicts
 
 _STYLES = {
@@ -121,5 +121,5 @@ def print_plan(plan: Plan, console: Console) -> None:
         cells += [f"{most}{way.price:,.2f}"] if way.price is not None else []
         table.add_row(way.name, *cells)
     console.print(table)
-    for line in sentences(plan):
+    for line in describe_plan(plan):
         console.print(literal(line), soft_wrap=True)

@@ -15,7 +15,7 @@ from xcompat.evaluation.cases import (
     BackfillLoss,
     Threshold,
     failed_comparisons,
-    hangs_on,
+    find_deciding_difference,
     is_zero_shot,
     overall_outcome,
 )
@@ -212,16 +212,16 @@ def verdicts(report: Report) -> list[Verdict]:
         why = f"{failed.count('new/old')} of {total} metrics did not improve over old queries."
     found = [
         Verdict(COMPATIBLE_QUESTION, _yes_or_no(criterion.backward_compatible), why),
-        Verdict(LUCK_QUESTION, overall_outcome(criterion.differences), " ".join(_said_of_luck(report))),
+        Verdict(LUCK_QUESTION, overall_outcome(criterion.differences), " ".join(_describe_outcome(report))),
     ]
     if criterion.new_model_not_hurt is None:
-        return [*found, Verdict(NOT_HURT_QUESTION, "not measured", _said_of_missing(report))]
+        return [*found, Verdict(NOT_HURT_QUESTION, "not measured", _describe_missing(report))]
     hurt = failed.count("new/new")
     detail = "No metric fell." if not hurt else f"{hurt} metric{'s' * (hurt != 1)} fell."
     return [*found, Verdict(NOT_HURT_QUESTION, _yes_or_no(criterion.new_model_not_hurt), detail)]
 
 
-def _said_of_missing(report: Report) -> str:
+def _describe_missing(report: Report) -> str:
     """Name the embeddings that the third verdict lacks."""
     there, options = {case.label for case in report.cases}, report.method == "embeddings"  # a recipe has none
     needed = {
@@ -236,7 +236,7 @@ def _yes_or_no(answer: bool) -> str:
     return "yes" if answer else "no"
 
 
-def _said_of_luck(report: Report) -> Iterator[str]:
+def _describe_outcome(report: Report) -> Iterator[str]:
     """Describe the intervals, and the number of queries needed if the outcome is open."""
     differences = report.criterion.differences
     outcomes = [each.outcome for each in differences]
@@ -245,7 +245,7 @@ def _said_of_luck(report: Report) -> Iterator[str]:
     yield f"95 % intervals of the {len(outcomes)} gains: {', '.join(told)}." if told else "No gain was measured."
     if overall_outcome(differences) != "cannot tell":
         return
-    if (each := hangs_on(differences)) is None or each.queries_needed is None:
+    if (each := find_deciding_difference(differences)) is None or each.queries_needed is None:
         yield "The number of queries needed for a decision is unknown, as a metric does not differ on any query."
         return
     search = each.direction, each.population
@@ -255,17 +255,17 @@ def _said_of_luck(report: Report) -> Iterator[str]:
     now = f" (now {asked[0]:,})" if asked else ""
     result = "show a loss" if each.mean < 0 else "show all gains"
     yield (
-        f"About {approximately(each.queries_needed)} queries{now} would {result}: {search_name(*search)} "
+        f"About {round_count(each.queries_needed)} queries{now} would {result}: {search_name(*search)} "
         f"{metric_name(each.metric)} ({gain(each.mean)} points) needs the {'fewest' if each.mean < 0 else 'most'}. "
         f"The estimate is for {100 * POWER:.0f} % power, with gain and spread as measured."
     )
 
 
-def approximately(count: int) -> str:
+def round_count(count: int) -> str:
     """Return a count with two significant digits.
 
     Example:
-        >>> approximately(1289), approximately(182), approximately(96)
+        >>> round_count(1289), round_count(182), round_count(96)
         ('1,300', '180', '96')
     """
     return f"{round(count, min(0, 2 - len(str(count)))):,}"

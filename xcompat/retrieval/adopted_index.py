@@ -109,7 +109,7 @@ def read_labels(record: SegmentRecord, gallery: Path) -> NDArray[np.int64] | Non
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def look_at(path: Path) -> tuple[FileRecord, AdoptedRecord]:
+def inspect_file(path: Path) -> tuple[FileRecord, AdoptedRecord]:
     """Return size and checksum of an index file, and facts to recognise it.
 
     Raises:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from xcompat.core.checksums import FileRecord, file_record
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, write_array
-from xcompat.core.progress import progress_bar, rate_of
-from xcompat.retrieval.adopted_index import look_at, read_labels, stamp_of
+from xcompat.core.progress import advance_bar, progress_bar
+from xcompat.retrieval.adopted_index import inspect_file, read_labels, stamp_of
 from xcompat.retrieval.backend import open_backend
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
 from xcompat.retrieval.items import Items, as_json, check_ids
-from xcompat.retrieval.leftovers import making, require_empty, was_not_reported
+from xcompat.retrieval.leftovers import create_in_folder, is_unreported, require_empty
 from xcompat.retrieval.manifest import (
     SEGMENTS,
     AdoptedRecord,
@@ -49,7 +49,7 @@ _SAME = 1e-5  # largest relative rounding difference of signatures between proce
 
 
 @dataclass(frozen=True)
-class Look:
+class IndexFacts:
     """Facts about all vectors of an index.
 
     Args:
@@ -88,14 +88,14 @@ def adopt_faiss(
     ids: Sequence[str] | None,
     model_or_fingerprint: Model,
     metadata: Sequence[dict[str, Any] | None] | None,
-) -> tuple[Manifest, Look]:
+) -> tuple[Manifest, IndexFacts]:
     """Create a gallery from a faiss index file (:meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
-    if not was_not_reported(folder):
+    if not is_unreported(folder):
         require_empty(folder)
     require_index(index_file)
     path = index_file.resolve()
     require_readable(path)
-    known = look_at(path)
+    known = inspect_file(path)
     raw = map_faiss(path)
     own = read_own_ids(raw, index_file)
     index = wrap_index(raw, own.labels_N, path)
@@ -106,17 +106,19 @@ def adopt_faiss(
         raise XcompatError(
             f"{version.fingerprint} makes embeddings of {version.dim} dimensions, but {index_file} has {index.dim}"
         )
-    look = look_through(index, path, known, ids)
+    look = inspect_vectors(index, path, known, ids)
     version = version.model_copy(update={"length": look.length})
     items = Items(ids=ids, metadata=as_json(ids, metadata))
-    if was_not_reported(folder) and (there := _the_same(folder, path, known, items, version, look)) is not None:
+    if is_unreported(folder) and (there := _find_same_gallery(folder, path, known, items, version, look)) is not None:
         return there, look
-    with making(folder):
+    with create_in_folder(folder):
         segment = _write(folder, path, known, items, version, look, own.labels_N)
         return write_manifest(folder, Manifest(metric=look.metric, versions=(version,), segments=(segment,), by="adopt")), look
 
 
-def _the_same(folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: Look) -> Manifest | None:
+def _find_same_gallery(
+    folder: Path, path: Path, known: Known, items: Items, version: VersionRecord, look: IndexFacts
+) -> Manifest | None:
     """Return the existing manifest if adopting now gives the same."""
     there = read_manifest(folder)
     wanted = there.model_copy(update={"generation": 0, "metric": look.metric, "versions": (version,), "by": "adopt"})
@@ -137,13 +139,13 @@ def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence
         raise XcompatError(f"{gallery.path} holds no adopted index; add new items with `xcompat gallery add`")
     old = segment.record
     path, version = Path(str(old.adopted)), manifest.version(old.version)
-    known = look_at(path)
+    known = inspect_file(path)
     if known == (old.adopted_file, old.adopted_seen) and known[1].rows == old.rows:
         return
     require_readable(path)
     own, labels_N = _follow_ids(map_faiss(path), segment, path)
     index = FaissIndex(map_faiss(path), manifest.metric, labels_N=labels_N)
-    look = look_through(index, path, known, None)
+    look = inspect_vectors(index, path, known, None)
     _require_first(index, look, segment, version, path)
     if index.rows == old.rows:
         new = old.model_copy(update={"adopted_file": known[0], "adopted_seen": known[1]})
@@ -159,7 +161,7 @@ def resync_faiss(staging: Staging, ids: Sequence[str] | None, metadata: Sequence
     staging.publish("resync", segments=tuple(new if record is old else record for record in manifest.segments))
 
 
-def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str] | None) -> Look:
+def inspect_vectors(index: FaissIndex, path: Path, known: Known, ids: Sequence[str] | None) -> IndexFacts:
     """Read every vector of an index once, to check and measure it.
 
     Args:
@@ -180,7 +182,7 @@ def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str]
             vectors_nd = _vectors(index, rows_n, path).astype(np.float64)
             lengths_N[rows_n] = np.linalg.norm(vectors_nd, axis=1)
             signatures_N[rows_n] = vectors_nd @ direction_d
-            rate_of(bar, task, len(rows_n), "vectors")
+            advance_bar(bar, task, len(rows_n), "vectors")
     if stamp_of(path) != (known[0].size, known[1].mtime_ns):
         raise XcompatError(f"{path} is being written; wait until it is complete, and try again")
     bad = np.flatnonzero(~np.isfinite(lengths_N))
@@ -197,7 +199,7 @@ def look_through(index: FaissIndex, path: Path, known: Known, ids: Sequence[str]
         unit = _SHORTENED < median < 1 + _UNIT
     metric: Metric = "l2" if index.metric == "l2" else "cosine" if unit else "ip"
     zeros = index.rows - some_N.size
-    return Look(type(index.index).__name__, index.dim, metric, (least, median, most), unit, zeros, signatures_N)
+    return IndexFacts(type(index.index).__name__, index.dim, metric, (least, median, most), unit, zeros, signatures_N)
 
 
 def wrap_index(raw: Any, labels_N: NDArray[np.int64] | None, path: Path) -> FaissIndex:  # noqa: ANN401 - faiss has no types
@@ -257,7 +259,7 @@ def _write(
     known: Known,
     items: Items,
     version: VersionRecord,
-    look: Look,
+    look: IndexFacts,
     labels_N: NDArray[np.int64] | None,
 ) -> SegmentRecord:
     name = secrets.token_hex(8)
@@ -280,7 +282,7 @@ def _write(
     )
 
 
-def _require_first(index: FaissIndex, look: Look, segment: Segment, version: VersionRecord, path: Path) -> None:
+def _require_first(index: FaissIndex, look: IndexFacts, segment: Segment, version: VersionRecord, path: Path) -> None:
     """Raise if the index does not begin with the adopted vectors."""
     back = "restore the original index, or adopt it again in another folder"
     if SIGNATURES_FILE not in segment.record.files:

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.distributed import from_main_process, is_main_process
-from xcompat.core.parallel import Spread
+from xcompat.core.parallel import Executor
 from xcompat.data import BadSamples
-from xcompat.embeddings.provider import asking
+from xcompat.embeddings.provider import query_model
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.ingestion import Added, ingest
+from xcompat.retrieval.ingestion import IngestCounts, ingest
 from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import Originals, origins_of
 from xcompat.retrieval.segment import id_hashes
@@ -55,7 +55,7 @@ class Backfill:
         count = sum(len(rows) for rows, _ in self.originals.embed(self.embedder, tried, BadSamples(1.0, len(tried))))
         return (time.perf_counter() - started) / max(count, 1) * self.items
 
-    def run(self, spread: Spread | None = None) -> Added:
+    def run(self, spread: Executor | None = None) -> IngestCounts:
         """Replace old embeddings until the budget is spent. Cached ones are free.
 
         Args:
@@ -75,7 +75,7 @@ class Backfill:
 
     def _take_cached(self, by: str) -> None:
         """Add cached embeddings to the gallery, without a commit."""
-        model = asking(self.embedder)
+        model = query_model(self.embedder)
         for start in range(0, len(self.cached), CACHED_AT_ONCE):
             rows = self.cached[start : start + CACHED_AT_ONCE]
             ids = [self.originals.ids[row] for row in rows.tolist()]
@@ -120,7 +120,7 @@ def remaining_rows(
 
 def existing_embeddings(gallery: Path, embedder: Embedder) -> NewEmbeddings | None:
     """Return the new embeddings that re-ranked searches cached for a model, if any."""
-    model = asking(embedder)
+    model = query_model(embedder)
     if isinstance(model, CompatModel):
         return NewEmbeddings.find(gallery, model.embeds_fingerprint(), model.config.embedding_dim)
     return NewEmbeddings.find(gallery, embedder.version, embedder.dim)

@@ -14,14 +14,14 @@ from xcompat.core.arrays import read_lines
 from xcompat.core.distributed import barrier, is_main_process
 from xcompat.core.errors import GenerationGoneError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.parallel import Spread, led
+from xcompat.core.parallel import Executor, run_across_ranks
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.hit_output import QueryResult, short, wanted_metadata
 from xcompat.retrieval.manifest import CURRENT, Manifest, VersionRecord, previous_generation, read_manifest
-from xcompat.retrieval.showing import Found, short, wanted_metadata
 from xcompat.retrieval.versions import fits, require_joinable, require_views
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
 def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool, side_info: Embedder | None = None) -> None:
     """Embed pictures or texts into a gallery; refuse an incompatible model."""
     from xcompat.embeddings.embed import notice_cut_short
-    from xcompat.embeddings.provider import asking
+    from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.ingestion import ingest
 
-    require_joinable(asking(embedder), gallery.manifest, gallery.path)
+    require_joinable(query_model(embedder), gallery.manifest, gallery.path)
     added = ingest(gallery, originals, embedder, replace, side_info=side_info)
     more = [f"{added.present:,} were there already"] if added.present else []
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
@@ -140,19 +140,19 @@ def search(
     embedder: Source,
     top_k: int,
     where: list[str],
-    show: Callable[[Found], None],
+    show: Callable[[QueryResult], None],
     fallback: Fallback | None = None,
     group_by: str | None = None,
     rerank: Reranker | None = None,
 ) -> None:
     """Show the nearest items of each query, with the confidence if available."""
-    for found in answers(gallery, queries, embedder, top_k, where, fallback, group_by, rerank):
+    for found in search_in_blocks(gallery, queries, embedder, top_k, where, fallback, group_by, rerank):
         show(found)
     if rerank is not None:
         console.print(f"candidates: {rerank.counts}")
 
 
-def answers(
+def search_in_blocks(
     gallery: Gallery,
     queries: Queries,
     embedder: Source,
@@ -161,23 +161,23 @@ def answers(
     fallback: Fallback | None = None,
     group_by: str | None = None,
     rerank: Reranker | None = None,
-) -> Iterator[Found]:
+) -> Iterator[QueryResult]:
     """Yield each query with its nearest items; arguments as in :func:`search`."""
-    from xcompat.embeddings.provider import asking
+    from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.fallback import OldQueries
-    from xcompat.retrieval.queries import followed
+    from xcompat.retrieval.queries import embed_with_progress
 
-    wanted, model = wanted_metadata(where) or None, asking(embedder)
+    wanted, model = wanted_metadata(where) or None, query_model(embedder)
     require_views(model, gallery.manifest, gallery.path)  # fail before embedding
     if fallback is not None:
         fallback.require(model, gallery.manifest)
-    for number, asked in enumerate(followed(queries, embedder)):
+    for number, asked in enumerate(embed_with_progress(queries, embedder)):
         old_queries = None
         if fallback is not None:
-            again = partial(queries.again, fallback.model)
+            again = partial(queries.re_embed, fallback.model)
             old_Qd = fallback.old_queries(model, gallery.manifest, asked.embeds_QD, again)
             old_queries = OldQueries(fallback.model, old_Qd, fallback.share)
-        new_QD = None if rerank is None else rerank.embed_again(queries, asked, embedder)
+        new_QD = None if rerank is None else rerank.re_embed_queries(queries, asked, embedder)
         hits = gallery.search(
             asked.embeds_QD,
             model,
@@ -193,13 +193,13 @@ def answers(
         if number == 0 and wanted is not None and not any(hits):  # the filter is the same for every query
             gallery.require_keys(wanted)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
-            found = Found(query, text, each)
+            found = QueryResult(query, text, each)
             if fallback is not None and fallback.below and found.confidence is not None and found.confidence < fallback.below:
                 found = found._replace(fallback=fallback.model.name)
             yield found
 
 
-def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread | None = None) -> None:
+def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Executor | None = None) -> None:
     """Map stored embeddings to a newer model's space; all processes map, the main one reads and writes.
 
     Args:
@@ -211,10 +211,10 @@ def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread 
     if spread is not None:
         _map_stored(gallery, model, dry_run, spread)
     else:
-        led(lambda spread: _map_stored(gallery, model, dry_run, spread), model)
+        run_across_ranks(lambda spread: _map_stored(gallery, model, dry_run, spread), model)
 
 
-def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Spread) -> None:
+def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Executor) -> None:
     from xcompat.retrieval.upgrading import plan_upgrade
 
     plan = plan_upgrade(gallery, model)
@@ -233,14 +233,14 @@ def backfill(
     embedder: Embedder,
     budget: int | None,
     dry_run: bool,
-    spread: Spread | None = None,
+    spread: Executor | None = None,
 ) -> None:
     """Re-embed items within a budget: frequent hits first, then a fixed random order."""
     from xcompat.embeddings.embed import notice_cut_short
-    from xcompat.embeddings.provider import asking
+    from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.backfilling import Backfill
 
-    require_joinable(asking(embedder), gallery.manifest, gallery.path)
+    require_joinable(query_model(embedder), gallery.manifest, gallery.path)
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
     console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: about {_duration(plan.seconds())}")
@@ -257,11 +257,11 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
     table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
-        fitting = ", ".join(["its own", "those of models made compatible with it", *_shared(gallery, record)])
+        fitting = ", ".join(["its own", "those of models made compatible with it", *_describe_shared_models(gallery, record)])
         if embedder is not None:
-            from xcompat.embeddings.provider import asking
+            from xcompat.embeddings.provider import query_model
 
-            fitting = f"{'yes' if fits(asking(embedder), record) else 'no'}, {embedder.name}"
+            fitting = f"{'yes' if fits(query_model(embedder), record) else 'no'}, {embedder.name}"
         table.add_row(literal(short(version)), f"{count:,}", str(record.dim), literal(fitting))
     console.print(table)
     indexes = ", ".join(sorted({segment.record.index for segment in gallery.segments})) or gallery.manifest.index
@@ -269,7 +269,7 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
     list_states(gallery)
 
 
-def _shared(gallery: Gallery, record: VersionRecord) -> list[str]:
+def _describe_shared_models(gallery: Gallery, record: VersionRecord) -> list[str]:
     """Name models whose queries fit a version's shared spaces."""
     named = {version.digest: short(version.fingerprint) for version in gallery.manifest.versions}
     return [f"those of {named.get(digest, f'the model with the fingerprint {digest[:12]}')}" for digest in record.shares]
@@ -311,10 +311,10 @@ def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: i
     """Print which embeddings a model made; return whether it made all of its version."""
     from xcompat.retrieval.doctor import examine
 
-    return told(examine(gallery, originals, embedder, sample))
+    return print_findings(examine(gallery, originals, embedder, sample))
 
 
-def told(findings: list[Finding]) -> bool:
+def print_findings(findings: list[Finding]) -> bool:
     """Print findings of the doctor; return whether there are no foreign embeddings."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_lines(finding) for finding in findings]

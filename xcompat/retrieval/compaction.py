@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xcompat.core.files import files_below
-from xcompat.core.progress import notice, progress_bar, rate_of
+from xcompat.core.progress import advance_bar, notice, progress_bar
 from xcompat.retrieval.leftovers import clear
 from xcompat.retrieval.manifest import VersionRecord, forget_earlier
 from xcompat.retrieval.segment import BLOCK, ROWS_FILE, SIDE_FILE, Segment
@@ -29,7 +29,7 @@ def compact_gallery(staging: Staging) -> None:
             for segment in untidy[version.digest]:
                 for rows_n, items in segment.blocks(BLOCK):
                     staging.put(version, items)
-                    rate_of(bar, task, len(rows_n), "embeddings")
+                    advance_bar(bar, task, len(rows_n), "embeddings")
                     left -= len(rows_n)
                     if not left or left >= fewest:  # else too few would remain to train an index
                         staging.flush_if_large(fewest)

@@ -117,12 +117,12 @@ def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: 
             findings.append(replace(plain, note=f"none of the {originals.kind} is in this version"))
         else:
             drawn = np.sort(np.random.default_rng(0).choice(rows, min(sample, len(rows)), replace=False))
-            findings.append(judged(plain, Stored.of_gallery(gallery, version, originals, drawn), embedder))
+            findings.append(judge_embeddings(plain, StoredSample.of_gallery(gallery, version, originals, drawn), embedder))
     return findings
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSample:
     """Stored embeddings of some originals.
 
     Args:
@@ -157,7 +157,7 @@ class Stored:
         """Return the ids of the rows."""
         return [self.originals.ids[row] for row in self.rows.tolist()]
 
-    def fresh(self, parts: Parts, places: NDArray[np.int64]) -> NDArray[np.float32]:
+    def to_stored_form(self, parts: Parts, places: NDArray[np.int64]) -> NDArray[np.float32]:
         """Convert new embeddings to the stored form.
 
         Args:
@@ -182,7 +182,7 @@ class Stored:
         return np.nan_to_num(np.einsum("nd,nd->n", one, other), nan=-1)
 
 
-def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
+def judge_embeddings(plain: Finding, stored: StoredSample, embedder: Embedder) -> Finding:
     """Compare embeddings, try other preprocessing, and separate the model's from others.
 
     Args:
@@ -192,7 +192,7 @@ def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
     """
     originals = stored.originals
     parts = originals.embed(embedder, stored.rows, BadSamples(1.0, len(stored.rows)))
-    fresh_nd = stored.fresh(parts, np.arange(len(stored.rows)))
+    fresh_nd = stored.to_stored_form(parts, np.arange(len(stored.rows)))
     every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))
     if not len(every):
         return replace(plain, note=f"none of the {originals.kind} can be read")
@@ -201,7 +201,7 @@ def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
     if isinstance(originals, Pictures):
         _try_other_preparations(stored, originals, embedder, every, cosines_n, ways_n)
     chance = float(np.median(stored.cosines(fresh_nd, np.roll(every, 1)))) if len(every) > 1 else 0.0
-    limit = dividing(cosines_n, chance)
+    limit = find_dividing_cosine(cosines_n, chance)
     own_n = cosines_n >= limit
     if plain.claimed or own_n.mean() >= 0.5:
         foreign_n, note = ~own_n, "" if plain.claimed else f"made by {embedder.name} under another name"
@@ -222,7 +222,7 @@ def judged(plain: Finding, stored: Stored, embedder: Embedder) -> Finding:
 
 
 def _try_other_preparations(
-    stored: Stored,
+    stored: StoredSample,
     pictures: Pictures,
     embedder: Embedder,
     every: NDArray[np.int64],
@@ -233,7 +233,7 @@ def _try_other_preparations(
 
     def agreement(way: Preparation, places: NDArray[np.int64]) -> NDArray[np.float64]:
         parts = pictures.embed(embedder, stored.rows[places], BadSamples(1.0, len(places)), prepare=way)
-        return stored.cosines(stored.fresh(parts, places), places)
+        return stored.cosines(stored.to_stored_form(parts, places), places)
 
     for _ in range(WAYS):
         left = np.flatnonzero((cosines_n < EXACT) & (ways_n == ""))
@@ -253,7 +253,7 @@ def _try_other_preparations(
 
 
 def _other_preparation(
-    stored: Stored,
+    stored: StoredSample,
     pictures: Pictures,
     embedder: Embedder,
     left: NDArray[np.int64],
@@ -268,7 +268,7 @@ def _other_preparation(
     return nearest_preparation(own, lambda way: float(np.quantile(agreement(way, tried), 0.75))), own
 
 
-def dividing(cosines_n: NDArray[np.float64], chance: float) -> float:
+def find_dividing_cosine(cosines_n: NDArray[np.float64], chance: float) -> float:
     """Return the cosine that separates the model's embeddings from others.
 
     If the upper tenth matches exactly, the limit is ``OTHER``, or the middle between chance and 1 if higher. If it matches only
@@ -281,7 +281,7 @@ def dividing(cosines_n: NDArray[np.float64], chance: float) -> float:
 
     Example:
         >>> exactly, nearly = np.array([0.1, 1.0, 1.0]), np.array([0.1, 0.95, 0.95])
-        >>> dividing(exactly, chance=0.5), round(dividing(nearly, chance=0.5), 3)
+        >>> find_dividing_cosine(exactly, chance=0.5), round(find_dividing_cosine(nearly, chance=0.5), 3)
         (0.98, 0.725)
     """
     top = float(np.quantile(cosines_n, 0.9))

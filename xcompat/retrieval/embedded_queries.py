@@ -14,7 +14,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.progress import notice
 from xcompat.data.schema import IMAGE_COLUMNS
 from xcompat.data.texts import TEXT_COLUMNS
-from xcompat.retrieval.queries import Asked
+from xcompat.retrieval.queries import QueryBlock
 from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE
 from xcompat.vectors.formats import ARRAY, EMBEDDING_COLUMNS, SUFFIXES, is_table, stored_at
@@ -73,14 +73,14 @@ class EmbeddedQueries:
         """
         require_dim(model, self.embeds_QD.shape[1], self.file)
 
-    def embedded(self, _: object) -> Iterator[Asked]:
+    def embed_in_blocks(self, _: object) -> Iterator[QueryBlock]:
         """Yield the embeddings in blocks; the model is ignored."""
         for start in range(0, len(self), ROWS_AT_ONCE):
             rows_B = self.rows_Q[start : start + ROWS_AT_ONCE]
             names = [str(row) if self.ids is None else self.ids[row] for row in rows_B.tolist()]
-            yield Asked(names, [None] * len(rows_B), np.array(self.embeds_QD[rows_B], np.float32))
+            yield QueryBlock(names, [None] * len(rows_B), np.array(self.embeds_QD[rows_B], np.float32))
 
-    def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
+    def re_embed(self, old: Embedder, places: Sequence[int]) -> Tensor:
         """Raise: embeddings cannot be re-embedded with another model."""
         raise XcompatError(
             f"the fallback embeds queries with the old model, but {self.file} holds embeddings; use texts or pictures, "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.distributed import on_gpus
+from xcompat.core.distributed import copy_to_gpus
 from xcompat.core.errors import XcompatError
 from xcompat.retrieval.faiss_index import FaissIndex, reason_of
 from xcompat.retrieval.manifest import Metric
@@ -68,7 +68,7 @@ def _train(index: Any, vectors_nd: NDArray[np.float32]) -> None:  # noqa: ANN401
     if ivf is None:
         index.train(vectors_nd)
         return
-    nearest = on_gpus(faiss.IndexFlat(ivf.d, ivf.metric_type))  # keep a reference: faiss stores only a pointer
+    nearest = copy_to_gpus(faiss.IndexFlat(ivf.d, ivf.metric_type))  # keep a reference: faiss stores only a pointer
     ivf.clustering_index = nearest
     index.train(vectors_nd)
     ivf.clustering_index = None
@@ -86,7 +86,7 @@ def _adding(index: Any) -> Callable[[NDArray[np.float32]], None]:  # noqa: ANN40
         return index.add
     from faiss.contrib.ivf_tools import add_preassigned
 
-    centroids = on_gpus(index.quantizer)
+    centroids = copy_to_gpus(index.quantizer)
 
     def add(vectors_nd: NDArray[np.float32]) -> None:
         vectors_nd = np.ascontiguousarray(vectors_nd)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.distributed import on_gpus
+from xcompat.core.distributed import copy_to_gpus
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import notice
 from xcompat.retrieval.faiss_probe import read_mapped
-from xcompat.retrieval.filtered_search import Found, ReadRows, completed, lacking, search_kept
+from xcompat.retrieval.filtered_search import Found, ReadRows, complete_results, find_incomplete, search_kept
 from xcompat.retrieval.list_vectors import find_places, packs_codes, read_packed, use_places
 from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.own_ids import RowLabels, strip_id_map
@@ -146,10 +146,10 @@ class FaissIndex:
             return search_kept(self.index, queries_Qd, k, kept_N, self._as_added or self._own_vectors, self.labels)
         distances_Qk, rows_Qk = self._find_of_all(queries_Qd, k)
         found = distances_Qk, rows_Qk if self.labels is None else self.labels.find_rows(rows_Qk)
-        if not lacking(found[1], self.rows).any():
+        if not find_incomplete(found[1], self.rows).any():
             return found
         # the visited lists hold fewer than k vectors, or a graph with many equal vectors is a dead end
-        return completed(self.index, queries_Qd, found, np.arange(self.rows), self._as_added or self._own_vectors)
+        return complete_results(self.index, queries_Qd, found, np.arange(self.rows), self._as_added or self._own_vectors)
 
     def _find_of_all(self, queries_Qd: NDArray[np.float32], k: int) -> Found:
         if self._on_gpus is not self.index:
@@ -170,7 +170,7 @@ class FaissIndex:
 
     @cached_property
     def _on_gpus(self) -> Any:  # noqa: ANN401 - faiss has no types
-        return on_gpus(self.index)
+        return copy_to_gpus(self.index)
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d) float32, possibly quantised."""

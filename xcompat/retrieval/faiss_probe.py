@@ -36,7 +36,7 @@ def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
         raise
 
 
-def look(path: str, vectors: bool) -> str:
+def check_index(path: str, vectors: bool) -> str:
     """Read an index, check that its parts are consistent, and search it.
 
     Args:
@@ -133,7 +133,7 @@ def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
     return ""
 
 
-def _inside(index: Any) -> str:  # noqa: ANN401
+def _check_inner_index(index: Any) -> str:  # noqa: ANN401
     inner = index.index
     if inner.ntotal != index.ntotal:
         return f"it claims {index.ntotal} vectors, but its inner index has {inner.ntotal}"
@@ -145,7 +145,7 @@ def _ids(index: Any) -> str:  # noqa: ANN401
         return f"it has {index.id_map.size()} ids, but {index.ntotal} vectors"
     if index.index.d != index.d:
         return f"it claims {index.d} dimensions, but its inner index has {index.index.d}"
-    return _inside(index)
+    return _check_inner_index(index)
 
 
 def _transforms(index: Any) -> str:  # noqa: ANN401
@@ -157,7 +157,7 @@ def _transforms(index: Any) -> str:  # noqa: ANN401
         dim = step.d_out
     if dim != index.index.d:
         return f"its transforms output {dim} dimensions, but its inner index has {index.index.d}"
-    return _inside(index)
+    return _check_inner_index(index)
 
 
 def _graph(index: Any) -> str:  # noqa: ANN401
@@ -215,6 +215,6 @@ _PARTS = {
 }
 
 if __name__ == "__main__":
-    if found := look(sys.argv[1], vectors=len(sys.argv) > 2):
+    if found := check_index(sys.argv[1], vectors=len(sys.argv) > 2):
         sys.stderr.write(f"{found}\n")
         sys.exit(FOUND)

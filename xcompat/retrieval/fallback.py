@@ -18,9 +18,9 @@ from xcompat.retrieval.versions import (
     as_float32,
     fits,
     identity,
-    of_length,
     query_confidence,
     query_view,
+    scale_to_length,
     stored_version,
     takes_old_queries,
 )
@@ -42,11 +42,11 @@ class OldQueries(NamedTuple):
     embeds_Qd: ArrayLike
     share: float = 1.0
 
-    def asked(self) -> NDArray[np.bool_]:
+    def old_query_mask(self) -> NDArray[np.bool_]:
         """Return the mask (Q,) of queries with an old one."""
         return np.isfinite(as_float32(self.embeds_Qd).sum(axis=1))
 
-    def among(self, model: Model, version: VersionRecord, queries_Qd: NDArray[np.float32]) -> NDArray[np.float32]:
+    def replace_or_mix(self, model: Model, version: VersionRecord, queries_Qd: NDArray[np.float32]) -> NDArray[np.float32]:
         """Replace new queries by old ones, or mix both, if old queries can search the version.
 
         Args:
@@ -67,15 +67,15 @@ class OldQueries(NamedTuple):
         if old_Qd is None:
             if not takes_old_queries(model, version):
                 return queries_Qd
-            raise FingerprintMismatchError(_not_the_old(self.model, version))
+            raise FingerprintMismatchError(_describe_mismatch(self.model, version))
         if old_Qd.shape != queries_Qd.shape:
             raise XcompatError(f"old queries have shape {old_Qd.shape}, new ones {queries_Qd.shape}; embed the same queries")
-        asked_Q = self.asked()
+        asked_Q = self.old_query_mask()
         chosen_Fd = old_Qd[asked_Q]
         if self.share < 1:
             chosen_Fd = slerp(torch.from_numpy(queries_Qd[asked_Q]), torch.from_numpy(chosen_Fd), self.share).numpy()
         mixed_Qd = queries_Qd.copy()
-        mixed_Qd[asked_Q] = of_length(self.model, chosen_Fd, version)
+        mixed_Qd[asked_Q] = scale_to_length(self.model, chosen_Fd, version)
         return mixed_Qd
 
 
@@ -100,7 +100,7 @@ class Fallback:
                 raise XcompatError(f"fallback: {name} is {value!r}; use a number above 0 and at most 1")
 
     @classmethod
-    def described(cls, options: Mapping[str, Any], device: torch.device | str) -> Self:
+    def from_options(cls, options: Mapping[str, Any], device: torch.device | str) -> Self:
         """Load the old model.
 
         Args:
@@ -118,19 +118,19 @@ class Fallback:
         return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
 
     @classmethod
-    def of(cls, model: object, device: torch.device | str, given: Mapping[str, Any] | None = None) -> Self | None:
+    def for_model(cls, model: object, device: torch.device | str, given: Mapping[str, Any] | None = None) -> Self | None:
         """Load the old model from options or from a map's configuration, if any.
 
         Args:
             model: the query model, e.g. a map.
             device: the device of the old model.
-            given: options of :meth:`described`, which override those of the map.
+            given: options of :meth:`from_options`, which override those of the map.
 
         Raises:
             XcompatError: the old model cannot be loaded.
         """
         options = {**_options_of(model), **(given or {})}
-        return cls.described(options, device) if options or given is not None else None
+        return cls.from_options(options, device) if options or given is not None else None
 
     def require(self, model: Model, manifest: Manifest) -> None:
         """Raise if the fallback does not fit the query model and gallery.
@@ -146,7 +146,7 @@ class Fallback:
             )
         for version in manifest.present():
             if takes_old_queries(model, version) and not fits(self.model, version):
-                raise FingerprintMismatchError(_not_the_old(self.model, version))
+                raise FingerprintMismatchError(_describe_mismatch(self.model, version))
 
     def old_queries(
         self,
@@ -186,6 +186,6 @@ def _options_of(model: object) -> dict[str, Any]:
     return {"model": name if revision is None else f"{name}@{revision}", "below": None, "share": share}
 
 
-def _not_the_old(model: Model, version: VersionRecord) -> str:
+def _describe_mismatch(model: Model, version: VersionRecord) -> str:
     made = stored_version(model, version.dim).fingerprint
     return f"the fallback did not make the {version.fingerprint} embeddings here, it makes {made}; use the model that made them"

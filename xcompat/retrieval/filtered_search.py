@@ -49,7 +49,7 @@ def search_kept(
     """
     rows_n = np.flatnonzero(kept_N)
     if vectors is not None and len(rows_n) <= _as_cheap(index, k, len(rows_n)):
-        return _compared(index, queries_Qd, k, rows_n, vectors)
+        return _compare_rows(index, queries_Qd, k, rows_n, vectors)
     # faiss.contrib.torch_utils, imported by other libraries, replaces `search` with a function without `params`
     search = getattr(index, "search_numpy", index.search)
     try:
@@ -57,17 +57,17 @@ def search_kept(
         rows_Qk = rows_Qk if labels is None else labels.find_rows(rows_Qk)
     except RuntimeError:  # some indexes cannot filter rows, e.g. plain product quantisers
         if vectors is not None and 2 * len(rows_n) < len(kept_N):
-            return _compared(index, queries_Qd, k, rows_n, vectors)
+            return _compare_rows(index, queries_Qd, k, rows_n, vectors)
         distances_Qk, rows_Qk = _search_and_drop(index, queries_Qd, k, kept_N, labels)
-    return completed(index, queries_Qd, (distances_Qk, rows_Qk), rows_n, vectors)
+    return complete_results(index, queries_Qd, (distances_Qk, rows_Qk), rows_n, vectors)
 
 
-def lacking(rows_Qk: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
+def find_incomplete(rows_Qk: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
     """Return the mask (Q,) of queries that got fewer rows than exist."""
     return (rows_Qk >= 0).sum(axis=1) < min(rows_Qk.shape[1], kept)
 
 
-def completed(
+def complete_results(
     index: Any,  # noqa: ANN401 - faiss has no types
     queries_Qd: NDArray[np.float32],
     found: Found,
@@ -76,10 +76,10 @@ def completed(
 ) -> Found:
     """Compare queries with all rows if they got too few, and ``vectors`` is set."""
     distances_Qk, rows_Qk = found
-    lacking_Q = lacking(rows_Qk, len(rows_n))
+    lacking_Q = find_incomplete(rows_Qk, len(rows_n))
     if vectors is not None and lacking_Q.any():
         k = rows_Qk.shape[1]
-        distances_Qk[lacking_Q], rows_Qk[lacking_Q] = _compared(index, queries_Qd[lacking_Q], k, rows_n, vectors)
+        distances_Qk[lacking_Q], rows_Qk[lacking_Q] = _compare_rows(index, queries_Qd[lacking_Q], k, rows_n, vectors)
     return distances_Qk, rows_Qk
 
 
@@ -106,7 +106,7 @@ def _searching(index: Any) -> Any:  # noqa: ANN401
     return _searching(index.base_index) if isinstance(index, faiss.IndexRefine) else index
 
 
-def _compared(
+def _compare_rows(
     index: Any,  # noqa: ANN401
     queries_Qd: NDArray[np.float32],
     k: int,

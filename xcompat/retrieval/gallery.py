@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 from numpy.typing import ArrayLike
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.parallel import Spread, here
+from xcompat.core.parallel import Executor, run_locally
 from xcompat.retrieval.adopted_index import read_state
 from xcompat.retrieval.adoption import adopt_faiss, resync_faiss
 from xcompat.retrieval.backend import check_place
 from xcompat.retrieval.compaction import compact_gallery, folder_size
 from xcompat.retrieval.items import check_items
-from xcompat.retrieval.leftovers import making, require_empty
+from xcompat.retrieval.leftovers import create_in_folder, require_empty
 from xcompat.retrieval.manifest import Manifest, Metric, kept_manifests, write_manifest
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging
@@ -97,7 +97,7 @@ class Gallery(Snapshot):
         require_metric(model_or_fingerprint, metric)
         milvus = check_place(metric, index, version.dim, milvus)
         manifest = Manifest(metric=metric, index=index, milvus=milvus, versions=(version,))
-        with making(folder):
+        with create_in_folder(folder):
             return cls(folder, write_manifest(folder, manifest))
 
     @classmethod
@@ -299,7 +299,7 @@ class Gallery(Snapshot):
                 staging.publish("alias", versions=tuple(versions))
         return version.fingerprint
 
-    def upgrade(self, model: CompatModel, batch_size: int = 65536, spread: Spread = here) -> int:
+    def upgrade(self, model: CompatModel, batch_size: int = 65536, spread: Executor = run_locally) -> int:
         """Map stored embeddings to a newer model's space, without images. A rollback undoes it until a compaction.
 
         It maps embeddings of the old model, and those that compatible models stored in its space.

@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 from xcompat.core.distributed import from_main_process, gather_objects, is_main_process, process_state, rank, world_size
 from xcompat.core.errors import XcompatError
 from xcompat.core.interrupts import Interrupts
-from xcompat.core.parallel import Spread
-from xcompat.core.progress import Waiting, notice, progress_bar, rate_of
+from xcompat.core.parallel import Executor
+from xcompat.core.progress import Waiting, advance_bar, notice, progress_bar
 from xcompat.data import BadSamples
 from xcompat.embeddings.embed import embed_contents
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.original_checks import find_changed_originals
 from xcompat.retrieval.originals import Originals, Parts
-from xcompat.retrieval.same_names import others
 from xcompat.retrieval.versions import require_like_sides
 
 COMMIT_EVERY = 300.0
 """Seconds between commits, the largest loss of a killed process."""
 
 
-class Added(NamedTuple):
+class IngestCounts(NamedTuple):
     """Counts of originals.
 
     Args:
@@ -56,11 +56,11 @@ def ingest(
     embedder: Embedder,
     replace: bool = False,
     rows: NDArray[np.int64] | None = None,
-    spread: Spread | None = None,
+    spread: Executor | None = None,
     side_info: Embedder | None = None,
     by: str = "add",
     same_originals: bool = False,
-) -> Added:
+) -> IngestCounts:
     """Embed originals on all processes, add them on the main one, and skip known ones.
 
     Args:
@@ -95,7 +95,7 @@ def ingest(
         else:
             embedded = _embedded_by_workers(embedder, originals, todo, bad, spread)
         for kept, embeds, side in embedded:
-            rate_of(bar, task, len(kept), originals.kind, waiting)
+            advance_bar(bar, task, len(kept), originals.kind, waiting)
             if is_main_process():
                 ids = [originals.ids[row] for row in kept.tolist()]
                 gallery.add(embeds, ids, originals.metadata(kept), embedder, side, replace, side_info, same_originals)
@@ -109,7 +109,7 @@ def ingest(
     if is_main_process():
         gallery.commit(by)
     truncated = sum(gather_objects(embedder.processor.count_truncated - before, shared=True))  # waits for the commit
-    return Added(len(todo) - len(bad.reasons), len(wanted) - len(todo), len(bad.reasons), truncated)
+    return IngestCounts(len(todo) - len(bad.reasons), len(wanted) - len(todo), len(bad.reasons), truncated)
 
 
 def _missing(
@@ -134,7 +134,7 @@ def _missing(
                 "remove them from the input, or replace their embeddings (--replace)"
             )
     missing_n = np.array([version != embedder.fingerprint for version in place], dtype=bool)
-    if (found := others(gallery, originals, wanted[~missing_n], embedder)) is not None:
+    if (found := find_changed_originals(gallery, originals, wanted[~missing_n], embedder)) is not None:
         if found.on_side and not replace:
             notice(
                 f"{gallery.path} holds {found.named} on their side, as embedded before EXIF orientation was applied; "
@@ -179,7 +179,7 @@ def _embedded(
     nothing = _Part(rows[:0], np.empty((0, embedder.dim), np.float32), None)
     while True:
         gathered = gather_objects(next(embedded, nothing), shared=True)
-        bad.share()
+        bad.merge_processes()
         if not any(len(part.rows) for part in gathered):
             return
         yield from (part for part in gathered if len(part.rows))
@@ -199,7 +199,7 @@ def _with_sides(originals: Originals, parts: Parts, side_info: Embedder | None) 
 
 
 def _embedded_by_workers(
-    embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, spread: Spread
+    embedder: Embedder, originals: Originals, rows: NDArray[np.int64], bad: BadSamples, spread: Executor
 ) -> Iterator[_Part]:
     """Let workers embed the parts, and yield the embeddings."""
     size = originals.part(embedder)

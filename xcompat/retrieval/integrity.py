@@ -23,9 +23,9 @@ from xcompat.core.files import write_json
 CHECKED = "checked.json"
 LARGE = 1 << 26
 """Bytes from which a stamp is faster than reading. Checking 64 MB takes about 0.01 seconds."""
-MENDING = "open the gallery again if it was compacted in the meantime, or run `xcompat gallery verify`"
+REPAIR_ADVICE = "open the gallery again if it was compacted in the meantime, or run `xcompat gallery verify`"
 _Stamp: TypeAlias = tuple[int, int, int, int, str]
-_compared: set[_Stamp] = set()
+_checked_stamps: set[_Stamp] = set()
 
 
 def require_whole(gallery: Path, path: Path, record: FileRecord) -> Path:
@@ -43,16 +43,16 @@ def require_whole(gallery: Path, path: Path, record: FileRecord) -> Path:
         XcompatError: the file is missing or has changed.
     """
     stamp = _stamp(path, record)
-    if stamp is not None and stamp in _compared:
+    if stamp is not None and stamp in _checked_stamps:
         return path
     is_large = record.size >= LARGE
-    if not (is_large and stamp is not None and stamp in _remembered(gallery).values()):
+    if not (is_large and stamp is not None and stamp in _read_stamps(gallery).values()):
         if wrong := difference(path, record):
-            raise XcompatError(f"{wrong[0]}; {MENDING}")
+            raise XcompatError(f"{wrong[0]}; {REPAIR_ADVICE}")
         if is_large:
             _remember(gallery, path, record)
     if (stamp := _stamp(path, record)) is not None:
-        _compared.add(stamp)
+        _checked_stamps.add(stamp)
     return path
 
 
@@ -64,7 +64,7 @@ def _stamp(path: Path, record: FileRecord) -> _Stamp | None:
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, record.xxh3
 
 
-def _remembered(gallery: Path) -> dict[str, _Stamp]:
+def _read_stamps(gallery: Path) -> dict[str, _Stamp]:
     """Return the stamps of large files by path; empty if unreadable."""
     try:
         found = json.loads((gallery / CHECKED).read_bytes())
@@ -74,7 +74,7 @@ def _remembered(gallery: Path) -> dict[str, _Stamp]:
 
 
 def _remember(gallery: Path, path: Path, record: FileRecord) -> None:
-    there = {name: stamp for name, stamp in _remembered(gallery).items() if (gallery / name).is_file()}
+    there = {name: stamp for name, stamp in _read_stamps(gallery).items() if (gallery / name).is_file()}
     if (stamp := _stamp(path, record)) is not None:
         with suppress(OSError):  # without write access, the next process checks the file again
             write_json(gallery / CHECKED, there | {str(path.relative_to(gallery)): stamp})

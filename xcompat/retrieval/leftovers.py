@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import PARTIAL, clear_leftovers, listed, make_folder, read_json, sync_folder
+from xcompat.core.files import PARTIAL, clear_leftovers, list_entries, make_folder, read_json, sync_folder
 from xcompat.retrieval.backend import Backend
 from xcompat.retrieval.lock import LOCK, OWNER, lock_writer
 from xcompat.retrieval.manifest import CURRENT, GENERATIONS, REMOVED, SEGMENTS, read_manifest
@@ -30,7 +30,7 @@ _EARLIER = ".partial"
 
 
 @contextmanager
-def making(folder: Path) -> Iterator[None]:
+def create_in_folder(folder: Path) -> Iterator[None]:
     """Hold the writer lock while a gallery is created in an empty or unfinished folder.
 
     Raises:
@@ -62,7 +62,7 @@ def require_empty(folder: Path) -> None:
         )
 
 
-def was_not_reported(folder: Path) -> bool:
+def is_unreported(folder: Path) -> bool:
     """Return whether a gallery is complete, but its creator was killed before reporting success.
 
     The next writer deletes the marker.
@@ -82,7 +82,7 @@ def _is_begun(entry: Path) -> bool:
 
 
 def _clear_begun(folder: Path) -> None:
-    for file in listed(folder / GENERATIONS, "*.json"):
+    for file in list_entries(folder / GENERATIONS, "*.json"):
         file.unlink()
     for segment in _ours(folder / SEGMENTS, _SEGMENT):
         shutil.rmtree(segment)
@@ -102,7 +102,7 @@ def clear(folder: Path, backend: Backend) -> None:
     """
     (folder / BEGUN).unlink(missing_ok=True)
     for journal in _ours(folder, _JOURNAL):
-        if not _goes_on(folder, journal):
+        if not _can_continue(folder, journal):
             journal.unlink()
     begun = {match[2] for path in _inside(folder / SEGMENTS) if (match := _OLD_TEMPORARY.fullmatch(path.name)) and match[2]}
     segments = begun | {path.name for path in _ours(folder / SEGMENTS, _SEGMENT)}
@@ -117,7 +117,7 @@ def clear(folder: Path, backend: Backend) -> None:
     _clear_temporaries(folder)
 
 
-def _goes_on(folder: Path, journal: Path) -> bool:
+def _can_continue(folder: Path, journal: Path) -> bool:
     """Return whether an upgrade can continue."""
     try:
         return bool(read_json(journal)["generation"] == read_manifest(folder).generation)

@@ -36,11 +36,11 @@ def lock_writer(folder: Path) -> BaseFileLock:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return _owned(folder)
+        return _lock_with_owner_file(folder)
     return lock
 
 
-def _owned(folder: Path) -> BaseFileLock:
+def _lock_with_owner_file(folder: Path) -> BaseFileLock:
     lock = SoftFileLock(folder / OWNER, thread_local=False)
     try:
         lock.acquire(timeout=0)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from xcompat.core.checksums import FileRecord
 from xcompat.core.errors import GenerationGoneError, XcompatError
-from xcompat.core.files import atomic_path, listed, sync_folder
+from xcompat.core.files import atomic_path, list_entries, sync_folder
 from xcompat.core.fingerprint import Fingerprint
 
 SCHEMA = 1
@@ -233,7 +233,7 @@ def is_current_whole(folder: Path) -> bool:
 def known_generations(folder: Path) -> list[int]:
     """Return the generations that can be restored, oldest first, without interrupted commits."""
     current = read_manifest(folder).generation
-    found = sorted(int(path.stem) for path in listed(folder / GENERATIONS, "*.json") if _GENERATION.fullmatch(path.name))
+    found = sorted(int(path.stem) for path in list_entries(folder / GENERATIONS, "*.json") if _GENERATION.fullmatch(path.name))
     return [number for number in found if number <= current]
 
 

@@ -163,7 +163,7 @@ class Texts:
         An interrupted build leaves one partial document. Several, or passages that these documents lack, show another length.
         """
         counts = self._passages()
-        others = [name for document, count in counts.items() for name in _others(document, count)]
+        others = [name for document, count in counts.items() for name in _ids_if_cut_differently(document, count)]
         foreign = [name for name, version in zip(others, gallery.find(others), strict=True) if version is not None]
         foreign = sorted(set(foreign) - set(self.ids)) if foreign else []
         ends = [(f"{document}#0", f"{document}#{count - 1}") for document, count in counts.items() if count > 1]
@@ -208,7 +208,7 @@ class Texts:
             yield part, torch.cat(embeds).numpy(force=True)[np.argsort(np.concatenate(places))]
 
 
-def _others(document: str, count: int) -> tuple[str, ...]:
+def _ids_if_cut_differently(document: str, count: int) -> tuple[str, ...]:
     """Return ids that exist only if a document was cut differently."""
     return (f"{document}#{count}", document) if count else (f"{document}#0",)
 
@@ -245,7 +245,7 @@ def load_originals(
     return Texts(load_items_of_text(source), cut=source.words is not None)
 
 
-def together(parts: Sequence[Originals]) -> Originals:
+def merge_originals(parts: Sequence[Originals]) -> Originals:
     """Merge several sources into one. If ids repeat, the first source wins.
 
     Args:

@@ -118,7 +118,7 @@ class CompatibleRetrievalPipeline(Pipeline):
             self.asking = source = load_embedder(str(self.model.name_or_path), self.device)
             self._own = partial(_in_order, source.processor, self._run)
         self.rerank = _reranker(source, rerank, originals)
-        self.fallback = Fallback.of(self.asking, self.device, fallback)
+        self.fallback = Fallback.for_model(self.asking, self.device, fallback)
         if self.fallback is not None:
             self.fallback.require(self.asking, self.gallery.manifest)
 
@@ -212,7 +212,7 @@ def _reranker(
         if originals is not None:
             raise XcompatError("originals are for re-ranking; add rerank=20")
         return rerank
-    embedder = Embedder.of(source, "own") if isinstance(source, CompatModel) else source
+    embedder = Embedder.from_model(source, "own") if isinstance(source, CompatModel) else source
     return Reranker(embedder, None if originals is None else load_originals(originals), rerank)
 
 

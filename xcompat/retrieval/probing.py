@@ -41,7 +41,7 @@ def require_readable(path: Path, vectors: bool = True) -> None:
     _require_floats(path)
     limit = SECONDS + path.stat().st_size / BYTES_PER_SECOND
     try:
-        code, said = _look_apart(path, vectors, limit)
+        code, said = _probe_in_subprocess(path, vectors, limit)
     except subprocess.TimeoutExpired:
         reason = f"faiss did not finish within {limit:.0f} s"
     else:
@@ -62,7 +62,7 @@ def _require_floats(path: Path) -> None:
         )
 
 
-def _look_apart(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
+def _probe_in_subprocess(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
     """Return the exit code of the probe, and the last line of its stderr."""
     command = [sys.executable, str(_SCRIPT), str(path.resolve()), *["vectors"] * vectors]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False)

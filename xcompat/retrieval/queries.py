@@ -15,7 +15,7 @@ from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import is_file
-from xcompat.core.progress import console, progress_bar, rate_of
+from xcompat.core.progress import advance_bar, console, progress_bar
 from xcompat.data import BadSamples
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.picture_files import IMAGE_SUFFIXES
@@ -36,7 +36,7 @@ Source: TypeAlias = "Embedder | ServedMap | CompatModel | Fingerprint"
 """Model that embeds queries; for embedded queries, a map or fingerprint."""
 
 
-class Asked(NamedTuple):
+class QueryBlock(NamedTuple):
     """A block of embedded queries.
 
     Args:
@@ -56,14 +56,14 @@ class Queries(Protocol):
     def __len__(self) -> int:
         """Return their number, including unreadable ones."""
 
-    def embedded(self, embedder: Any) -> Iterator[Asked]:  # noqa: ANN401 - see Source
+    def embed_in_blocks(self, embedder: Any) -> Iterator[QueryBlock]:  # noqa: ANN401 - see Source
         """Embed the queries in the model's own space, in blocks; print and skip unreadable pictures."""
 
-    def again(self, old: Embedder, places: Sequence[int]) -> Tensor | NDArray[np.float32]:
+    def re_embed(self, old: Embedder, places: Sequence[int]) -> Tensor | NDArray[np.float32]:
         """Embed rows of the last block with another model, in its galleries' space."""
 
 
-class Typed:
+class TypedQuery:
     """A single typed query.
 
     Args:
@@ -81,16 +81,16 @@ class Typed:
     def __len__(self) -> int:
         return 1
 
-    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+    def embed_in_blocks(self, embedder: Embedder | ServedMap) -> Iterator[QueryBlock]:
         """Yield the embedded query."""
-        yield Asked([self.query], [None if is_file(self.query) else self.query], query_embeddings(embedder, self.query))
+        yield QueryBlock([self.query], [None if is_file(self.query) else self.query], query_embeddings(embedder, self.query))
 
-    def again(self, old: Embedder, places: Sequence[int]) -> Tensor:
+    def re_embed(self, old: Embedder, places: Sequence[int]) -> Tensor:
         """Embed the query with another model."""
         return old.embed(_query_batch(old.processor.for_queries(), self.query))
 
 
-class Listed:
+class SourceQueries:
     """All texts or pictures of a source.
 
     Args:
@@ -103,13 +103,13 @@ class Listed:
     def __len__(self) -> int:
         return len(self.originals.ids)
 
-    def embedded(self, embedder: Embedder | ServedMap) -> Iterator[Asked]:
+    def embed_in_blocks(self, embedder: Embedder | ServedMap) -> Iterator[QueryBlock]:
         """Embed all queries, block by block."""
         rows = np.arange(len(self))
         for block, embeds_QD in self._served(embedder) if isinstance(embedder, ServedMap) else self._own(embedder, rows):
             self._block = block
             texts = self.originals.dataset.select_columns([TEXT])[block][TEXT] if isinstance(self.originals, Texts) else None
-            yield Asked([self.originals.ids[row] for row in block.tolist()], texts or [None] * len(block), embeds_QD)
+            yield QueryBlock([self.originals.ids[row] for row in block.tolist()], texts or [None] * len(block), embeds_QD)
 
     def one_by_one(self) -> list[str]:
         """Return each text, or the path of each picture.
@@ -124,7 +124,7 @@ class Listed:
             raise XcompatError("cannot search one by one with pictures in an archive or a table; use a folder of pictures")
         return paths
 
-    def again(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
+    def re_embed(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
         """Embed rows of the last block with another model."""
         asking = replace(old, processor=old.processor.for_queries())
         return np.concatenate([embeds for _, embeds in self.originals.embed(asking, self._block[list(places)])])
@@ -146,7 +146,7 @@ class Listed:
             yield block, service.embed(self.originals.dataset.select_columns([TEXT])[block][TEXT])
 
 
-def load_queries(source: str) -> Listed:
+def load_queries(source: str) -> SourceQueries:
     """Read a source of many queries.
 
     Args:
@@ -159,20 +159,22 @@ def load_queries(source: str) -> Listed:
     if has_suffix(source, (".txt",)) and is_file(source):
         lines = [line for line in read_lines(Path(source)) if line.strip()]
         if lines and has_suffix(lines[0], IMAGE_SUFFIXES):
-            return Listed(Pictures(hf.Dataset.from_dict({IMAGE: [{"path": line, "bytes": None} for line in lines], ID: lines})))
-    return Listed(load_originals(source))
+            return SourceQueries(
+                Pictures(hf.Dataset.from_dict({IMAGE: [{"path": line, "bytes": None} for line in lines], ID: lines}))
+            )
+    return SourceQueries(load_originals(source))
 
 
-def followed(queries: Queries, embedder: Source) -> Iterator[Asked]:
+def embed_with_progress(queries: Queries, embedder: Source) -> Iterator[QueryBlock]:
     """Embed queries block by block, with a progress bar if there are several."""
     if len(queries) == 1:
-        yield from queries.embedded(embedder)
+        yield from queries.embed_in_blocks(embedder)
         return
     with progress_bar() as bar:
         task = bar.add_task("searching", total=len(queries), rate="")
-        for asked in queries.embedded(embedder):
+        for asked in queries.embed_in_blocks(embedder):
             yield asked
-            rate_of(bar, task, len(asked.ids), "queries")
+            advance_bar(bar, task, len(asked.ids), "queries")
 
 
 def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:

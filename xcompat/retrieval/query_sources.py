@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.retrieval import asked
+from xcompat.retrieval import argument_checks
 from xcompat.retrieval.embedded_queries import EmbeddedQueries, find_content
 from xcompat.vectors.checks import BAD_SHARE
 
@@ -77,10 +77,10 @@ def load_queries_and_model(
         return found
     if max_bad_share is not None:
         raise XcompatError("--max-bad-share works with embedded queries only; remove it")
-    asked.require_models(model, fallback)
-    from xcompat.retrieval.queries import Typed, load_queries
+    argument_checks.require_models(model, fallback)
+    from xcompat.retrieval.queries import TypedQuery, load_queries
 
-    typed = Typed(query) if query is not None else load_queries(str(queries))
+    typed = TypedQuery(query) if query is not None else load_queries(str(queries))
     from xcompat.core.distributed import device
     from xcompat.core.progress import silence_libraries
     from xcompat.embeddings.provider import ServedMap
@@ -94,7 +94,7 @@ def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel |
     """Load the model that made embeddings: a map without its encoder, or a name that the gallery knows."""
     if (name := Fingerprint.from_string(model)) in known:
         return name
-    asked.require_models(model)
+    argument_checks.require_models(model)
     import torch
 
     from xcompat.core.distributed import device

@@ -18,7 +18,7 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice, notice_once
 from xcompat.data import BadSamples
 from xcompat.data.schema import ID, METADATA, TEXT
-from xcompat.embeddings.provider import ServedMap, asking
+from xcompat.embeddings.provider import ServedMap, query_model
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.new_embeddings import NewEmbeddings
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.retrieval.manifest import Metric
-    from xcompat.retrieval.queries import Asked, Queries, Source
+    from xcompat.retrieval.queries import Queries, QueryBlock, Source
 
 COMPARED, ALIKE = 8, 0.9
 """Originals to compare with stored embeddings, and the cosine of equal ones."""
@@ -114,7 +114,7 @@ class Reranker:
         if candidates < 1:
             raise XcompatError(f"cannot re-rank {candidates} candidates; use at least 1")
         if old_weight is None:
-            chosen = getattr(getattr(asking(model), "config", None), "rerank_old_weight", None)
+            chosen = getattr(getattr(query_model(model), "config", None), "rerank_old_weight", None)
             old_weight = OLD_WEIGHT if chosen is None else chosen
         if not 0 <= old_weight < 1:
             raise XcompatError(f"the weight of old scores is {old_weight}; use a number from 0 to below 1")
@@ -138,9 +138,9 @@ class Reranker:
         if isinstance(self.source, ServedMap):
             return None
         embedder = self.source.passages or self.source
-        return Embedder.of(embedder.model, "own") if isinstance(embedder.model, CompatModel) else embedder
+        return Embedder.from_model(embedder.model, "own") if isinstance(embedder.model, CompatModel) else embedder
 
-    def embed_again(self, queries: Queries, asked: Asked, source: Source) -> Tensor | NDArray[np.float32] | None:
+    def re_embed_queries(self, queries: Queries, asked: QueryBlock, source: Source) -> Tensor | NDArray[np.float32] | None:
         """Embed queries with this model; return None if it embedded them already.
 
         Args:
@@ -157,7 +157,7 @@ class Reranker:
             raise XcompatError(f"{self.fingerprint} cannot embed queries given as embeddings; use texts or pictures")
         if self._embedder is None:
             raise XcompatError(f"{self.fingerprint} is a service and re-ranks its own queries only; search with a map of it")
-        return queries.again(self._embedder.for_queries(), range(len(asked.ids)))
+        return queries.re_embed(self._embedder.for_queries(), range(len(asked.ids)))
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -170,7 +170,7 @@ class Reranker:
     @property
     def dim(self) -> int:
         """Dimension of the new embeddings."""
-        model = asking(self.source)
+        model = query_model(self.source)
         return model.config.embedding_dim if isinstance(model, CompatModel) else model.dim
 
     @cached_property
@@ -219,7 +219,7 @@ class Reranker:
 
     def _own_view(self, embeds_ND: NDArray[np.float32]) -> NDArray[np.float32]:
         """Convert embeddings to the form in which the model compares them."""
-        model = asking(self.source)
+        model = query_model(self.source)
         if not isinstance(model, CompatModel):
             return normalise_rows(embeds_ND)
         with torch.inference_mode():
@@ -302,7 +302,7 @@ class Reranker:
 
     def _stored(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
         """Return embeddings that the gallery stores as this model outputs them."""
-        model = asking(self.source)
+        model = query_model(self.source)
         if gallery is None or (isinstance(model, CompatModel) and model.stores_view):
             return {}
         version = model.stored_fingerprint() if isinstance(model, CompatModel) else model.version

@@ -191,7 +191,7 @@ class Search:
         asked = []
         for number, (version, queries_Qd) in enumerate(views):
             if old_queries is not None:
-                queries_Qd = old_queries.among(model, version, queries_Qd)
+                queries_Qd = old_queries.replace_or_mix(model, version, queries_Qd)
             if queries_Qd.shape[1] != version.dim:
                 raise XcompatError(
                     f"the queries have {queries_Qd.shape[1]} dimensions, but the {version.fingerprint} embeddings {version.dim}"
@@ -231,7 +231,7 @@ class Search:
             return None
         scales_Q = [np.tile(np.array(scale, np.float32), (count, 1)) for scale in scales]
         if old_queries is not None and old_queries.share == 1:
-            replaced_Q = old_queries.asked()
+            replaced_Q = old_queries.old_query_mask()
             of_old = gallery_scales(old_queries.model, versions, self.manifest.metric)
             for version, scale_Q2, scale in zip(versions, scales_Q, of_old or scales, strict=True):
                 if fits(old_queries.model, version):

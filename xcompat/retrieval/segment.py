@@ -17,7 +17,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, make_folder, write_array
 from xcompat.retrieval.backend import INDEX_FILE, Backend, VectorIndex
 from xcompat.retrieval.filtered_search import Found, ReadRows
-from xcompat.retrieval.integrity import MENDING, require_whole
+from xcompat.retrieval.integrity import REPAIR_ADVICE, require_whole
 from xcompat.retrieval.items import Items
 from xcompat.retrieval.manifest import REMOVED, SEGMENTS, SegmentRecord
 
@@ -121,7 +121,7 @@ class Segment:
     def _file(self, name: str) -> Path:
         """Check a file against its checksum and return its path."""
         if name not in self.record.files:
-            raise XcompatError(f"{self.folder} was written without {name}; {MENDING}")
+            raise XcompatError(f"{self.folder} was written without {name}; {REPAIR_ADVICE}")
         return require_whole(self.gallery, self.folder / name, self.record.files[name])
 
     @cached_property
@@ -304,7 +304,7 @@ def _mapped(path: Path) -> NDArray[Any]:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise XcompatError(f"{path} cannot be read ({reason}); {MENDING}") from None
+        raise XcompatError(f"{path} cannot be read ({reason}); {REPAIR_ADVICE}") from None
 
 
 def _indices(rows_n: NDArray[np.int64]) -> pa.Array:

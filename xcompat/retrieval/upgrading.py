@@ -16,8 +16,8 @@ from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.files import read_json, write_json
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.parallel import Spread, here
-from xcompat.core.progress import progress_bar, rate_of
+from xcompat.core.parallel import Executor, run_locally
+from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.retrieval.items import Items, checked_embeddings
 from xcompat.retrieval.manifest import SegmentRecord, json_checksum
 from xcompat.retrieval.segment import Segment
@@ -74,7 +74,7 @@ def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
     return Plan(items, per_item * items, items * model.config.embedding_dim * 4)
 
 
-def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, spread: Spread = here) -> int:
+def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, spread: Executor = run_locally) -> int:
     """Map all embeddings of the old space, ``batch_size`` at a time, and commit; return their number.
 
     Raises:
@@ -84,7 +84,7 @@ def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, sprea
     segments = segments_to_map(gallery, model)
     version = upgraded_version(model)
     journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
-    progress = _begun(gallery, journal)
+    progress = _load_progress(gallery, journal)
     staging.take(progress.records, [version])
     left = [(segment, _left(segment, progress)) for segment in segments]
     total, to_map = sum(map(len, segments)), sum(len(rows) for _, rows in left)
@@ -94,7 +94,7 @@ def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, sprea
         for segment, blocks in groupby(mapped, key=lambda each: each[0].segment):
             for (_, rows_n, items), block in blocks:
                 staging.put(version, _items(block, items, gallery, model))
-                rate_of(bar, task, len(rows_n), "embeddings")
+                advance_bar(bar, task, len(rows_n), "embeddings")
                 if written := staging.flush_if_large():
                     _record(journal, progress, segment, int(rows_n[-1]) + 1, written)
             _record(journal, progress, segment, segment.record.rows, staging.flush())
@@ -210,7 +210,7 @@ def _record(journal: Path, progress: _Progress, segment: Segment, row: int, writ
     write_json(journal, told | {"checksum": json_checksum(told)})
 
 
-def _begun(gallery: Snapshot, journal: Path) -> _Progress:
+def _load_progress(gallery: Snapshot, journal: Path) -> _Progress:
     """Read a valid journal of an upgrade, or start a new one."""
     fresh = _Progress(generation=gallery.generation)
     try:

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xcompat.models.base import CompatModel
-    from xcompat.models.config import Compares
+    from xcompat.models.config import Metric
     from xcompat.models.embedder import Embedder
 
     Model: TypeAlias = CompatModel | Embedder | Fingerprint
 
 UPGRADED = "upgrade"
 """Derivation name for fingerprints of mapped embeddings."""
-JOINING = "use a run or map of the new model that is compatible with the old one: its queries search both"
+JOIN_ADVICE = "use a run or map of the new model that is compatible with the old one: its queries search both"
 CHUNK = 8192
 
 
@@ -80,8 +80,8 @@ def searchable_versions(model: CompatModel | Embedder) -> list[VersionRecord]:
 def upgraded_version(model: CompatModel) -> VersionRecord:
     """Describe the embeddings that a model maps; they share its encoder's space, if known."""
     own = model.fingerprint()
-    shares = tuple(encoder.digest for encoder in model.embeds_written()) if model.embeds_in_memory else ()
-    digest = own.derived(UPGRADED).digest
+    shares = tuple(encoder.digest for encoder in model.saved_embedding_fingerprints()) if model.embeds_in_memory else ()
+    digest = own.derive(UPGRADED).digest
     side = model.config.new_side_info["fingerprint"] if model.writes_side_info else None
     scale = tuple(model.score_scales.new) if model.score_scales is not None else None
     known = {"digest": digest, "name": own.name, "dim": model.config.embedding_dim, "shares": shares, "side_info": side}
@@ -125,7 +125,7 @@ def require_like_sides(known: VersionRecord, have: set[int], side_dim: int, by: 
         )
 
 
-def own_metric(model: Model) -> Compares:
+def own_metric(model: Model) -> Metric:
     """Return how a model's embeddings are compared; cosine for a fingerprint."""
     return "cosine" if isinstance(model, Fingerprint) else model.metric
 
@@ -162,7 +162,7 @@ def stored_embeddings(
     if stored.ndim == 2 and stored.shape[1] != record.dim:
         raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, but these embeddings have {stored.shape[1]}")
     known = next((version for version in versions if version.digest == record.digest), record)
-    return record, stored if model is None else of_length(model, stored, known)
+    return record, stored if model is None else scale_to_length(model, stored, known)
 
 
 def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> NDArray[np.float32] | None:
@@ -203,13 +203,13 @@ def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArra
 def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
     own = model.stored_fingerprint()
     if version.digest == own.digest:  # metric and memory help here as for old embeddings
-        return _through(model.view if model.stores_view else model.self_view, embeds, model)
+        return _through(model.to_space if model.stores_view else model.self_view, embeds, model)
     if model.maps_galleries:
-        mapped = version.digest == model.fingerprint().derived(UPGRADED).digest
+        mapped = version.digest == model.fingerprint().derive(UPGRADED).digest
         return _through(model.self_view, embeds, model) if mapped else _plain(model, embeds, version)
     for older in model.compatible_with:
         if older.digest in (version.digest, *version.shares):
-            return _through(partial(model.view, version=older), embeds, model)
+            return _through(partial(model.to_space, version=older), embeds, model)
     return _plain(model, embeds, version)
 
 
@@ -244,12 +244,12 @@ def query_views(
                 f"queries of {identity(model)} cannot be compared with the {version.fingerprint} embeddings of this gallery: "
                 f"{_advice(model, version, place)}"
             )
-        views.append((version, of_length(model, view, version)))
+        views.append((version, scale_to_length(model, view, version)))
     require_metric(model, manifest.metric)
     return views
 
 
-def of_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
+def scale_to_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
     """Scale a model's embeddings to the length of unnormalised stored ones."""
     if version.length == 1 or isinstance(model, Fingerprint):
         return embeds_ND
@@ -379,7 +379,7 @@ def require_common_search(model: Model, versions: Iterable[VersionRecord], place
         if not fits(model, version):
             raise FingerprintMismatchError(
                 f"no single model could search embeddings of {identity(model)} and the {version.fingerprint} embeddings of this "
-                f"gallery: {_advice(model, version, place) if _compat(model) is not None else JOINING}"
+                f"gallery: {_advice(model, version, place) if _compat(model) is not None else JOIN_ADVICE}"
             )
 
 
@@ -406,11 +406,11 @@ def alias_advice(model: Model, version: VersionRecord, place: object) -> str | N
         return None
     known = compat.version_dims() if compat is not None else [(identity(model), version.dim)]
     for candidate, dim in known:
-        if dim == version.dim and (candidate.is_of_name or own.is_of_name):
+        if dim == version.dim and (candidate.is_name_only or own.is_name_only):
             which = "map was fitted for" if compat is not None else "queries are of"
-            called = f"the {which} {'the name ' if candidate.is_of_name else ''}{candidate.name!r}"
+            called = f"the {which} {'the name ' if candidate.is_name_only else ''}{candidate.name!r}"
             command = f"xcompat gallery alias {shlex.quote(str(place))} {shlex.quote(candidate.name)}"
-            named = f"the name {own.name!r}" if own.is_of_name else own
+            named = f"the name {own.name!r}" if own.is_name_only else own
             return f"{called}. If that and {named} are the same model, run `{command}`, then repeat this command"
     return None
 
@@ -421,14 +421,14 @@ def aliased_version(versions: Sequence[VersionRecord], alias: Fingerprint) -> Ve
     Raises:
         XcompatError: there is no such version, or it has other weights.
     """
-    matching = [version for version in versions if alias.is_of_name or version.fingerprint.is_of_name] or list(versions)
+    matching = [version for version in versions if alias.is_name_only or version.fingerprint.is_name_only] or list(versions)
     version = matching[0]
     if len(matching) > 1:
         raise XcompatError(
             f"this gallery holds embeddings of {', '.join(str(each.fingerprint) for each in matching)}, and {alias.name!r} could "
             "be any of them; fit the map again with the model itself as --old-model"
         )
-    if not (alias.is_of_name or version.fingerprint.is_of_name) and alias.digest != version.digest:
+    if not (alias.is_name_only or version.fingerprint.is_name_only) and alias.digest != version.digest:
         raise XcompatError(
             f"{alias} is another model than {version.fingerprint}, which made this gallery: weights or preprocessing differ; "
             "fit the map again with embeddings of the gallery's model"

@@ -19,7 +19,7 @@ def serve_target(
     """Serve a page until interrupted.
 
     Args:
-        target: a gallery or a run, as for :func:`~xcompat.serve.target.load_site`.
+        target: a gallery or a run, as for :func:`~xcompat.serve.site_loading.load_site`.
         options: address and password of the page.
         model: the new model.
         old: the old model.
@@ -37,6 +37,6 @@ def serve_target(
             f'the page needs {error.name}; install it with `pip install -e ".[serve]"` in a clone of xcompat'
         ) from None
     from xcompat.serve.app import serve
-    from xcompat.serve.target import load_site
+    from xcompat.serve.site_loading import load_site
 
     serve(load_site(target, model, old, sources, allow_changes), options)

@@ -22,9 +22,9 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.progress import console, literal
 from xcompat.serve import queries
 from xcompat.serve.connections import make_server
-from xcompat.serve.differing import page
+from xcompat.serve.differing_queries import page
 from xcompat.serve.documents import main_page, report_page
-from xcompat.serve.failing import answer_failure
+from xcompat.serve.error_responses import answer_failure
 from xcompat.serve.galleries import Jobs, describe_gallery, prepare_work
 from xcompat.serve.guard import PICTURE_PATH, Access, Guard
 from xcompat.serve.lane import Lane

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import console, followed_by
-from xcompat.embeddings.provider import asking
+from xcompat.core.progress import console, redirect_bars
+from xcompat.embeddings.provider import query_model
 from xcompat.models.base import CompatModel
 from xcompat.retrieval import Gallery, commands
 from xcompat.retrieval.doctor import SAMPLE
 from xcompat.retrieval.versions import fits
-from xcompat.serve.failing import answer_failure, hide_folders
+from xcompat.serve.error_responses import answer_failure, hide_folders
 from xcompat.serve.lane import BusyError, Client, Lane
 from xcompat.serve.rendering import render
 
@@ -39,7 +39,7 @@ def describe_gallery(site: Site, title: str) -> str:
     versions = []
     for version, items in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
-        fitting = [side.label for side in site.sides if fits(asking(side.embedder), record)]
+        fitting = [side.label for side in site.sides if fits(query_model(side.embedder), record)]
         share = items / max(len(gallery), 1)
         versions.append({"version": version, "count": items, "share": share, "dim": record.dim, "fitting": fitting})
     return render("gallery.html.j2", gallery=gallery, versions=versions, states=gallery.generations()[::-1])
@@ -137,7 +137,7 @@ def _run_captured(work: Callable[[], object], job: Job) -> str:
         job.said = f"{Text.from_markup(task.description).plain}: {task.completed:,.0f}{total}, {task.fields['rate']}"
 
     job.said = "runs"
-    with console.capture() as printed, followed_by(follow):
+    with console.capture() as printed, redirect_bars(follow):
         work()
     return hide_folders(Text.from_ansi(printed.get()).plain)
 

@@ -16,7 +16,7 @@ from xcompat.core.markdown import templates
 from xcompat.core.progress import snippet
 from xcompat.data.schema import CAPTION, TEXT
 from xcompat.report.wording import percent
-from xcompat.retrieval.showing import short
+from xcompat.retrieval.hit_output import short
 
 if TYPE_CHECKING:
     from jinja2 import Environment

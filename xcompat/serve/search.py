@@ -11,8 +11,8 @@ from PIL.Image import Image
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.data.schema import TEXT
 from xcompat.hub.endpoint import public_name
-from xcompat.retrieval.showing import SEVERAL_VERSIONS, short, wanted_metadata
-from xcompat.retrieval.side_by_side import DEPTH, Placed, place
+from xcompat.retrieval.hit_output import SEVERAL_VERSIONS, short, wanted_metadata
+from xcompat.retrieval.ranking_comparison import DEPTH, PlacedHit, pair_places
 from xcompat.serve.queries import FILTERS, LONGEST, LONGEST_FILTER, MOST, TOP_K, SearchQuery
 from xcompat.serve.rendering import link, picture_uri, render, rest_of, words_of
 from xcompat.serve.site import OLD, Shelf, Side, Site
@@ -87,12 +87,14 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
     shelf = site.shelf(asked.gallery)
     query = _read_query(shelf, asked, picture)
     where = wanted_metadata(asked.where)
-    found = {side.label: _found(shelf, side, query, where, site.allow_changes) for side in site.asking(asked.rerank)}
+    found = {
+        side.label: _search_side(shelf, side, query, where, site.allow_changes) for side in site.sides_for_search(asked.rerank)
+    }
     if not any(found.values()):
         shelf.gallery().require_keys(where)
     return render(
         "results.html.j2",
-        **shown(site, shelf, asked, found),
+        **result_values(site, shelf, asked, found),
         picture=query if isinstance(query, Image) else None,
         words=query if isinstance(query, str) else "",
         depth=DEPTH,
@@ -111,7 +113,7 @@ def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image
     return asked.text
 
 
-def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], keep: bool) -> list[Hit] | str:
+def _search_side(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], keep: bool) -> list[Hit] | str:
     """Return a model's hits, or the reason it cannot search."""
     if isinstance(query, Image) and not side.reads_pictures:
         return f"{side.embedder.name} embeds texts only"
@@ -123,15 +125,15 @@ def _found(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], 
         return str(error)
 
 
-def shown(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
+def result_values(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
     """Return the template values of the results."""
     newest = shelf.gallery().generation
     lists = {label: hits for label, hits in found.items() if isinstance(hits, list)}
     columns: list[dict[str, Any]] = []
-    for side in site.asking(asked.rerank):
+    for side in site.sides_for_search(asked.rerank):
         hits = found[side.label]
         others = next((other for label, other in lists.items() if label != side.label), None)
-        placed = place(hits, others, asked.k) if isinstance(hits, list) else []
+        placed = pair_places(hits, others, asked.k) if isinstance(hits, list) else []
         generation = shelf.gallery(side).generation if placed else newest
         columns.append(
             {
@@ -164,7 +166,7 @@ def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
     return f"{hits}: --images has only readable pictures of {' and '.join(source.path.name for source in shelf.sources)}"
 
 
-def _card(shelf: Shelf, side: Side, placed: Placed, asked: SearchQuery, compared: bool) -> dict[str, Any]:
+def _card(shelf: Shelf, side: Side, placed: PlacedHit, asked: SearchQuery, compared: bool) -> dict[str, Any]:
     hit = placed.hit
     picture = shelf.picture(hit.id, hit.metadata)
     move, moved, state = _move(placed, side.label != OLD) if compared else ("", "", "")
@@ -182,7 +184,7 @@ def _card(shelf: Shelf, side: Side, placed: Placed, asked: SearchQuery, compared
     }
 
 
-def _move(placed: Placed, is_new: bool) -> tuple[str, str, str]:
+def _move(placed: PlacedHit, is_new: bool) -> tuple[str, str, str]:
     """Return a sign for a hit's move, its description, and whether it is better or worse."""
     if not is_new:
         if placed.other is None:

@@ -18,13 +18,13 @@ from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import IMAGE, IMAGE_COLUMNS, TEXT
 from xcompat.models.base import CompatModel
 from xcompat.retrieval import Gallery, Hit
-from xcompat.retrieval.originals import Originals, Pictures, load_originals, together
+from xcompat.retrieval.originals import Originals, Pictures, load_originals, merge_originals
+from xcompat.retrieval.ranking_comparison import find, searchable_state
 from xcompat.retrieval.reranking import Reranker
-from xcompat.retrieval.side_by_side import find, searchable_state
 
 if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
-    from xcompat.training.test_items import Questions
+    from xcompat.training.test_items import QuerySet
 
 OLD, NEW, RERANKED = "old query", "new query", "re-ranked"
 
@@ -150,7 +150,7 @@ class Shelf:
         """
         if not self.sources:
             raise XcompatError("the gallery's originals are unknown; start the page with --images or --texts")
-        return together([source.originals for source in self.sources])
+        return merge_originals([source.originals for source in self.sources])
 
     def picture(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
         """Return an item's picture, or None if it is unknown or unreadable."""
@@ -188,7 +188,7 @@ def _lies_in(file: Path, folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Judged:
+class TestResults:
     """Test queries of a direction, with their results on the old gallery.
 
     Args:
@@ -198,7 +198,7 @@ class Judged:
         new_Q: the same with the new query.
     """
 
-    questions: Questions
+    questions: QuerySet
     rows_Q: NDArray[np.int64]
     old_Q: NDArray[Any]
     new_Q: NDArray[Any]
@@ -222,7 +222,7 @@ class Site:
     shelves: dict[str, Shelf]
     sides: list[Side]
     report: Path | None = None
-    judged: dict[str, Judged] = field(default_factory=dict)
+    judged: dict[str, TestResults] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
     allow_changes: bool = False
 
@@ -243,7 +243,7 @@ class Site:
         """Whether the originals of any gallery are known."""
         return any(shelf.sources for shelf in self.shelves.values())
 
-    def asking(self, rerank: bool) -> list[Side]:
+    def sides_for_search(self, rerank: bool) -> list[Side]:
         """Return the models for a search. With ``rerank`` the new model answers twice."""
         return [*self.sides, Side(RERANKED, self.sides[-1].embedder)] if rerank else self.sides
 

@@ -99,8 +99,8 @@ class Store(ABC):
     uri: StoreUri
     space: str
     metric: Metric
-    locks: ClassVar[bool] = False
-    tells: ClassVar[bool] = False
+    supports_locking: ClassVar[bool] = False
+    reports_version: ClassVar[bool] = False
     _known: Space | None = None
     _padded: tuple[Space, int] | None = None
     """Space with padded vectors, and their dimension without padding."""
@@ -232,11 +232,11 @@ class Store(ABC):
             hits = self.find(embeds_QD, model, max(top_k, rerank.candidates), filter, old_queries)
             asked_QD = embeds_QD if rerank_queries is None else rerank_queries
             return [each[:top_k] for each in rerank.order(asked_QD, hits, metric=self.metric)]
-        own = (self._known if self.tells else None) or self._look()
+        own = (self._known if self.reports_version else None) or self._refresh()
         try:
-            hits = self.search(self._viewed(embeds_QD, model, own, old_queries), top_k, filter)
+            hits = self.search(self._to_query_space(embeds_QD, model, own, old_queries), top_k, filter)
         except XcompatError:
-            if self._look() == own:
+            if self._refresh() == own:
                 raise
         else:
             if all(hit.version == own.fingerprint for found in hits for hit in found):
@@ -244,11 +244,11 @@ class Store(ABC):
             self._known = None
         return self.find(embeds_QD, model, top_k, filter, old_queries)  # switched or named in the meantime
 
-    def _look(self) -> Space:
+    def _refresh(self) -> Space:
         self._known = self.spaces()[self.space]
         return self._known
 
-    def _viewed(self, embeds_QD: ArrayLike, model: Model, own: Space, old_queries: OldQueries | None = None) -> ArrayLike:
+    def _to_query_space(self, embeds_QD: ArrayLike, model: Model, own: Space, old_queries: OldQueries | None = None) -> ArrayLike:
         if own.fingerprint is None:
             raise XcompatError(f"the model of {self.space} in {self.uri} is unknown; {_ADOPT}")
         dim = own.dim if own.dim is not None else as_float32(embeds_QD).shape[-1]
@@ -267,7 +267,7 @@ class Store(ABC):
             if old_queries is None:
                 notice_missing_old(model)
             else:
-                view = old_queries.among(model, made, view)
+                view = old_queries.replace_or_mix(model, made, view)
         return self._padded_queries(view, own)
 
     def _padded_queries(self, queries_QD: NDArray[np.float32], own: Space) -> NDArray[np.float32]:
@@ -376,7 +376,7 @@ class Store(ABC):
             Number of written rows.
         """
 
-    def tidy(self, space: str, like: str) -> int:
+    def delete_orphans(self, space: str, like: str) -> int:
         """Delete rows that another space no longer has, and return their number.
 
         Rows that services added to the searched space stay. Stores with one row for all spaces do nothing.
@@ -402,7 +402,7 @@ class Store(ABC):
     def switch_back(self, space: str) -> None:
         """Undo a complete or interrupted :meth:`switch`. Can be repeated."""
 
-    def settle(self) -> None:  # noqa: B027 - most stores finish at once
+    def finish_switch(self) -> None:  # noqa: B027 - most stores finish at once
         """Finish slow parts of a switch while clients work. Can be repeated."""
 
     @abstractmethod
@@ -410,17 +410,17 @@ class Store(ABC):
         """Delete a space."""
 
     @abstractmethod
-    def alone(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Keep other clients out, and commit the block as a whole.
 
-        If :attr:`locks` is False, concurrent writes are caught up after the switch.
+        If :attr:`supports_locking` is False, concurrent writes are caught up after the switch.
         """
 
     @abstractmethod
-    def claimed(self) -> AbstractContextManager[None]:
+    def migration_lease(self) -> AbstractContextManager[None]:
         """Prevent a second migration. The lock ends with the process."""
 
-    def renew_claim(self) -> None:
+    def renew_lease(self) -> None:
         """Renew the migration lease, if it can expire.
 
         Raises:

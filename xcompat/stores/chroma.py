@@ -19,7 +19,7 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
-from xcompat.stores.chroma_client import RETRYING, connect, explained
+from xcompat.stores.chroma_client import RETRYING, connect, plain_errors
 from xcompat.stores.lease import Lease
 from xcompat.stores.uri import StoreUri
 
@@ -49,7 +49,7 @@ class ChromaStore(Store):
         self._lease = Lease(self)
         own = self._found(self.space) or (self._found(self.space + BEFORE) if self.record("migration") else None)
         if own is None:  # not an interrupted switch either
-            with explained(uri):
+            with plain_errors(uri):
                 raise self._missing(self.space)
         kinds = [kind for kind in ("hnsw", "spann") if own.configuration_json.get(kind)]
         self.metric = METRICS[own.configuration_json[kinds[0]]["space"]]
@@ -59,7 +59,7 @@ class ChromaStore(Store):
 
     def _found(self, name: str) -> chromadb.Collection | None:
         """Return a collection without its embedding function, or None."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             try:
                 return self.client.get_collection(name, embedding_function=None)
             except NotFoundError:
@@ -100,7 +100,7 @@ class ChromaStore(Store):
             return 0
         if without is not None and self.count(without):  # else no row has one
             return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return found.count()
 
     @override
@@ -117,7 +117,7 @@ class ChromaStore(Store):
         collection, own = self._searched[name]
         queries_QD = self.queries(vectors_QD, own)
         asked: dict[str, Any] = {"query_embeddings": queries_QD, "n_results": top_k, "include": ["distances"]}
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found = collection.query(**asked, **_conditions(filter))
         version, one = own.fingerprint or UNKNOWN, 0.0 if self.metric == "l2" else 1.0
         distances = found["distances"] or []
@@ -198,7 +198,7 @@ class ChromaStore(Store):
 
     def _read(self, collection: chromadb.Collection, **asked: Any) -> Any:  # noqa: ANN401 - vectors are arrays
         """Read rows, and retry if concurrent deletes raise an error."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return RETRYING(collection.get, **asked)
 
     @property
@@ -225,7 +225,7 @@ class ChromaStore(Store):
         own = self._collection(self.space)
         index: Any = {kind: own.configuration_json[kind] for kind in ("hnsw", "spann") if own.configuration_json.get(kind)}
         making = name + MAKING
-        with explained(self.uri):
+        with plain_errors(self.uri):
             made = self.client.create_collection(making, metadata=own.metadata, configuration=index, embedding_function=None)
         self._set_row(str(made.id), {"digest": model.digest, "name": model.name, "source": str(own.id)})
         try:
@@ -241,7 +241,7 @@ class ChromaStore(Store):
             piece = slice(start, start + self._most)
             metadatas, documents, uris = zip(*(rows.copies or [])[piece], strict=True)
             states = [{**one, STATE: state} for one, state in zip(metadatas, rows.states[piece], strict=True)]
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 stale = self._read(collection, ids=rows.ids[piece], include=[])["ids"]
                 if stale:  # an update would keep old fields
                     collection.delete(ids=stale)
@@ -249,10 +249,10 @@ class ChromaStore(Store):
         return len(rows.ids)
 
     @override
-    def tidy(self, space: str, like: str) -> int:
+    def delete_orphans(self, space: str, like: str) -> int:
         new, old = self._collection(space), self._collection(like)
         offset, stale = 0, list[str]()
-        with explained(self.uri):
+        with plain_errors(self.uri):
             while (page := self._read(new, limit=self._most, offset=offset, include=["metadatas"]))["ids"]:
                 offset += len(page["ids"])
                 each = zip(page["ids"], page["metadatas"] or [], strict=True)
@@ -285,32 +285,32 @@ class ChromaStore(Store):
 
     def _rename(self, old: str, new: str) -> None:
         self._searched = {}
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self._collection(old).modify(name=new)
 
     @override
     def drop_space(self, name: str) -> None:
         self._searched = {}
         dropped = self._collection(name)
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.delete_collection(name)
         self._set_row(str(dropped.id), None)
 
     @override
-    def alone(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     @override
     @contextmanager
-    def claimed(self) -> Iterator[None]:
-        with self._lease.held():
+    def migration_lease(self) -> Iterator[None]:
+        with self._lease.hold():
             begun = self.record("migration")
             if begun is not None and self._found(left := begun["into"] + MAKING) is not None:  # from a killed process
                 self.client.delete_collection(left)
             yield
 
     @override
-    def renew_claim(self) -> None:
+    def renew_lease(self) -> None:
         self._lease.renew()
 
     # ------------------------------------------------------------------------------------------------- records
@@ -326,12 +326,12 @@ class ChromaStore(Store):
     def _row(self, name: str) -> dict[str, Any] | None:
         if (records := self._found(RECORDS)) is None:
             return None
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found = records.get(ids=[name], include=["documents"])["documents"]
         return json.loads(found[0]) if found else None
 
     def _set_row(self, name: str, value: dict[str, Any] | None) -> None:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             records = self.client.get_or_create_collection(RECORDS, embedding_function=None)
             if value is None:
                 records.delete(ids=[name])

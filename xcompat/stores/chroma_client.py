@@ -32,7 +32,7 @@ def connect(uri: StoreUri) -> Any:  # noqa: ANN401 - chromadb's ClientAPI lacks 
         raise XcompatError(f"{uri}: set CHROMA_CLIENT_AUTH_CREDENTIALS instead of a user and password in the address")
     settings = Settings(anonymized_telemetry=False)
     tenant, database = uri.options.get("tenant", DEFAULT_TENANT), uri.options.get("database", DEFAULT_DATABASE)
-    with explained(uri):
+    with plain_errors(uri):
         if uri.parts.hostname is not None:
             ssl = uri.options.get("ssl", "false") == "true"
             return chromadb.HttpClient(uri.parts.hostname, uri.parts.port or 8000, ssl, None, settings, tenant, database)
@@ -43,7 +43,7 @@ def connect(uri: StoreUri) -> Any:  # noqa: ANN401 - chromadb's ClientAPI lacks 
 
 
 @contextmanager
-def explained(uri: StoreUri) -> Iterator[None]:
+def plain_errors(uri: StoreUri) -> Iterator[None]:
     """Raise errors of Chroma as one line."""
     try:
         yield

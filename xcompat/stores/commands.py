@@ -13,7 +13,7 @@ from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import console, literal
-from xcompat.retrieval.showing import Found
+from xcompat.retrieval.hit_output import QueryResult
 from xcompat.stores import migration
 from xcompat.stores.base import Store
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from xcompat.retrieval.fallback import Fallback
     from xcompat.retrieval.queries import Queries, Source
     from xcompat.retrieval.reranking import Reranker
-    from xcompat.stores.doctor import Held
-    from xcompat.stores.migration import Filling
+    from xcompat.stores.doctor import SourceField
+    from xcompat.stores.migration import AnyVectorSource
 
 
 def search(
@@ -32,7 +32,7 @@ def search(
     embedder: Source,
     top_k: int,
     where: str | None,
-    show: Callable[[Found], None],
+    show: Callable[[QueryResult], None],
     old: Fallback | None = None,
     rerank: Reranker | None = None,
 ) -> None:
@@ -51,20 +51,20 @@ def answers(
     where: str | None,
     old: Fallback | None = None,
     rerank: Reranker | None = None,
-) -> Iterator[Found]:
+) -> Iterator[QueryResult]:
     """Yield each query with its nearest items, with the arguments of :func:`search`."""
-    from xcompat.embeddings.provider import asking
+    from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.fallback import OldQueries
-    from xcompat.retrieval.queries import followed
+    from xcompat.retrieval.queries import embed_with_progress
 
-    for asked in followed(queries, embedder):
+    for asked in embed_with_progress(queries, embedder):
         old_queries = None
         if old is not None:
-            old_queries = OldQueries(old.model, queries.again(old.model, range(len(asked.ids))), old.share)
-        new_QD = None if rerank is None else rerank.embed_again(queries, asked, embedder)
-        hits = store.find(asked.embeds_QD, asking(embedder), top_k, where, old_queries, rerank, new_QD)
+            old_queries = OldQueries(old.model, queries.re_embed(old.model, range(len(asked.ids))), old.share)
+        new_QD = None if rerank is None else rerank.re_embed_queries(queries, asked, embedder)
+        hits = store.find(asked.embeds_QD, query_model(embedder), top_k, where, old_queries, rerank, new_QD)
         for query, text, each in zip(asked.ids, asked.texts, hits, strict=True):
-            yield Found(query, text, each)
+            yield QueryResult(query, text, each)
 
 
 def alias(store: Store, name: str) -> None:
@@ -76,15 +76,15 @@ def alias(store: Store, name: str) -> None:
     console.print(f"[green]✓[/] maps for {literal(model)} now work with vectors of {literal(made)} in {literal(store.uri)}")
 
 
-def doctor(uri: str, embedder: Embedder, held: Held, sample: int) -> bool:
+def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> bool:
     """Print which stored vectors a model made, and return whether it made all."""
-    from xcompat.retrieval.commands import told
+    from xcompat.retrieval.commands import print_findings
     from xcompat.stores.doctor import examine_store
 
-    return told([examine_store(xcompat.stores.open(uri), embedder, held, sample)])
+    return print_findings([examine_store(xcompat.stores.open(uri), embedder, held, sample)])
 
 
-def name_model(store: Store, name: str | None, held: Held | None = None) -> None:
+def name_model(store: Store, name: str | None, held: SourceField | None = None) -> None:
     """Check a sample, then record the model. A model that cannot be loaded is recorded by name.
 
     Args:
@@ -113,7 +113,7 @@ def name_model(store: Store, name: str | None, held: Held | None = None) -> None
         store.name_model(store.space, model)
 
 
-def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
+def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
     """Compare a sample with a model's embeddings, and raise if most differ."""
     from xcompat.retrieval.doctor import SAME
     from xcompat.stores.doctor import examine_store
@@ -139,7 +139,7 @@ def _look(store: Store, embedder: Embedder, held: Held | None) -> None:
     console.print(f"{mark} {literal(embedder.name)} made {literal(said)} (cosine {found.cosine:.4f}){rest}", soft_wrap=True)
 
 
-def plan(store: Store, mapping: Filling, dtype: str, max_bad_share: float | None = None) -> None:
+def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: float | None = None) -> None:
     """Print the size and duration of a migration."""
     found = migration.plan(store, mapping, dtype, max_bad_share)
     own = store.spaces()[store.space]
@@ -152,7 +152,7 @@ def plan(store: Store, mapping: Filling, dtype: str, max_bad_share: float | None
     if found.unusable:
         first = "; ".join(f"{item!r} {reason}" for item, reason in list(found.unusable.items())[: migration.SHOWN])
         _warn(f"{len(found.unusable):,} of the first rows have no usable vector: {first}; their new vectors will be zeros")
-    own_dim, new = mapping.old_dim, mapping.made[1]
+    own_dim, new = mapping.old_dim, mapping.target[1]
     if found.width is not None and own_dim is not None and found.width > own_dim:
         then = f"padded to {found.dim} too" if found.dim > new else f"not padded: your services must write {new} numbers"
         _warn(
@@ -179,7 +179,7 @@ def _print_skipped(count: int, named: list[str]) -> None:
         _warn(f"{count:,} rows have no usable vector and get zeros in the new space: {'; '.join(named)}{more}")
 
 
-def start(store: Store, mapping: Filling, into: str | None, **options: Any) -> None:  # noqa: ANN401
+def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: Any) -> None:  # noqa: ANN401
     """Fill the new space, with the options of :func:`xcompat.stores.migration.start`."""
     done = migration.start(store, mapping, into, **options)
     console.print(
@@ -198,7 +198,7 @@ def status(store: Store) -> None:
     _print_skipped(found.skipped, found.named)
 
 
-def verify(store: Store, mapping: Filling) -> bool:
+def verify(store: Store, mapping: AnyVectorSource) -> bool:
     """Check a filled space, and return whether it is ready for the switch."""
     found = migration.verify(store, mapping)
     console.print(f"{found.rows:,} rows, {found.missing:,} without a new vector")
@@ -224,7 +224,7 @@ def verify(store: Store, mapping: Filling) -> bool:
     return found.passed
 
 
-def switch(store: Store, mapping: Filling) -> None:
+def switch(store: Store, mapping: AnyVectorSource) -> None:
     """Switch to the new space."""
     done = migration.switch(store, mapping)
     console.print(

@@ -14,16 +14,16 @@ from xcompat.core.errors import XcompatError
 from xcompat.data.images import UnusableSampleError
 from xcompat.data.schema import ID, IMAGE, TEXT
 from xcompat.models.embedder import Embedder
-from xcompat.retrieval.doctor import SAMPLE, Finding, Stored, judged
+from xcompat.retrieval.doctor import SAMPLE, Finding, StoredSample, judge_embeddings
 from xcompat.retrieval.originals import Originals, Pictures, Texts
 from xcompat.stores.base import UNKNOWN, Rows, Store
-from xcompat.stores.embedding import contained
+from xcompat.stores.embedding import parse_content
 from xcompat.stores.gallery import GalleryStore
 from xcompat.stores.padding import is_padded
 
 
 @dataclass(frozen=True)
-class Held:
+class SourceField:
     """Source data of the vectors.
 
     Args:
@@ -39,7 +39,7 @@ class Held:
         kept, values = list[int](), list[Any]()
         for row, value in enumerate(rows.contents or []):
             try:
-                values.append(contained(value, self.pictures))
+                values.append(parse_content(value, self.pictures))
                 kept.append(row)
             except UnusableSampleError:
                 continue
@@ -48,7 +48,7 @@ class Held:
         return Texts(dataset) if self.pictures is None else Pictures(dataset), kept
 
 
-def examine_store(store: Store, embedder: Embedder, held: Held | None, sample: int = SAMPLE) -> Finding:
+def examine_store(store: Store, embedder: Embedder, held: SourceField | None, sample: int = SAMPLE) -> Finding:
     """Embed a sample of a store again, and find the vectors of the model.
 
     Args:
@@ -78,4 +78,4 @@ def examine_store(store: Store, embedder: Embedder, held: Held | None, sample: i
     originals.require(embedder)
     if not kept:
         return replace(found, note=f"no sampled row has {originals.kind} in {held.content}")
-    return judged(found, Stored(originals, np.arange(len(kept)), rows.vectors_ND[kept, : embedder.dim]), embedder)
+    return judge_embeddings(found, StoredSample(originals, np.arange(len(kept)), rows.vectors_ND[kept, : embedder.dim]), embedder)

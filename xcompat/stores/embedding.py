@@ -16,11 +16,11 @@ from xcompat.data.images import UnusableSampleError
 from xcompat.embeddings.embed import Contents, Embedded, embed_contents, notice_cut_short
 from xcompat.models.embedder import Embedder
 from xcompat.stores.base import Rows, Store
-from xcompat.stores.filling import Filling
+from xcompat.stores.vector_source import VectorSource
 
 
 @dataclass(frozen=True)
-class Embedding(Filling[Contents, Embedded]):
+class Embedding(VectorSource[Contents, Embedded]):
     """Model that re-embeds rows.
 
     Args:
@@ -33,7 +33,7 @@ class Embedding(Filling[Contents, Embedded]):
     content: str
     pictures: Path | None = None
     unread: dict[str, str] = field(default_factory=dict)
-    tried: ClassVar[int] = 64
+    sample_size: ClassVar[int] = 64
     function = staticmethod(embed_contents)
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Embedding(Filling[Contents, Embedded]):
             raise XcompatError(f"{name} only embeds texts; remove --pictures")
 
     @property
-    def made(self) -> tuple[Fingerprint, int]:
+    def target(self) -> tuple[Fingerprint, int]:
         """Fingerprint and dimension of the new vectors."""
         return self.model.fingerprint, self.model.dim
 
@@ -58,12 +58,12 @@ class Embedding(Filling[Contents, Embedded]):
         store.check_space(self.model.dim, dtype)
 
     @override
-    def given(self, store: Store, rows: Rows) -> tuple[Rows, Contents]:
+    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Contents]:
         assert rows.contents is not None
         kept, values = list[int](), list[Any]()
         for row, (item, value) in enumerate(zip(rows.ids, rows.contents, strict=True)):
             try:
-                values.append(contained(value, self.pictures))
+                values.append(parse_content(value, self.pictures))
                 kept.append(row)
             except UnusableSampleError as error:
                 self._tell(store, item, str(error))
@@ -71,7 +71,7 @@ class Embedding(Filling[Contents, Embedded]):
         return found, Contents(values, found.ids if self.pictures is not None else None)
 
     @override
-    def taken(self, store: Store, rows: Rows, made: Embedded) -> Rows:
+    def attach(self, store: Store, rows: Rows, made: Embedded) -> Rows:
         """Return rows with their new vectors, without unreadable rows. Each reason is printed once."""
         for item, reason in made.unread.items():
             self._tell(store, item, reason)
@@ -85,7 +85,7 @@ class Embedding(Filling[Contents, Embedded]):
             notice(f"{self.content} of {item!r} in {store.uri} cannot be embedded: {reason}")
 
 
-def contained(value: Any, pictures: Path | None) -> Any:  # noqa: ANN401
+def parse_content(value: Any, pictures: Path | None) -> Any:  # noqa: ANN401
     """Return a text, or an image as in ``datasets``.
 
     Args:

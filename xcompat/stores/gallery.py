@@ -129,7 +129,7 @@ class GalleryStore(Store):
         raise self._refusal()
 
     record = set_record = name_model = add_space = write = index_like = _refuse
-    switch = switch_back = drop_space = alone = claimed = _refuse
+    switch = switch_back = drop_space = exclusive = migration_lease = _refuse
 
     @override
     def close(self) -> None:
@@ -139,7 +139,7 @@ class GalleryStore(Store):
 def _wanted(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(condition, str):
         return condition
-    from xcompat.retrieval.showing import wanted_metadata
+    from xcompat.retrieval.hit_output import wanted_metadata
 
     return wanted_metadata([condition])
 

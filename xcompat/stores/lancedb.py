@@ -23,7 +23,7 @@ from xcompat.retrieval import Hit
 from xcompat.retrieval.lock import lock_writer
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
-from xcompat.stores.lancedb_client import RETRYING, explained, like, place
+from xcompat.stores.lancedb_client import RETRYING, copy_index_config, plain_errors, resolve_location
 from xcompat.stores.lease import Lease
 from xcompat.stores.uri import StoreUri
 
@@ -45,13 +45,13 @@ ALWAYS = timedelta(days=36_500)
 class LanceStore(Store):
     """LanceDB table. Each write is one version. Concurrent changes are detected by row states."""
 
-    tells = True
+    reports_version = True
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
-        where, self.folder = place(uri)
+        where, self.folder = resolve_location(uri)
         self.name = uri.require("table")
-        with explained(uri):
+        with plain_errors(uri):
             self.database = lancedb.connect(where, read_consistency_interval=timedelta(0), storage_options=uri.rest or None)
         if (table := self._open(self.name)) is None:
             tables = [name for name in self.database.list_tables().tables or [] if not name.endswith(RECORDS)]
@@ -68,7 +68,7 @@ class LanceStore(Store):
     # ------------------------------------------------------------------------------------------------- the table
 
     def _open(self, name: str) -> Any | None:  # noqa: ANN401
-        with explained(self.uri):
+        with plain_errors(self.uri):
             try:
                 return self.database.open_table(name)
             except ValueError as error:
@@ -88,7 +88,7 @@ class LanceStore(Store):
 
     def _indexes(self, column: str) -> list[Any]:
         """Return a column's approximate indexes."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return [index for index in self.table.list_indices() if index.columns == [column]]
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -96,7 +96,7 @@ class LanceStore(Store):
     @override
     def spaces(self) -> dict[str, Space]:
         found = {}
-        with explained(self.uri):
+        with plain_errors(self.uri):
             for field in self.table.schema:
                 if pa.types.is_fixed_size_list(field.type) and field.type.value_type in TYPES.values():
                     dtype = next(dtype for dtype, kind in TYPES.items() if kind == field.type.value_type)
@@ -109,12 +109,12 @@ class LanceStore(Store):
     def count(self, space: str | None = None, without: str | None = None) -> int:
         if without is not None:
             return sum(len(found) for found in self._read(10_000, space or self.space, without))
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return int(self.table.count_rows(f"{_quoted(space)} IS NOT NULL" if space is not None else None))
 
     @override
     def ids_without_vector(self, count: int) -> list[str]:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             asked = self.table.search().where(f"{_quoted(self.space)} IS NULL").select([self.key])
             return _ids(asked.limit(count).to_arrow()[self.key])
 
@@ -130,7 +130,7 @@ class LanceStore(Store):
         queries_QD = self.queries(vectors_QD, own)
         if not len(queries_QD):
             return []
-        with explained(self.uri):
+        with plain_errors(self.uri):
             asked = self.table.search(queries_QD, vector_column_name=own.name).distance_type(DISTANCES[self.metric])
             asked = asked.where(filter) if filter else asked
             found = asked.limit(top_k).select([self.key, "_distance"]).to_arrow().combine_chunks()
@@ -147,7 +147,7 @@ class LanceStore(Store):
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
         both = f"{_quoted(self.space)} IS NOT NULL AND {_quoted(other)} IS NOT NULL"
-        with explained(self.uri):
+        with plain_errors(self.uri):
             asked = self.database.open_table(self.name)
             asked.checkout(asked.version)  # pin a version: row positions can change
             known = asked.search().where(both).select([self.key]).with_row_id(True).to_arrow()["_rowid"].to_numpy()
@@ -191,7 +191,7 @@ class LanceStore(Store):
             asked["there"] = f"{_quoted(without)} IS NOT NULL"
             if without == self._followed():
                 asked |= {"was": _quoted(STATE)} | ({"now": _quoted(without)} if without == self.space else {})
-        with explained(self.uri):
+        with plain_errors(self.uri):
             query = self.table.search().where(f"{_quoted(space)} IS NOT NULL").select(asked)
             for found in query.to_batches(batch):
                 states = _states(_array(pa.chunked_array([found["vector"]])))
@@ -220,7 +220,7 @@ class LanceStore(Store):
         for column in (name, STATE):
             if column in self.table.schema.names:
                 raise XcompatError(f"{self.uri} already has a column {column!r}; choose another name or drop it")
-        with explained(self.uri):
+        with plain_errors(self.uri):
             ids = self.table.search().select([self.key]).to_arrow()[self.key]
         if ids.null_count or pc.count_distinct(ids).as_py() < len(ids):
             raise XcompatError(f"{self.key} in {self.uri} has missing or duplicate ids; choose another column with id=")
@@ -242,11 +242,11 @@ class LanceStore(Store):
         """Copy the searched column's approximate indexes to another column, and update all indexes."""
         made, dim = [index.name for index in self._indexes(space)], self.spaces()[space].dim
         for index in self._indexes(self.space)[len(made) :]:
-            with explained(self.uri):  # index names survive earlier migrations
+            with plain_errors(self.uri):  # index names survive earlier migrations
                 taken = {other.name for other in self.table.list_indices()}
             name = next(name for number in count() if (name := f"{space}_idx{number or ''}") not in taken)
             distance = self.table.index_stats(index.name).distance_type
-            self._do(self.table.create_index, space, config=like(index, distance, dim), name=name)
+            self._do(self.table.create_index, space, config=copy_index_config(index, distance, dim), name=name)
             made.append(name)
         if self.table.list_indices():  # written rows moved outside all indexes
             self._do(self.table.optimize, cleanup_older_than=ALWAYS)
@@ -275,18 +275,18 @@ class LanceStore(Store):
         self._do(self.table.drop_columns, [column for column in (name, STATE) if column in self.table.schema.names])
 
     @override
-    def alone(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     @override
     @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def migration_lease(self) -> Iterator[None]:
         if self.folder is None:
             self._clear()
-            with self.lease.held():
+            with self.lease.hold():
                 yield
             return
-        with explained(self.uri):
+        with plain_errors(self.uri):
             lock = lock_writer(self.folder / f"{self.name}.lance")
         try:
             self._clear()
@@ -297,12 +297,12 @@ class LanceStore(Store):
     def _clear(self) -> None:
         """Delete an empty records table of a killed process."""
         records = self._open(self.name + RECORDS)
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if records is None or not records.count_rows():
                 self.database.drop_table(self.name + RECORDS, ignore_missing=True)  # type: ignore[call-arg]  # the cloud lacks it
 
     @override
-    def renew_claim(self) -> None:
+    def renew_lease(self) -> None:
         if self.folder is None:
             self.lease.renew()
 
@@ -312,14 +312,14 @@ class LanceStore(Store):
     def record(self, key: str) -> dict[str, Any] | None:
         if (records := self._open(self.name + RECORDS)) is None:
             return None
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found = records.search().where(f"key = '{key}'").select(["value"]).to_arrow()["value"].to_pylist()
         return json.loads(found[0]) if found else None
 
     @override
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:
         records = self._open(self.name + RECORDS)
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if value is not None:
                 schema = pa.schema({"key": pa.string(), "value": pa.string()})
                 records = records or self.database.create_table(self.name + RECORDS, schema=schema)
@@ -337,7 +337,7 @@ class LanceStore(Store):
 
     def _do(self, change: Callable[..., Any], *args: Any, **options: Any) -> Any:  # noqa: ANN401
         """Change the table, and retry after concurrent commits."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return RETRYING(change, *args, **options)
 
 

@@ -25,7 +25,7 @@ RETRYING = tenacity.Retrying(
 """Retries a change after concurrent commits."""
 
 
-def place(uri: StoreUri) -> tuple[str, Path | None]:
+def resolve_location(uri: StoreUri) -> tuple[str, Path | None]:
     """Return the address for ``lancedb.connect``, and the folder if it is local."""
     inner = uri.parts.scheme.partition("+")[2]
     if inner == "db":
@@ -41,7 +41,7 @@ def place(uri: StoreUri) -> tuple[str, Path | None]:
 
 
 @contextmanager
-def explained(uri: StoreUri | str) -> Iterator[None]:
+def plain_errors(uri: StoreUri | str) -> Iterator[None]:
     """Raise errors of LanceDB as one line."""
     try:
         yield
@@ -55,7 +55,7 @@ def explained(uri: StoreUri | str) -> Iterator[None]:
         raise XcompatError(f"{uri}: {said}") from error
 
 
-def like(index: Any, distance: str, dim: int | None) -> Any:  # noqa: ANN401
+def copy_index_config(index: Any, distance: str, dim: int | None) -> Any:  # noqa: ANN401
     """Return the settings of an index. LanceDB chooses the number of partitions."""
     known = index.index_details or {}
     graph, compression = known.get("hnsw") or {}, known.get("compression") or {}

@@ -37,7 +37,7 @@ class Lease:
         self.owner = uuid.uuid4().hex
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Hold the lease.
 
         Raises:

@@ -16,8 +16,8 @@ from xcompat.retrieval.items import checked_embeddings
 from xcompat.retrieval.upgrading import Block, map_block
 from xcompat.retrieval.versions import identity, upgraded_version
 from xcompat.stores.base import Rows, Store
-from xcompat.stores.filling import Filling
 from xcompat.stores.padding import is_padded, pad_vectors
+from xcompat.stores.vector_source import VectorSource
 
 if TYPE_CHECKING:
     from xcompat.models.base import CompatModel
@@ -27,7 +27,7 @@ UNIT = 1e-2
 
 
 @dataclass(frozen=True)
-class Mapping(Filling[Block, Block]):
+class Mapping(VectorSource[Block, Block]):
     """Source of new vectors that maps the stored ones.
 
     Args:
@@ -36,7 +36,7 @@ class Mapping(Filling[Block, Block]):
 
     model: CompatModel
     content: str | None = field(default=None, init=False)
-    tried: ClassVar[int] = 2_000
+    sample_size: ClassVar[int] = 2_000
     function = staticmethod(map_block)
 
     def __post_init__(self) -> None:
@@ -95,10 +95,10 @@ class Mapping(Filling[Block, Block]):
 
     def _dim_beside(self, width: int) -> int:
         """Return the new dimension for an old one."""
-        return max(self.made[1], width if width > self.old_dim else 0)
+        return max(self.target[1], width if width > self.old_dim else 0)
 
     @property
-    def made(self) -> tuple[Fingerprint, int]:
+    def target(self) -> tuple[Fingerprint, int]:
         """Fingerprint and dimension of the mapped vectors."""
         version = upgraded_version(self.model)
         return Fingerprint(version.digest, version.name), version.dim
@@ -118,13 +118,13 @@ class Mapping(Filling[Block, Block]):
         return {rows.ids[row]: reason for reason, found_N in reasons.items() for row in np.flatnonzero(found_N)}
 
     @override
-    def given(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
+    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Block]:
         unusable_N, dim = self._unusable(rows), self.old_dim
         vectors_ND = np.where(unusable_N[:, None], np.float32(dim**-0.5), rows.vectors_ND[:, :dim])  # any usable vector
-        return rows, Block(checked(store, rows._replace(vectors_ND=vectors_ND)), unit=False)
+        return rows, Block(require_mappable(store, rows._replace(vectors_ND=vectors_ND)), unit=False)
 
     @override
-    def taken(self, store: Store, rows: Rows, made: Block) -> Rows:
+    def attach(self, store: Store, rows: Rows, made: Block) -> Rows:
         new_ND = np.where(self._unusable(rows)[:, None], np.float32(0), made.embeds_nd)
         return rows._replace(vectors_ND=pad_vectors(new_ND, self._dim_beside(rows.vectors_ND.shape[1])))
 
@@ -133,7 +133,7 @@ class Mapping(Filling[Block, Block]):
         return np.array([item in unusable for item in rows.ids], np.bool_)
 
 
-def checked(store: Store, rows: Rows) -> NDArray[np.float32]:
+def require_mappable(store: Store, rows: Rows) -> NDArray[np.float32]:
     """Raise if a vector cannot be mapped: zeros, or lengths other than 1 under inner products."""
     lengths_N = row_lengths(rows.vectors_ND)
     if store.metric == "ip" and (wrong := np.flatnonzero(np.abs(lengths_N - 1) > UNIT)).size:

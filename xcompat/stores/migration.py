@@ -12,19 +12,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
-from xcompat.core.parallel import Spread, here
-from xcompat.core.progress import progress_bar, rate_of
-from xcompat.stores import filling
-from xcompat.stores.ahead import ahead
+from xcompat.core.parallel import Executor, run_locally
+from xcompat.core.progress import advance_bar, progress_bar
+from xcompat.stores import vector_source
 from xcompat.stores.base import BEFORE, Rows, Store
+from xcompat.stores.prefetch import prefetch
 
-Filling: TypeAlias = filling.Filling[Any, Any]
+AnyVectorSource: TypeAlias = vector_source.VectorSource[Any, Any]
 
 RECORD = "migration"
 """Key of the store's record of its migration."""
 BATCH = 10_000
 """Rows per transaction."""
-ASKED, NEIGHBOURS = 1_000, 10
+QUERIES, NEIGHBOURS = 1_000, 10
 """Queries of a verification, and compared hits per query."""
 LONGEST = 60.0
 """Maximum seconds for searches of a verification. Without an index, each search reads all rows."""
@@ -98,7 +98,7 @@ class Plan(NamedTuple):
     notes: list[str]
 
 
-class Checked(NamedTuple):
+class Verification(NamedTuple):
     """Result of a verification.
 
     Args:
@@ -131,7 +131,7 @@ class Checked(NamedTuple):
         return self.filled and not self.unmade and not self.unindexed and not self.wrong and self.compared > 0
 
 
-def plan(store: Store, mapping: Filling, dtype: str = "float32", max_bad_share: float | None = None) -> Plan:
+def plan(store: Store, mapping: AnyVectorSource, dtype: str = "float32", max_bad_share: float | None = None) -> Plan:
     """Estimate a migration from a few rows. Nothing is written.
 
     Args:
@@ -149,8 +149,8 @@ def plan(store: Store, mapping: Filling, dtype: str = "float32", max_bad_share: 
     share = MAX_BAD_SHARE if max_bad_share is None else max_bad_share
     _require_vectors(store, mapping, share)
     started, seen, unusable, width = time.perf_counter(), 0, dict[str, str](), store.spaces()[store.space].dim
-    for rows in store.rows(mapping.tried, content=mapping.content):
-        mapping.of(store, rows)
+    for rows in store.rows(mapping.sample_size, content=mapping.content):
+        mapping.map_rows(store, rows)
         seen, unusable, width = len(rows.ids), mapping.find_unusable(rows), rows.vectors_ND.shape[1]
         break
     seconds, total, vectors = time.perf_counter() - started, store.count(), store.count(store.space)
@@ -162,14 +162,14 @@ def plan(store: Store, mapping: Filling, dtype: str = "float32", max_bad_share: 
 
 def start(
     store: Store,
-    mapping: Filling,
+    mapping: AnyVectorSource,
     into: str | None = None,
     *,
     batch: int = BATCH,
     rows_per_second: float | None = None,
     dtype: str = "float32",
     max_bad_share: float | None = None,
-    spread: Spread = here,
+    spread: Executor = run_locally,
 ) -> Migration:
     """Fill a new space until every row has its vector. Another call continues.
 
@@ -193,7 +193,7 @@ def start(
         XcompatError: another migration exists, too many rows are unusable, or the store refuses.
         FingerprintMismatchError: the map is for another model.
     """
-    with store.claimed():
+    with store.migration_lease():
         migration = _begun(store, mapping, into, dtype, max_bad_share)
         migration.filled = False
         _fill(store, mapping, migration, batch, rows_per_second, spread)
@@ -207,7 +207,12 @@ def start(
 
 
 def _fill(
-    store: Store, mapping: Filling, migration: Migration, batch: int, rows_per_second: float | None, spread: Spread = here
+    store: Store,
+    mapping: AnyVectorSource,
+    migration: Migration,
+    batch: int,
+    rows_per_second: float | None,
+    spread: Executor = run_locally,
 ) -> None:
     """Write all missing vectors, round after round."""
     total = store.count(store.space)
@@ -218,7 +223,7 @@ def _fill(
         for round_ in count():
             from_first, seen, before = migration.after is None, 0, migration.written
             found = store.rows(batch, migration.after, migration.into, content=mapping.content)
-            with closing(ahead(mapping.each(store, found, spread))) as blocks:
+            with closing(prefetch(mapping.map_blocks(store, found, spread))) as blocks:
                 for read, made in blocks:
                     if unusable := mapping.find_unusable(read):
                         _skip(migration, unusable)
@@ -227,11 +232,11 @@ def _fill(
                     written = store.write(migration.into, made)
                     migration.after, migration.written = read.ids[-1], migration.written + written
                     store.set_record(RECORD, migration.model_dump())
-                    store.renew_claim()
+                    store.renew_lease()
                     seen += len(read.ids)
-                    rate_of(bar, task, written, "rows")
+                    advance_bar(bar, task, written, "rows")
                     throttle.wait(len(read.ids))
-            store.tidy(migration.into, migration.space)
+            store.delete_orphans(migration.into, migration.space)
             migration.after = None  # the next round starts at the first id, because earlier rows can have changed
             store.set_record(RECORD, migration.model_dump())
             new = migration.written - before
@@ -253,7 +258,7 @@ def _require_few(store: Store, bad: int, total: int, share: float, named: str) -
         )
 
 
-def _require_vectors(store: Store, mapping: Filling, share: float) -> None:
+def _require_vectors(store: Store, mapping: AnyVectorSource, share: float) -> None:
     """Raise if too many rows have no vector to map."""
     if mapping.content is None and (empty := store.count() - store.count(store.space)):
         first = ", ".join(map(repr, store.ids_without_vector(SHOWN)))
@@ -279,7 +284,7 @@ def status(store: Store) -> tuple[Migration, int]:
     return migration, store.count(migration.space) if filling else 0
 
 
-def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
+def verify(store: Store, mapping: AnyVectorSource, queries: int = QUERIES) -> Verification:
     """Count rows and indexes, compute a sample again, and search both spaces.
 
     Args:
@@ -290,30 +295,30 @@ def verify(store: Store, mapping: Filling, queries: int = ASKED) -> Checked:
     Raises:
         XcompatError: there is no migration, it has another map, or another process uses it.
     """
-    with store.claimed():
-        migration = _of(store, mapping)
+    with store.migration_lease():
+        migration = _require_migration(store, mapping)
         if migration.state != "filling":
             raise XcompatError(f"{store.uri} is already switched; run verify before switch")
         checked = _check(store, mapping, migration, queries)
         migration.verified = checked.passed
-        store.renew_claim()
+        store.renew_lease()
         store.set_record(RECORD, migration.model_dump())
     return checked
 
 
-def _check(store: Store, mapping: Filling, migration: Migration, queries: int) -> Checked:
+def _check(store: Store, mapping: AnyVectorSource, migration: Migration, queries: int) -> Verification:
     old = store.count(store.space)
     if migration.into not in store.spaces():
-        return Checked(old, old, 0, 0, 0, 0, None, filled=False)
+        return Verification(old, old, 0, 0, 0, 0, None, filled=False)
     missing, lacking = store.count(store.space, migration.into), Rows([], np.empty((0, 0), np.float32), [], [])
     if migration.filled and missing:
         lacking = next(store.rows(queries, None, migration.into, content=mapping.content), lacking)
-    unmade = len(lacking.ids) - len(mapping.of(store, lacking).ids) if lacking.ids else 0
+    unmade = len(lacking.ids) - len(mapping.map_rows(store, lacking).ids) if lacking.ids else 0
     tolerance = TOLERANCE[store.spaces()[migration.into].dtype]
     rows, stored_ND = store.sample(queries, migration.into, mapping.content)
     mapped_ND = stored_ND
     if rows.ids:
-        made, place = mapping.of(store, rows), {item: row for row, item in enumerate(rows.ids)}
+        made, place = mapping.map_rows(store, rows), {item: row for row, item in enumerate(rows.ids)}
         kept = [place[item] for item in made.ids]
         mapped_ND, stored_ND = made.vectors_ND, stored_ND[kept]
         rows = rows.pick(kept)
@@ -328,10 +333,10 @@ def _check(store: Store, mapping: Filling, migration: Migration, queries: int) -
     overlap = float(np.mean(shares)) if shares else None
     skipped = store.count_zeros(migration.into) if migration.skipped else 0
     unindexed = tuple(store.missing_indexes(migration.into, migration.space))
-    return Checked(old, missing, unmade, len(rows.ids), wrong, len(shares), overlap, skipped, migration.filled, unindexed)
+    return Verification(old, missing, unmade, len(rows.ids), wrong, len(shares), overlap, skipped, migration.filled, unindexed)
 
 
-def switch(store: Store, mapping: Filling) -> Migration:
+def switch(store: Store, mapping: AnyVectorSource) -> Migration:
     """Fill the last changed rows, and give the new space the old name, atomically.
 
     Args:
@@ -341,15 +346,15 @@ def switch(store: Store, mapping: Filling) -> Migration:
     Raises:
         XcompatError: ``start`` is unfinished, ``verify`` fails, rows cannot be written, or the map is another.
     """
-    with store.claimed():
-        migration = _of(store, mapping)
-        store.settle()  # after a killed rollback
+    with store.migration_lease():
+        migration = _require_migration(store, mapping)
+        store.finish_switch()  # after a killed rollback
         if migration.state == "filling":
             _require_ready(store, mapping, migration)
             _fill(store, mapping, migration, BATCH, None)
-            with store.alone():
+            with store.exclusive():
                 left = _catch_up(store, mapping, migration, migration.space, migration.into)
-                if store.locks:
+                if store.supports_locking:
                     left = store.count(migration.space, migration.into)
                 if left:
                     raise XcompatError(f"{left:,} rows of {store.uri} have no new vector; fix or delete them")
@@ -362,20 +367,20 @@ def switch(store: Store, mapping: Filling) -> Migration:
                 f"{store.uri} is {'already switched' if migration.state == 'switched' else 'being rolled back; run rollback'}"
             )
         _catch_up(store, mapping, migration, migration.before, migration.space)  # writes during the switch
-        store.settle()
+        store.finish_switch()
         _note(store, migration, "switched")
     return migration
 
 
-def _require_ready(store: Store, mapping: Filling, migration: Migration) -> None:
+def _require_ready(store: Store, mapping: AnyVectorSource, migration: Migration) -> None:
     """Raise if an earlier step is unfinished or failed. Run a missing verification."""
     if not migration.filled:
         raise XcompatError(f"start of {store.uri} is not finished; run `xcompat migrate start` again, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
         raise XcompatError(f"{migration.into} in {store.uri} has no {_listed(missing)}; run `xcompat migrate start` again")
     if migration.verified is None:
-        migration.verified = _check(store, mapping, migration, ASKED).passed
-        store.renew_claim()
+        migration.verified = _check(store, mapping, migration, QUERIES).passed
+        store.renew_lease()
         store.set_record(RECORD, migration.model_dump())
     if not migration.verified:
         raise XcompatError(f"{migration.into} in {store.uri} failed verification; run `xcompat migrate verify` for details")
@@ -385,15 +390,15 @@ def _listed(indexes: list[str]) -> str:
     return f"index {', '.join(indexes)}"
 
 
-def _catch_up(store: Store, mapping: Filling, migration: Migration, old: str, new: str) -> int:
+def _catch_up(store: Store, mapping: AnyVectorSource, migration: Migration, old: str, new: str) -> int:
     """Write missing rows in one round, and return the number of rows without a vector."""
     left = 0
     for rows in store.rows(BATCH, None, new, old, mapping.content):
-        made = mapping.of(store, rows)
+        made = mapping.map_rows(store, rows)
         _skip(migration, mapping.find_unusable(rows))
         migration.written += store.write(new, made)
         left += len(rows.ids) - len(made.ids)
-    store.tidy(new, old)
+    store.delete_orphans(new, old)
     return left
 
 
@@ -411,17 +416,17 @@ def rollback(store: Store) -> tuple[Migration, int]:
     Returns:
         The migration, and the number of rows that changed after the switch and lack an old vector.
     """
-    with store.claimed():
+    with store.migration_lease():
         migration = migration_of(store)
         if migration.state == "filling":
             _drop(store, migration.into)
             return migration, 0
         lost = store.count(migration.space, migration.before) if migration.before in store.spaces() else 0
-        with store.alone():
+        with store.exclusive():
             _note(store, migration, "switching back")
             store.switch_back(migration.into)
             _note(store, migration, "filling")
-        store.settle()
+        store.finish_switch()
         return migration, lost
 
 
@@ -434,7 +439,7 @@ def finish(store: Store) -> Migration:
     Raises:
         XcompatError: the store is not switched, or the new space lacks an index of the old one.
     """
-    with store.claimed():
+    with store.migration_lease():
         migration = migration_of(store)
         if migration.state != "switched":
             raise XcompatError(f"{store.uri} is not switched; run `xcompat migrate switch` before finish")
@@ -449,7 +454,7 @@ def finish(store: Store) -> Migration:
 
 def _drop(store: Store, space: str) -> None:
     """Delete a space and the record. A repeated call skips finished steps."""
-    with store.alone():
+    with store.exclusive():
         if space in store.spaces():
             store.drop_space(space)
         store.set_record(RECORD, None)
@@ -466,18 +471,18 @@ def migration_of(store: Store) -> Migration:
     return Migration.model_validate(known)
 
 
-def _of(store: Store, mapping: Filling) -> Migration:
+def _require_migration(store: Store, mapping: AnyVectorSource) -> Migration:
     """Return the migration, and raise if it has another map."""
     migration = migration_of(store)
     if migration.model != mapping.digest:
-        raise FingerprintMismatchError(f"the migration of {store.uri} was started with another model than {mapping.made[0]}")
+        raise FingerprintMismatchError(f"the migration of {store.uri} was started with another model than {mapping.target[0]}")
     return migration
 
 
-def _begun(store: Store, mapping: Filling, into: str | None, dtype: str, max_bad_share: float | None = None) -> Migration:
+def _begun(store: Store, mapping: AnyVectorSource, into: str | None, dtype: str, max_bad_share: float | None = None) -> Migration:
     """Start or continue a migration."""
     if store.record(RECORD) is not None:
-        migration = _of(store, mapping)
+        migration = _require_migration(store, mapping)
         if migration.state != "filling":
             raise XcompatError(f"{store.uri} is already switched; run `xcompat migrate finish` or `rollback`")
         if into not in (None, migration.into):
@@ -493,13 +498,13 @@ def _begun(store: Store, mapping: Filling, into: str | None, dtype: str, max_bad
         migration = Migration(space=store.space, into=target, model=mapping.digest, max_bad_share=share)
         if migration.into in store.spaces():
             raise XcompatError(f"{store.uri} already has a space {migration.into!r}; choose another name with --into")
-    made, dim = mapping.made[0], mapping.dim_for(store)
-    with store.alone():
+    made, dim = mapping.target[0], mapping.dim_for(store)
+    with store.exclusive():
         store.set_record(RECORD, migration.model_dump())
         try:
             store.add_space(migration.into, dim, made, dtype)
         except XcompatError:
-            if not store.locks:  # else the transaction was undone
+            if not store.supports_locking:  # else the transaction was undone
                 store.set_record(RECORD, None)
             raise
     return migration

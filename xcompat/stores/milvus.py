@@ -22,7 +22,7 @@ from xcompat.retrieval.manifest import Metric
 from xcompat.retrieval.milvus_lite import load_collection
 from xcompat.stores.base import BEFORE, UNKNOWN, Rows, Space, Store
 from xcompat.stores.lease import Lease
-from xcompat.stores.milvus_client import connect, explained, lite_file
+from xcompat.stores.milvus_client import connect, lite_file, plain_errors
 from xcompat.stores.milvus_schema import MARK, STATE, indexes_like, mark_of, records, require_copyable, schema_like
 from xcompat.stores.uri import StoreUri
 
@@ -45,7 +45,7 @@ class MilvusStore(Store):
         self.client = connect(uri)
         self.space = uri.require("collection")
         self._lease = Lease(self)
-        with explained(uri):
+        with plain_errors(uri):
             self._load(RECORDS)  # first: it has the names of the others
             for name in {self.space, *self.added_spaces()}:
                 self._load(name)
@@ -67,11 +67,11 @@ class MilvusStore(Store):
             load_collection(self.client, name, lite_file(self.uri))
 
     def _is_there(self, name: str) -> bool:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return bool(self.client.has_collection(name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if not self.client.has_collection(name):
                 names = [one for one in self.client.list_collections() if one != RECORDS]
                 raise XcompatError(f"{self.uri}: there is no collection {name!r}; {nearest(name, names)}")
@@ -92,7 +92,7 @@ class MilvusStore(Store):
         return given or known[0]
 
     def _metric(self, collection: str) -> Metric:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             names = self.client.list_indexes(collection, field_name=self.field)
             found = self.client.describe_index(collection, names[0])["metric_type"] if names else "COSINE"
         if found not in METRICS:
@@ -130,7 +130,7 @@ class MilvusStore(Store):
             return 0
         if without is not None and self.count(without):  # else no row has one
             return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return int(self.client.query(name, filter="", output_fields=["count(*)"], **STRONG)[0]["count(*)"])
 
     @override
@@ -147,7 +147,7 @@ class MilvusStore(Store):
         own = self._searched[name]
         queries_QD = self.queries(vectors_QD, own)
         asked: dict[str, Any] = {"anns_field": self.field, "limit": top_k, "output_fields": [self.key]}
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found = self.client.search(name, data=list(queries_QD), filter=filter or "", **asked)
         version, sign = own.fingerprint or UNKNOWN, -1 if self.metric == "l2" else 1
         return [[Hit(str(hit[self.key]), sign * hit["distance"], version, None) for hit in hits] for hits in found]
@@ -191,7 +191,7 @@ class MilvusStore(Store):
         last = after if after is None or not self.numeric else int(after)
         while True:
             asked = [where] * bool(where) + ([f"{self.key} > {_literal(last)}"] if last is not None else [])
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 pages = self.client.query_iterator(name, limit, filter=" and ".join(asked), output_fields=fields, **STRONG)
                 page = pages.next()
                 pages.close()
@@ -225,7 +225,7 @@ class MilvusStore(Store):
         """Return the existing rows by key."""
         found: dict[Any, Any] = {}
         for start in range(0, len(ids), self._most):
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 rows = self.client.query(name, f"{self.key} in {_literal(ids[start : start + self._most])}", fields, **STRONG)
             found |= {row[self.key]: row for row in rows}
         return found
@@ -240,14 +240,14 @@ class MilvusStore(Store):
             if self._is_there(taken):
                 raise XcompatError(f"{self.uri} already has a collection {taken!r}; choose another name or drop it")
         made = self._described(self.space)
-        with explained(self.uri):
+        with plain_errors(self.uri):
             require_copyable(str(self.uri), made, self.client.list_partitions(self.space))
             indexes = [self.client.describe_index(self.space, index) for index in self.client.list_indexes(self.space)]
             like = schema_like(made, self.field, dim)
         known = {"digest": model.digest, "name": model.name, "source": self._identity(self.space)}
         self.set_record(f"model/{like['properties'][MARK]}", known)  # before the collection, which is not ours without it
         try:
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 self.client.create_collection(name, index_params=indexes_like(indexes), **like)
                 if mark_of(self._described(name)) is None:
                     raise XcompatError(f"{self.uri}: this Milvus version does not store collection properties; use a newer one")
@@ -271,7 +271,7 @@ class MilvusStore(Store):
         most = max(1, min(self._most, BYTES // max(rows.vectors_ND[:1].nbytes, 1)))
         for start in range(0, len(new), most):
             piece = new[start : start + most]
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 if self.automatic:  # an upsert would assign other ids
                     self._delete(space, [row[self.key] for row in piece])
                     made = self.client.insert(space, piece)["ids"]
@@ -284,12 +284,12 @@ class MilvusStore(Store):
         return len(new)
 
     def _delete(self, space: str, ids: list[Any]) -> None:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             for start in range(0, len(ids), self._most):
                 self.client.delete(space, filter=f"{self.key} in {_literal(ids[start : start + self._most])}")
 
     @override
-    def tidy(self, space: str, like: str) -> int:
+    def delete_orphans(self, space: str, like: str) -> int:
         stale: list[Any] = []
         for page in self._pages(space, self._most, [self.key], where=f"{STATE} is not null" if space == self.space else ""):
             ids = [row[self.key] for row in page]
@@ -300,7 +300,7 @@ class MilvusStore(Store):
     @override
     def index_like(self, space: str) -> list[str]:
         """Flush rows from memory. The indexes exist since the collection's creation."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.flush(space)
         return []
 
@@ -309,7 +309,7 @@ class MilvusStore(Store):
         """Point the alias at the new collection, atomically. Without an alias, rename both collections."""
         self._searched = {}
         old, before = self._aliased(self.space), self.space + BEFORE
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if old is not None:
                 if not self._is_there(before):
                     self.client.create_alias(old, before)
@@ -327,7 +327,7 @@ class MilvusStore(Store):
         new, before = self._aliased(self.space), self.space + BEFORE
         if not self._is_there(before):
             return
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if new is not None:
                 if new == space:
                     self.client.alter_alias(self._aliased(before), self.space)
@@ -338,7 +338,7 @@ class MilvusStore(Store):
         self._rename(before, self.space)
 
     def _rename(self, old: str, new: str) -> None:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.rename_collection(old, new)
             self.client.load_collection(new)  # Milvus Lite releases renamed collections
 
@@ -346,22 +346,22 @@ class MilvusStore(Store):
     def drop_space(self, name: str) -> None:
         self._searched = {}
         known = f"model/{self._identity(name)}"
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if (collection := self._aliased(name)) is not None:
                 self.client.drop_alias(name)
             self.client.drop_collection(collection or name)
         self.set_record(known, None)
 
     @override
-    def alone(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     @override
-    def claimed(self) -> AbstractContextManager[None]:
-        return self._lease.held()
+    def migration_lease(self) -> AbstractContextManager[None]:
+        return self._lease.hold()
 
     @override
-    def renew_claim(self) -> None:
+    def renew_lease(self) -> None:
         self._lease.renew()
 
     # ------------------------------------------------------------------------------------------------- records
@@ -370,13 +370,13 @@ class MilvusStore(Store):
     def record(self, key: str) -> dict[str, Any] | None:
         if not self._is_there(RECORDS):
             return None
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found = self.client.get(RECORDS, [f"{self.space}/{key}"], output_fields=["value"], **STRONG)
         return dict(found[0]["value"]) if found else None
 
     @override
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if not self.client.has_collection(RECORDS):
                 self.client.create_collection(RECORDS, **records(), **STRONG)
             if value is None:

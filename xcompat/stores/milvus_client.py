@@ -28,7 +28,7 @@ def connect(uri: StoreUri) -> MilvusClient:
     """Open a file or a server."""
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # it prints tracebacks
     parts = uri.parts
-    with explained(uri):
+    with plain_errors(uri):
         if (file := lite_file(uri)) is None:
             scheme = "https" if uri.options.get("ssl") == "true" else "http"
             who = {"user": unquote(parts.username or ""), "password": unquote(parts.password or "")}
@@ -43,7 +43,7 @@ def connect(uri: StoreUri) -> MilvusClient:
 
 
 @contextmanager
-def explained(uri: StoreUri) -> Iterator[None]:
+def plain_errors(uri: StoreUri) -> Iterator[None]:
     """Raise errors of Milvus as one line."""
     try:
         yield

@@ -19,8 +19,8 @@ from xcompat.core.progress import notice
 from xcompat.retrieval import Hit
 from xcompat.retrieval.manifest import Metric
 from xcompat.stores.base import BEFORE, Rows, Space, Store
-from xcompat.stores.pgvector_client import TYPES, Client, array, explained, one_more, retried
-from xcompat.stores.pgvector_columns import Exchange, copy_settings, require_again, settle
+from xcompat.stores.pgvector_client import TYPES, Client, array, plain_errors, retry_with_backoff, select_extra_column
+from xcompat.stores.pgvector_columns import Exchange, copy_settings, restore_not_null, settle
 from xcompat.stores.pgvector_dependents import Resize, find_columns, find_dependents
 from xcompat.stores.pgvector_indexes import Copies, indexes
 from xcompat.stores.pgvector_keys import Key
@@ -38,8 +38,8 @@ DTYPES = {kind: dtype for dtype, kind in TYPES.items()}
 class PgVectorStore(Store):
     """PostgreSQL table. Each write is one transaction, and skips rows that changed meanwhile."""
 
-    locks = True
-    tells = True
+    supports_locking = True
+    reports_version = True
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
@@ -164,7 +164,7 @@ class PgVectorStore(Store):
             key=self.key.text,
             own=sql.Identifier(self.space),
             other=sql.Identifier(other),
-            content=one_more(content),
+            content=select_extra_column(content),
             table=self.table,
         )
         found = self.client.rows_of_bytes(asked, share, count)
@@ -193,19 +193,19 @@ class PgVectorStore(Store):
             ).format(
                 key=self.key.text,
                 own=sql.Identifier(own),
-                more=one_more(content),
+                more=select_extra_column(content),
                 table=self.table,
                 lacks=lacks,
                 behind=behind,
                 order=self.key.order,
             )
 
-        return self._blocks(self.client if self.client.within else None, asked, self._kind(own), batch, after)
+        return self._blocks(self.client if self.client.in_transaction else None, asked, self._kind(own), batch, after)
 
     def _blocks(
         self, reader: Client | None, asked: Callable[[str | None], sql.Composed], stored: str, batch: int, after: str | None
     ) -> Iterator[Rows]:
-        client = reader or retried(lambda: Client(self.uri))
+        client = reader or retry_with_backoff(lambda: Client(self.uri))
         try:
             while found := client.rows_of_bytes(asked(after), *((batch,) if after is None else (after, batch))):
                 ids, vectors, states, *contents = zip(*found, strict=True)
@@ -221,7 +221,7 @@ class PgVectorStore(Store):
     def add_space(self, name: str, dim: int, model: Fingerprint, dtype: str = "float32") -> None:
         if name in self._columns():
             raise XcompatError(f"{self.uri} already has a column {name!r}; choose another name")
-        with explained(self.uri), self.connection.transaction():
+        with plain_errors(self.uri), self.connection.transaction():
             self._do("ALTER TABLE {table} ADD COLUMN {new} {kind}", new=name, kind=sql.SQL(f"{TYPES[dtype]}({dim})"))
             copy_settings(self.client, self.table, self.space, name)
             follow(self.client, self.schema, self.table, name, self.space)
@@ -243,7 +243,7 @@ class PgVectorStore(Store):
         block = self.client.block(rows.vectors_ND, self._kind(space))
         parts = {"is_same": self.key.is_same, "kind": sql.SQL(block.kind)}
         asked = sql.SQL(_UPDATE).format(table=self.table, new=sql.Identifier(space), **parts)
-        apart = not self.client.within
+        apart = not self.client.in_transaction
 
         def update() -> int:
             with self.connection.transaction():
@@ -252,7 +252,7 @@ class PgVectorStore(Store):
                     self._do("SET LOCAL synchronous_commit = off")
                 return self.connection.execute(asked, (rows.ids, rows.states, block)).rowcount
 
-        return self.client.again(update)
+        return self.client.retry(update)
 
     @override
     def switch(self, space: str) -> None:
@@ -269,15 +269,15 @@ class PgVectorStore(Store):
         spaces, models = self.spaces(), self.record("spaces") or {}
         resize = Resize(spaces[self.space].dim, spaces[incoming].dim)
         names = {self.space: aside, incoming: self.space}
-        with explained(self.uri), self.connection.transaction():
+        with plain_errors(self.uri), self.connection.transaction():
             Exchange(
                 self.client, self.records, self.schema, self.table, self.space, aside, incoming, spaces[incoming].dtype, resize
             ).run(is_back)
             self.set_record("spaces", {names.get(name, name): model for name, model in models.items()})
 
     @override
-    def settle(self) -> None:
-        with explained(self.uri):
+    def finish_switch(self) -> None:
+        with plain_errors(self.uri):
             settle(self.client, self.records, self.table, self.space)
 
     @override
@@ -285,11 +285,11 @@ class PgVectorStore(Store):
         models = self.record("spaces") or {}
         if used := find_dependents(self.client, find_columns(self.client, self.table, name), Resize(None, None)):
             raise XcompatError(f"{used[0].name} uses {name} in {self.uri}; drop it first")
-        with explained(self.uri), self.connection.transaction():
+        with plain_errors(self.uri), self.connection.transaction():
             unfollow(self.client, self.table)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
             self.set_record("spaces", {other: model for other, model in models.items() if other != name})
-            if rows := require_again(self.client, self.records, self.table, self.space):
+            if rows := restore_not_null(self.client, self.records, self.table, self.space):
                 notice(
                     f"{self.space} in {self.uri} is no longer NOT NULL: {rows:,} rows have no vector of the old model. Write "
                     "their vectors or delete them, then SET NOT NULL again"
@@ -297,16 +297,16 @@ class PgVectorStore(Store):
 
     @override
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         readers = find_dependents(self.client, find_columns(self.client, self.table, self.space), Resize(None, None))
-        with explained(self.uri), self.connection.transaction():
+        with plain_errors(self.uri), self.connection.transaction():
             self.client.lock(self.table, first=[reader.lock for reader in readers if reader.lock])
             yield
 
     @override
     @contextmanager
-    def claimed(self) -> Iterator[None]:
-        with self.records.claimed():
+    def migration_lease(self) -> Iterator[None]:
+        with self.records.hold_lock():
             yield
 
     @override

@@ -94,26 +94,26 @@ class Client:
         self.uri = uri
         self.regained: Callable[[], None] = lambda: None
         self.connection = connect(uri)
-        with explained(uri):
+        with plain_errors(uri):
             found = {kind: TypeInfo.fetch(self.connection, kind) for kind in NUMBERS}
         self.oids = {kind: info.oid for kind, info in found.items() if info is not None}
 
     @property
-    def within(self) -> bool:
+    def in_transaction(self) -> bool:
         """Whether a transaction is open."""
         return self.connection.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
-    def again(self, work: Callable[[], T]) -> T:
+    def retry(self, work: Callable[[], T]) -> T:
         """Run idempotent work, and retry after a reconnect. Inside a transaction it runs once."""
-        return self._attempt(work) if self.within else retried(lambda: self._attempt(work))
+        return self._attempt(work) if self.in_transaction else retry_with_backoff(lambda: self._attempt(work))
 
     def ask(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
         """Return the rows of a query, and retry after a reconnect."""
-        return self.again(lambda: self.execute(asked, *given))
+        return self.retry(lambda: self.execute(asked, *given))
 
     def execute(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
         """Execute a statement once, and return its rows."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             cursor = self.connection.execute(asked, given)
             return cursor.fetchall() if cursor.description is not None else []
 
@@ -123,7 +123,7 @@ class Client:
 
     def run(self, statement: str) -> None:
         """Execute a complete SQL statement once."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.connection.execute(sql.SQL(statement))
 
     def lock(self, table: sql.SQL, mode: LiteralString = "ACCESS EXCLUSIVE", first: Sequence[str] = ()) -> None:
@@ -159,10 +159,10 @@ class Client:
 
     def _attempt(self, work: Callable[[], T]) -> T:
         try:
-            if self.connection.closed and not self.within:
+            if self.connection.closed and not self.in_transaction:
                 self.connection = connect(self.uri)
                 self.regained()
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 return work()
         except LostConnectionError:
             self.connection.close()
@@ -181,10 +181,10 @@ class Client:
                 cursor.adapters.register_loader(oid, ByteaBinaryLoader)
             return cursor.execute(asked, given).fetchall()
 
-        return self.again(ask)
+        return self.retry(ask)
 
 
-def retried(work: Callable[[], T]) -> T:
+def retry_with_backoff(work: Callable[[], T]) -> T:
     """Retry with exponential backoff after a lost connection."""
     wait = wait_random_exponential(multiplier=0.1, max=LONGEST_WAIT)
     lost = retry_if_exception_type(LostConnectionError)
@@ -193,7 +193,7 @@ def retried(work: Callable[[], T]) -> T:
 
 def connect(uri: StoreUri) -> psycopg.Connection[Any]:
     """Connect to a database with pgvector."""
-    with explained(uri):
+    with plain_errors(uri):
         connection = psycopg.connect(uri.client, autocommit=True)
         known = connection.execute("SELECT extversion FROM pg_extension WHERE extname = 'vector'").fetchone()
         if known is None:
@@ -209,7 +209,7 @@ def connect(uri: StoreUri) -> psycopg.Connection[Any]:
 
 
 @contextmanager
-def explained(uri: StoreUri) -> Iterator[None]:
+def plain_errors(uri: StoreUri) -> Iterator[None]:
     """Raise errors of PostgreSQL as one line."""
     try:
         yield
@@ -233,6 +233,6 @@ def array(vectors: Sequence[bytes], kind: str) -> NDArray[np.float32]:
     return bytes_NB[:, HEADER:].view(NUMBERS[kind]).astype(np.float32)
 
 
-def one_more(column: str | None) -> sql.Composable:
+def select_extra_column(column: str | None) -> sql.Composable:
     """Return SQL for an additional column, or empty SQL."""
     return sql.SQL(", {}").format(sql.Identifier(column)) if column is not None else sql.SQL("")

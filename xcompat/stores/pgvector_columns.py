@@ -172,7 +172,7 @@ def rename_not_null(client: Client, table: sql.SQL, column: str, name: str) -> N
         client.run(f"ALTER TABLE {table.as_string(client.connection)} RENAME CONSTRAINT {found[1]} TO {name}")
 
 
-def require_again(client: Client, records: Records, table: sql.SQL, column: str) -> int:
+def restore_not_null(client: Client, records: Records, table: sql.SQL, column: str) -> int:
     """Restore NOT NULL after a rollback, and return the number of rows that prevent it."""
     known = records.read(RECORD)
     if known is None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from psycopg import sql
 
-from xcompat.stores.pgvector_client import TYPES, Client, explained
+from xcompat.stores.pgvector_client import TYPES, Client, plain_errors
 from xcompat.stores.pgvector_dependents import Resize
 
 
@@ -151,7 +151,7 @@ class Copies(NamedTuple):
             if not index.spans:
                 self.client.run(index.create(how, concurrently=True))
                 continue
-            with explained(self.client.uri), self.client.connection.transaction():  # it adopts the partitions' indexes
+            with plain_errors(self.client.uri), self.client.connection.transaction():  # it adopts the partitions' indexes
                 self.client.lock(sql.SQL(index.table), "SHARE")
                 self.client.run(index.create(how, concurrently=False))
         return [index.name for index in indexes(self.client, self.table, self.new)]

@@ -41,14 +41,14 @@ class Records:
         if not self.exists:
             if not self.client.ask("SELECT to_regclass(%s)::text", self.table.as_string(self.client.connection))[0][0]:
                 return None
-            self.exists = not self.client.within  # an open transaction can undo its creation
-        return self.client.again(lambda: self._found(key))
+            self.exists = not self.client.in_transaction  # an open transaction can undo its creation
+        return self.client.retry(lambda: self._found(key))
 
     def _found(self, key: str) -> dict[str, Any] | None:
         found = self.client.execute(sql.SQL(_READ).format(self.table), self.relation, key)
         return found[0][0] if found else None
 
-    def said(self, key: str) -> sql.Composable:
+    def as_sql(self, key: str) -> sql.Composable:
         """Return an SQL expression for a record as text, to read it with other data."""
         if not self.exists:
             return sql.SQL("NULL")
@@ -57,7 +57,7 @@ class Records:
 
     def write(self, key: str, value: dict[str, Any] | None) -> None:
         """Replace a record, or delete it with None."""
-        self.client.again(lambda: self._put(key, value))
+        self.client.retry(lambda: self._put(key, value))
 
     def _put(self, key: str, value: dict[str, Any] | None) -> None:
         with self.client.connection.transaction():
@@ -68,9 +68,9 @@ class Records:
                 self.client.execute(put, self.relation, key, Jsonb(value))
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Hold the migration lock. It ends with the process."""
-        if not self.client.again(self._lock):
+        if not self.client.retry(self._lock):
             raise XcompatError(f"{self.client.uri} is being migrated by another process; wait for it or stop it")
         claim = uuid.uuid4().hex
         self.write(CLAIM, {"by": claim})

@@ -22,11 +22,11 @@ from xcompat.stores.qdrant_collections import (
     STATE,
     Point,
     connect,
-    dense,
-    explained,
+    dense_vectors,
     made_like,
     metric_of,
     numbers_in,
+    plain_errors,
     point_id,
     point_of,
     vector_of,
@@ -56,17 +56,17 @@ class QdrantStore(Store):
         self.lease: Lease | None = None
         info = self._info(self._real(self.space))
         self.vector = vector_of(uri, info)
-        self.metric = metric_of(uri, dense(info)[self.vector])
+        self.metric = metric_of(uri, dense_vectors(info)[self.vector])
         self.known = self.spaces()
 
     # ------------------------------------------------------------------------------------------------- collections
 
     def _aliases(self) -> dict[str, str]:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return {alias.alias_name: alias.collection_name for alias in self.client.get_aliases().aliases}
 
     def _names(self) -> set[str]:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return {found.name for found in self.client.get_collections().collections}
 
     def _real(self, name: str) -> str:
@@ -82,7 +82,7 @@ class QdrantStore(Store):
         return known.get(self.before) or known.get(self.space, self.space)
 
     def _info(self, collection: str) -> models.CollectionInfo:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return self.client.get_collection(collection)
 
     def _noted(self, collection: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class QdrantStore(Store):
         return {key.removeprefix(MARK): value for key, value in found.items() if key.startswith(MARK)}
 
     def _note(self, collection: str, **values: Any) -> None:  # noqa: ANN401
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.update_collection(collection, metadata={MARK + key: value for key, value in values.items()})
 
     def _is_copy(self, name: str, of: str) -> bool:
@@ -111,7 +111,7 @@ class QdrantStore(Store):
         return dict(self.known)
 
     def _space(self, name: str, info: models.CollectionInfo) -> Space:
-        if (params := dense(info).get(self.vector)) is None:
+        if (params := dense_vectors(info).get(self.vector)) is None:
             raise XcompatError(f"{self.uri}: {name} no longer has a single dense vector {self.vector!r}")
         model = (info.config.metadata or {}).get(MARK + "model")
         dtype = params.datatype or models.Datatype.FLOAT32
@@ -124,12 +124,12 @@ class QdrantStore(Store):
         if without is not None and space is not None and self.count(without):
             return sum(len(rows.ids) for rows in self.rows(PAGE, None, without, space))
         wanted = self._filter(True) if space is not None else None
-        with explained(self.uri):
+        with plain_errors(self.uri):
             return self.client.count(space or self.space, wanted, exact=True).count
 
     @override
     def ids_without_vector(self, count: int) -> list[str]:
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found, _ = self.client.scroll(self.space, self._filter(False), count, with_payload=False)
         return [str(record.id) for record in found]
 
@@ -151,7 +151,7 @@ class QdrantStore(Store):
             own = self.spaces()[name]
         self.queries(queries_QD, own)
         asked: dict[str, Any] = {"using": self.vector or None, "limit": top_k, "with_payload": False}
-        with explained(self.uri):
+        with plain_errors(self.uri):
             if isinstance(filter, str):
                 filter = models.Filter.model_validate_json(filter)  # noqa: A001
             elif isinstance(filter, dict):
@@ -175,7 +175,7 @@ class QdrantStore(Store):
         lacking = self._lacking(without, space) if without is not None else list
         wanted, offset = self._filter(has_vector), point_id(after)
         while True:
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 records, offset = self.client.scroll(space, wanted, page, offset=offset, with_payload=True, with_vectors=True)
             yield lacking([self._point(record) for record in records if str(record.id) != after])
             if offset is None:
@@ -201,7 +201,7 @@ class QdrantStore(Store):
 
     def _states(self, space: str, ids: list[Any]) -> dict[Any, str | None]:
         """Return the states by id. A state is None if a service wrote the point."""
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found = self.client.retrieve(space, ids, with_payload=[STATE]) if ids else []
         return {record.id: (record.payload or {}).get(STATE) for record in found}
 
@@ -231,7 +231,7 @@ class QdrantStore(Store):
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
         random = models.SampleQuery(sample=models.Sample.RANDOM)
-        with explained(self.uri):
+        with plain_errors(self.uri):
             drawn = self.client.query_points(
                 self.space, random, query_filter=self._filter(True), limit=count, with_payload=True, with_vectors=True
             ).points
@@ -241,7 +241,7 @@ class QdrantStore(Store):
         if not points:
             empty = np.empty((0, 0), np.float32)
             return Rows([], empty, []), empty
-        with explained(self.uri):
+        with plain_errors(self.uri):
             found = self.client.retrieve(other, list(points), with_payload=False, with_vectors=True)
         theirs = {record.id: self._point(record).vector_D for record in found}
         both = [(point, vector_D) for name, point in points.items() if (vector_D := theirs.get(name)) is not None]
@@ -266,7 +266,7 @@ class QdrantStore(Store):
             raise XcompatError(f"{self.uri} has custom shard keys, which xcompat cannot copy; migrate it by hand")
         kept = {key: value for key, value in (info.config.metadata or {}).items() if not key.startswith(MARK)}
         ours = {MARK + "model": {"digest": model.digest, "name": model.name}, MARK + "copies": own}
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.create_collection(name, **made_like(info, self.vector, dim, dtype), metadata={**kept, **ours})
         self._index(name, info)
 
@@ -287,18 +287,18 @@ class QdrantStore(Store):
         size = max(1, dim + max(map(numbers_in, points), default=0))
         new = vectors_ND if vectors_ND is not None else [None] * len(points)
         made = (with_vector(point, self.vector, vector_D) for point, vector_D in zip(points, new, strict=True))
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.upload_points(space, made, batch_size=min(POINTS, max(1, NUMBERS // size)), wait=True)
         return len(points)
 
     @override
-    def tidy(self, space: str, like: str) -> int:
+    def delete_orphans(self, space: str, like: str) -> int:
         """Delete points that another space no longer has, and copy points without the searched vector."""
         for points in self._points(like, PAGE, without=space, has_vector=False):
             self._upload(space, points, None)
         gone, offset = 0, None
         while True:
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 records, offset = self.client.scroll(space, None, PAGE, offset=offset, with_payload=[STATE])
                 ours = [record.id for record in records if space != self.space or STATE in (record.payload or {})]
                 kept = {record.id for record in self.client.retrieve(like, ours, with_payload=False)} if ours else set()
@@ -313,7 +313,7 @@ class QdrantStore(Store):
         """Create the same payload indexes, and wait until the vectors are indexed."""
         made = self._index(space, self._info(self._real(self.space)))
         while (status := self._info(self._real(space)).status) == models.CollectionStatus.YELLOW:
-            self.renew_claim()
+            self.renew_lease()
             time.sleep(1)
         if status == models.CollectionStatus.RED:
             raise XcompatError(f"{self.uri}: the server cannot index {space}; check its log, then run start again")
@@ -327,7 +327,7 @@ class QdrantStore(Store):
     def _index(self, space: str, like: models.CollectionInfo) -> list[str]:
         """Create payload indexes, before the points, so that the vector graph uses them."""
         for field, index in like.payload_schema.items():
-            with explained(self.uri):
+            with plain_errors(self.uri):
                 self.client.create_payload_index(space, field, index.params or index.data_type, wait=True)
         return list(like.payload_schema)
 
@@ -349,7 +349,7 @@ class QdrantStore(Store):
         ]
         if gone is not None:
             actions.append(models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=gone)))
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.update_collection_aliases(actions)
 
     @override
@@ -358,33 +358,33 @@ class QdrantStore(Store):
         own, gone = self._real(self.space), self._real(name)
         if name == self.before:
             noted = self._noted(gone)
-            with explained(self.uri):  # before the records move, so that it can be repeated
+            with plain_errors(self.uri):  # before the records move, so that it can be repeated
                 self.client.delete_payload(own, [STATE], models.FilterSelector(filter=models.Filter()), wait=True)
             self._note(own, copies=None, **{key: noted.get(key) for key in ("migration", "claim")})
-        with explained(self.uri):
+        with plain_errors(self.uri):
             self.client.delete_collection(gone)
 
     # ------------------------------------------------------------------------------------------------- lease and records
 
     @override
-    def alone(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     @override
     @contextmanager
-    def claimed(self) -> Iterator[None]:
+    def migration_lease(self) -> Iterator[None]:
         if self.embedded:  # the client locks the folder
             yield
             return
         self.lease = Lease(self)
         try:
-            with self.lease.held():
+            with self.lease.hold():
                 yield
         finally:
             self.lease = None
 
     @override
-    def renew_claim(self) -> None:
+    def renew_lease(self) -> None:
         if self.lease is not None:
             self.lease.renew()
 

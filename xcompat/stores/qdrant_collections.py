@@ -54,7 +54,7 @@ def connect(uri: StoreUri) -> tuple[QdrantClient, str, bool]:
     scheme = "https" if uri.parts.scheme == "qdrants" else "http"
     key = uri.options.get("api_key") or os.environ.get("QDRANT_API_KEY")
     address = f"{scheme}://{uri.parts.netloc}"
-    with explained(uri):
+    with plain_errors(uri):
         client = QdrantClient(address, api_key=key, timeout=SECONDS, check_compatibility=False)
         version = client.info().version
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
@@ -74,7 +74,7 @@ def _local(uri: StoreUri, folder: Path) -> QdrantClient:
 
 
 @contextmanager
-def explained(uri: StoreUri) -> Iterator[None]:
+def plain_errors(uri: StoreUri) -> Iterator[None]:
     """Raise errors of the client as one line."""
     try:
         yield
@@ -97,7 +97,7 @@ def _said(error: UnexpectedResponse) -> str:
 
 def vector_of(uri: StoreUri, info: models.CollectionInfo) -> str:
     """Return the vector name in the address, or the only one. It can be empty."""
-    found = dense(info)
+    found = dense_vectors(info)
     given = uri.options.get("vector")
     if given is None and len(found) == 1:
         return next(iter(found))
@@ -108,7 +108,7 @@ def vector_of(uri: StoreUri, info: models.CollectionInfo) -> str:
     return given
 
 
-def dense(info: models.CollectionInfo) -> dict[str, models.VectorParams]:
+def dense_vectors(info: models.CollectionInfo) -> dict[str, models.VectorParams]:
     """Return the single dense vectors of a collection by name."""
     known = info.config.params.vectors or {}
     named = {"": known} if isinstance(known, models.VectorParams) else known
@@ -128,7 +128,7 @@ def metric_of(uri: StoreUri, params: models.VectorParams) -> Metric:
 def made_like(info: models.CollectionInfo, vector: str, dim: int, dtype: str) -> dict[str, Any]:
     """Return the arguments to copy a collection with another dimension and dtype."""
     params, config = info.config.params, info.config
-    new = dense(info)[vector].model_copy(update={"size": dim, "datatype": models.Datatype(dtype)})
+    new = dense_vectors(info)[vector].model_copy(update={"size": dim, "datatype": models.Datatype(dtype)})
     whole = isinstance(params.vectors, models.VectorParams)
     made = {
         "vectors_config": new if whole else {**(params.vectors or {}), vector: new},  # type: ignore[dict-item]

@@ -13,8 +13,8 @@ import numpy as np
 from xcompat.core.errors import XcompatError
 from xcompat.evaluation import bootstrap_interval
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.commands import answers as gallery_answers
-from xcompat.retrieval.queries import Typed
+from xcompat.retrieval.commands import search_in_blocks as gallery_answers
+from xcompat.retrieval.queries import TypedQuery
 from xcompat.stores.commands import answers as store_answers
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ CHANCE_TIMES = 10
 
 
 @dataclass(frozen=True)
-class Way:
+class SearchSetup:
     """Configuration to answer queries.
 
     Args:
@@ -48,9 +48,9 @@ class Way:
         """Return the hits of a text or an image path, and the seconds."""
         started = time.perf_counter()
         if isinstance(searched, Gallery):
-            found = gallery_answers(searched, Typed(query), self.source, top_k, [], self.old, rerank=self.rerank)
+            found = gallery_answers(searched, TypedQuery(query), self.source, top_k, [], self.old, rerank=self.rerank)
         else:
-            found = store_answers(searched, Typed(query), self.source, top_k, None, self.old, self.rerank)
+            found = store_answers(searched, TypedQuery(query), self.source, top_k, None, self.old, self.rerank)
         return next(iter(found)).hits, time.perf_counter() - started
 
 
@@ -80,7 +80,7 @@ class Pair(NamedTuple):
         return [hit.id for hit in self.old[:1]] == [hit.id for hit in self.new[:1]]
 
 
-class Answer(NamedTuple):
+class Decision(NamedTuple):
     """Decision with its reason.
 
     Args:
@@ -130,28 +130,30 @@ class Shadow:
         """Return the queries with different hits, largest difference first."""
         return sorted((pair for pair in self.pairs if pair.old != pair.new and pair.overlap < 1), key=lambda pair: pair.overlap)
 
-    def answer(self, limit_ms: float | None = None) -> Answer:
+    def answer(self, limit_ms: float | None = None) -> Decision:
         """Return the decision.
 
         Args:
             limit_ms: limit of the 95th percentile in milliseconds, or None.
         """
         if self.failed:
-            return Answer(False, f"the new configuration failed {len(self.failed):,} queries, e.g. {self.failed[0][0]!r}")
+            return Decision(False, f"the new configuration failed {len(self.failed):,} queries, e.g. {self.failed[0][0]!r}")
         slowest = self.milliseconds(1)[1]
         if limit_ms is not None and slowest > limit_ms:
-            return Answer(False, f"5 % of the queries take longer than {slowest:.0f} ms; the limit is {limit_ms:g} ms")
+            return Decision(False, f"5 % of the queries take longer than {slowest:.0f} ms; the limit is {limit_ms:g} ms")
         share, _, high = self.overlap
         chance = self.top_k / max(1, self.items)
         if high < min(0.5, CHANCE_TIMES * chance):
-            return Answer(
+            return Decision(
                 False,
                 f"only {100 * share:.1f} % of the hits are the same, close to chance; check that the model fits the index",
             )
-        return Answer(True, f"all {len(self.pairs):,} queries were answered, 95 % of them within {slowest:.0f} ms")
+        return Decision(True, f"all {len(self.pairs):,} queries were answered, 95 % of them within {slowest:.0f} ms")
 
 
-def compare_ways(searched: Gallery | Store, old: Way, new: Way, queries: Iterable[str], top_k: int = 10) -> Iterator[Shadow]:
+def compare_ways(
+    searched: Gallery | Store, old: SearchSetup, new: SearchSetup, queries: Iterable[str], top_k: int = 10
+) -> Iterator[Shadow]:
     """Answer each query with both configurations, one after the other as in a service.
 
     The data stays unchanged, but rerankers can cache embeddings beside a gallery.

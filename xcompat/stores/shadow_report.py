@@ -11,8 +11,8 @@ from rich.table import Table
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import write_json
-from xcompat.core.progress import console, literal, progress_bar, rate_of, snippet
-from xcompat.stores.shadow import Answer, Pair, Shadow, Way, compare_ways
+from xcompat.core.progress import advance_bar, console, literal, progress_bar, snippet
+from xcompat.stores.shadow import Decision, Pair, SearchSetup, Shadow, compare_ways
 
 if TYPE_CHECKING:
     from xcompat.retrieval import Gallery, Hit
@@ -28,7 +28,7 @@ _LABELS = (
 
 def show_shadow(
     searched: Gallery | Store,
-    ways: tuple[Way, Way],
+    ways: tuple[SearchSetup, SearchSetup],
     queries: Iterable[str],
     top_k: int,
     limit_ms: float | None,
@@ -52,7 +52,7 @@ def show_shadow(
         task = bar.add_task("comparing queries", total=len(queries) if isinstance(queries, Sequence) else None, rate="")
         for grown in compare_ways(searched, *ways, queries, top_k):
             seen = grown
-            rate_of(bar, task, 1, "queries")
+            advance_bar(bar, task, 1, "queries")
     if seen is None or not (seen.pairs or seen.failed):
         why = (
             f"; {seen.unread[0][0]!r}: {seen.unread[0][1]}" if seen is not None and seen.unread else "; the input has no queries"
@@ -72,7 +72,7 @@ def show_shadow(
     return answer.go
 
 
-def _table(shadow: Shadow, new: Way) -> Table:
+def _table(shadow: Shadow, new: SearchSetup) -> Table:
     table = Table(title=f"{len(shadow.pairs):,} queries, {shadow.items:,} items", title_justify="left", box=SIMPLE_HEAD)
     for column in ("", "today", "new way"):
         table.add_column(column)
@@ -93,7 +93,7 @@ def _difference(pair: Pair) -> str:
     return f"{snippet(pair.query, 60)}: {100 * pair.overlap:.0f} % the same; today {today}; new {new}"
 
 
-def as_json(shadow: Shadow, answer: Answer) -> dict[str, Any]:
+def as_json(shadow: Shadow, answer: Decision) -> dict[str, Any]:
     """Return a comparison as JSON, with the largest differences first."""
 
     def hits_of(hits: list[Hit]) -> list[dict[str, Any]]:

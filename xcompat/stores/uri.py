@@ -42,9 +42,9 @@ class StoreUri:
         given = parse_qsl(parts.query, keep_blank_values=True)
         for name, _ in given:
             if sum(name == other for other, _ in given) > 1:
-                raise XcompatError(f"{shown(uri)} has {name} twice; remove one")
+                raise XcompatError(f"{without_credentials(uri)} has {name} twice; remove one")
             if name not in known and not passes_on:
-                raise XcompatError(f"{shown(uri)} has no option {name!r}; {nearest(name, known)}")
+                raise XcompatError(f"{without_credentials(uri)} has no option {name!r}; {nearest(name, known)}")
         own = {name: value for name, value in given if name in known}
         return cls(parts._replace(query="", fragment=""), own, {name: value for name, value in given if name not in known})
 
@@ -64,7 +64,7 @@ class StoreUri:
 
     def __str__(self) -> str:
         """Return the address for messages, without secrets."""
-        return shown(self.parts._replace(query=urlencode(self.options)).geturl())
+        return without_credentials(self.parts._replace(query=urlencode(self.options)).geturl())
 
     def require(self, name: str) -> str:
         """Return an option.
@@ -141,11 +141,11 @@ def split(uri: str) -> SplitResult:
     return parts
 
 
-def shown(uri: str) -> str:
+def without_credentials(uri: str) -> str:
     """Return a URI without user and password.
 
     Example:
-        >>> shown("postgresql://me:secret@db.example:5432/shop?table=items&password=secret")
+        >>> without_credentials("postgresql://me:secret@db.example:5432/shop?table=items&password=secret")
         'postgresql://db.example:5432/shop?table=items'
     """
     parts = urlsplit(uri)

@@ -23,13 +23,13 @@ from xcompat.models.frozen import load_frozen
 from xcompat.report import ReportContent
 from xcompat.report.storage import encode_png
 from xcompat.report.tsne import project, sampled_rows
-from xcompat.training.contestants import EvaluationSet
 from xcompat.training.evaluate_command import plain_model
+from xcompat.training.evaluation_models import EvaluationSet
 from xcompat.training.evaluation_sets import LabelledTestSet, PairTestSet, load_test_set
 from xcompat.training.judged_templates import TemplateTestSet
 from xcompat.training.judged_texts import JudgedTestSet
-from xcompat.training.judging import embed_new, judge
-from xcompat.training.record import RECIPE, begun_with, find_model
+from xcompat.training.model_evaluation import embed_new, evaluate_cases
+from xcompat.training.record import RECIPE, find_model, read_started_settings
 from xcompat.training.sections import DataSettings, EvaluationSettings
 
 MADE_BY = "export atlas"
@@ -87,7 +87,7 @@ def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, Evaluation
         raise XcompatError(
             f"{run} has no {RECIPE}, so its test set is unknown; use the folder of a run that was trained from a recipe"
         )
-    test = load_test_set(DataSettings.model_validate(begun_with(folder.parent)["data"]))
+    test = load_test_set(DataSettings.model_validate(read_started_settings(folder.parent)["data"]))
     if isinstance(test, TemplateTestSet):
         raise XcompatError(f"{run} was evaluated on templates of several images, which cannot be exported; choose another run")
     model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
@@ -98,7 +98,7 @@ def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, Evaluation
     old = test.embed(load_frozen(model.compatible_with[0].name, device()), cache_dir)
     independent = test.embed(plain, cache_dir) if plain is not None else None
     contestants = embed_new(model, old, independent, test, cache_dir)
-    evaluation, kept = judge(contestants, EvaluationSettings(resamples=100), seed)
+    evaluation, kept = evaluate_cases(contestants, EvaluationSettings(resamples=100), seed)
     return ReportContent(evaluation, kept, model.config.model_type, tsne_pairs=items, seed=seed), test
 
 
@@ -126,10 +126,10 @@ def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: n
             record = dataset[row if stored is ids else place_of[ids[row]]]
             about["image"] = {"bytes": encode_png(open_image(record[IMAGE])), "path": record[IMAGE]["path"]}
             about["text"] = about["text"] or "; ".join(captions_of(record.get(CAPTION)))
-        yield about | _found(evaluation, direction, row if asking is ids else query_of.get(ids[row]))
+        yield about | _search_results(evaluation, direction, row if asking is ids else query_of.get(ids[row]))
 
 
-def _found(evaluation: Evaluation, direction: str, row: int | None) -> dict[str, Any]:
+def _search_results(evaluation: Evaluation, direction: str, row: int | None) -> dict[str, Any]:
     """Return ranks and gain of an item; Nones if it is not a query or has no match."""
     nothing = {"rank_old": None, "rank_new": None, "gain": None}
     if row is None or evaluation.ranks["old", "old", direction][row] < 0:

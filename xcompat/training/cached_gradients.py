@@ -47,7 +47,7 @@ class RandomState(NamedTuple):
         set_device_states(self.devices, self.states, device_type=self.kind)
 
 
-def refuse_what_parts_change(model: CompatModel, accelerator: Accelerator) -> None:
+def check_mini_batches(model: CompatModel, accelerator: Accelerator) -> None:
     """Raise if mini-batches would change the result or fail.
 
     Args:
@@ -71,7 +71,7 @@ def refuse_what_parts_change(model: CompatModel, accelerator: Accelerator) -> No
         )
 
 
-def backward_in_parts(
+def backward_in_mini_batches(
     accelerator: Accelerator, model: nn.Module, batch: Batch, mini_batch_size: int, share: float = 1.0
 ) -> Tensor:
     """Backpropagate a loss over the whole batch with one mini-batch's graph in memory.

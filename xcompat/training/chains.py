@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xcompat.evaluation.contestants import C
+from xcompat.evaluation.evaluated_models import C
 from xcompat.models import CompatModel
-from xcompat.training.contestants import map_contestant
+from xcompat.training.evaluation_models import map_contestant
 from xcompat.training.stage_recipe import StageRecipe, method_class
 
 
@@ -46,10 +46,10 @@ def mapped_along(hops: Sequence[CompatModel], old: C, side_info: C | None) -> C:
     """
     mapped, side = old, side_info
     for model in hops:
-        fingerprint = mapped.fingerprint.derived(f"upgrade {model.fingerprint().digest}")
+        fingerprint = mapped.fingerprint.derive(f"upgrade {model.fingerprint().digest}")
         named = f"{old.name}, mapped {len(hops)} times", fingerprint, model.upgrade, model.device
         new_side = None
         if side is not None and model.writes_side_info:
-            new_side = map_contestant(mapped, side.name, fingerprint.derived("side"), model.upgrade_side, model.device, side)
+            new_side = map_contestant(mapped, side.name, fingerprint.derive("side"), model.upgrade_side, model.device, side)
         mapped, side = map_contestant(mapped, *named, side), new_side
     return mapped

@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from xcompat.core.distributed import barrier, is_main_process
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import clear_leftovers, files_below, listed, read_json, sync_folder, sync_tree
+from xcompat.core.files import clear_leftovers, files_below, list_entries, read_json, sync_folder, sync_tree
 from xcompat.core.folder_checksums import changes, write_checksums
 from xcompat.core.progress import console
 
@@ -40,11 +40,11 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     Args:
         folder: the Trainer's output folder.
     """
-    numbered = (path for path in listed(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
+    numbered = (path for path in list_entries(folder, f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdecimal())
     for checkpoint in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if is_main_process():
             clear_leftovers(checkpoint)  # of a killed process
-            for file in listed(checkpoint, _UNFINISHED):
+            for file in list_entries(checkpoint, _UNFINISHED):
                 file.unlink()
         wrong = _damage(checkpoint)
         if wrong is None:

@@ -20,7 +20,7 @@ from xcompat.report.comparison import (
     require_comparison_place,
     write_comparison,
 )
-from xcompat.training.places import require_places
+from xcompat.training.output_checks import require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.run import run_recipe

@@ -19,7 +19,7 @@ from xcompat.core.distributed import is_main_process, sum_over_ranks, world_size
 from xcompat.core.files import read_json, write_json
 from xcompat.report.content import Cost
 from xcompat.training.checkpoints import STATE, last_complete_checkpoint
-from xcompat.training.record import damage_told
+from xcompat.training.record import explain_damage
 
 FILE = "cost.json"
 _COST = TypeAdapter(Cost)
@@ -164,7 +164,7 @@ def seconds_before(checkpoints: Path) -> float:
     return float(_last(read_json(checkpoint / STATE)["log_history"]).get(SECONDS, 0.0)) if checkpoint is not None else 0.0
 
 
-class Solving:
+class SolvingCost:
     """Cost of a stage solved in closed form.
 
     Args:
@@ -216,5 +216,5 @@ def cost_of(folder: Path) -> Cost | None:
     file = folder / FILE
     if not file.exists():
         return None
-    with damage_told(file, "costs"):
+    with explain_damage(file, "costs"):
         return _COST.validate_python(read_json(file))

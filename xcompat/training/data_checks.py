@@ -19,13 +19,13 @@ from xcompat.data import (
     load_text_pairs,
     select,
 )
-from xcompat.data.addresses import addresses
+from xcompat.data.addresses import list_addresses
 from xcompat.data.corpora import first_texts
-from xcompat.data.sources import EMBEDDED, files_with, local_files, locate
+from xcompat.data.sources import BUILTIN_PREFIX, files_with, local_files, locate
 from xcompat.training.evaluation_sets import check_zero_shot
+from xcompat.training.input_checks import error_prefix
 from xcompat.training.judged_templates import require_images_of_templates
 from xcompat.training.judged_texts import load_judged_texts
-from xcompat.training.paths import said_of
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import StageRecipe
 
@@ -49,41 +49,41 @@ def check_data(settings: StageRecipe) -> None:
     """
     data, prefix = settings.data, f"{settings.name}: data."
     for number, source in enumerate(data.texts):
-        with _of_key(f"{prefix}texts.{number}"):
+        with _prefix_errors(f"{prefix}texts.{number}"):
             _check_texts(source)
     for key in ("pairs", "remembered", "test"):
         if (pairs := getattr(data, key)) is not None:
-            with _of_key(f"{prefix}{key}"):
+            with _prefix_errors(f"{prefix}{key}"):
                 _check_pairs(pairs)
     for key in ("images", "queries", "gallery"):
         if (labelled := getattr(data, key)) is not None:
-            with _of_key(f"{prefix}{key}"):
+            with _prefix_errors(f"{prefix}{key}"):
                 _check_labelled(labelled, data, key)
     if data.text_pairs is not None:
-        with _of_key(f"{prefix}text_pairs"):
+        with _prefix_errors(f"{prefix}text_pairs"):
             _check_text_pairs(data.text_pairs)
     _check_test_lists(data, prefix)
 
 
 def _check_test_lists(data: DataSettings, prefix: str) -> None:
     judged, templates = data.judged_texts, data.templates
-    with _of_key(f"{prefix}judged_texts"):
+    with _prefix_errors(f"{prefix}judged_texts"):
         if judged is not None and _are_local(judged.queries.path, judged.passages.path):
             load_judged_texts(judged).require_judgements()
-    with _of_key(f"{prefix}templates"):
+    with _prefix_errors(f"{prefix}templates"):
         if templates is not None and _are_local(templates.images.path):
             require_images_of_templates(templates)
     for name, shot in data.zero_shot_sets().items():
-        with _of_key(f"{prefix}zero_shot"):
+        with _prefix_errors(f"{prefix}zero_shot"):
             if _check_pairs(shot.images) and Path(shot.classes).is_file():
                 check_zero_shot(shot, name)
 
 
 @contextmanager
-def _of_key(key: str) -> Iterator[None]:
+def _prefix_errors(key: str) -> Iterator[None]:
     """Prefix errors with the recipe key; ignore missing data, which are listed elsewhere."""
     try:
-        with said_of(key):
+        with error_prefix(key):
             yield
     except MissingPathError:
         return
@@ -91,8 +91,8 @@ def _of_key(key: str) -> Iterator[None]:
 
 def _are_local(*paths: str | list[str]) -> bool:
     """Return whether all data are the user's files, not samples from the package."""
-    embedded = any(str(path).startswith(EMBEDDED) for path in paths)
-    return not embedded and all(addresses(path) is None and local_files(path) is not None for path in paths)
+    embedded = any(str(path).startswith(BUILTIN_PREFIX) for path in paths)
+    return not embedded and all(list_addresses(path) is None and local_files(path) is not None for path in paths)
 
 
 def _check_texts(source: CorpusSource | PairSource) -> None:

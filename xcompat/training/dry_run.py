@@ -23,9 +23,9 @@ from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in, small_scratch
 from xcompat.models.stored import StoredModel
 from xcompat.training.data_checks import check_data
-from xcompat.training.headers import said_with_layout
-from xcompat.training.paths import find_missing_paths
-from xcompat.training.places import require_places
+from xcompat.training.headers import add_layout_to_errors
+from xcompat.training.input_checks import find_missing_paths
+from xcompat.training.output_checks import require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings
@@ -64,7 +64,7 @@ def dry_run_recipe(recipe: Recipe) -> list[str]:
     require_places(recipe)
     silence_libraries()
     with tempfile.TemporaryDirectory() as folder, _cache_in(Path(folder) / "data_sets"):
-        with said_with_layout(recipe.layout):
+        with add_layout_to_errors(recipe.layout):
             for settings in recipe.stages:
                 check_data(settings)
                 settings.require_old_queries()
@@ -86,7 +86,7 @@ def _print_plan(recipe: Recipe) -> list[str]:
     table = Table("stage", "method", "old", "new", "data", title=f"{literal(recipe.name)}: planned stages")
     missing: dict[str, list[str]] = {}
     for settings in recipe.stages:
-        with said_with_layout(recipe.layout):
+        with add_layout_to_errors(recipe.layout):
             described, absent = find_missing_paths(settings)
         to_provide = [f"{len(absent)} to provide"] if absent else []
         table.add_row(settings.name, settings.method, _name(settings.old), _name(settings.new), "\n".join(described + to_provide))
@@ -152,7 +152,7 @@ class Widths:
                 if isinstance(source, EncoderSource) and role == "old" and settings.options.get("dim"):
                     self._asked.setdefault(source.name, int(settings.options["dim"]))
 
-    def of(self, source: EncoderSource | ScratchSource, role: str) -> int:
+    def dimension_of(self, source: EncoderSource | ScratchSource, role: str) -> int:
         """Return the real dimension of a model, or one that fits the options."""
         if isinstance(source, ScratchSource):
             return SCRATCH_DIM
@@ -204,14 +204,14 @@ def _stand_in_stage(settings: StageRecipe, folder: Path, projected: set[str], wi
             model_type = source.model_type or _usual_type(settings, role, source.name, projected)
             where = folder / source.name.replace("/", "--")
             # equal names are the same model
-            name = str(where) if where.exists() else save_stand_in(where, model_type, widths.of(source, role))
+            name = str(where) if where.exists() else save_stand_in(where, model_type, widths.dimension_of(source, role))
             replaced[role] = {"name": name}
             named.add(role)
     if isinstance(settings.new, ScratchSource):
-        replaced["new"] = small_scratch(settings.new, widths.of(settings.new, "new"))
+        replaced["new"] = small_scratch(settings.new, widths.dimension_of(settings.new, "new"))
     if settings.method == "bt2" and settings.independent is not None and "independent" in named:  # dim depends on both models
         known = widths.is_known(settings.independent) and widths.is_known(settings.old)
-        dim = settings.options.get("dim") if known else widths.of(settings.independent, "independent")
+        dim = settings.options.get("dim") if known else widths.dimension_of(settings.independent, "independent")
         replaced["options"] = {**settings.options, "dim": dim}
     if changes := _quick_options(settings):
         replaced["options"] = {**settings.options, **changes}

@@ -10,7 +10,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.paths import is_local
 from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import local_files
-from xcompat.encoders.model_files import is_own
+from xcompat.encoders.model_files import is_xcompat_model
 from xcompat.mapping.sides import LABELS
 from xcompat.report import require_report_place
 from xcompat.training.record import EVALUATED, find_model
@@ -22,7 +22,7 @@ RUN_FILES = ("recipe.yaml", "report", "report.json")
 """Files that identify a run; the last one is from older versions."""
 
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
-READ: dict[Kind, tuple[str, ...]] = {
+APPLICABLE_OPTIONS: dict[Kind, tuple[str, ...]] = {
     "embeddings": (
         *("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output", "--max-bad-share"),
         *("--rerank", "--threshold"),
@@ -32,7 +32,7 @@ READ: dict[Kind, tuple[str, ...]] = {
     "checkpoint": ("--data", "--old", "--output", "--rerank", "--threshold"),
 }
 """Kind of target -> options that apply to it."""
-UNREAD: dict[Kind, str] = {
+NOT_APPLICABLE: dict[Kind, str] = {
     "embeddings": "does not apply to embeddings (--old and --new); remove it",
     "recipe": "does not apply to a recipe, which sets its own test data and report folder; remove it",
     "run": "does not apply to a run's folder, whose report is only shown; remove it, or use the run's recipe or checkpoint",
@@ -40,7 +40,7 @@ UNREAD: dict[Kind, str] = {
 }
 
 
-def judged_kind(target: Path | None, overrides: Sequence[str], options: Mapping[str, object]) -> Kind:
+def target_kind(target: Path | None, overrides: Sequence[str], options: Mapping[str, object]) -> Kind:
     """Return the kind of the target.
 
     Args:
@@ -66,13 +66,13 @@ def judged_kind(target: Path | None, overrides: Sequence[str], options: Mapping[
         kind = "recipe"
     else:
         kind = "run" if any((target / name).exists() for name in RUN_FILES) else "checkpoint"
-    unread = [option for option in given if option not in READ[kind]]
+    unread = [option for option in given if option not in APPLICABLE_OPTIONS[kind]]
     if kind == "embeddings" and target is not None:
         unread.append(str(target))
     if kind in ("embeddings", "run"):
         unread.extend(overrides)
     if unread:
-        raise XcompatError(f"{unread[0]} {UNREAD[kind]}")
+        raise XcompatError(f"{unread[0]} {NOT_APPLICABLE[kind]}")
     return kind
 
 
@@ -157,7 +157,7 @@ def require_testable(folder: Path, data: Path | None, output: Path) -> None:
     Raises:
         XcompatError: with the path.
     """
-    if is_local(str(folder)) and not (folder.is_dir() and is_own(folder)):
+    if is_local(str(folder)) and not (folder.is_dir() and is_xcompat_model(folder)):
         raise XcompatError(f"{folder} {NO_CHECKPOINT}")
     require_output(output)
     if data is None:

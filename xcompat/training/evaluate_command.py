@@ -18,13 +18,12 @@ from xcompat.data import LabelledSource, PairSource, read_qrels
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
 from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts
-from xcompat.evaluation.contestants import C
+from xcompat.evaluation.evaluated_models import C
 from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
 from xcompat.models.frozen import load_frozen
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, write_report
-from xcompat.training.contestants import EvaluationSet, map_contestant
 from xcompat.training.embedding_folders import (
     NO_CHECKPOINT,
     has_texts,
@@ -35,9 +34,10 @@ from xcompat.training.embedding_folders import (
     require_output,
     require_testable,
 )
+from xcompat.training.evaluation_models import EvaluationSet, map_contestant
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.item_embeddings import read_embeddings
-from xcompat.training.judging import as_chosen, embed_new, make_report, with_old_queries
+from xcompat.training.model_evaluation import embed_new, make_report, mix_in_old_queries, use_chosen_rerank_weight
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
@@ -51,7 +51,7 @@ ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "ga
 Source = TypeVar("Source", PairSource, LabelledSource)
 
 
-def settings_of(rerank: int | None, threshold: float | None) -> EvaluationSettings:
+def evaluation_settings(rerank: int | None, threshold: float | None) -> EvaluationSettings:
     """Return evaluation settings of the command line.
 
     Raises:
@@ -124,7 +124,7 @@ def evaluate_checkpoint(
     versions = model.compatible_with
     if not versions:
         raise XcompatError(f"{folder} was trained without an old model, so there is no old gallery to evaluate it on")
-    if versions[0].is_of_name:
+    if versions[0].is_name_only:
         raise XcompatError(
             f"{folder} maps into the space of {versions[0].name!r}, which is only a name: evaluate embeddings of both models "
             "(--old, --new), or fit the map again with the model itself as --old-model"
@@ -141,7 +141,7 @@ def evaluate_checkpoint(
     independent = test.embed(plain, cache_dir) if plain is not None else None
     contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
-    asked = as_chosen(settings or EvaluationSettings(), model)
+    asked = use_chosen_rerank_weight(settings or EvaluationSettings(), model)
     return _finish(make_report(contestants, test, asked, method, 0, run=provenance()), output)
 
 
@@ -152,7 +152,7 @@ def plain_model(model: CompatModel) -> Embedder | None:
         raise XcompatError(f"{model.name_or_path} was fitted on embeddings only: evaluate embeddings with --old and --new")
     if described["name"] == FROM_SCRATCH:
         return None
-    return load_embedder(EncoderSource.described(described), device())
+    return load_embedder(EncoderSource.from_description(described), device())
 
 
 def _test_set(data: Path, overrides: Sequence[str], embeds_texts: bool) -> EvaluationSet:
@@ -230,7 +230,7 @@ def evaluate_embeddings(
     if by_map is not None:
         model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
         loaded |= _mapped(loaded["new"], loaded["old"], by_map, model)
-        settings = as_chosen(settings, model)
+        settings = use_chosen_rerank_weight(settings, model)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add their map with "
@@ -250,9 +250,9 @@ def _mapped(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
             "embeddings of the two models of the map"
         )
     made = model.fingerprint()
-    view = map_contestant(own.queries_alone(), by_map.name, made.derived("view"), model.view, model.device)
-    view, alone = with_old_queries(model, view, old)
-    backfilled = map_contestant(own, by_map.name, made.derived("backfilled"), model.own_view, model.device)
+    view = map_contestant(own.without_gallery(), by_map.name, made.derive("view"), model.to_space, model.device)
+    view, alone = mix_in_old_queries(model, view, old)
+    backfilled = map_contestant(own, by_map.name, made.derive("backfilled"), model.to_space_without_memory, model.device)
     return {"new_view": view, "backfilled": backfilled} | ({"alone": alone} if alone is not None else {})
 
 

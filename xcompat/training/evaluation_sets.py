@@ -25,7 +25,7 @@ from xcompat.data import (
     open_image,
     select,
 )
-from xcompat.data.ids import ids_beside
+from xcompat.data.ids import disambiguate_ids
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, ZeroShot, class_embeddings
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE
@@ -34,11 +34,11 @@ from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_CAPTIONS, cached_captions, cached_images
 from xcompat.training.class_files import class_indices
-from xcompat.training.contestants import EvaluationSet, best_rows, display_name, require_cosine
+from xcompat.training.evaluation_models import EvaluationSet, best_rows, display_name, require_cosine
 from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.sections import DataSettings, ZeroShotSettings
-from xcompat.training.test_items import CAPTIONS, PICTURES, GalleryItems, Questions, distinct
+from xcompat.training.test_items import CAPTIONS, PICTURES, GalleryItems, QuerySet, make_distinct
 
 if TYPE_CHECKING:
     import datasets
@@ -63,10 +63,10 @@ def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
     if data.queries is None:
         return {}
     named = {"queries": data.queries, "gallery": data.gallery}
-    return {key: judged_on(source, data) for key, source in named.items() if source is not None}
+    return {key: load_test_images(source, data) for key, source in named.items() if source is not None}
 
 
-def judged_on(source: LabelledSource, data: DataSettings) -> LabelledImages:
+def load_test_images(source: LabelledSource, data: DataSettings) -> LabelledImages:
     """Load labelled test images in ``test_subset``."""
     labelled = load_labelled(source, captions=data.old_reads == "captions")
     return select(labelled, data.test_subset) if data.test_subset is not None else labelled
@@ -127,12 +127,12 @@ class PairTestSet(EvaluationSet):
         about = [{CAPTION: caption, GROUP: str(name)} for caption, name in zip(found, ids, strict=True)]
         texts = [{TEXT: text, GROUP: str(name)} for text, name in zip(self.texts, self.text_ids, strict=True)]
         return [
-            GalleryItems(PICTURES, "images", distinct(ids), about, lambda row: open_image(self.pairs[row][IMAGE])),
-            GalleryItems(CAPTIONS, "texts", distinct(self.text_ids), texts),
+            GalleryItems(PICTURES, "images", make_distinct(ids), about, lambda row: open_image(self.pairs[row][IMAGE])),
+            GalleryItems(CAPTIONS, "texts", make_distinct(self.text_ids), texts),
         ]
 
     @override
-    def questions(self) -> dict[str, Questions]:
+    def questions(self) -> dict[str, QuerySet]:
         ids = list(map(str, self.pairs[ID][:]))
 
         def text_matches(row: int, _: str, about: dict[str, Any]) -> bool:
@@ -148,8 +148,8 @@ class PairTestSet(EvaluationSet):
             return next(iter(captions_of(self.pairs[row][CAPTION])), ids[row])
 
         return {
-            TEXT_TO_IMAGE: Questions(PICTURES, "texts", self.texts.__getitem__, self.texts.__getitem__, text_matches),
-            IMAGE_TO_TEXT: Questions(CAPTIONS, "images", picture, caption, picture_matches),
+            TEXT_TO_IMAGE: QuerySet(PICTURES, "texts", self.texts.__getitem__, self.texts.__getitem__, text_matches),
+            IMAGE_TO_TEXT: QuerySet(CAPTIONS, "images", picture, caption, picture_matches),
         }
 
 
@@ -168,7 +168,7 @@ class LabelledTestSet(EvaluationSet):
     @cached_property
     def gallery_ids(self) -> list[str]:
         """Gallery ids, distinct from query ids unless the images are the same."""
-        return ids_beside(self.gallery.dataset, self.queries.dataset)
+        return disambiguate_ids(self.gallery.dataset, self.queries.dataset)
 
     @override
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EmbeddedImages:
@@ -224,7 +224,7 @@ class LabelledTestSet(EvaluationSet):
         return [GalleryItems(PICTURES, "images", self.gallery_ids, about, lambda row: open_image(dataset[row][IMAGE]))]
 
     @override
-    def questions(self) -> dict[str, Questions]:
+    def questions(self) -> dict[str, QuerySet]:
         dataset, classes = self.queries.dataset, self.queries.class_names()
         ids, searched = dataset[ID][:], set(self.gallery_ids)
 
@@ -237,7 +237,7 @@ class LabelledTestSet(EvaluationSet):
         def picture(row: int) -> Image:
             return open_image(dataset[row][IMAGE])
 
-        return {IMAGE_TO_IMAGE: Questions(PICTURES, "queries", picture, classes.__getitem__, matches, own_id)}
+        return {IMAGE_TO_IMAGE: QuerySet(PICTURES, "queries", picture, classes.__getitem__, matches, own_id)}
 
 
 def _multiplied(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -67,7 +67,7 @@ def expected_layout(file: Path) -> str:
 
 
 @contextmanager
-def said_with_layout(expected: str) -> Iterator[None]:
+def add_layout_to_errors(expected: str) -> Iterator[None]:
     """Append the expected data layout to errors.
 
     Args:

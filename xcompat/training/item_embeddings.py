@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from xcompat.core.arrays import read_lines, rows_of
+from xcompat.core.arrays import copy_rows, read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import notice
 from xcompat.evaluation.identities import Ids
@@ -87,7 +87,7 @@ def order_rows(
             notice(f"{where}: {len(names):,} {said} and are skipped, e.g. {names[0]!r}")
     if missing and rows_ND.dtype != np.float64:
         rows_ND = np.asarray(rows_ND, np.float32)
-    ordered_ND = rows_of(rows_ND, np.maximum(places_N, 0))
+    ordered_ND = copy_rows(rows_ND, np.maximum(places_N, 0))
     ordered_ND[places_N < 0] = np.nan
     return ordered_ND, list(like)
 

@@ -17,9 +17,9 @@ from xcompat.evaluation import EmbeddedTemplates, TemplateProtocol
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example
 from xcompat.training.caches import cached_images
-from xcompat.training.contestants import EvaluationSet, display_name, require_cosine
+from xcompat.training.evaluation_models import EvaluationSet, display_name, require_cosine
 from xcompat.training.sections import JudgedTemplates
-from xcompat.training.test_items import GalleryItems, Questions
+from xcompat.training.test_items import GalleryItems, QuerySet
 
 if TYPE_CHECKING:
     import datasets
@@ -62,7 +62,7 @@ class TemplateTestSet(EvaluationSet):
         raise XcompatError(_NO_ITEMS)
 
     @override
-    def questions(self) -> dict[str, Questions]:
+    def questions(self) -> dict[str, QuerySet]:
         raise XcompatError(_NO_ITEMS)
 
 

@@ -19,9 +19,9 @@ from xcompat.evaluation.graded import Qrels
 from xcompat.models.frozen import FrozenModel
 from xcompat.report import Example, ExampleRow, Hit
 from xcompat.training.caches import NO_TEXTS, cached_texts
-from xcompat.training.contestants import EvaluationSet, best_rows, display_name
+from xcompat.training.evaluation_models import EvaluationSet, best_rows, display_name
 from xcompat.training.sections import JudgedTexts
-from xcompat.training.test_items import TEXTS, GalleryItems, Questions
+from xcompat.training.test_items import TEXTS, GalleryItems, QuerySet
 
 if TYPE_CHECKING:
     import datasets
@@ -93,13 +93,13 @@ class JudgedTestSet(EvaluationSet):
         return [GalleryItems(TEXTS, "texts", list(self.passages[ID]), about)]
 
     @override
-    def questions(self) -> dict[str, Questions]:
+    def questions(self) -> dict[str, QuerySet]:
         texts, ids = self.texts(), list(self.queries[ID])
 
         def matches(row: int, item: str, _: dict[str, Any]) -> bool:
             return self.qrels.get(ids[row], {}).get(item, 0) > 0
 
-        return {TEXT_TO_TEXT: Questions(TEXTS, "queries", texts.__getitem__, texts.__getitem__, matches)}
+        return {TEXT_TO_TEXT: QuerySet(TEXTS, "queries", texts.__getitem__, texts.__getitem__, matches)}
 
 
 def load_judged_texts(settings: JudgedTexts) -> JudgedTestSet:

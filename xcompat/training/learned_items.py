@@ -9,7 +9,7 @@ import numpy as np
 from xcompat.evaluation import Contestant, EmbeddedImages
 from xcompat.evaluation.embedded_images import LearnedItems
 from xcompat.training.stage import StageData, StageModels
-from xcompat.training.stage_recipe import CHOSEN, StageRecipe
+from xcompat.training.stage_recipe import AUTO_MAP, StageRecipe
 
 MOST = 10_000
 """Maximum number of training images in a gallery."""
@@ -33,7 +33,7 @@ def add_learned_items(
     """
     if not isinstance(old, EmbeddedImages) or settings.data.images is None:
         return old, new
-    learned = LearnedItems(frozenset(data.images.kept()))
+    learned = LearnedItems(frozenset(data.images.present_classes()))
     of_new_classes = any(label not in learned.classes for label in old.query_labels)
     if not of_new_classes or not _caches_old_embeddings(settings, models, seed):
         return replace(old, learned=learned), new
@@ -52,7 +52,7 @@ def _caches_new_embeddings(settings: StageRecipe, models: StageModels) -> bool:
 
 
 def _caches_old_embeddings(settings: StageRecipe, models: StageModels, seed: int) -> bool:
-    if settings.method == CHOSEN or settings.memory == "classes":
+    if settings.method == AUTO_MAP or settings.memory == "classes":
         return True
     if models.method.embeds_in_memory:
         return not settings.views(seed)

@@ -21,7 +21,7 @@ from xcompat.data.schema import LABEL_COLUMNS, LABELS, OLD_EMBEDS, TEXT
 from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders import EncoderSource
 from xcompat.models import CompatModel
-from xcompat.models.embedder import Embedder, load_embedder, penultimate
+from xcompat.models.embedder import Embedder, load_embedder, penultimate_embedder
 from xcompat.models.frozen import FrozenModel, load_frozen
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.columns import labelled_columns, map_data
@@ -29,7 +29,7 @@ from xcompat.training.recipe import explain
 from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.trainer import DEFAULTS, NEEDED, StageTrainer
 from xcompat.training.training_sets import Data, labelled_data, pair_data
-from xcompat.training.unread import refuse_unread
+from xcompat.training.unused_settings import refuse_unused
 
 AT_HAND = "train_dataset"
 """Name of the data in messages."""
@@ -87,7 +87,7 @@ class CompatTrainer(StageTrainer):
             raise XcompatError("CompatTrainer: seed_offset is only for recipes; set args.seed")
         kind = _kind(model, train_dataset)
         settings = _stage(model, args, kind, isinstance(train_dataset, datasets.IterableDataset), stage)
-        learner = _Learner(model, settings, args.seed, Path(cache_dir or Path(str(args.output_dir)) / "cache"))
+        learner = _TrainingSets(model, settings, args.seed, Path(cache_dir or Path(str(args.output_dir)) / "cache"))
         super().__init__(model, args, getattr(learner, kind)(train_dataset, old, independent), settings, callbacks)
 
 
@@ -121,7 +121,7 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
         training["dataloader_num_workers"] = args.dataloader_num_workers
     try:
         settings = StageRecipe(**{"method": method, "options": options, "training": training, "data": data, **given})
-        refuse_unread([settings])
+        refuse_unused([settings])
     except ValidationError as error:
         raise XcompatError(f"CompatTrainer: {explain(error, StageRecipe)}") from None
     except ValueError as error:
@@ -129,7 +129,7 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
     return settings
 
 
-class _Learner:
+class _TrainingSets:
     """Training sets of a model."""
 
     def __init__(self, model: CompatModel, settings: StageRecipe, seed: int, cache_dir: Path) -> None:
@@ -199,6 +199,6 @@ class _Learner:
 
     def _new(self) -> Embedder:
         described = self.model.config.encoder
-        new = load_embedder(EncoderSource.described(described), device())
+        new = load_embedder(EncoderSource.from_description(described), device())
         Fingerprint(described["fingerprint"], described["name"]).require(new.fingerprint, f"the new model {new.name}")
-        return penultimate(new) if self.model.maps_features(self.settings.options) else new
+        return penultimate_embedder(new) if self.model.maps_features(self.settings.options) else new

@@ -40,7 +40,7 @@ class OnlineCollator(PairCollator):
         batch = super().__call__(items)
         captions = [item[CAPTION] for item in items] if OLD_TEXT_EMBEDS in self.models else []
         # the same view as the new model's, from the sample's seed
-        view = None if self.transform is None else self._drawn(items, self.transform).float()
+        view = None if self.transform is None else self._augment_images(items, self.transform).float()
         for column, model in self.models.items():
             is_text = column == OLD_TEXT_EMBEDS
             read = model.processor.texts(captions) if is_text else {PIXEL_VALUES: self._pixels(items, view, model.processor)}

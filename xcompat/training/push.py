@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import listed, read_json
+from xcompat.core.files import list_entries, read_json
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.core.progress import console, literal
@@ -23,19 +23,19 @@ from xcompat.data import addresses
 from xcompat.data.addresses import PIPE, SCHEMES
 from xcompat.encoders import load_encoder, reading_model
 from xcompat.encoders.model_files import PATTERNS
-from xcompat.encoders.text_files import ABOUT, MODULES, module_folders
+from xcompat.encoders.text_files import MODEL_CONFIG, MODULES, module_folders
 from xcompat.evaluation.cases import ALL
 from xcompat.hub.card import ModelFacts, RunFacts
 from xcompat.hub.endpoint import CONFIGS, is_dataset, plain_name, public_name
 from xcompat.hub.metadata import Gain
 from xcompat.hub.push import push_model, record_push
-from xcompat.mapping.showing import gains_written
+from xcompat.mapping.choice_report import read_gains
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
 from xcompat.report import Report, load_report, render_markdown, report_file
 from xcompat.report.storage import is_report_of_map
 from xcompat.report.wording import NOT_SHOWN, search_name
-from xcompat.training.chosen import read_verdict
+from xcompat.training.auto_map import read_verdict
 from xcompat.training.record import find_model
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
@@ -43,7 +43,7 @@ from xcompat.training.yaml_files import read_yaml
 Form = Literal["as it is", "merged", "adapters"]
 Remembered = Literal["all", "metric", "none"]
 HELD_OUT = "a validation split of its training set"
-_OF_ENCODERS = (*PATTERNS, MODULES, ABOUT, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+_OF_ENCODERS = (*PATTERNS, MODULES, MODEL_CONFIG, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Pushed files of a plain encoder."""
 _PARTS = ("images", "pairs", "text_pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
 
@@ -98,12 +98,12 @@ def push(
     return str(commit)
 
 
-def _forgetting(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:
+def _without_memory(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:
     if model.memory is None:
         raise XcompatError(f"{folder} has no memory; remove --memory {memory}")
     if model.maps_galleries and memory == "metric":
         raise XcompatError(f"{folder} maps galleries, which have no metric; use --memory none")
-    return model.remember(model.memory.metric_alone() if memory == "metric" else None)
+    return model.remember(model.memory.without_entries() if memory == "metric" else None)
 
 
 def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
@@ -123,7 +123,7 @@ def _copy_model(folder: Path, target: Path) -> None:
     for place in [folder, *module_folders(folder)]:
         copied = target / place.relative_to(folder)
         copied.mkdir(parents=True)
-        for file in listed(place):
+        for file in list_entries(place):
             if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _OF_ENCODERS):
                 shutil.copy2(file, copied / file.name)
 
@@ -136,7 +136,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     run = run_facts(folder, model.written_fingerprint())
     known = [model.fingerprint(), model.written_fingerprint(), model.embeds_fingerprint(), model.stored_fingerprint()]
     if memory != "all":
-        model = _forgetting(model, folder, memory)
+        model = _without_memory(model, folder, memory)
         run = _measured(run, "before the memory was removed")
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
@@ -181,7 +181,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint) -> RunFacts:
     named["zero_shot"] += [name for shot in several for name in _names(shot)]
     names = {part: list(dict.fromkeys(each)) for part, each in named.items()}
     facts = RunFacts(
-        data={part: [shown(name) for name in each] for part, each in names.items() if each},
+        data={part: [anonymise_name(name) for name in each] for part, each in names.items() if each},
         datasets=sorted({name for each in names.values() for name in each if is_dataset(name)}),
         recipe=yaml.safe_dump_all(map(_shown, recipes), sort_keys=False, allow_unicode=True).rstrip(),
         seconds=done.get("seconds"),
@@ -209,12 +209,12 @@ def _with_results(run: RunFacts, folders: list[Path], fingerprint: Fingerprint) 
             continue
         if is_report_of_map(document := read_json(file)):
             if document.get("fingerprint") == fingerprint.digest:
-                gains = gains_written(document, file)  # none if the new model's neighbours replaced labels
+                gains = read_gains(document, file)  # none if the new model's neighbours replaced labels
                 warning = "" if document.get("verdict") and gains else NOT_SHOWN
                 return replace(run, gains=gains, measured_on=HELD_OUT, warning=warning)
             continue
         report = load_report(folder)
-        if report.new.fingerprint in (fingerprint.digest, fingerprint.derived("view").digest):
+        if report.new.fingerprint in (fingerprint.digest, fingerprint.derive("view").digest):
             tested_on = ", ".join(run.data.get("test", [])) or "its test set"
             return replace(run, results=render_markdown(report), gains=_gains(report), measured_on=tested_on)
     return run
@@ -252,21 +252,21 @@ def _names(source: Any) -> Iterator[str]:  # noqa: ANN401 - a section of a recip
             yield from _names(source.get(key))
 
 
-def shown(name: str) -> str:
+def anonymise_name(name: str) -> str:
     """Return a name without local folders, and an address without secrets.
 
     Example:
-        >>> shown("/home/me/photos/train"), shown("../shared/flickr/*.tar"), shown("nlphuji/flickr30k")
+        >>> anonymise_name("/home/me/photos/train"), anonymise_name("../shared/flickr/*.tar"), anonymise_name("nlphuji/flickr30k")
         ('train', 'shared/flickr/*.tar', 'nlphuji/flickr30k')
-        >>> shown("https://me:secret@shards.example/0.tar?signature=secret")
+        >>> anonymise_name("https://me:secret@shards.example/0.tar?signature=secret")
         'https://shards.example/0.tar'
-        >>> shown("sentence-transformers:/home/me/models/e5"), shown("photos/../../../home/me"), shown("file:///home/me/0.tar")
+        >>> anonymise_name("sentence-transformers:/home/me/models/e5"), anonymise_name("photos/../../../home/me"), anonymise_name("file:///home/me/0.tar")
         ('e5', 'me', '0.tar')
     """
     if name.startswith(PIPE):
-        return PIPE + shown(addresses.shown(name).removeprefix(PIPE))
+        return PIPE + anonymise_name(addresses.redact_address(name).removeprefix(PIPE))
     if name.startswith(SCHEMES):
-        return addresses.shown(name)
+        return addresses.redact_address(name)
     local = plain_name(name).removeprefix("file:")
     if ".." in Path(local).parts:
         local = os.path.normpath(local)
@@ -281,4 +281,4 @@ def _shown(value: Any) -> Any:  # noqa: ANN401 - nested YAML
         return {key: _shown(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
         return [_shown(inner) for inner in value]
-    return shown(value) if isinstance(value, str) else value
+    return anonymise_name(value) if isinstance(value, str) else value

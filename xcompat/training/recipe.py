@@ -12,14 +12,14 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_va
 
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.encoders.scratch import QUICK, is_quick
-from xcompat.evaluation.cases import OF_MODELS, OLD_WITH_MEMORY, WITHOUT_MEMORY
+from xcompat.evaluation.cases import OLD_WITH_MEMORY, RESERVED_NAMES, WITHOUT_MEMORY
 from xcompat.report.storage import FOLDER_NAME as REPORT
 from xcompat.training.headers import expected_layout
 from xcompat.training.overrides import apply_override, refuse_shadowed
 from xcompat.training.sections import Section
 from xcompat.training.shipped import suggestion
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
-from xcompat.training.unread import refuse_unread
+from xcompat.training.unused_settings import refuse_unused
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
 
 SEED_LIMIT = 2**32
@@ -99,7 +99,7 @@ def _require_comparable(stage: StageRecipe, others: Sequence[StageRecipe], quick
     """Refuse ``evaluation.compare_with`` that no report can show."""
     for other in others:
         where = f"stage {stage.name!r}: evaluation.compare_with names {other.name}"
-        if other.name in OF_MODELS | {OLD_WITH_MEMORY, WITHOUT_MEMORY}:
+        if other.name in RESERVED_NAMES | {OLD_WITH_MEMORY, WITHOUT_MEMORY}:
             raise ValueError(f"{where}, a name reserved in reports; rename the stage, or remove it here")
         if not quick and method_class(other.method).maps_galleries_with(other.options):
             raise ValueError(f"{where}, which maps galleries, so its queries do not search the old one; remove it")
@@ -165,7 +165,7 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
     try:
         recipe = Recipe.model_validate(given, context=QUICK if is_quick else None)
         if not is_quick:
-            refuse_unread(recipe.stages)
+            refuse_unused(recipe.stages)
     except ValidationError as error:
         raise XcompatError(f"{where}: {explain(error, Recipe)}") from None
     except ValueError as error:

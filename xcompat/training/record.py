@@ -72,7 +72,7 @@ class Evaluated(BaseModel):
     data: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)
 
-    def holds(self, wanted: Evaluated) -> bool:
+    def is_up_to_date(self, wanted: Evaluated) -> bool:
         """Return whether the report is valid for these inputs.
 
         Unrecorded files count as unchanged, unrecorded settings as unset.
@@ -101,7 +101,7 @@ def read_record(file: Path, kind: type[R]) -> R:
 
 
 @contextmanager
-def damage_told(file: Path, without: str) -> Iterator[None]:
+def explain_damage(file: Path, without: str) -> Iterator[None]:
     """Report damage of an optional file in one line."""
     try:
         yield
@@ -124,7 +124,7 @@ def logged_losses(folder: Path) -> list[LossPoint]:
     file = folder / LOG
     if not file.exists():
         return []
-    with damage_told(file, "a curve"):
+    with explain_damage(file, "a curve"):
         entries = [entry for entry in _LOG.validate_python(read_json(file)) if "loss" in entry]
         known = [{key: entry[key] for key in LossPoint._fields if key in entry} for entry in entries]
         points = _POINTS.validate_python(known)
@@ -132,7 +132,7 @@ def logged_losses(folder: Path) -> list[LossPoint]:
     return points if every <= 1 else points[-1::-every][::-1]
 
 
-def settings_of(settings: StageRecipe, seed: int) -> dict[str, Any]:
+def dump_settings(settings: StageRecipe, seed: int) -> dict[str, Any]:
     """Return a stage's settings and seed as JSON, for :func:`write_recipe`."""
     return settings.resolved() | {"seed": seed}
 
@@ -143,7 +143,7 @@ def write_recipe(folder: Path, settings: dict[str, Any]) -> None:
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def begun_with(folder: Path) -> dict[str, Any]:
+def read_started_settings(folder: Path) -> dict[str, Any]:
     """Read the settings that a stage began with, with defaults for newer ones.
 
     Args:
@@ -170,7 +170,7 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
 
     Args:
         settings: current settings.
-        begun: from :func:`begun_with`.
+        begun: from :func:`read_started_settings`.
         learns_from_texts: whether training texts exclude test texts.
 
     Returns:
@@ -190,7 +190,7 @@ def _changed(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN401 - 
         yield key
 
 
-def judged_on(settings: dict[str, Any]) -> dict[str, Any]:
+def test_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return a stage's settings of test data."""
     flat = _flat(settings)
     return {key: flat.get(key) for key in JUDGED_ON}

@@ -58,7 +58,12 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
     mine = np.arange(rank() * each, (rank() + 1) * each) % total
     embeds_ED = torch.full((each, model.config.embedding_dim), torch.nan, device=model.device)
     model.eval()
-    reading: dict[str, Any] = {"rows": mine.tolist(), "bad": dataset.bad, "prepare": processor.images, **decoding(model.device)}
+    reading: dict[str, Any] = {
+        "rows": mine.tolist(),
+        "bad": dataset.bad,
+        "prepare": processor.images,
+        **decoding(model.device),
+    }
     for kept, pixels in iterate_images(dataset.dataset, images_per_batch(processor, model.device), **reading):
         places = torch.from_numpy((kept - mine[0]) % total).to(model.device)
         embeds_ED[places] = model(pixel_values=pixels.to(model.device), return_loss=False).image_embeds.float()

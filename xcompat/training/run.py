@@ -27,16 +27,17 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
 from xcompat.report import load_report, print_report, report_file, write_report
 from xcompat.report.content import Cost, LossPoint
+from xcompat.training.auto_map import choose_map, read_verdict
 from xcompat.training.chains import hops_before, mapped_along
-from xcompat.training.chosen import choose_map, read_verdict
-from xcompat.training.contestants import EvaluationSet, display_name
 from xcompat.training.cost import cost_of, seconds_before
+from xcompat.training.evaluation_models import EvaluationSet, display_name
 from xcompat.training.evaluation_sets import load_test_set
-from xcompat.training.headers import said_with_layout
-from xcompat.training.judging import as_chosen, embed_new, make_report, side_info_of, with_memory
+from xcompat.training.headers import add_layout_to_errors
+from xcompat.training.input_checks import check_paths, judged_files
 from xcompat.training.learned_items import add_learned_items
-from xcompat.training.paths import check_paths, judged_files
-from xcompat.training.places import alone_in, require_places
+from xcompat.training.memory import memory_of_one, pairs_to_remember, remember
+from xcompat.training.model_evaluation import apply_memory, embed_new, make_report, side_info_of, use_chosen_rerank_weight
+from xcompat.training.output_checks import lock_run, require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import (
     CHOICE,
@@ -46,24 +47,23 @@ from xcompat.training.record import (
     RECIPE,
     Done,
     Evaluated,
-    begun_with,
     differences,
-    judged_on,
+    dump_settings,
     logged_losses,
     read_record,
-    settings_of,
+    read_started_settings,
+    test_settings,
     write_recipe,
 )
-from xcompat.training.remembering import memory_of_one, pairs_to_remember, remember
 from xcompat.training.score_scales import FOLDER as SCALED
 from xcompat.training.score_scales import pairs_to_scale, solver_of
 from xcompat.training.sections import EvaluationSettings
 from xcompat.training.sequence import AGAINST, write_sequence
 from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
-from xcompat.training.stage_recipe import CHOSEN, ROLES, STAGE_PREFIX, StageRecipe
+from xcompat.training.stage_recipe import AUTO_MAP, ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.training.test_data import check_test_sets
 from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
-from xcompat.training.unread import unread_sections
+from xcompat.training.unused_settings import describe_unused_sections
 
 _BELOW_OLD = (
     "no map is surely at or above old queries on held-out items. Compare it with old queries on your own data, or accept it with "
@@ -89,22 +89,22 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     runs = [StageRun(recipe, settings) for settings in recipe.stages]
     _require_own_folders(recipe, runs)
     unfinished = [run for run in runs if not run.is_finished]
-    with said_with_layout(recipe.layout):
+    with add_layout_to_errors(recipe.layout):
         for run in unfinished:
             check_paths(run.settings, run.is_done)
     for run in runs:
         run.settings.require_old_queries()
-    with said_with_layout(recipe.layout):
+    with add_layout_to_errors(recipe.layout):
         check_test_sets([run.settings for run in unfinished])
     for run in runs:
         if not run.is_done:
             check_inputs(run.settings, run.models, run.data, recipe.seed_of(run.settings), run.paths.checkpoints)
     if is_main_process():
-        for line in unread_sections([run.settings for run in runs if not run.is_done]):
+        for line in describe_unused_sections([run.settings for run in runs if not run.is_done]):
             notice(line)
     barrier()  # or the others would mistake files of the first process for the user's
     writes = from_main_process(lambda: bool(unfinished))  # finished runs are shown from read-only storage too
-    with alone_in(recipe.output_dir) if writes else nullcontext():
+    with lock_run(recipe.output_dir) if writes else nullcontext():
         _require_own_folders(recipe, runs)  # again, now under the lock
         for run in runs:
             with stage_line(f"{recipe.name}: {run.settings.name}"):
@@ -135,7 +135,7 @@ def embed_recipe(recipe: Recipe) -> None:
     """Fill the embedding caches of stages whose models exist."""
     process_state()
     silence_libraries()
-    with said_with_layout(recipe.layout):
+    with add_layout_to_errors(recipe.layout):
         for settings in recipe.stages:
             check_paths(settings)
         check_test_sets(recipe.stages)
@@ -196,7 +196,7 @@ class StageRun:
         """Train, solve or choose the model; chosen models are None on all but the first process."""
         settings, models, data = self.settings, self.models, self.data
         seed = self.recipe.seed_of(settings)
-        if settings.method == CHOSEN:
+        if settings.method == AUTO_MAP:
             return choose_map(settings, models, data, seed, self.paths.folder)
         model = train_stage(settings, models, data, seed, self.paths.checkpoints)
         pairs: Paired | None
@@ -215,8 +215,8 @@ class StageRun:
         """Refuse a folder of another recipe."""
         if not (self.paths.folder / RECIPE).exists():
             return
-        wanted = settings_of(self.settings, self.recipe.seed)
-        if different := differences(wanted, begun_with(self.paths.folder), self.settings.learns_from_texts):
+        wanted = dump_settings(self.settings, self.recipe.seed)
+        if different := differences(wanted, read_started_settings(self.paths.folder), self.settings.learns_from_texts):
             raise XcompatError(
                 f"{self.paths.folder} was made by a recipe that differs in {', '.join(different)}; "
                 "choose another output_dir, or delete the folder to start again"
@@ -227,7 +227,7 @@ class StageRun:
             for folder in {self.paths.folder, self.paths.report}:
                 clear_leftovers(folder)
             if not (self.paths.folder / RECIPE).exists():
-                write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
+                write_recipe(self.paths.folder, dump_settings(self.settings, self.recipe.seed))
                 write_json(self.paths.folder / ENVIRONMENT, provenance())
         barrier()
 
@@ -258,7 +258,7 @@ class StageRun:
                 continue
             if self.settings.learns_from_pairs and (role == "old" or (role == "new" and self.models.method.embeds_in_memory)):
                 self.data.remembered_caches(self.models.embedder(role))
-            if not (self.settings.learns_from_pairs and self.settings.method == CHOSEN):
+            if not (self.settings.learns_from_pairs and self.settings.method == AUTO_MAP):
                 fill_caches(self.settings, self.models, self.data, role)
             if test is not None:
                 frozen = self.models.frozen(role)
@@ -291,7 +291,7 @@ class StageRun:
                 self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}}, model)
             if is_main_process():
                 # the test data may have changed
-                write_recipe(self.paths.folder, settings_of(self.settings, self.recipe.seed))
+                write_recipe(self.paths.folder, dump_settings(self.settings, self.recipe.seed))
                 write_json(self.paths.report / EVALUATED, wanted.model_dump())
         barrier()
         if not console.quiet:
@@ -306,14 +306,14 @@ class StageRun:
     @property
     def verdict(self) -> bool | None:
         """Whether the chosen map is surely at or above old queries; None if none was chosen."""
-        return read_verdict(self.paths.folder) if self.settings.method == CHOSEN else None
+        return read_verdict(self.paths.folder) if self.settings.method == AUTO_MAP else None
 
     def _wanted(self) -> Evaluated:
         """Return the inputs of an up-to-date report."""
         return Evaluated(
             settings=self._evaluation.model_dump(mode="json"),
             models={name: self.models.digest_of(name) for name in self._judged} | self.models.inputs(),
-            data=judged_on(settings_of(self.settings, self.recipe.seed)),
+            data=test_settings(dump_settings(self.settings, self.recipe.seed)),
             files=judged_files(self.settings),
         )
 
@@ -322,7 +322,9 @@ class StageRun:
             return False
         with suppress(XcompatError):  # an unreadable record counts as none
             made = read_record(self.paths.report / EVALUATED, Evaluated)
-            return made.model_copy(update={"data": made.data or judged_on(begun_with(self.paths.folder))}).holds(wanted)
+            return made.model_copy(
+                update={"data": made.data or test_settings(read_started_settings(self.paths.folder))}
+            ).is_up_to_date(wanted)
         return False
 
     def _write_report(
@@ -331,7 +333,7 @@ class StageRun:
         content = make_report(
             contestants,
             test,
-            as_chosen(self._evaluation, model),
+            use_chosen_rerank_weight(self._evaluation, model),
             self.settings.method,
             self.recipe.seed,
             shared=True,
@@ -357,9 +359,9 @@ class StageRun:
         memory, ceiling = memory_of_one(self.paths.folder), None
         if memory is not None and model.maps_galleries:
             assert contestants.new is not None
-            ceiling = with_memory(contestants.new, memory)
+            ceiling = apply_memory(contestants.new, memory)
         elif memory is not None:
-            extra[OLD_WITH_MEMORY] = with_memory(old, memory)
+            extra[OLD_WITH_MEMORY] = apply_memory(old, memory)
         return replace(contestants, extra={**contestants.extra, **extra}, ceiling=ceiling)
 
     def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:

@@ -18,13 +18,13 @@ from xcompat.core.progress import notice
 from xcompat.data import flatten_captions, load_pairs
 from xcompat.data.schema import ID, PASSAGE, QUERY, SIDE_INFO
 from xcompat.mapping.candidates import Paired
-from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, TurnedEmbeddings, grouped
+from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, SwappedEmbeddings, number_groups
 from xcompat.models import CompatModel
 from xcompat.models.closed_form import LeastSquaresModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import Rows
 from xcompat.training.caches import cached_captions, cached_images
-from xcompat.training.remembering import without_unreadable
+from xcompat.training.memory import without_unreadable
 from xcompat.training.stage import StageData, StageModels
 
 if TYPE_CHECKING:
@@ -70,18 +70,18 @@ def pairs_to_scale(
 
 
 def _of_map(models: StageModels, data: StageData, model: CompatModel) -> PairedEmbeddings:
-    new = data.learned(data.as_mapped(models.as_input(models.embedder("new"))))
-    old = data.learned(models.frozen("old"))
+    new = data.embed_training_data(data.with_query_prompt(models.as_input(models.embedder("new"))))
+    old = data.embed_training_data(models.frozen("old"))
     if not model.maps_galleries:
         return without_unreadable(PairedEmbeddings(new, old), new, old)
-    sides = [data.learned(models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
-    return without_unreadable(TurnedEmbeddings(old, new, side_NS=sides[0] if sides else None), new, old, *sides)
+    sides = [data.embed_training_data(models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
+    return without_unreadable(SwappedEmbeddings(old, new, side_NS=sides[0] if sides else None), new, old, *sides)
 
 
 def _of_backbone(
     models: StageModels, data: StageData, model: CompatModel, folder: Path
 ) -> PairedEmbeddings | CaptionedEmbeddings:
-    settings, own = data.settings.data, Embedder.of(model, "own")
+    settings, own = data.settings.data, Embedder.from_model(model, "own")
     if settings.images is not None:
         rows = _spread(len(data.images))
         images, share = data.images.dataset.select(rows), data.images.max_bad_share
@@ -100,10 +100,10 @@ def _of_backbone(
     loaded = load_pairs(settings.pairs)
     pairs = _first(loaded) if isinstance(loaded, datasets.IterableDataset) else loaded.select(_spread(len(loaded)))
     captions, ids = flatten_captions(pairs)
-    image_groups_N, text_groups_M = grouped(pairs[ID], ids, captions)
+    image_groups_N, text_groups_M = number_groups(pairs[ID], ids, captions)
     new, of_old = (cached_images(each, pairs, folder, settings.pairs.max_bad_share) for each in (own, old))
     pictures = _readable(PairedEmbeddings(new, of_old, image_groups_N))
-    return CaptionedEmbeddings.whole(pictures, replace(_captions(captions, own, old, folder), labels_N=text_groups_M))
+    return CaptionedEmbeddings.join_complete(pictures, replace(_captions(captions, own, old, folder), labels_N=text_groups_M))
 
 
 def _captions(texts: list[str], own: Embedder, old: Embedder, folder: Path) -> PairedEmbeddings:

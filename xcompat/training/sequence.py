@@ -8,7 +8,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from xcompat.core.files import atomic_path, listed
+from xcompat.core.files import atomic_path, list_entries
 from xcompat.core.metric_names import metric_name
 from xcompat.core.progress import literal
 from xcompat.evaluation.cases import ALL
@@ -40,7 +40,7 @@ def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
 
 
 def _earlier(folder: Path) -> list[Path]:
-    return [against for against in listed(folder, f"{AGAINST}*") if report_file(against).exists()]
+    return [against for against in list_entries(folder, f"{AGAINST}*") if report_file(against).exists()]
 
 
 def _rows(report: Report, names: dict[str, tuple[str, str]]) -> list[dict[str, object]]:

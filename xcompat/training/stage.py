@@ -15,7 +15,7 @@ import torch
 
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.files import listed
+from xcompat.core.files import list_entries
 from xcompat.core.progress import notice_once
 from xcompat.data import (
     LabelledImages,
@@ -28,17 +28,17 @@ from xcompat.data import (
     load_texts,
     select,
 )
-from xcompat.data.scenarios import known_share
+from xcompat.data.scenarios import compute_shared_fraction
 from xcompat.data.schema import NEW_SIDE_INFO, PASSAGE, QUERY, SIDE_INFO
 from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
-from xcompat.encoders.penultimate import IMAGES_ALONE
+from xcompat.encoders.penultimate import TEXTS_UNSUPPORTED
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import encoder_from_scratch
 from xcompat.methods import ProjectionModel
 from xcompat.models import CompatModel
-from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate
+from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate_embedder
 from xcompat.models.frozen import FrozenModel, load_frozen
 from xcompat.models.stored import StoredModel
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
@@ -52,7 +52,7 @@ from xcompat.vectors.formats import is_stored
 if TYPE_CHECKING:
     import datasets
 
-MOSTLY = 0.9
+MAX_KNOWN_SHARE = 0.9
 """Warn if the old model was trained on a larger share of the new model's images."""
 
 SIDES = (SIDE_INFO, NEW_SIDE_INFO)
@@ -155,10 +155,10 @@ class StageModels:
         if not self.method.maps_features(self.settings.options):
             return new
         if self.settings.data.test is not None:
-            raise XcompatError(f"{self.settings.name}: data.test has captions, but {IMAGES_ALONE}")
+            raise XcompatError(f"{self.settings.name}: data.test has captions, but {TEXTS_UNSUPPORTED}")
         if self.settings.data.judged_texts is not None:
-            raise XcompatError(f"{self.settings.name}: data.judged_texts has texts, but {IMAGES_ALONE}")
-        return penultimate(new)
+            raise XcompatError(f"{self.settings.name}: data.judged_texts has texts, but {TEXTS_UNSUPPORTED}")
+        return penultimate_embedder(new)
 
     def independent(self) -> Embedder | None:
         """Load ``independent``, else the new model if trained."""
@@ -248,7 +248,7 @@ class StageData:
         if data.subset is None:
             return labelled
         self._warn_of_known_images(labelled, data.subset)
-        return select(labelled, data.subset).reindexed()
+        return select(labelled, data.subset).reindex_labels()
 
     def _warn_of_known_images(self, labelled: LabelledImages, subset: Subset) -> None:
         """Warn if ``limit_per_class`` leaves hardly any images new to the old model."""
@@ -256,7 +256,7 @@ class StageData:
         old = next((each.data.subset for each in self.recipe.stages if name == f"{STAGE_PREFIX}{each.name}"), None)
         if subset.scenario != "extended-data" or subset.limit_per_class is None or old is None:
             return
-        if (share := known_share(labelled, subset, old)) > MOSTLY:
+        if (share := compute_shared_fraction(labelled, subset, old)) > MAX_KNOWN_SHARE:
             notice_once(
                 f"extended-data: the old model was trained on {share:.0%} of the new model's images, because limit_per_class "
                 "keeps the first ones of both; set a smaller limit_per_class in the old model's stage"
@@ -282,7 +282,7 @@ class StageData:
             )
         return load_texts([data.pairs, *data.texts], exclude=self.test_texts())["text"]
 
-    def learned(self, frozen: FrozenModel) -> EmbeddingCache:
+    def embed_training_data(self, frozen: FrozenModel) -> EmbeddingCache:
         """Embed a map's training data: views of images, or plain data."""
         return self.cache(frozen, self.settings.views(self.recipe.seed_of(self.settings)))
 
@@ -302,7 +302,7 @@ class StageData:
             raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs is not set; set it")
         return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share, views)
 
-    def as_mapped(self, new: Embedder) -> Embedder:
+    def with_query_prompt(self, new: Embedder) -> Embedder:
         """Return the new model with its query prompt, if the map is for queries."""
         settings = self.settings
         asks = settings.learns_from_texts and not method_class(settings.method).maps_galleries_with(settings.options)
@@ -310,7 +310,7 @@ class StageData:
 
     def cache_of_new(self, new: Embedder) -> EmbeddingCache:
         """Embed the training data of a map with the new model."""
-        return self.cache(self.as_mapped(new))
+        return self.cache(self.with_query_prompt(new))
 
     @cached_property
     def text_pairs(self) -> datasets.Dataset | None:
@@ -346,7 +346,7 @@ class StageData:
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of a model's safetensors files, 64 hexadecimal digits."""
     digest = hashlib.sha256()
-    for file in listed(folder, "*.safetensors"):
+    for file in list_entries(folder, "*.safetensors"):
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()

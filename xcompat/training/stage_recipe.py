@@ -12,9 +12,9 @@ from xcompat.data import PairSource, View
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource, is_quick
 from xcompat.mapping.folds import Searched
-from xcompat.training.declared import method_names, method_options
 from xcompat.training.optimiser import Decayed
 from xcompat.training.sections import DataSettings, EvaluationSettings, Section
+from xcompat.training.static_options import method_names, method_options
 from xcompat.training.values import check_options, check_training
 from xcompat.vectors.codecs import require_codec
 from xcompat.vectors.formats import is_stored
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 STAGE_PREFIX = "stage:"
 LONGEST_NAME, LONGEST_NAME_BYTES = 100, 200
 """Limits of stage names, which are folder names of at most 255 bytes."""
-CHOSEN = "map"
+AUTO_MAP = "map"
 """The method of a recipe without one: the query map with the best validation score."""
 ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 """Keys of a stage that name a model whose embeddings are cached."""
-OF_THE_COURSE = ("classes", "for_training", "keeps_classifier")
+SET_BY_TRAINER = ("classes", "for_training", "keeps_classifier")
 """Keys of a configuration that training sets, not the recipe."""
 
 
@@ -68,7 +68,7 @@ class StageRecipe(Section):
     """
 
     name: str = ""
-    method: str = CHOSEN
+    method: str = AUTO_MAP
     old: EncoderSource | None = None
     new: EncoderSource | ScratchSource | None = None
     independent: EncoderSource | None = None
@@ -108,7 +108,7 @@ class StageRecipe(Section):
     @field_validator("method")
     @classmethod
     def _known_method(cls, value: str, info: ValidationInfo) -> str:
-        if value not in (known := [CHOSEN, *(method_names() if is_quick(info) else _methods())]):
+        if value not in (known := [AUTO_MAP, *(method_names() if is_quick(info) else _methods())]):
             raise ValueError(f"unknown method {value!r}; {nearest(value, known)}")
         return value
 
@@ -127,9 +127,9 @@ class StageRecipe(Section):
     @classmethod
     def _known_options(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         method = info.data.get("method")
-        if method == CHOSEN and value:
+        if method == AUTO_MAP and value:
             raise ValueError(f"options {', '.join(value)} need a method; set method: query_map, or another one")
-        if method is not None and method != CHOSEN:
+        if method is not None and method != AUTO_MAP:
             known = declared_options(method) if is_quick(info) else usual_options(method)
             return check_options(method, value, known, is_quick(info))
         return value
@@ -149,7 +149,7 @@ class StageRecipe(Section):
     @property
     def learns_from_pairs(self) -> bool:
         """Whether memory or map choice use captioned images."""
-        chosen = self.method == CHOSEN and self.data.images is None and self.remembered_pairs is not None
+        chosen = self.method == AUTO_MAP and self.data.images is None and self.remembered_pairs is not None
         return chosen or self.memory == "pairs"
 
     @property
@@ -160,7 +160,7 @@ class StageRecipe(Section):
     @property
     def is_trained(self) -> bool:
         """Whether the model is trained in steps, not solved."""
-        return self.method != CHOSEN and not method_class(self.method).is_solved
+        return self.method != AUTO_MAP and not method_class(self.method).is_solved
 
     @property
     def trains_on_labelled(self) -> bool:
@@ -208,7 +208,7 @@ class StageRecipe(Section):
     def embeds_images(self) -> bool:
         """Whether the stage trains a map on embeddings of images."""
         images = self.data.images is not None or self.data.embeddings_of == "images"
-        return method_class(self.method).embeds_in_memory and self.method != CHOSEN and images
+        return method_class(self.method).embeds_in_memory and self.method != AUTO_MAP and images
 
     def views(self, seed: int) -> list[View]:
         """Return a map's augmented views; empty for plain data."""
@@ -232,7 +232,7 @@ class StageRecipe(Section):
         else:
             return
         fix = "set it to null"
-        if self.evaluation.fallback is not None and self.memory is None and self.method != CHOSEN:
+        if self.evaluation.fallback is not None and self.memory is None and self.method != AUTO_MAP:
             unsure = "evaluation.fallback needs the confidence of new queries, but without a memory they have none"
             raise XcompatError(f"{self.name}: {unsure}; set memory, or evaluation.fallback to null")
         if method_class(self.method).maps_galleries_with(self.options):
@@ -261,23 +261,23 @@ class StageRecipe(Section):
     @model_validator(mode="after")
     def _method_fits(self, info: ValidationInfo) -> StageRecipe:
         if not is_quick(info):
-            self._there_is_something_to_remember()
+            self._check_memory()
             self._classes_are_learned()
             self._text_pairs_are_read()
-            self._old_embeddings_are_to_be_had()
-            self._whole_classes_fill_a_batch()
-            self._mini_batches_make_a_batch()
+            self._check_old_embeddings()
+            self._check_triplet_batch()
+            self._check_mini_batch()
         return self
 
-    def _there_is_something_to_remember(self) -> None:
+    def _check_memory(self) -> None:
         method = method_class(self.method)
-        if self.method == CHOSEN and self.memory is not None:
+        if self.method == AUTO_MAP and self.memory is not None:
             raise ValueError("memory: without a method, the memory is chosen with the map; remove memory")
-        if self.method == CHOSEN and self.data.texts and (self.data.images is not None or self.remembered_pairs is not None):
+        if self.method == AUTO_MAP and self.data.texts and (self.data.images is not None or self.remembered_pairs is not None):
             raise ValueError(
                 "data.texts: without a method, the map learns from data.images or pairs; remove texts, or set method"
             )
-        if self.method != CHOSEN and self.memory is None and self.memory_codec is not None:
+        if self.method != AUTO_MAP and self.memory is None and self.memory_codec is not None:
             raise ValueError("memory_codec: there is no memory; set memory: classes or pairs, or remove memory_codec")
         if self.memory is not None and not method.compares_with_old:
             raise ValueError(f"memory: method {self.method} does not map queries to an old space; remove memory")
@@ -286,11 +286,11 @@ class StageRecipe(Section):
         if self.memory == "classes" and self.data.images is None:
             raise ValueError("memory: classes needs labelled images; set data.images")
         pairs = self.remembered_pairs
-        if self.method == CHOSEN and self.data.images is None and pairs is not None and pairs.streaming:
+        if self.method == AUTO_MAP and self.data.images is None and pairs is not None and pairs.streaming:
             raise ValueError("data.pairs: without a method, pairs are read more than once; remove streaming, or set method")
         if self.memory == "pairs" and (pairs is None or pairs.streaming):
             raise ValueError("memory: pairs are read more than once; set data.remembered or data.pairs, without streaming")
-        if self.memory != "pairs" and self.method != CHOSEN and self.data.remembered is not None:
+        if self.memory != "pairs" and self.method != AUTO_MAP and self.data.remembered is not None:
             raise ValueError(
                 "data.remembered: only memory: pairs remembers images with captions; set it, or remove data.remembered"
             )
@@ -304,7 +304,7 @@ class StageRecipe(Section):
             )
 
     def _text_pairs_are_read(self) -> None:
-        from xcompat.models.learning import PASSAGES
+        from xcompat.models.trainable_model import PASSAGES
 
         pairs, method = self.data.text_pairs, method_class(self.method)
         if pairs is None or method.embeds_in_memory:
@@ -319,7 +319,7 @@ class StageRecipe(Section):
         if (self.options.get("adapters") or {}).get("prompts"):
             raise ValueError("options.adapters.prompts need images, but data.text_pairs has none; remove prompts")
 
-    def _old_embeddings_are_to_be_had(self) -> None:
+    def _check_old_embeddings(self) -> None:
         pairs = self.data.pairs
         if self.online_roles and self.training.get("dataloader_num_workers"):
             role = self.online_roles[0]
@@ -334,7 +334,7 @@ class StageRecipe(Section):
                 "data.old_embeddings: online, or remove streaming"
             )
 
-    def _whole_classes_fill_a_batch(self) -> None:
+    def _check_triplet_batch(self) -> None:
         each, batch = self.data.samples_per_class, self.batch_size
         if self.is_balanced and (batch % each or batch < 2 * each):
             raise ValueError(
@@ -342,11 +342,11 @@ class StageRecipe(Section):
                 f"training.per_device_train_batch_size is {batch}; set it to a multiple of {each}, at least {2 * each}"
             )
 
-    def _mini_batches_make_a_batch(self) -> None:
+    def _check_mini_batch(self) -> None:
         size, method = self.mini_batch_size, method_class(self.method)
         if size is None:
             return
-        if self.method == CHOSEN:
+        if self.method == AUTO_MAP:
             raise ValueError("mini_batch_size: without a method, the map is solved, not trained; remove mini_batch_size")
         classified = self.data.images is not None and not method.embeds_in_memory  # the loss also reads the classifier
         if classified or not method.loss_of_embeddings:
@@ -362,7 +362,7 @@ class StageRecipe(Section):
 
 def method_class(method: str) -> type[CompatModel]:
     """Return a method's class; ``map`` is a query map."""
-    return _methods()["query_map" if method == CHOSEN else method]
+    return _methods()["query_map" if method == AUTO_MAP else method]
 
 
 def _methods() -> dict[str, type[CompatModel]]:
@@ -380,13 +380,13 @@ def usual_options(method: str) -> dict[str, Any]:
     """
     from xcompat.models import CompatConfig
 
-    if method == CHOSEN:
+    if method == AUTO_MAP:
         return {}
     usual = method_class(method).config_class()
-    not_given = {field.name for field in fields(CompatConfig)} - {"adapters", "logit_scale"} | {*ROLES, *OF_THE_COURSE}
+    not_given = {field.name for field in fields(CompatConfig)} - {"adapters", "logit_scale"} | {*ROLES, *SET_BY_TRAINER}
     return {field.name: getattr(usual, field.name) for field in fields(usual) if field.name not in not_given}
 
 
 def declared_options(method: str) -> set[str]:
     """Return names of :func:`usual_options` without importing the method."""
-    return {"adapters", "logit_scale", *method_options(method)} - {*ROLES, *OF_THE_COURSE}
+    return {"adapters", "logit_scale", *method_options(method)} - {*ROLES, *SET_BY_TRAINER}

@@ -32,7 +32,7 @@ class GalleryItems:
 
 
 @dataclass(frozen=True)
-class Questions:
+class QuerySet:
     """Queries of one direction.
 
     Args:
@@ -52,11 +52,11 @@ class Questions:
     own_id: Callable[[int], str | None] = field(default=lambda _: None)
 
 
-def distinct(names: Sequence[Any]) -> list[str]:
+def make_distinct(names: Sequence[Any]) -> list[str]:
     """Return names as strings, numbered if equal.
 
     Example:
-        >>> distinct(["a", "b", "a"])
+        >>> make_distinct(["a", "b", "a"])
         ['a (1)', 'b', 'a (2)']
     """
     texts = list(map(str, names))

@@ -22,13 +22,13 @@ from xcompat.core.progress import console, literal, notice
 from xcompat.core.threads import keep_freed_memory
 from xcompat.hub.endpoint import hub_errors
 from xcompat.models import CompatModel
-from xcompat.training.beforehand import not_installed
-from xcompat.training.cached_gradients import backward_in_parts, refuse_what_parts_change
+from xcompat.training.cached_gradients import backward_in_mini_batches, check_mini_batches
 from xcompat.training.callbacks import DivergenceCallback, EpochCallback, HistoryCallback, InterruptCallback, ProgressCallback
 from xcompat.training.checkpoints import CheckpointCallback, last_complete_checkpoint
 from xcompat.training.cost import FILE as COST
 from xcompat.training.cost import CostCallback
 from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_optimiser, class_of, in_transformers, with_momentum
+from xcompat.training.preflight import not_installed
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
 from xcompat.training.sharding import autocast_inside, send_constants_once, shardable, unsharded
@@ -107,7 +107,7 @@ class StageTrainer(Trainer):
         autocast_inside(model, self.accelerator)
         send_constants_once(model, self.accelerator)
         if self.mini_batch_size is not None:
-            refuse_what_parts_change(model, self.accelerator)
+            check_mini_batches(model, self.accelerator)
 
     def train(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
         """Train, with different noise in each process."""
@@ -122,7 +122,7 @@ class StageTrainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         share = 1 / self.current_gradient_accumulation_steps
-        return backward_in_parts(self.accelerator, model, self._prepare_inputs(inputs), self.mini_batch_size, share)
+        return backward_in_mini_batches(self.accelerator, model, self._prepare_inputs(inputs), self.mini_batch_size, share)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
         """Request the loss, so that a missing column raises by name."""

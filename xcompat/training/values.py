@@ -12,8 +12,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from xcompat.core.errors import nearest
 from xcompat.encoders.adapter_settings import AdapterConfig
-from xcompat.training.declared import method_options, trainer_fields
 from xcompat.training.optimiser import check_optimiser
+from xcompat.training.static_options import method_options, trainer_fields
 
 BOUNDS: dict[str, Any] = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), Field(ge=1)),
@@ -87,7 +87,7 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str
         if key not in known and hints:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
         checked[key] = _check(f"training.{key}", CHOICES.get(key, hints.get(key, Any)), value, BOUNDS.get(key))
-        if key in REFUSED and not is_quick and not is_usual(key, value):
+        if key in REFUSED and not is_quick and not is_default(key, value):
             raise ValueError(f"training.{key}: {REFUSED[key]}")
         if value in _NEED_A_TEST_SET.get(key, ()):
             raise ValueError(f"training.{key}: {value} needs a metric of the Trainer, but {_JUDGED}")
@@ -150,7 +150,7 @@ def _imported_hints() -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(TrainingArguments)}
 
 
-def is_usual(key: str, value: Any) -> bool:  # noqa: ANN401 - whatever the YAML holds
+def is_default(key: str, value: Any) -> bool:  # noqa: ANN401 - whatever the YAML holds
     """Return whether a field of ``TrainingArguments`` has its default."""
     from transformers import TrainingArguments
 

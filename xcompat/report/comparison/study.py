@@ -208,14 +208,14 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
     overall = [case for case in reversed(first.cases) if case.population == ALL]  # zero-shot cases come last
     sizes = {case.direction: (case.n_queries, case.n_gallery) for case in overall}
     notes = list(dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes))
-    notes += [said for each in contenders if (said := _said_of_forgetting(each))]
+    notes += [said for each in contenders if (said := _memory_note(each))]
     silent = [each.name for each in contenders if not values[each.name]]
     if silent:
         notes.append(f"No differences for {', '.join(silent)}: their reports lack report_data.safetensors; evaluate again.")
     return Comparison(name, seeds, old, ceiling, rows, best.name, {each: sizes[each] for each in first.directions}, notes)
 
 
-def _said_of_forgetting(contender: Contender) -> str:
+def _memory_note(contender: Contender) -> str:
     """Return a note if only some seeds use a memory, else an empty text."""
     reports = contender.reports.values()
     forgetful = sum(not _metrics(report, f"{WITHOUT_MEMORY}/old") for report in reports)

@@ -13,9 +13,9 @@ from rich.table import Table as TerminalTable
 from xcompat.core.metric_names import metric_name
 from xcompat.core.progress import literal
 from xcompat.evaluation import PairedDifference
-from xcompat.evaluation.cases import hangs_on, overall_outcome
+from xcompat.evaluation.cases import find_deciding_difference, overall_outcome
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
-from xcompat.report.wording import approximately, gain_with_interval, spread
+from xcompat.report.wording import gain_with_interval, round_count, spread
 
 NOTHING = "–"
 OLD_QUERIES, RERANKED_HITS = "old queries", "re-ranked"
@@ -183,7 +183,7 @@ def _costs(comparison: Comparison) -> Table:
     def cells(row: MethodRow) -> list[str]:
         return [
             f"{row.compatible} of {every}",
-            _beyond_luck(row),
+            _describe_outcome(row),
             f"{row.not_hurt} of {every}" if row.not_hurt is not None else "not measured",
             f"{row.extra_dims:+,}",
             f"{row.parameters:,} per {'gallery item' if row.maps_galleries else 'query'}" if row.parameters else "0",
@@ -209,9 +209,9 @@ def _costs(comparison: Comparison) -> Table:
     return Table("Verdicts and costs", explanation, columns, rows)
 
 
-def _beyond_luck(row: MethodRow) -> str:
+def _describe_outcome(row: MethodRow) -> str:
     if not row.gains:
         return NOTHING
-    outcome, last = overall_outcome(row.differences), hangs_on(row.differences)
-    needed = f" ({approximately(last.queries_needed)} queries)" if last is not None and last.queries_needed is not None else ""
+    outcome, last = overall_outcome(row.differences), find_deciding_difference(row.differences)
+    needed = f" ({round_count(last.queries_needed)} queries)" if last is not None and last.queries_needed is not None else ""
     return f"{outcome}{needed}"

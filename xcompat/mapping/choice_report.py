@@ -1,0 +1,229 @@
+"""Output of a choice of maps: a table on the terminal, sentences, and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from xcompat.core.errors import XcompatError
+from xcompat.core.metric_names import metric_name
+from xcompat.evaluation import PairedDifference
+from xcompat.hub.metadata import Gain
+from xcompat.mapping.agreement import NEIGHBOURS, SHARED
+from xcompat.mapping.held_out import Trial
+from xcompat.mapping.selection import Choice
+from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
+from xcompat.score_scale import CANDIDATES
+
+
+def choice_table(choice: Choice) -> Table:
+    """Return a table of the best candidates and their gains over old queries, with the chosen one marked."""
+    title = "gain over old queries on the validation split in points, with 95 % intervals"
+    if choice.of_agreement:
+        title = (
+            f"gain over old queries in the share of the new model's {NEIGHBOURS} nearest items, in points, with 95 % intervals"
+        )
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
+    table.add_column("candidate", overflow="fold")
+    for protocol, count in choice.n_queries.items():
+        only = "\nshown only, not decisive" if protocol in choice.chosen.shown_only else ""
+        table.add_column(f"{protocol}\n{count:,} queries{only}", no_wrap=True)
+    floors = ("\n".join(f"{metric_name(m)} {100 * v:.1f} %" for m, v in found.items()) for found in choice.floor.values())
+    table.add_row("old queries", *floors)
+    for trial in choice.shown():
+        is_taken = trial is choice.chosen
+        table.add_row(
+            f"{trial.candidate} (chosen)" if is_taken else str(trial.candidate), *_cells(trial), style="bold" * is_taken
+        )
+    if choice.without_new_model is not None:
+        table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
+    if choice.mixed is not None:
+        table.add_row("the best, mixed half-way with old queries", *_cells(choice.mixed), style="dim")
+    if choice.reranked is not None:
+        table.add_row(f"the best, {CANDIDATES} hits re-ranked", *_cells(choice.reranked), style="dim")
+    return table
+
+
+def _cells(trial: Trial) -> list[str]:
+    def line(metric: str, found: PairedDifference) -> str:
+        return f"{metric_name(metric)} {gain_with_interval(found.mean, found.low, found.high)}"
+
+    return ["\n".join(line(metric, found) for metric, found in gains.items()) for gains in trial.gains.values()]
+
+
+def describe_choice(choice: Choice) -> list[str]:
+    """Return the results of a choice as sentences."""
+    best = choice.chosen
+    held = []
+    if choice.by_chance:
+        held.append(
+            "! No better than chance: queries swapped between items find as much. Check that ids or rows name the same "
+            f"items on both sides{'' if choice.of_agreement else ', and that classes or captions are right'}."
+        )
+    if choice.copies:
+        held.append(
+            f"{choice.copies:,} item{'s are exact copies' if choice.copies > 1 else ' is an exact copy'} of others: the "
+            "validation split uses one of each, and the saved map learns from all."
+        )
+    if choice.learned_at_most is not None:
+        held.append(f"Candidates learned from at most {choice.learned_at_most:,} items; the saved map learns from all.")
+    if choice.too_few_for_ridge is not None:
+        held.append(
+            f"Candidates learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
+            "ridge regression is not tried, and the results are weak evidence. Add more items."
+        )
+    held += choice.left_out
+    held += [backfill_warning(choice.backfill_losses)] if choice.backfill_losses else []
+    sure = _describe_confidence(choice)
+    if choice.of_agreement:
+        return [*held, _describe_agreement(choice)]
+    if choice.by_chance and best.is_surely_no_worse:
+        return [*held, *sure]  # the gains are chance
+    if not choice.is_safe:
+        mix = ""
+        if choice.mixed is not None:
+            mix = (
+                f" Mixed half-way with old queries, the lowest gain is {_least(choice.mixed)}: if you can still run the old "
+                "model, add --old-model."
+            )
+        least = f"the best, {best.candidate}, has a lowest gain of {_least(best)}"
+        return [*held, f"No candidate is surely at or above old queries: {least}.{mix}", *sure]
+    said = [*held, f"New queries are surely at or above old ones on the validation split; the lowest gain is {_least(best)}."]
+    if choice.without_new_model is not None:
+        own = choice.without_new_model
+        said.append(
+            f"Mean gain: {100 * best.mean:+.1f} points. The old model with the same metric and memory has {100 * own.mean:+.1f}, "
+            "without any new model."
+        )
+    return [*said, *sure]
+
+
+def _describe_agreement(choice: Choice) -> str:
+    (protocol, floor), gains = next(iter(choice.floor.items())), next(iter(choice.chosen.gains.values()))
+    old, change = floor[SHARED], gains[SHARED]
+    found = (
+        f"Of the {NEIGHBOURS} items that the new model finds nearest, {choice.chosen.candidate} finds "
+        f"{100 * (old + change.mean):.0f} % in the old gallery and old queries find {100 * old:.0f} % "
+        f"({gain_with_interval(change.mean, change.low, change.high)} points, {choice.n_queries[protocol]:,} {protocol})."
+    )
+    if choice.sentences:
+        ranks = ", ".join(
+            f"{line} {100 * rank:.0f}" for line, rank in sorted(choice.sentences.items(), key=lambda each: -each[1])
+        )
+        found = f"{found} Mean reciprocal rank (%) of a held-out text searched by one of its sentences: {ranks}."
+    if choice.is_safe:
+        return (
+            f"{found} In all measured upgrades with this agreement, new queries found at least as much as "
+            "old ones. Add labels (labels.txt) or captions to test this on your data."
+        )
+    few = "more pairs than twice the dimensions and " if choice.of_few_pairs else ""
+    return (
+        f"{found} This agreement does not show that new queries find as much as old ones: add "
+        f"classes (labels.txt) or captions, or {few}the old model with --old-model to mix both queries."
+    )
+
+
+def _least(trial: Trial) -> str:
+    protocol, metric, least = min(trial.cells(), key=lambda cell: cell[2].mean)
+    return f"{gain(least.mean)} points ({interval((least.low, least.high))}) at {metric_name(metric)}, {protocol}"
+
+
+def _describe_confidence(choice: Choice) -> list[str]:
+    """Return a sentence on a memory's confidence, or on why it has none; empty without a memory."""
+    found = choice.confidence
+    if found is None:
+        return [f"Queries have no confidence: {choice.no_confidence}."] if choice.remembers else []
+    risk = f"{100 * found.hurt:.0f} % of queries found less than old ones, {100 * found.risk[0.5]:.0f} % of the surer half"
+    said = (
+        f"Each query has a confidence, the probability that it finds no less than an old one (AUROC {found.area.value:.2f}, "
+        f"{found.area.low:.2f} to {found.area.high:.2f}; calibration error {100 * found.error:.0f} points): {risk}."
+    )
+    if choice.than is None:
+        return [said]
+    return [f"{said} On items that neither model was trained on, the error can be larger."]
+
+
+def as_json(choice: Choice) -> dict[str, Any]:
+    """Return all measurements of a choice as JSON."""
+    without = choice.without_new_model
+    return {
+        "objective": choice.objective,
+        "floor": choice.floor,
+        "shown_only": list(choice.chosen.shown_only),
+        "cases": [asdict(case) for case in choice.cases],
+        "queries": choice.n_queries,
+        "learned_at_most": choice.learned_at_most,
+        "too_few_for_ridge": choice.too_few_for_ridge,
+        "of_agreement": choice.of_agreement,
+        "sentences": dict(choice.sentences),
+        "by_chance": choice.by_chance,
+        "copies": choice.copies,
+        "left_out": list(choice.left_out),
+        "backfill_losses": [loss._asdict() for loss in choice.backfill_losses],
+        "trials": [_trial(trial) for trial in choice.trials],
+        "without_new_model": _trial(without) if without is not None else None,
+        "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
+        "reranked": _trial(choice.reranked) | {"old_weight": choice.rerank_weight} if choice.reranked is not None else None,
+        "confidence": _confidence(choice),
+    }
+
+
+def _confidence(choice: Choice) -> dict[str, Any]:
+    found = choice.confidence
+    if found is None:
+        return {"none": choice.no_confidence}
+    return {
+        "slope": found.slope,
+        "offset": found.offset,
+        "auroc": {"value": found.area.value, "ci95": [found.area.low, found.area.high]},
+        "calibration_error": found.error,
+        "hurt": found.hurt,
+        "hurt_of_the_surest": {f"{share:g}": risk for share, risk in found.risk.items()},
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    gains = {
+        protocol: {metric: {"mean": gain.mean, "ci95": [gain.low, gain.high]} for metric, gain in gains.items()}
+        for protocol, gains in trial.gains.items()
+    }
+    return {"name": str(trial.candidate), **asdict(trial.candidate), "worst": trial.worst, "mean": trial.mean, "gains": gains}
+
+
+def read_gains(document: dict[str, Any], file: Path) -> list[Gain]:
+    """Read the gains of the saved map from its ``report.json``.
+
+    Args:
+        document: content of the file.
+        file: path for the error message.
+
+    Returns:
+        The gains; empty without a validation split or labels.
+
+    Raises:
+        XcompatError: the file is damaged.
+    """
+    if document.get("of_agreement"):
+        return []
+    try:
+        name = document["model"]["name"]
+        gains: dict[str, Any] = next((trial["gains"] for trial in document.get("trials", []) if trial["name"] == name), {})
+        return [
+            Gain(
+                protocol,
+                metric,
+                old := document["floor"][protocol][metric],
+                old + found["mean"],
+                found["mean"],
+                (low, high),
+            )
+            for protocol, metrics in gains.items()
+            for metric, found in metrics.items()
+            for low, high in [found["ci95"]]
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise XcompatError(f"{file} is not a complete report of a map; run `xcompat map` again") from None

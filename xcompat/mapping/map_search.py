@@ -1,0 +1,142 @@
+"""``xcompat find``: published maps between two models."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from xcompat.core.errors import XcompatError
+from xcompat.core.files import list_entries
+from xcompat.core.markdown import one_line
+from xcompat.core.metric_names import metric_name
+from xcompat.core.paths import model_folder
+from xcompat.core.progress import console, literal, silence_libraries
+from xcompat.encoders import require_model
+from xcompat.hub.endpoint import CONFIGS
+from xcompat.hub.metadata import EMBEDS, SEARCHES
+from xcompat.hub.search import MOST, HubCheckpoint, SearchResult, search
+from xcompat.report.wording import gain_with_interval
+
+_DIGEST = re.compile(r"[0-9a-f]{8,64}")
+
+
+def find_maps(old: str | None, new: str | None) -> SearchResult:
+    """List Hub checkpoints that search one model's galleries with another model's queries.
+
+    Args:
+        old: the gallery's model: name, folder, or beginning of its fingerprint; None for any.
+        new: the queries' model, in the same forms.
+
+    Returns:
+        The checkpoints, unless their cards name other models.
+
+    Raises:
+        XcompatError: neither model is given, one is not a model, or the Hub is unreachable.
+    """
+    if old is None and new is None:
+        raise XcompatError("name the old model with --old, the new one with --new, or both")
+    given = {SEARCHES: old, EMBEDS: new}
+    for name in filter(None, (old, new)):
+        _require_model(name)
+    silence_libraries()
+    wanted = {role: _digest_of(name) for role, name in given.items() if name is not None}
+    maps = search(wanted)
+    return maps._replace(found=[each for each in maps.found if not each.is_other])
+
+
+def _require_model(name: str) -> None:
+    """Raise if a path contains stored embeddings, or no model."""
+    path = Path(name)
+    if path.suffix == ".npy" or (path.is_dir() and list_entries(path, "*.npy") and not _is_model(path)):
+        raise XcompatError(f"{name} contains stored embeddings, not a model; use the name or folder of the model that made them")
+    if not _is_digest(name):
+        require_model(name)
+
+
+def _is_digest(name: str) -> bool:
+    return not Path(name).exists() and _DIGEST.fullmatch(name) is not None
+
+
+def _digest_of(name: str) -> str:
+    """Return a model's fingerprint, or the given beginning of one."""
+    if _is_digest(name):
+        return name
+    from xcompat.models.embedder import load_embedder
+
+    return load_embedder(name).fingerprint.digest
+
+
+def _is_model(folder: Path) -> bool:
+    return any((Path(model_folder(folder)) / name).exists() for name in CONFIGS)
+
+
+def print_checkpoints(maps: SearchResult, old: str | None, new: str | None, json_only: bool) -> bool:
+    """Print the checkpoints, or one line on the next step if there are none.
+
+    Args:
+        maps: result of :func:`find_maps`.
+        old: the gallery's model, as given.
+        new: the queries' model, as given.
+        json_only: whether to print JSON.
+
+    Returns:
+        Whether there are any checkpoints.
+    """
+    found = maps.found
+    if json_only:
+        console.out(json.dumps(as_json(found), indent=1), highlight=False)  # escapes control characters
+    elif found:
+        console.print(found_table(found))
+        if maps.is_cut:
+            fewer = "" if old is not None and new is not None else "; name both models to see fewer"
+            console.print(f"[dim]Only the {MOST} most downloaded were looked at{fewer}.[/]", soft_wrap=True)
+        console.print("[dim]To judge one on your own sample: xcompat map … --start-from NAME[/]", soft_wrap=True)
+    else:
+        asked = (("queries of", new), ("galleries of", old))
+        pair = " on ".join(f"{what} {name}" for what, name in asked if name is not None)
+        line = f"no checkpoint on {constants.ENDPOINT} is for {pair}; make a map: xcompat map --old FOLDER --new FOLDER"
+        console.print(literal(line), soft_wrap=True)
+    return bool(found)
+
+
+def found_table(found: list[HubCheckpoint]) -> Table:
+    """Return the checkpoints as a table for the terminal; texts from the Hub are printed literally."""
+    title = "lowest gains over old queries in points, with 95 % intervals"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
+    for name in ("checkpoint\nmethod, revision, changed", "from → to"):
+        table.add_column(name, overflow="fold")
+    table.add_column("finds more", overflow="fold", min_width=22)
+    table.add_column("downloads\nlikes", justify="right", no_wrap=True)
+    for each in found:
+        about = ", ".join(_shown(text) for text in (each.method, each.revision[:12], each.modified) if text)
+        pair = _shown(f"{each.new or '?'} → {', '.join(each.searches)}") if each.searches else ""
+        used = "\n".join("" if count is None else f"{count:,}" for count in (each.downloads, each.likes))
+        table.add_row(f"{_shown(each.name)}\n[dim]{about}[/]", pair, _verdict(each), used)
+    return table
+
+
+def _verdict(found: HubCheckpoint) -> str:
+    least = found.least
+    if least is None:
+        return "[yellow]no results in its card[/]"
+    told = f"{gain_with_interval(least.mean, *least.ci95)}\n{_shown(metric_name(least.metric))}, {_shown(least.where)}"
+    return f"[bold {'green]yes' if found.finds_more else 'red]no'}[/]\n{told}"
+
+
+def _shown(text: str) -> str:
+    return literal(one_line(text))
+
+
+def as_json(found: list[HubCheckpoint]) -> list[dict[str, Any]]:
+    """Return the checkpoints as JSON."""
+    return [
+        {key: value for key, value in asdict(each).items() if key != "is_other"} | {"finds_more": each.finds_more}
+        for each in found
+    ]

@@ -1,0 +1,276 @@
+"""Request for ``xcompat map``, checked by file names before any model code is imported."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from xcompat.core.checksums import file_record
+from xcompat.core.errors import MissingPathError, XcompatError
+from xcompat.core.files import files_below
+from xcompat.core.ownership import read_marker, require_replaceable
+from xcompat.core.progress import notice
+from xcompat.data.sources import files_digest
+from xcompat.encoders import is_loadable, require_model, require_xcompat_model
+from xcompat.mapping.folds import Searched
+from xcompat.mapping.indexes import READ_AS_IT_IS, Reading, is_gallery
+from xcompat.mapping.sides import holds_embeddings, require_side, side_files
+from xcompat.vectors.checks import BAD_SHARE
+from xcompat.vectors.codecs import require_codec
+from xcompat.vectors.formats import ARRAYS, DOCUMENTS, is_table
+from xcompat.vectors.tables import column_names
+
+MADE_BY = "map"
+Activation = Literal["relu", "gelu"]
+SUFFIXES = (".npz", ".safetensors")
+"""Suffixes of other tools' adapter files."""
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """Texts or pictures to embed, and the service instead of a new model, if any.
+
+    Args:
+        path: texts as in :func:`xcompat.data.load_items_of_text`, or pictures as in :func:`xcompat.data.load_pairs`.
+        embed_with: ``module:function`` of the service; None for a model.
+        requests_per_minute: as in :class:`~xcompat.embeddings.provider.Provider`.
+        price: per million tokens, as in :class:`~xcompat.embeddings.provider.Provider`.
+        are_pictures: whether ``path`` contains pictures.
+
+    Raises:
+        XcompatError: the rate or price is not above 0, there is no service, or a service would embed pictures.
+    """
+
+    path: Path
+    embed_with: str | None = None
+    requests_per_minute: float | None = None
+    price: float | None = None
+    are_pictures: bool = False
+
+    def __post_init__(self) -> None:
+        if self.are_pictures and self.embed_with is not None:
+            raise XcompatError("--embed-with embeds texts; use --texts in place of --images, or remove --embed-with")
+        for option, value in (("requests-per-minute", self.requests_per_minute), ("price-per-million-tokens", self.price)):
+            if value is not None and not value > 0:
+                raise XcompatError(f"--{option} is {value:g}; it must be above 0")
+            if value is not None and self.embed_with is None:
+                raise XcompatError(f"--{option} needs a service; set its function with --embed-with, or remove --{option}")
+
+    def service_named(self, name: Path) -> dict[str, str] | None:
+        """Describe the service and its model for a report; return None without a service."""
+        return {"name": str(name), "service": self.embed_with} if self.embed_with is not None else None
+
+
+@dataclass(frozen=True)
+class InitialMap:
+    """Source of an existing map.
+
+    Args:
+        name: Hub name or folder of a checkpoint, or an adapter file.
+        activation: activation of a network in an adapter file that does not record it.
+    """
+
+    name: str
+    activation: Activation | None = None
+
+
+@dataclass(frozen=True)
+class MapRequest:
+    """Inputs and settings of a map, and its output folder.
+
+    Args:
+        old: old embeddings (see :func:`~xcompat.mapping.paired.load_paired`); with ``texts``, optionally the old model.
+        new: new embeddings of the same items; with ``texts``, the new model or a service's model name.
+        out: output folder for ``model`` and ``report.json``.
+        old_model: the gallery's model, or its name there; None for the name of ``old``.
+        new_model: model of the queries; None if queries are embeddings.
+        searched: classes that users will search.
+        seed: seed of the folds.
+        overwrite: whether to replace anything at ``out``.
+        memory_codec: codec of a memory, as in :meth:`ClassMemoryContents.build_memory`.
+        remember_items: whether to remember all given items.
+        texts: texts for sides that are models; embeddings are cached beside ``out``.
+        start: existing map to try.
+        max_bad_share: largest share of unusable rows per side.
+        allow_worse: whether to write a map that is not surely at or above old queries.
+        gallery: gallery or vectors to compare with the pairs, or None.
+        reading: file with the ids of ``old``, and names of columns.
+    """
+
+    old: Path
+    new: Path
+    out: Path
+    old_model: str | None = None
+    new_model: str | None = None
+    searched: Searched = "unknown"
+    seed: int = 0
+    overwrite: bool = False
+    memory_codec: str | None = None
+    remember_items: bool = False
+    texts: TextInput | None = None
+    start: InitialMap | None = None
+    max_bad_share: float = BAD_SHARE
+    allow_worse: bool = False
+    gallery: Path | None = None
+    reading: Reading = READ_AS_IT_IS
+
+    @cached_property
+    def existing_inputs(self) -> list[Path]:
+        """Existing input paths, which must not be overwritten."""
+        paths = (self.old, self.new, *([Path(self.start.name)] if self.start is not None else []))
+        return [path for path in paths if path.exists()]
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """Option -> value, or digest of its files, for all options that change the map."""
+        texts, start = self.texts, self.start
+        given = {
+            "old": _digest(side_files(self.old)) if holds_embeddings(self.old) else str(self.old),
+            "new": _digest(side_files(self.new)) if holds_embeddings(self.new) else str(self.new),
+            "old-model": self.old_model if self.old_model is not None else self.old.stem,
+            "new-model": self.new_model,
+            "searched-classes": self.searched,
+            "seed": self.seed,
+            "memory-codec": self.memory_codec,
+            "remember-items": self.remember_items or None,
+            "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
+            "id-column": self.reading.columns.id,
+            "vector-name": self.reading.columns.vector,
+            "texts": _digest(_files(texts.path)) if texts is not None and not texts.are_pictures else None,
+            "images": files_digest(str(texts.path)) if texts is not None and texts.are_pictures else None,
+            "embed-with": texts.embed_with if texts is not None else None,
+            "start-from": (_digest(_files(Path(start.name))) or start.name) if start is not None else None,
+            "activation": start.activation if start is not None else None,
+        }
+        return {option: str(value) for option, value in given.items() if value is not None}
+
+    def require(self) -> None:
+        """Raise if inputs are unreadable, or ``out`` contains foreign files or another map.
+
+        Raises:
+            XcompatError: something is missing or in the way.
+        """
+        require_codec(self.memory_codec)
+        require_replaceable(self.out, MADE_BY, self.overwrite, self.existing_inputs)
+        require_sides(self.old, self.new, self.texts, self.start, self.old_model, self.new_model)
+        self._require_columns()
+        made = read_marker(self.out)
+        if self.overwrite or made is None:
+            return
+        if not made.about:  # written by an earlier version
+            notice(f"replacing the map in {self.out}, which does not record its inputs")
+        elif others := [f"--{name}" for name in self.inputs | made.about if self.inputs.get(name) != made.about.get(name)]:
+            raise XcompatError(
+                f"{self.out} contains a map made with a different {', '.join(others)}; choose another folder with --out, or "
+                "replace it with --overwrite"
+            )
+
+    def _require_columns(self) -> None:
+        """Raise if no side has a chosen column, or the file with ids does not exist."""
+        if self.reading.ids is not None and not self.reading.ids.is_file():
+            raise MissingPathError(f"--ids {self.reading.ids} does not exist; use a text file with one id per line")
+        tables = [side for side in (self.old, self.new) if side.exists() and not is_gallery(side)]
+        names = [name for side in tables if is_table(side) for name in column_names(side)]
+        is_opaque = any(
+            side.name.endswith((*ARRAYS, *DOCUMENTS)) for side in tables
+        )  # their names are checked when they are read
+        for option, name in zip(("--id-column", "--vector-name"), self.reading.columns, strict=True):
+            if name is not None and name not in names and not is_opaque:
+                raise XcompatError(f"{option} {name}: no side has this column (there are {', '.join(names) or 'none'})")
+
+
+def make_text_input(
+    texts: Path | None, images: Path | None, embed_with: str | None, requests_per_minute: float | None, price: float | None
+) -> TextInput | None:
+    """Return the texts or pictures to embed, if any.
+
+    Raises:
+        XcompatError: there are both, or service options without texts.
+    """
+    about_service = (embed_with, requests_per_minute, price)
+    if texts is not None and images is not None:
+        raise XcompatError("--texts and --images cannot be combined; choose the kind of items that both models embed")
+    if texts is not None or images is not None:
+        path = texts if texts is not None else images
+        assert path is not None
+        return TextInput(path, *about_service, are_pictures=images is not None)
+    if any(each is not None for each in about_service):
+        raise XcompatError("--embed-with and its options need texts; add --texts, or remove these options")
+    return None
+
+
+def make_initial_map(name: str | None, activation: Activation | None) -> InitialMap | None:
+    """Return the existing map, if any.
+
+    Raises:
+        XcompatError: there is an activation, but no map.
+    """
+    if name is not None:
+        return InitialMap(name, activation)
+    if activation is not None:
+        raise XcompatError("--activation needs an adapter file in --start-from; add one, or remove --activation")
+    return None
+
+
+def _files(path: Path) -> Iterable[Path]:
+    return files_below(path) if path.is_dir() else [path] if path.is_file() else []
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Return a digest of the contents of files, or an empty string without files."""
+    records = [file_record(file).xxh3 for file in files]
+    return hashlib.sha256(" ".join(records).encode()).hexdigest() if records else ""
+
+
+def require_start(start: InitialMap) -> bool:
+    """Return whether an existing map is another tool's file, not a checkpoint.
+
+    Raises:
+        XcompatError: it is neither, or a checkpoint has an activation.
+    """
+    path = Path(start.name)
+    if path.suffix in SUFFIXES or path.is_file():
+        if path.suffix not in SUFFIXES or not path.is_file():
+            raise XcompatError(f"{path} is not a file of {' or '.join(SUFFIXES)}; use one, or the folder or name of a checkpoint")
+        return True
+    if start.activation is not None:
+        raise XcompatError(f"{start.name} is a checkpoint, which records its own activation; remove --activation")
+    return False
+
+
+def require_sides(
+    old: Path, new: Path, texts: TextInput | None, start: InitialMap | None, old_model: str | None, new_model: str | None
+) -> None:
+    """Raise if a side contains neither embeddings nor, with texts, a model.
+
+    Args:
+        old: old side.
+        new: new side; with a service, the name of its model.
+        texts: texts for sides that are models.
+        start: existing map.
+        old_model: the gallery's model, or its name there.
+        new_model: model of the queries.
+
+    Raises:
+        XcompatError: something is missing, or a service would embed a stored side.
+    """
+    is_service = texts is not None and texts.embed_with is not None
+    if is_service and holds_embeddings(new):
+        raise XcompatError(
+            f"--embed-with embeds the texts as --new, but {new} already contains embeddings; remove --embed-with, or set --new "
+            "to the name of the service's model"
+        )
+    for side in (old,) if is_service else (old, new):
+        if texts is None or holds_embeddings(side):
+            require_side(side)
+        else:
+            require_model(str(side))
+    for name in (old_model if old_model is not None and is_loadable(old_model) else None, new_model):
+        if name is not None:
+            require_model(name)
+    if start is not None and not require_start(start):
+        require_xcompat_model(start.name)

@@ -1,0 +1,109 @@
+"""Argument checks of ``xcompat gallery``, before heavy imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+from xcompat.core.errors import XcompatError
+from xcompat.core.paths import is_file, nearest_path
+from xcompat.data.picture_files import IMAGE_SUFFIXES
+from xcompat.data.sources import has_suffix, local_files
+from xcompat.encoders import require_model
+from xcompat.encoders.model_files import is_xcompat_model
+
+
+def require_one_search(query: str | None, queries: str | None, two_forms: bool, below_nothing: bool) -> None:
+    """Raise unless a search has one kind of query and one output format.
+
+    Args:
+        query: one query.
+        queries: a source of many.
+        two_forms: whether JSON and CSV are requested.
+        below_nothing: whether a confidence is set without an old model.
+    """
+    if below_nothing:
+        raise XcompatError("--fallback-below needs an old model; set it with --fallback")
+    if (query is None) == (queries is None):
+        raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
+    if two_forms:
+        raise XcompatError("--json and --csv are two forms of one result; choose one")
+
+
+def require_reranking(
+    rerank: int | None, originals: Path | None, rerank_with: str, budget: int | None, record_demand: bool
+) -> None:
+    """Raise for re-ranking options without ``--rerank``, or missing inputs."""
+    given = {
+        "--originals": originals is not None,
+        "--rerank-with": bool(rerank_with),
+        "--rerank-budget": budget is not None,
+        "--record-demand": record_demand,
+    }
+    if rerank is None:
+        for option in (name for name, is_given in given.items() if is_given):
+            raise XcompatError(f"{option} needs --rerank; add --rerank 20")
+    if originals is not None:
+        local_files(str(originals))
+    if rerank_with:
+        require_models(rerank_with)
+
+
+def require_of_stores(of_galleries: bool, where: list[str]) -> None:
+    """Raise for options that stores do not support.
+
+    Args:
+        of_galleries: whether an option for galleries only is set.
+        where: the conditions.
+    """
+    if of_galleries:
+        raise XcompatError("--fallback, --group-by and --record-demand work with galleries only, not with stores")
+    if len(where) > 1:
+        raise XcompatError("a store takes one condition in its own query language; use --where only once")
+
+
+def require_query_files(query: str | None, queries: str | None) -> None:
+    """Raise if a picture or a source of queries does not exist."""
+    if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
+        raise XcompatError(f"there is no picture {query}; {nearest_path(query)}")
+    if queries is not None:
+        local_files(queries)
+
+
+def require_named(model: str) -> None:
+    """Raise if no model is set."""
+    if not model:
+        raise XcompatError("name the model with --model: a run's folder, a checkpoint, or a model by name")
+
+
+def require_models(model: str, *others: str) -> None:
+    """Raise if a model is not set, or a folder contains none."""
+    require_named(model)
+    for name in filter(None, (model, *others)):
+        require_model(name)
+
+
+def require_inputs(source: Path, model: str) -> None:
+    """Raise if the originals or the model do not exist."""
+    local_files(str(source))
+    require_models(model)
+
+
+def require_map(model: str) -> str:
+    """Return the location of a map; Hub names are not checked.
+
+    Raises:
+        XcompatError: it is not set, or not a map.
+    """
+    require_named(model)
+    source = require_model(model)
+    if Path(source.name).is_dir() and not is_xcompat_model(Path(source.name)):
+        refuse_encoder(model)
+    return source.name if source.revision is None else f"{source.name}@{source.revision}"
+
+
+def refuse_encoder(model: str) -> NoReturn:
+    """Raise for a model that is not a map of this library."""
+    raise XcompatError(
+        f"{model} is a plain encoder and maps nothing; to re-embed with it, use a map or run of it with --backfill"
+    )

@@ -1,0 +1,95 @@
+"""Check that originals with known ids are those that the gallery embedded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.data import BadSamples
+from xcompat.data.images import stores_orientation
+from xcompat.data.schema import IMAGE, TEXT
+from xcompat.models.embedder import Embedder
+from xcompat.retrieval.doctor import OTHER, StoredSample, find_dividing_cosine
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.originals import Originals
+
+LOOKED_AT = 32
+"""Sample size without stored texts. If a tenth differ, one sample in 29 misses them."""
+BLOCK = 8192
+
+
+class ChangedOriginals(NamedTuple):
+    """Originals that differ from the embedded ones.
+
+    Args:
+        rows: their row numbers; if a sample found them, all rows that may differ.
+        named: the first id and their number, for a message.
+        on_side: whether they are photos that an earlier version embedded on their side.
+    """
+
+    rows: NDArray[np.int64]
+    named: str
+    on_side: bool = False
+
+
+def find_changed_originals(
+    gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder
+) -> ChangedOriginals | None:
+    """Find originals that differ from the embedded ones, by stored texts or by re-embedding a sample.
+
+    Args:
+        gallery: the gallery.
+        originals: pictures or texts.
+        rows: (n,) rows that the model embedded.
+        embedder: the model.
+
+    Returns:
+        The originals that differ; None if none are known to.
+    """
+    differing_n, kept_n = _by_text(gallery, originals, rows)
+    if differing_n.any():
+        return ChangedOriginals(rows[differing_n], _describe_originals(originals, rows[differing_n]))
+    unknown = rows[~kept_n]
+    drawn = np.sort(np.random.default_rng(0).choice(unknown, min(LOOKED_AT, len(unknown)), replace=False))
+    found = _by_embedding(gallery, originals, drawn, embedder)
+    if len(found) and all(_has_orientation(originals, row) for row in found):
+        turned = np.array([row for row in unknown if _has_orientation(originals, row)], np.int64)
+        return ChangedOriginals(turned, _describe_originals(originals, turned), on_side=True)
+    return ChangedOriginals(unknown, _describe_originals(originals, found, f" of {len(drawn)} checked")) if len(found) else None
+
+
+def _by_text(gallery: Gallery, originals: Originals, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return masks of texts that differ from stored ones, and of texts with a stored one."""
+    differing_n, kept_n = np.zeros((2, len(rows)), bool)
+    for start in range(0, len(rows) if TEXT in originals.dataset.column_names else 0, BLOCK):
+        block = rows[start : start + BLOCK]
+        stored, now = gallery.metadata([originals.ids[row] for row in block.tolist()]), originals.metadata(block)
+        for place, pair in enumerate(zip(stored, now, strict=True), start):
+            texts = [about[TEXT] for about in pair if about is not None and TEXT in about]
+            kept_n[place] = len(texts) == 2
+            differing_n[place] = len(texts) == 2 and texts[0] != texts[1]
+    return differing_n, kept_n
+
+
+def _by_embedding(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder) -> NDArray[np.int64]:
+    """Return readable originals whose embedding differs from the stored one."""
+    if not len(rows):
+        return rows
+    stored, every = StoredSample.of_gallery(gallery, embedder.fingerprint, originals, rows), np.arange(len(rows))
+    fresh_nd = stored.to_stored_form(originals.embed(embedder, rows, BadSamples(1.0, len(rows), quiet=True)), every)
+    every = np.flatnonzero(np.isfinite(fresh_nd[:, 0]))
+    cosines_n = stored.cosines(fresh_nd[every], every)
+    if len(every) < 2:
+        return rows[every[cosines_n < OTHER]]
+    chance = float(np.median(stored.cosines(fresh_nd[every], np.roll(every, 1))))
+    return rows[every[cosines_n < find_dividing_cosine(cosines_n, chance)]]
+
+
+def _has_orientation(originals: Originals, row: np.int64) -> bool:
+    return IMAGE in originals.dataset.column_names and stores_orientation(originals.dataset[int(row)][IMAGE])
+
+
+def _describe_originals(originals: Originals, rows: NDArray[np.int64], of: str = "") -> str:
+    return f"{originals.ids[int(rows[0])]!r}{f' and {len(rows) - 1:,} more' if len(rows) > 1 else ''}{of}"

@@ -1,0 +1,128 @@
+"""Loading of a page from a gallery with models, or from a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL.Image import Image
+
+from xcompat.core.distributed import device
+from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.progress import console, notice, silence_libraries
+from xcompat.core.progress import stage as stage_line
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.report import load_report
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.manifest import CURRENT
+from xcompat.retrieval.ranking_comparison import searchable_state
+from xcompat.retrieval.upgrading import segments_to_map
+from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source, TestResults
+from xcompat.training.finished_run import FinishedRun
+
+if TYPE_CHECKING:
+    from xcompat.models.frozen import FrozenModel
+    from xcompat.report import Report
+    from xcompat.training.test_items import GalleryItems
+
+EXAMPLES = 8
+
+
+def load_site(target: str, model: str | None, old: str | None, sources: Sequence[Path], allow_changes: bool) -> Site:
+    """Load the content of a page.
+
+    Args:
+        target: folder of a gallery, or of a run with a report.
+        model: the new model. Required for a gallery, default is the run's model.
+        old: the old model. None to search a gallery only with the new model.
+        sources: known pictures or texts that a gallery was built from.
+        allow_changes: whether the page may change galleries.
+
+    Raises:
+        XcompatError: the target or a model is missing, or a model cannot search the gallery.
+    """
+    silence_libraries()
+    folder = Path(target)
+    with stage_line(f"open {target}"):
+        if (folder / CURRENT).is_file():
+            site = _load_gallery_site(folder, model, old, sources)
+        else:
+            if sources:
+                raise XcompatError("--images and --texts apply to galleries; remove them, as a run has its own test set")
+            site = _load_run_site(FinishedRun.open(folder), model, old)
+    site.allow_changes = allow_changes
+    for side in site.sides:  # refuse models that do not fit before serving
+        for shelf in site.shelves.values():
+            _require_searchable(shelf, side, allow_changes)
+    return site
+
+
+def _require_searchable(shelf: Shelf, side: Side, allow_changes: bool) -> None:
+    try:
+        searchable_state(shelf.path, side.embedder)
+    except FingerprintMismatchError:
+        model = side.embedder.model
+        if not (allow_changes and isinstance(model, CompatModel) and model.maps_galleries):
+            raise
+        segments_to_map(Gallery.open(shelf.path), model)  # the page will upgrade the gallery
+
+
+def _load_gallery_site(folder: Path, model: str | None, old: str | None, sources: Sequence[Path]) -> Site:
+    if not model:
+        raise XcompatError("set the query model with --model: a run's folder, a checkpoint, or a model name")
+    sides = [Side(label, load_embedder(name, device())) for label, name in ((OLD, old), (NEW, model)) if name]
+    name = folder.resolve().name
+    return Site(name, {name: Shelf(name, folder, list(map(Source, sources)))}, sides)
+
+
+def _load_run_site(run: FinishedRun, model: str | None, old: str | None) -> Site:
+    embedded = run.load_old()
+    asking = load_embedder(old, device()) if old else embedded
+    new = load_embedder(model or run.model, device())
+    if not isinstance(new.model, CompatModel):
+        raise XcompatError(f"{new.name} is not compatible with any model; remove --model, or use a run's model")
+    made = run.galleries(embedded, new.model)
+    shelves = {title: Shelf(title, path, show=_pictures(items)) for title, (path, items) in made.items()}
+    sides = [Side(OLD, asking)] if isinstance(asking, Embedder) else []
+    if not sides:
+        console.print(f"  [yellow]![/] {asking.name} contains embeddings but no model: old queries cannot be compared")
+    report = load_report(run.report) if run.report is not None else None
+    site = Site(run.folder.resolve().name, shelves, [*sides, Side(NEW, new)], run.report)
+    if report is not None and sides:
+        site.judged = _load_test_results(run, embedded, report)
+        site.examples = _examples(report, site)
+    return site
+
+
+def _pictures(items: GalleryItems) -> Callable[[str], Image | None]:
+    rows = {name: row for row, name in enumerate(items.ids)}
+
+    def show(item: str) -> Image | None:
+        return items.picture(rows[item]) if items.picture is not None and item in rows else None
+
+    return show
+
+
+def _load_test_results(run: FinishedRun, old: FrozenModel, report: Report) -> dict[str, TestResults]:
+    """Return the test queries with their ranks, or none if the test set has changed."""
+    rows, found = run.judged_rows(old), {}
+    for direction, questions in run.test.questions().items():
+        old_Q, new_Q = (report.ranks.get((who, "old", direction)) for who in ("old", "new"))
+        if old_Q is None or new_Q is None:
+            continue
+        if len(old_Q) != len(rows[questions.kind]):
+            notice(f"the test set differs from that of {run.report}: evaluate again to see where queries differ")
+            return {}
+        found[direction] = TestResults(questions, rows[questions.kind], old_Q, new_Q)
+    return found
+
+
+def _examples(report: Report, site: Site) -> list[str]:
+    texts: list[str] = []
+    for judged in site.judged.values():
+        spread = judged.rows_Q[:: max(1, len(judged.rows_Q) // EXAMPLES)].tolist()
+        words = [each for row in spread if isinstance(each := judged.questions.query(row), str)]
+        texts = texts or (words and [*(example.query_text for example in report.examples), *words])
+    return list(dict.fromkeys(texts))[:EXAMPLES]

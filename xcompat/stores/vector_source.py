@@ -1,0 +1,93 @@
+"""Source of the new vectors in a migration."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Generic, TypeVar
+
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.parallel import Executor, run_locally
+from xcompat.stores.base import Rows, Store
+
+ModelInput = TypeVar("ModelInput")
+ModelOutput = TypeVar("ModelOutput")
+
+
+class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
+    """Source of new vectors, computed in blocks.
+
+    Args:
+        model: embedding model or map.
+        content: input field, None to map the vectors.
+        tried: rows for a time estimate.
+        function: applies :attr:`model` to a block. Module-level for workers.
+    """
+
+    model: Any
+    content: str | None
+    sample_size: ClassVar[int]
+    function: ClassVar[Callable[..., Any]]
+
+    @property
+    @abstractmethod
+    def target(self) -> tuple[Fingerprint, int]:
+        """Fingerprint and dimension of the new vectors."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Digest of the model."""
+
+    @abstractmethod
+    def require_fit(self, store: Store, dtype: str) -> None:
+        """Raise if the store does not fit the model or the new vectors."""
+
+    @property
+    def old_dim(self) -> int | None:
+        """Dimension of mapped vectors without padding, or None."""
+        return None
+
+    def dim_for(self, store: Store) -> int:
+        """Return the dimension of the new space."""
+        return self.target[1]
+
+    def find_unusable(self, rows: Rows) -> dict[str, str]:
+        """Return rows with unusable vectors and the reasons. They get zeros."""
+        return {}
+
+    @abstractmethod
+    def prepare(self, store: Store, rows: Rows) -> tuple[Rows, ModelInput]:
+        """Return the rows that get a new vector, and the model's input.
+
+        Raises:
+            XcompatError: a vector cannot be mapped.
+        """
+
+    @abstractmethod
+    def attach(self, store: Store, rows: Rows, made: ModelOutput) -> Rows:
+        """Return the rows with new vectors."""
+
+    def map_blocks(self, store: Store, blocks: Iterable[Rows], spread: Executor = run_locally) -> Iterator[tuple[Rows, Rows]]:
+        """Compute new vectors block by block, in order.
+
+        Args:
+            store: store of the rows.
+            blocks: blocks from :meth:`~xcompat.stores.Store.rows`, with :attr:`content`.
+            spread: executor for the model.
+
+        Yields:
+            Each block, and its rows with new vectors (n, D).
+        """
+
+        def sent() -> Iterator[tuple[tuple[Rows, Rows], ModelInput]]:
+            for rows in blocks:
+                kept, given = self.prepare(store, rows)
+                yield (rows, kept), given
+
+        for (rows, kept), made in spread(self.function, self.model, sent()):
+            yield rows, self.attach(store, kept, made)
+
+    def map_rows(self, store: Store, rows: Rows) -> Rows:
+        """Compute the new vectors of rows in this process."""
+        return next(self.map_blocks(store, [rows]))[1]

@@ -1,0 +1,126 @@
+"""Automatic choice of a query map for recipes without a method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xcompat.core.distributed import is_main_process
+from xcompat.core.errors import NoValidationDataError, XcompatError
+from xcompat.core.files import read_json
+from xcompat.core.progress import notice
+from xcompat.mapping import Choice, PairedEmbeddings, fit
+from xcompat.mapping.agreement import choose_by_labels_or_agreement
+from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Described, Paired, Solver
+from xcompat.mapping.selection import merge_choices
+from xcompat.methods import QueryMapModel
+from xcompat.models import CompatModel
+from xcompat.models.embedder import Embedder, penultimate_embedder
+from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.training.cost import FILE as COST
+from xcompat.training.cost import SolvingCost
+from xcompat.training.memory import captioned_pairs, labelled_pairs, print_candidates, write_candidates
+from xcompat.training.overlap import warn_of_shared_images
+from xcompat.training.record import CHOICE
+from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage_recipe import StageRecipe
+
+OF_FEATURES = "procrustes of penultimate features"
+
+
+def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int, folder: Path) -> CompatModel | None:
+    """Try all candidate maps on a validation split, and solve the best on all data.
+
+    All processes embed, the first chooses. Candidates are solved in closed form: trained maps take minutes and find no more
+    (docs/results/chosen_map.md).
+
+    Args:
+        settings: the stage.
+        models: old and new model.
+        data: labelled images, captioned images, or texts (where agreement with old queries decides).
+        seed: random seed of the validation split.
+        folder: folder of the stage, for the candidates' record.
+
+    Returns:
+        The map, with a memory if that finds more; None on all but the first process.
+
+    Raises:
+        XcompatError: data or models are missing.
+    """
+    if settings.data.images is not None:
+        warn_of_shared_images(data)
+    plain, old = models.embedder("new"), models.frozen("old").describe_old()
+    known = [CandidateParts(pairs, old, lines, settings.memory_codec) for pairs, lines in _inputs(settings, models, data, plain)]
+    if not is_main_process():
+        return None
+    solving = SolvingCost(folder / COST)
+    solving.samples = max(len(each.pairs) for each in known)  # each sample counts once for all candidates
+    choice: Choice | None = None
+    try:
+        choice = merge_choices(
+            [choose_by_labels_or_agreement(each.pairs, settings.searched_classes, seed, each.lines) for each in known]
+        )
+        print_candidates(choice)
+    except NoValidationDataError as error:
+        notice(f"{error}: the map is a guess")
+    candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
+    taken = next(each for each in known if candidate.line in each.lines)
+    model = fit(candidate, taken, choice.confidence if choice is not None else None)
+    model.config.encoder = data.with_query_prompt(plain).describe_encoder()
+    model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
+    solving.write(model)
+    write_candidates(folder, candidate, choice, taken, verdict=choice is not None and choice.is_safe)
+    return model
+
+
+def read_verdict(folder: Path) -> bool | None:
+    """Return whether the chosen map is surely at or above old queries; None if none was chosen."""
+    file = folder / CHOICE
+    return read_json(file).get("verdict") if file.exists() else None
+
+
+def _inputs(
+    settings: StageRecipe, models: StageModels, data: StageData, plain: Embedder
+) -> Iterator[tuple[Paired, Mapping[str, Solver]]]:
+    """Yield embedding pairs with the solvers to try.
+
+    A final layer trained on these classes is better on its training images than elsewhere, which misleads validation. Then only
+    penultimate features are tried (docs/results/trained_maps.md).
+    """
+    if settings.data.images is not None:
+        features = _features(settings, plain)
+        if features is None or set(plain.classes).isdisjoint(data.images.classes):
+            yield labelled_pairs(models, data, plain), LINES
+        if features is not None:
+            yield labelled_pairs(models, data, features), {OF_FEATURES: partial(_solve_from_features, plain.describe_encoder())}
+    elif settings.remembered_pairs is not None:
+        yield captioned_pairs(models, data, plain), LINES
+    else:
+        if settings.data.test is not None:
+            notice(
+                "the map is fitted and chosen on texts only, so image queries may find less than the old model's; if you have "
+                "images with captions, set data.remembered instead of data.texts"
+            )
+        yield PairedEmbeddings(data.cache_of_new(plain), data.cache(models.frozen("old"))), LINES
+
+
+def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:
+    """Return penultimate features; None without a final linear layer, or if the test set has texts."""
+    if settings.data.queries is None and settings.data.templates is None and settings.data.tests():
+        return None
+    try:
+        return penultimate_embedder(plain)
+    except XcompatError:
+        return None
+
+
+def _solve_from_features(encoder: dict[str, Any], pairs: Paired, old: Described) -> QueryMapModel:
+    together = pairs.together()
+    assert together.labels_N is not None
+    options: dict[str, Any] = {"input": "penultimate", "encoder": encoder}
+    model = QueryMapModel(QueryMapModel.config_class(old=old, embedding_dim=pairs.dims[0], **options))
+    model.prepare(OldKnowledge(together.n_classes, together.labels_N, together.old_Nd), together.new_ND)
+    return model.eval()

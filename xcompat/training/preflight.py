@@ -1,0 +1,152 @@
+"""Fast checks of recipes and runs, without torch and transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from xcompat.core.errors import XcompatError, nearest
+from xcompat.data.sources import local_files
+from xcompat.encoders import require_model
+from xcompat.training.headers import add_layout_to_errors
+from xcompat.training.input_checks import check_paths
+from xcompat.training.recipe import Recipe, load_recipe
+from xcompat.training.record import DONE, require_ended
+from xcompat.training.stage_recipe import AUTO_MAP, StageRecipe
+from xcompat.training.static_options import is_solved, trackers
+
+SEVERAL = ("all", "none")
+ALSO = {"tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": (), "flyte": (), "kubeflow": ()}
+"""Tracker -> packages, any of which suffices, if not named like the tracker; empty: transformers checks."""
+
+
+def load_to_compare(target: Path, overrides: Sequence[str], more: Path | None = None, check_data: bool = True) -> list[Recipe]:
+    """Load and check a recipe, or all recipes of a folder by name.
+
+    Args:
+        target: YAML file, or folder of them.
+        overrides: ``key=value`` for each recipe.
+        more: YAML file with an extra stage for each recipe.
+        check_data: as in :func:`load_checked`.
+
+    Raises:
+        XcompatError: a recipe is invalid, the folder has none, or two write to one folder.
+    """
+    if not target.is_dir():
+        return [load_checked(target, overrides, every_seed=True, check_data=check_data, more=more)]
+    files = sorted(target.glob("*.yaml"))
+    if not files:
+        raise XcompatError(f"{target} contains no recipe; choose a folder of YAML files, e.g. recipes/bench")
+    recipes = [load_checked(file, overrides, every_seed=True, check_data=check_data, more=more) for file in files]
+    places = Counter(recipe.output_dir for recipe in recipes)
+    if (shared := next((place for place, count in places.items() if count > 1), None)) is not None:
+        raise XcompatError(f"{target}: two recipes write to {shared}; give each its own output_dir")
+    return recipes
+
+
+def load_checked(
+    path: str | Path,
+    overrides: Sequence[str],
+    every_stage: bool = False,
+    every_seed: bool = False,
+    check_data: bool = True,
+    more: Path | None = None,
+) -> Recipe:
+    """Load and validate a recipe, fast checks first.
+
+    Args:
+        path: YAML file.
+        overrides: as in :func:`~xcompat.training.recipe.load_recipe`.
+        every_stage: whether to check data of trained stages too.
+        every_seed: whether the recipe runs once per seed.
+        check_data: whether to refuse missing paths; a dry run lists them.
+        more: as in :func:`~xcompat.training.recipe.load_recipe`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        XcompatError: the recipe, a path or a tracker is invalid, or ``seed`` is overridden while each of ``seeds`` runs.
+    """
+    recipe = load_recipe(path, overrides, is_quick=True, more=more)
+    if every_seed and recipe.seeds:
+        _refuse_seed(recipe, overrides)
+    runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
+    for settings in recipe.stages:
+        if every_stage or not all(_is_trained(run, settings) for run in runs):
+            if check_data:
+                with add_layout_to_errors(recipe.layout):
+                    check_paths(settings)
+            check_trackers(settings)
+    return load_recipe(path, overrides, more=more)
+
+
+def _refuse_seed(recipe: Recipe, overrides: Sequence[str]) -> None:
+    """Refuse an override of ``seed``; in the file it is for ``train``."""
+    typed = next((override for override in overrides if override.startswith("seed=")), None)
+    if typed is not None:
+        seed = typed.removeprefix("seed=")
+        raise XcompatError(f"compare runs all seeds {recipe.seeds} and ignores {typed}; use seeds=[{seed}] instead")
+
+
+def _is_trained(run: Recipe, settings: StageRecipe) -> bool:
+    return (run.stage_dir(settings.name) / DONE).exists()
+
+
+def check_trackers(settings: StageRecipe) -> None:
+    """Refuse unknown or missing trackers in ``training.report_to``.
+
+    Args:
+        settings: the stage; solved stages are skipped.
+
+    Raises:
+        XcompatError: with the install command.
+    """
+    given = settings.training.get("report_to")
+    if given is None or settings.method == AUTO_MAP or is_solved(settings.method):
+        return
+    known = trackers()
+    for name in [given] if isinstance(given, str) else given:
+        if name in SEVERAL or not known:
+            continue
+        if name not in known:
+            raise XcompatError(f"{settings.name}: training.report_to: unknown tracker {name!r}; {nearest(name, known)}")
+        libraries = ALSO.get(name, (name,))
+        if libraries and not any(map(find_spec, libraries)):
+            raise XcompatError(not_installed(settings.name, name))
+
+
+def not_installed(stage: str, tracker: str) -> str:
+    """Return the error message for a missing tracker."""
+    return f"{stage}: training.report_to: {tracker} is not installed; run `pip install {tracker.replace('_', '-')}`"
+
+
+def require_served(target: str, model: str | None, images: Sequence[Path]) -> None:
+    """Raise if ``xcompat serve`` cannot serve the target.
+
+    Args:
+        target: folder of a gallery or run.
+        model: the new model.
+        images: sources of the gallery's images.
+
+    Raises:
+        XcompatError: something is missing.
+    """
+    from xcompat.retrieval.manifest import CURRENT  # imports faiss, which takes as long as all the rest
+
+    folder = Path(target)
+    if "://" in target:
+        raise XcompatError(f"{target} is not a folder of a gallery or a run; search a store with `xcompat gallery search`")
+    if (folder / CURRENT).is_file():
+        if not model:
+            raise XcompatError("set the query model with --model: a run's folder, a checkpoint, or a model name")
+        for place in images:
+            local_files(str(place))
+    elif images:
+        raise XcompatError("--images and --texts apply to galleries; remove them, as a run has its own test set")
+    else:
+        require_ended(folder)
+    if model:
+        require_model(model)
