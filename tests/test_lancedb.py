@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lancedb
 import numpy as np
@@ -19,6 +21,7 @@ from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.stores import migration
 from xcompat.stores.base import LostConnectionError
+from xcompat.stores.lancedb import LanceStore
 from xcompat.stores.mapping import Mapping
 
 pytestmark = pytest.mark.usefixtures("few_searches")
@@ -64,16 +67,83 @@ def test_an_address_that_names_nothing_usable_is_refused(tmp_path: Path, vectors
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("ids", [[0, 1, 1], [0, 1, None]])
-def test_ids_that_do_not_name_each_row_are_refused(
-    tmp_path: Path, vectors: np.ndarray, mapping: Mapping, ids: list[int | None]
+def keyless(folder: Path, vectors: np.ndarray, ids: dict[str, list[object]]) -> LanceStore:
+    """Make a table as in LanceDB's quickstart, whose rows have no ids or repeat them."""
+    rows = {"vector": fixed_size(vectors), "price": np.arange(len(vectors), dtype=np.float64), **ids}
+    lancedb.connect(folder).create_table("items", pa.table(rows))
+    store = xcompat.stores.open(f"lancedb://{folder}?table=items")
+    store.name_model("vector", OLD)
+    assert isinstance(store, LanceStore)
+    return store
+
+
+def prices(folder: Path, column: str = "vector") -> dict[float, np.ndarray]:
+    """Return the vectors of the table by their prices."""
+    found = lancedb.connect(folder).open_table("items").to_arrow().to_pylist()
+    return {row["price"]: np.array(row[column], np.float32) for row in found}
+
+
+@pytest.mark.parametrize("ids", [{}, {"item": ["a", "b"] * 20}, {"id": [*range(39), None]}], ids=["none", "repeated", "missing"])
+def test_rows_without_unique_ids_get_some_until_finish(
+    tmp_path: Path, vectors: np.ndarray, mapping: Mapping, ids: dict[str, list[object]]
 ) -> None:
-    lancedb.connect(tmp_path).create_table("items", pa.table({"id": ids, "embedding": fixed_size(vectors[:3])}))
-    store = xcompat.stores.open(f"lancedb://{tmp_path}?table=items")
-    store.name_model("embedding", OLD)
-    with pytest.raises(XcompatError, match="has missing or duplicate ids"):
-        migration.start(store, mapping)
-    assert store.describe()["spaces"] == {"embedding": DIM} and store.record(migration.RECORD) is None
+    """Plan names the step. Rows that services insert meanwhile get an id too, and searches never show these ids."""
+    store, unit = keyless(tmp_path, vectors[:40], ids), vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    names = store.table.schema.names
+    assert "start adds the column xcompat_id with unique ids, and finish drops it" in migration.plan(store, mapping).notes[0]
+    assert store.table.schema.names == names
+    migration.start(store, mapping, batch=16)
+    client = lancedb.connect(tmp_path).open_table("items")
+    client.add(pa.table({"vector": fixed_size(vectors[40:43]), "price": [40.0, 41.0, 42.0]}))
+    client.update(where="price = 7", values={"vector": vectors[50].tolist()})
+    assert migration.status(store)[1] == 4 and migration.verify(store, mapping).passed
+    migration.switch(store, mapping)
+    client.add(pa.table({"vector": fixed_size(vectors[43:44]), "price": [43.0]}))
+    known = {hit.id for hit in store.search(vectors[:2], 5)[0]}
+    assert known and not any("-" in str(item) for item in known)
+    migration.finish(store)
+    assert sorted(store.table.schema.names) == sorted(names)
+    found = prices(tmp_path)
+    expected = mapping(unit[[*range(7), 50, *range(8, 43)]])
+    np.testing.assert_allclose([found[row] for row in range(43)], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("verb", ["switch", "rollback"])
+def test_a_kill_between_any_two_changes_leaves_no_column_of_ids(
+    tmp_path: Path, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Each change of the table is in turn the last one. Then all commands run again, or a rollback ends the migration."""
+    for at in range(99):
+        folder = tmp_path / str(at)
+        store, left = keyless(folder, vectors[:10], {}), iter(range(at))
+        change = store._do
+
+        def stopping(*args: Any, change: Any = change, left: Iterator[int] = left, **options: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return change(*args, **options)
+
+        monkeypatch.setattr(store, "_do", stopping)
+        try:
+            migration.start(store, mapping)
+            migration.switch(store, mapping)
+            migration.finish(store)
+        except KeyboardInterrupt:
+            store = xcompat.stores.open(f"lancedb://{folder}?table=items")  # type: ignore[assignment]
+            if (store.record(migration.RECORD) or {"state": "switched"})["state"] != "filling":
+                continue  # tests/test_stores.py kills the rest
+            if verb == "rollback":
+                migration.rollback(store)
+                assert store.table.schema.names == ["vector", "price"]
+                continue
+            migration.start(store, mapping)
+            migration.switch(store, mapping)
+            migration.finish(store)
+            assert store.table.schema.names == ["price", "vector"]
+            np.testing.assert_allclose(prices(folder)[3.0], mapping(vectors[3:4])[0], atol=1e-5)
+        else:
+            break
+    assert at > 4
 
 
 def test_rows_without_a_vector_stay_without(place: LancePlace, mapping: Mapping) -> None:

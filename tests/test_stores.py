@@ -422,7 +422,7 @@ def test_verify_finds_a_vector_that_is_not_the_maps(
     migration.start(store, Mapping(model), place.into)
     place.spoil(place.into, "5", np.full(NEW_DIM, NEW_DIM**-0.5, np.float32))
     assert migration.verify(store, Mapping(model), queries=N).wrong == 1
-    assert not commands.verify(store, Mapping(model))
+    assert not commands.verify(store, Mapping(model))["passed"]
     assert "stored vectors do not match their rows; run rollback, then start again" in " ".join(capsys.readouterr().out.split())
     place.put("7", vectors[0])
     checked = migration.verify(store, Mapping(model), queries=N)
@@ -567,7 +567,7 @@ def test_rows_without_a_vector_are_counted_and_named(
     commands.plan(store, Mapping(model), "float32")
     commands.start(store, Mapping(model), place.into)
     assert capsys.readouterr().out.count("1 rows have no vector and get none ('5')") == 2
-    assert commands.verify(store, Mapping(model))
+    assert commands.verify(store, Mapping(model))["passed"]
     migration.switch(store, Mapping(model))
     assert len(place.vectors(store.space)) == N - 1
     assert place.open().count() == N

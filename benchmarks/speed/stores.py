@@ -196,7 +196,7 @@ def whole(uri: str, connection: Any, items: int, dim: int, folder: Path) -> list
     solved(dim).save_pretrained(model)
     took, peaks = {}, {}
     for verb in VERBS:
-        given = [] if verb == "finish" else ["--model", str(model)]
+        given = ["--yes"] if verb == "finish" else ["--model", str(model)]
         took[verb], _, peaks[verb] = run_command(["migrate", verb, address, *given], folder)
     new = connection.execute("SELECT count(*), min(vector_norm(embedding)) FROM items WHERE embedding IS NOT NULL").fetchone()
     assert new[0] == items and abs(new[1] - 1) < 1e-4

@@ -215,6 +215,8 @@ def search(
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
 
+        if where and not isinstance(opened, Gallery):
+            opened.restrict_to_part(where[0])
         versions = _versions_of(opened)
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
         old = _old_model(typed, source, fallback, fallback_below)

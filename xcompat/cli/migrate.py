@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from json import dumps as dump_json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -33,6 +36,21 @@ Images = Annotated[
     str | None,
     typer.Option("--images", help="Field with their pictures, or with paths below --pictures. Checks a sample of --from."),
 ]
+EmbedWith = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="Function that embeds a list of texts, for example with an API. --model is its name."
+    ),
+]
+RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum number of --embed-with calls per minute.")]
+Price = Annotated[
+    float | None, typer.Option("--price-per-million-tokens", help="Price of --embed-with. Prints an estimate first.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]
+Where = Annotated[
+    str | None,
+    typer.Option(help='SQL condition of the rows to migrate, e.g. "collection_id = 7". PostgreSQL only. Default: all rows.'),
+]
 
 MaxBadShare = Annotated[
     float | None,
@@ -51,6 +69,11 @@ def plan(
     texts: Texts = None,
     images: Images = None,
     max_bad_share: MaxBadShare = None,
+    where: Where = None,
+    embed_with: EmbedWith = None,
+    requests_per_minute: RequestsPerMinute = None,
+    price: Price = None,
+    json: Json = False,
 ) -> None:
     """Show the cost and result of a migration. Writes nothing."""
     from xcompat.core.progress import console, literal
@@ -58,14 +81,17 @@ def plan(
     from xcompat.stores import commands
 
     held = _held(from_, texts, images, embed, pictures)
-    _require(uri, model, embed, pictures if embed else None)
-    filling, store = _filling(model, embed, pictures if embed else None), _open(uri)
-    commands.name_model(store, from_, held)
-    commands.plan(store, filling, dtype, max_bad_share)
-    if report_file(model).is_file():
-        print_ways(load_report(model), console, mapped=embed is None)
-    else:
-        console.print(f"what each way gives is not known: there is no report of {literal(model)}")
+    service = _Service(embed_with, requests_per_minute, price)
+    _require(uri, model, embed, pictures if embed else None, service)
+    source, store = _vector_source(model, embed, pictures if embed else None, service), _open(uri, where)
+    with _messages_on_stderr(json):
+        commands.name_model(store, from_, held)
+        found = commands.plan(store, source, dtype, max_bad_share)
+        if report_file(model).is_file():
+            print_ways(load_report(model), console, mapped=embed is None)
+        else:
+            console.print(f"what each way gives is not known: there is no report of {literal(model)}")
+    _print_json(found, json)
 
 
 @app.command()
@@ -82,6 +108,10 @@ def start(
     texts: Texts = None,
     images: Images = None,
     max_bad_share: MaxBadShare = None,
+    where: Where = None,
+    embed_with: EmbedWith = None,
+    requests_per_minute: RequestsPerMinute = None,
+    price: Price = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
@@ -92,48 +122,71 @@ def start(
     from xcompat.stores import commands
 
     def lead(spread: Executor) -> None:
-        store = _open(uri)
+        store = _open(uri, where)
         commands.name_model(store, from_, held)
         rate = {"batch": batch, "rows_per_second": rows_per_second}
-        commands.start(store, filling, into, **rate, dtype=dtype, max_bad_share=max_bad_share, spread=spread)
+        commands.start(store, source, into, **rate, dtype=dtype, max_bad_share=max_bad_share, spread=spread)
 
     held = _held(from_, texts, images, embed, pictures)
-    where = Workers(engine, workers, gpus_per_worker)
-    _require(uri, model, embed, pictures if embed else None)
-    filling = _filling(model, embed, pictures if embed else None)
-    with where.pool(model, filling.model) as spread:
+    engines = Workers(engine, workers, gpus_per_worker)
+    service = _Service(embed_with, requests_per_minute, price)
+    _require(uri, model, embed, pictures if embed else None, service, engine)
+    source = _vector_source(model, embed, pictures if embed else None, service)
+    with engines.pool(model, source.model) as spread:
         if spread is None:
-            run_across_ranks(lead, filling.model)  # the first process alone opens the store
+            run_across_ranks(lead, source.model)  # the first process alone opens the store
         else:
             lead(spread)
 
 
 @app.command()
-def status(uri: Uri) -> None:
+def status(uri: Uri, json: Json = False) -> None:
     """Show the progress of a migration."""
     store = _open(uri)
     from xcompat.stores import commands
 
-    commands.status(store)
+    with _messages_on_stderr(json):
+        found = commands.status(store)
+    _print_json(found, json)
 
 
 @app.command()
-def verify(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
+def verify(
+    uri: Uri,
+    model: Model = "",
+    embed: Embed = None,
+    pictures: Pictures = None,
+    embed_with: EmbedWith = None,
+    requests_per_minute: RequestsPerMinute = None,
+    json: Json = False,
+) -> None:
     """Check counts, a sample of vectors, and searches. Exit code 1 if something is wrong."""
-    _require(uri, model, embed, pictures)
+    service = _Service(embed_with, requests_per_minute)
+    _require(uri, model, embed, pictures, service)
     from xcompat.stores import commands
 
-    if not commands.verify(_open(uri), _filling(model, embed, pictures)):
+    with _messages_on_stderr(json):
+        found = commands.verify(_open(uri), _vector_source(model, embed, pictures, service))
+    _print_json(found, json)
+    if not found["passed"]:
         raise typer.Exit(1)
 
 
 @app.command()
-def switch(uri: Uri, model: Model = "", embed: Embed = None, pictures: Pictures = None) -> None:
+def switch(
+    uri: Uri,
+    model: Model = "",
+    embed: Embed = None,
+    pictures: Pictures = None,
+    embed_with: EmbedWith = None,
+    requests_per_minute: RequestsPerMinute = None,
+) -> None:
     """Rename the new vectors to the old name for all clients at once. The old vectors stay until finish."""
-    _require(uri, model, embed, pictures)
+    service = _Service(embed_with, requests_per_minute)
+    _require(uri, model, embed, pictures, service)
     from xcompat.stores import commands
 
-    commands.switch(_open(uri), _filling(model, embed, pictures))
+    commands.switch(_open(uri), _vector_source(model, embed, pictures, service))
 
 
 @app.command()
@@ -146,18 +199,33 @@ def rollback(uri: Uri) -> None:
 
 
 @app.command()
-def finish(uri: Uri) -> None:
+def finish(
+    uri: Uri, yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Without a terminal, finish never asks.")] = False
+) -> None:
     """Delete the old vectors. This cannot be undone."""
     store = _open(uri)
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Delete the old vectors of {store.uri}? This cannot be undone.", abort=True)
     from xcompat.stores import commands
 
     commands.finish(store)
 
 
-def _open(uri: str) -> Store:
+def _messages_on_stderr(is_json: bool) -> AbstractContextManager[None]:
+    from xcompat.core.progress import results_on_stdout
+
+    return results_on_stdout() if is_json else nullcontext()
+
+
+def _print_json(values: dict[str, Any], is_json: bool) -> None:
+    if is_json:
+        sys.stdout.write(dump_json(values) + "\n")
+
+
+def _open(uri: str, where: str | None = None) -> Store:
     import xcompat.stores
 
-    return xcompat.stores.open(uri)
+    return xcompat.stores.open(uri, where)
 
 
 def _held(
@@ -179,7 +247,31 @@ def _held(
     return None
 
 
-def _require(uri: str, model: str, embed: str | None, pictures: str | None) -> None:
+class _Service(NamedTuple):
+    """Options of a service that embeds rows."""
+
+    function: str | None
+    requests_per_minute: float | None = None
+    price: float | None = None
+
+    def refuse(self, model: str, embed: str | None, pictures: str | None, engine: str | None) -> None:
+        """Raise if the options do not fit the others."""
+        if self.function is None:
+            if self.requests_per_minute is not None or self.price is not None:
+                raise XcompatError(
+                    "--requests-per-minute and --price-per-million-tokens need --embed-with; add it or remove them"
+                )
+        elif embed is None:
+            raise XcompatError("--embed-with embeds texts of the rows; choose their field with --embed")
+        elif pictures is not None:
+            raise XcompatError("--embed-with embeds texts; remove --pictures")
+        elif engine is not None:
+            raise XcompatError("--embed-with calls the service from one process; remove --engine")
+        elif Path(model).exists():
+            raise XcompatError(f"{model} is a file or folder; with --embed-with, --model is the name of the service's model")
+
+
+def _require(uri: str, model: str, embed: str | None, pictures: str | None, service: _Service, engine: str | None = None) -> None:
     """Refuse what is missing or is not there, before anything that embeds or maps is imported."""
     from xcompat.encoders import require_model, require_xcompat_model
     from xcompat.stores import require_kind
@@ -188,14 +280,22 @@ def _require(uri: str, model: str, embed: str | None, pictures: str | None) -> N
         raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")
     if pictures is not None and embed is None:
         raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed")
+    service.refuse(model, embed, pictures, engine)
     require_kind(uri)
+    if service.function is not None:
+        return
     if embed is None:
         require_xcompat_model(model)
     else:
         require_model(model)
 
 
-def _filling(model: str, embed: str | None, pictures: str | None) -> AnyVectorSource:
+def _vector_source(model: str, embed: str | None, pictures: str | None, service: _Service) -> AnyVectorSource:
+    if embed is not None and service.function is not None:
+        from xcompat.embeddings.provider import Provider, load_function
+        from xcompat.stores.service import ServiceEmbedding
+
+        return ServiceEmbedding(Provider(load_function(service.function), model, *service[1:]), embed)
     import torch
 
     from xcompat.core.distributed import device

@@ -158,10 +158,22 @@ class Provider:
         count = characters = size = 0
         for text in texts:
             count, characters, size = count + 1, characters + len(text), size + len(text.encode())
+        line = f"{self.name} embeds {count:,} texts of {characters:,} characters: {self.describe_cost(size)}"
+        console.print(literal(line), soft_wrap=True)
+
+    def describe_cost(self, size: float) -> str:
+        """Return the estimated tokens of texts, and their price if it is known.
+
+        Args:
+            size: bytes of the texts.
+
+        Example:
+            >>> Provider(list, "a service", price=0.5).describe_cost(8_000_000)
+            'about 2,000,000 tokens, about 1.00 at 0.5 per million'
+        """
         tokens = size / BYTES_PER_TOKEN
         cost = f", about {tokens / 1e6 * self.price:,.2f} at {self.price:g} per million" if self.price is not None else ""
-        line = f"{self.name} embeds {count:,} texts of {characters:,} characters: about {tokens:,.0f} tokens{cost}"
-        console.print(literal(line), soft_wrap=True)
+        return f"about {tokens:,.0f} tokens{cost}"
 
 
 @dataclass(frozen=True)

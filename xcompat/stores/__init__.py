@@ -37,19 +37,21 @@ def require_kind(uri: str) -> str:
     return scheme
 
 
-def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
+def open(uri: str, where: str | None = None) -> Store:  # noqa: A001 - as shelve.open and gzip.open
     """Open a store by its address.
 
     Args:
         uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
             ``qdrant://host:6333/items``, ``milvus://host/db?collection=items``, ``chroma:///folder?collection=items``: a
             collection; ``lancedb:///folder?table=items``: a table; ``file:///folder``: a gallery. See docs/stores.md.
+        where: SQL condition of a PostgreSQL table. The store then reads, searches and migrates only these rows.
 
     Returns:
         The store. Opening it reads only the schema and changes nothing.
 
     Raises:
-        XcompatError: the address is incomplete, the client is not installed, or the server does not answer.
+        XcompatError: the address is incomplete, the client is not installed, the server does not answer, or the
+            condition is invalid.
 
     Example:
         ``xcompat.stores.open("postgresql://db/shop?table=products").search(view, top_k=5, filter="price < 50")``
@@ -62,6 +64,7 @@ def open(uri: str) -> Store:  # noqa: A001 - as shelve.open and gzip.open
             f'{scheme}:// needs {missing.name}; install it with `pip install -e ".[{KINDS[scheme]}]"` in a clone of xcompat'
         ) from missing
     store: Store = module.open_store(uri)
+    store.restrict(where)
     return store
 
 

@@ -91,9 +91,11 @@ class Store(ABC):
         uri: address.
         space: name of the searched space.
         metric: metric of searches.
-        locks: whether it can keep other clients out.
-        tells: whether ``version`` in hits is the searched version. Else it is the last seen one, and another process can have
-            switched since.
+        supports_locking: whether it can keep other clients out.
+        reports_version: whether ``version`` in hits is the searched version. Else it is the version last seen, and another
+            process can have switched since.
+        condition: condition of the rows that the store is limited to, None for all rows.
+        models_record: key of the record with the models of the spaces.
     """
 
     uri: StoreUri
@@ -101,9 +103,27 @@ class Store(ABC):
     metric: Metric
     supports_locking: ClassVar[bool] = False
     reports_version: ClassVar[bool] = False
+    condition: str | None = None
+    models_record: str = "spaces"
     _known: Space | None = None
     _padded: tuple[Space, int] | None = None
     """Space with padded vectors, and their dimension without padding."""
+
+    def restrict(self, condition: str | None) -> None:
+        """Limit the store to the rows of a condition, e.g. one collection of a shared table.
+
+        Args:
+            condition: condition in the store's language, None for all rows.
+
+        Raises:
+            XcompatError: the store does not support it, or the condition is invalid.
+        """
+        if condition is not None:
+            raise XcompatError(f"{self.uri}: --where works only with PostgreSQL tables; remove it to migrate all rows")
+
+    def restrict_to_part(self, condition: str) -> None:
+        """Limit the store to the rows of a condition, if their model is recorded apart. Else do nothing."""
+        return
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -321,7 +341,8 @@ class Store(ABC):
         """
         if space not in (known := self.spaces()):
             raise XcompatError(f"{self.uri} has no space {space!r}; {nearest(space, known)}")
-        self.set_record("spaces", {**(self.record("spaces") or {}), space: {"digest": model.digest, "name": model.name}})
+        known_models = self.record(self.models_record) or {}
+        self.set_record(self.models_record, {**known_models, space: {"digest": model.digest, "name": model.name}})
 
     def aliases(self) -> tuple[str, ...]:
         """Return the digests of other names of the searched space's model."""

@@ -99,6 +99,7 @@ def name_model(store: Store, name: str | None, held: SourceField | None = None) 
         return
     from xcompat.models.embedder import load_embedder
 
+    migration.resume(store)  # its rows have their own model
     known, embedder = store.spaces()[store.space].fingerprint, None
     try:
         embedder = load_embedder(name, device())
@@ -139,15 +140,16 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
     console.print(f"{mark} {literal(embedder.name)} made {literal(said)} (cosine {found.cosine:.4f}){rest}", soft_wrap=True)
 
 
-def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: float | None = None) -> None:
-    """Print the size and duration of a migration."""
+def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: float | None = None) -> dict[str, Any]:
+    """Print the size and duration of a migration, and return them."""
     found = migration.plan(store, mapping, dtype, max_bad_share)
     own = store.spaces()[store.space]
     table = Table("", "rows", "vectors", "dimensions", "numbers", "bytes", show_header=True)
     table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")
     table.add_row("new", "", f"{found.vectors:,}", str(found.dim), dtype, decimal(found.nbytes))
     console.print(table)
-    console.print(f"about {found.seconds / 60:,.1f} minutes to read and compute the vectors, plus time to write them")
+    console.print(f"{describe_duration(found.seconds)} to read and compute the vectors, plus time to write them")
+    cost = _print_cost(store, mapping)
     _print_empty(found.rows - found.vectors, found.empty)
     if found.unusable:
         first = "; ".join(f"{item!r} {reason}" for item, reason in list(found.unusable.items())[: migration.SHOWN])
@@ -161,10 +163,31 @@ def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: floa
         )
     for note in found.notes:
         _warn(note)
+    return {"uri": str(store.uri), "space": own.name, **found._asdict(), "dtype": dtype, "where": store.condition, "cost": cost}
+
+
+def describe_duration(seconds: float) -> str:
+    """Return an estimated duration in its largest unit.
+
+    Example:
+        >>> describe_duration(0.02), describe_duration(61), describe_duration(600), describe_duration(20_000)
+        ('less than a second', 'about 61 seconds', 'about 10 minutes', 'about 5.6 hours')
+    """
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 120:
+        return f"about {seconds:.0f} second{'s' if round(seconds) > 1 else ''}"
+    return f"about {seconds / 60:.0f} minutes" if seconds < 7_200 else f"about {seconds / 3_600:,.1f} hours"
 
 
 def _warn(line: str) -> None:
     console.print(f"[yellow]![/] {literal(line)}", soft_wrap=True)
+
+
+def _print_cost(store: Store, mapping: AnyVectorSource) -> str:
+    if cost := migration.describe_cost(store, mapping):
+        console.print(literal(cost), soft_wrap=True)
+    return cost
 
 
 def _print_empty(count: int, first: list[str]) -> None:
@@ -181,6 +204,7 @@ def _print_skipped(count: int, named: list[str]) -> None:
 
 def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: Any) -> None:  # noqa: ANN401
     """Fill the new space, with the options of :func:`xcompat.stores.migration.start`."""
+    _print_cost(store, mapping)
     done = migration.start(store, mapping, into, **options)
     console.print(
         f"[green]✓[/] filled {literal(done.into)} in {literal(store.uri)}: {done.written:,} rows written; "
@@ -190,16 +214,18 @@ def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: A
     _print_empty(store.count() - store.count(store.space), store.ids_without_vector(migration.SHOWN))
 
 
-def status(store: Store) -> None:
-    """Print the progress of a migration."""
+def status(store: Store) -> dict[str, Any]:
+    """Print the progress of a migration, and return it."""
     found, lacking = migration.status(store)
     done = f"{found.written:,} rows written, {lacking:,} lack a new vector"
-    console.print(f"{literal(found.space)} → {literal(found.into)}: {found.state}, {done}")
+    where = f" where {found.where}" if found.where is not None else ""
+    console.print(f"{literal(found.space)} → {literal(found.into)}{literal(where)}: {found.state}, {done}", soft_wrap=True)
     _print_skipped(found.skipped, found.named)
+    return {"uri": str(store.uri), **found.model_dump(exclude={"sketch", "after"}), "missing": lacking}
 
 
-def verify(store: Store, mapping: AnyVectorSource) -> bool:
-    """Check a filled space, and return whether it is ready for the switch."""
+def verify(store: Store, mapping: AnyVectorSource) -> dict[str, Any]:
+    """Check a filled space, and return the result. ``passed`` says whether it is ready for the switch."""
     found = migration.verify(store, mapping)
     console.print(f"{found.rows:,} rows, {found.missing:,} without a new vector")
     if found.skipped:
@@ -221,7 +247,7 @@ def verify(store: Store, mapping: AnyVectorSource) -> bool:
     else:
         lacking = f" has no index {literal(', '.join(found.unindexed))}" if found.unindexed else " is not complete"
         console.print(f"[red]✗[/] the new space{lacking}; run start again", soft_wrap=True)
-    return found.passed
+    return {"uri": str(store.uri), **found._asdict(), "passed": found.passed}
 
 
 def switch(store: Store, mapping: AnyVectorSource) -> None:

@@ -20,42 +20,30 @@ from xcompat.stores.vector_source import VectorSource
 
 
 @dataclass(frozen=True)
-class Embedding(VectorSource[Contents, Embedded]):
-    """Model that re-embeds rows.
+class FieldSource(VectorSource[Contents, Embedded]):
+    """Source of new vectors that reads a field of the rows.
 
     Args:
-        model: the new model.
+        model: the new model, or its service.
         content: field with a text, image bytes or an image path.
         pictures: base folder of image paths, or None for texts.
     """
 
-    model: Embedder
+    model: Any
     content: str
     pictures: Path | None = None
     unread: dict[str, str] = field(default_factory=dict)
     sample_size: ClassVar[int] = 64
-    function = staticmethod(embed_contents)
-
-    def __post_init__(self) -> None:
-        processor, name = self.model.processor, self.model.name
-        if self.pictures is None and not processor.max_length:
-            raise XcompatError(f"{name} only embeds images; set the base folder of the paths in {self.content} with --pictures")
-        if self.pictures is not None and not any(processor.image_size):
-            raise XcompatError(f"{name} only embeds texts; remove --pictures")
-
-    @property
-    def target(self) -> tuple[Fingerprint, int]:
-        """Fingerprint and dimension of the new vectors."""
-        return self.model.fingerprint, self.model.dim
 
     @property
     def digest(self) -> str:
         """Digest of the model."""
-        return self.model.fingerprint.digest
+        digest: str = self.model.fingerprint.digest
+        return digest
 
     def require_fit(self, store: Store, dtype: str) -> None:
         """Raise if the store cannot hold the new vectors."""
-        store.check_space(self.model.dim, dtype)
+        store.check_space(self.target[1], dtype)
 
     @override
     def prepare(self, store: Store, rows: Rows) -> tuple[Rows, Contents]:
@@ -83,6 +71,26 @@ class Embedding(VectorSource[Contents, Embedded]):
         if item not in self.unread:
             self.unread[item] = reason
             notice(f"{self.content} of {item!r} in {store.uri} cannot be embedded: {reason}")
+
+
+@dataclass(frozen=True)
+class Embedding(FieldSource):
+    """Model that re-embeds rows."""
+
+    model: Embedder
+    function = staticmethod(embed_contents)
+
+    def __post_init__(self) -> None:
+        processor, name = self.model.processor, self.model.name
+        if self.pictures is None and not processor.max_length:
+            raise XcompatError(f"{name} only embeds images; set the base folder of the paths in {self.content} with --pictures")
+        if self.pictures is not None and not any(processor.image_size):
+            raise XcompatError(f"{name} only embeds texts; remove --pictures")
+
+    @property
+    def target(self) -> tuple[Fingerprint, int]:
+        """Fingerprint and dimension of the new vectors."""
+        return self.model.fingerprint, self.model.dim
 
 
 def parse_content(value: Any, pictures: Path | None) -> Any:  # noqa: ANN401

@@ -32,6 +32,10 @@ DISTANCES: dict[Metric, str] = {"cosine": "cosine", "ip": "dot", "l2": "l2"}
 TYPES = {"float32": pa.float32(), "float16": pa.float16()}
 STATE = "xcompat_state"
 """Column beside a new space: hashes of the old and the new vector."""
+ROW_ID = "xcompat_id"
+"""Column with unique ids during a migration, if the table has none."""
+POSITION = "_rowid"
+"""LanceDB's own row id. It changes when a row changes."""
 HASH = 16
 """Characters in a hash."""
 MODEL = b"xcompat:model"
@@ -61,8 +65,8 @@ class LanceStore(Store):
         added = self.added_spaces()
         own = [name for name in self.spaces() if name not in added or name == uri.options.get("column")]
         self.space = uri.choose("column", own, "a column of fixed-size float32 or float16 vectors")
-        self.key = uri.choose("id", self._keys(), "an id column of integers or texts")
-        self.key_type = self.table.schema.field(self.key).type
+        keys = self._keys()
+        self.key = uri.choose("id", keys, "an id column of integers or texts") if keys or "id" in uri.options else POSITION
         self.metric = uri.metric() or self._metric()
 
     # ------------------------------------------------------------------------------------------------- the table
@@ -78,8 +82,30 @@ class LanceStore(Store):
 
     def _keys(self) -> list[str]:
         """Return the possible key columns: ``id`` if it exists and the address has no other."""
-        known = [field.name for field in self.table.schema if pa.types.is_integer(field.type) or _is_text(field.type)]
+        own = [field for field in self.table.schema if field.name not in (STATE, ROW_ID)]
+        known = [field.name for field in own if pa.types.is_integer(field.type) or _is_text(field.type)]
         return ["id"] if "id" in known and "id" not in self.uri.options else known
+
+    @property
+    def _row_key(self) -> str:
+        """Column that identifies the rows during a migration."""
+        return ROW_ID if ROW_ID in self.table.schema.names else self.key
+
+    def _has_unique_ids(self) -> bool:
+        """Return whether the id column identifies each row."""
+        if self.key == POSITION:
+            return False
+        with plain_errors(self.uri):
+            ids = self.table.search().select([self.key]).to_arrow()[self.key]
+        return not ids.null_count and pc.count_distinct(ids).as_py() == len(ids)
+
+    def _set_row_ids(self) -> None:
+        """Give new rows of services an id, if the table has such ids."""
+        if ROW_ID in self.table.schema.names:
+            with plain_errors(self.uri):
+                lacking = self.table.count_rows(f"{ROW_ID} IS NULL")
+            if lacking:
+                self._do(self.table.update, where=f"{ROW_ID} IS NULL", values_sql={ROW_ID: "uuid()"})
 
     def _metric(self) -> Metric:
         """Return the metric of the column's index, else cosine."""
@@ -152,7 +178,7 @@ class LanceStore(Store):
             asked.checkout(asked.version)  # pin a version: row positions can change
             known = asked.search().where(both).select([self.key]).with_row_id(True).to_arrow()["_rowid"].to_numpy()
             chosen = known[np.linspace(0, len(known) - 1, min(count, len(known))).astype(int)].tolist()
-            columns = {"key": self.key, "vector": self.space, "other": other}
+            columns = {"key": self._row_key, "vector": self.space, "other": other}
             columns |= {"content": content} if content is not None else {}
             columns |= {"was": STATE} if other != self.space else {}
             read = {name: _quoted(column) for name, column in columns.items()}
@@ -174,6 +200,8 @@ class LanceStore(Store):
         space: str | None = None,
         content: str | None = None,
     ) -> Iterator[Rows]:
+        if without is not None:
+            self._set_row_ids()
         waiting = None
         for found in self._read(batch, space or self.space, without, content):
             waiting = pa.concat_tables([waiting, found]) if waiting is not None else found
@@ -185,7 +213,7 @@ class LanceStore(Store):
 
     def _read(self, batch: int, space: str, without: str | None, content: str | None = None) -> Iterator[pa.Table]:
         """Read rows with their states, from one snapshot."""
-        read = {"key": self.key, "vector": space} | ({"content": content} if content is not None else {})
+        read = {"key": self._row_key, "vector": space} | ({"content": content} if content is not None else {})
         asked = {name: _quoted(column) for name, column in read.items()}
         if without is not None:
             asked["there"] = f"{_quoted(without)} IS NOT NULL"
@@ -220,22 +248,28 @@ class LanceStore(Store):
         for column in (name, STATE):
             if column in self.table.schema.names:
                 raise XcompatError(f"{self.uri} already has a column {column!r}; choose another name or drop it")
-        with plain_errors(self.uri):
-            ids = self.table.search().select([self.key]).to_arrow()[self.key]
-        if ids.null_count or pc.count_distinct(ids).as_py() < len(ids):
-            raise XcompatError(f"{self.key} in {self.uri} has missing or duplicate ids; choose another column with id=")
+        if ROW_ID not in self.table.schema.names and not self._has_unique_ids():
+            self._do(self.table.add_columns, {ROW_ID: "uuid()"})
         added = [pa.field(name, pa.list_(TYPES[dtype], dim), metadata=_metadata(model)), pa.field(STATE, pa.string())]
         self._do(self.table.add_columns, added)
+
+    @override
+    def notes(self, dim: int, dtype: str) -> list[str]:
+        if self._has_unique_ids():
+            return []
+        why = "the table has no id column" if self.key == POSITION else f"{self.key} has missing or duplicate ids"
+        return [f"{why}: start adds the column {ROW_ID} with unique ids, and finish drops it"]
 
     @override
     def write(self, space: str, rows: Rows) -> int:
         kind = self.table.schema.field(space).type
         flat = np.ascontiguousarray(rows.vectors_ND, kind.value_type.to_pandas_dtype()).reshape(-1)
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=kind)
-        ids = pa.array(rows.ids, pa.string()).cast(self.key_type)
+        key = self._row_key
+        ids = pa.array(rows.ids, pa.string()).cast(self.table.schema.field(key).type)
         states = [old + new for old, new in zip(rows.states, _states(_array(pa.chunked_array([vectors]))), strict=True)]
-        written = pa.table({self.key: ids, space: vectors, STATE: pa.array(states, pa.string())})
-        return int(self._do(self.table.merge_insert(self.key).when_matched_update_all().execute, written).num_updated_rows)
+        written = pa.table({key: ids, space: vectors, STATE: pa.array(states, pa.string())})
+        return int(self._do(self.table.merge_insert(key).when_matched_update_all().execute, written).num_updated_rows)
 
     @override
     def index_like(self, space: str) -> list[str]:
@@ -318,6 +352,8 @@ class LanceStore(Store):
 
     @override
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:
+        if key == "migration" and value is None and ROW_ID in self.table.schema.names:
+            self._do(self.table.drop_columns, [ROW_ID])
         records = self._open(self.name + RECORDS)
         with plain_errors(self.uri):
             if value is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from itertools import count
@@ -51,6 +52,8 @@ class Migration(BaseModel):
         skipped: rows with an unusable old vector, which get zeros.
         named: first of these rows, with reasons.
         max_bad_share: maximum share of rows without a usable vector.
+        where: condition of the migrated rows, None for all rows.
+        sketch: sketch of the service's model, None for other models.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,6 +68,8 @@ class Migration(BaseModel):
     skipped: int = 0
     named: list[str] = []
     max_bad_share: float = MAX_BAD_SHARE
+    where: str | None = None
+    sketch: list[list[float]] | None = None
 
     @property
     def before(self) -> str:
@@ -160,6 +165,17 @@ def plan(store: Store, mapping: AnyVectorSource, dtype: str = "float32", max_bad
     return Plan(total, vectors, dim, nbytes, seconds * vectors / max(seen, 1), empty, unusable, width, notes)
 
 
+def describe_cost(store: Store, mapping: AnyVectorSource) -> str:
+    """Return the estimated price of the missing vectors at a service, or an empty string for other models."""
+    if not mapping.is_service:
+        return ""
+    resume(store)
+    known = store.record(RECORD)
+    into = known["into"] if known is not None and known["into"] in store.spaces() else None
+    found = next(store.rows(mapping.sample_size, content=mapping.content), None)
+    return mapping.describe_cost(found, store.count(store.space, into)) if found is not None else ""
+
+
 def start(
     store: Store,
     mapping: AnyVectorSource,
@@ -196,7 +212,7 @@ def start(
     with store.migration_lease():
         migration = _begun(store, mapping, into, dtype, max_bad_share)
         migration.filled = False
-        _fill(store, mapping, migration, batch, rows_per_second, spread)
+        _fill(store, mapping, migration, min(batch, mapping.max_batch or batch), rows_per_second, spread)
         if migration.skipped:  # killed blocks can count twice
             migration.skipped = store.count_zeros(migration.into)
             store.set_record(RECORD, migration.model_dump())
@@ -314,7 +330,7 @@ def _check(store: Store, mapping: AnyVectorSource, migration: Migration, queries
     if migration.filled and missing:
         lacking = next(store.rows(queries, None, migration.into, content=mapping.content), lacking)
     unmade = len(lacking.ids) - len(mapping.map_rows(store, lacking).ids) if lacking.ids else 0
-    tolerance = TOLERANCE[store.spaces()[migration.into].dtype]
+    tolerance = max(TOLERANCE[store.spaces()[migration.into].dtype], mapping.tolerance)
     rows, stored_ND = store.sample(queries, migration.into, mapping.content)
     mapped_ND = stored_ND
     if rows.ids:
@@ -327,7 +343,8 @@ def _check(store: Store, mapping: AnyVectorSource, migration: Migration, queries
     usable_N = mapped_ND.any(1)  # zeros have no neighbours
     for old_D, new_D in zip(rows.vectors_ND[usable_N], mapped_ND[usable_N], strict=True):
         found = store.search(old_D, NEIGHBOURS)[0], store.search(new_D, NEIGHBOURS, space=migration.into)[0]
-        shares.append(len({hit.id for hit in found[0]} & {hit.id for hit in found[1]}) / len(found[0]))
+        both = Counter(hit.id for hit in found[0]) & Counter(hit.id for hit in found[1])  # ids can repeat
+        shares.append(both.total() / len(found[0]))
         if time.monotonic() - started > LONGEST:
             break
     overlap = float(np.mean(shares)) if shares else None
@@ -461,14 +478,32 @@ def _drop(store: Store, space: str) -> None:
 
 
 def migration_of(store: Store) -> Migration:
-    """Return the migration of a store.
+    """Return the migration of a store, and limit the store to its rows.
 
     Raises:
-        XcompatError: there is none.
+        XcompatError: there is none, or the store is limited to other rows.
+    """
+    if not resume(store):
+        raise XcompatError(f"{store.uri} has no migration; run `xcompat migrate start`")
+    return Migration.model_validate(store.record(RECORD))
+
+
+def resume(store: Store) -> bool:
+    """Limit the store to the rows of its migration, and return whether there is one.
+
+    Raises:
+        XcompatError: the store is limited to other rows.
     """
     if (known := store.record(RECORD)) is None:
-        raise XcompatError(f"{store.uri} has no migration; run `xcompat migrate start`")
-    return Migration.model_validate(known)
+        return False
+    where = Migration.model_validate(known).where
+    if store.condition not in (None, where):
+        named, fix = ("as a whole", "remove --where") if where is None else (f"where {where}", "use the same --where")
+        raise XcompatError(
+            f"{store.uri} is already being migrated {named}; {fix}, or run `xcompat migrate finish` or `rollback` first"
+        )
+    store.restrict(where)
+    return True
 
 
 def _require_migration(store: Store, mapping: AnyVectorSource) -> Migration:
@@ -476,6 +511,8 @@ def _require_migration(store: Store, mapping: AnyVectorSource) -> Migration:
     migration = migration_of(store)
     if migration.model != mapping.digest:
         raise FingerprintMismatchError(f"the migration of {store.uri} was started with another model than {mapping.target[0]}")
+    if migration.sketch is not None:
+        mapping.require_same_service(migration.sketch)
     return migration
 
 
@@ -495,7 +532,14 @@ def _begun(store: Store, mapping: AnyVectorSource, into: str | None, dtype: str,
         share = MAX_BAD_SHARE if max_bad_share is None else max_bad_share
         _require_vectors(store, mapping, share)
         target = into or f"{store.space}_new"
-        migration = Migration(space=store.space, into=target, model=mapping.digest, max_bad_share=share)
+        migration = Migration(
+            space=store.space,
+            into=target,
+            model=mapping.digest,
+            max_bad_share=share,
+            where=store.condition,
+            sketch=mapping.sketch,
+        )
         if migration.into in store.spaces():
             raise XcompatError(f"{store.uri} already has a space {migration.into!r}; choose another name with --into")
     made, dim = mapping.target[0], mapping.dim_for(store)

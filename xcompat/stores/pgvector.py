@@ -24,6 +24,7 @@ from xcompat.stores.pgvector_columns import Exchange, copy_settings, restore_not
 from xcompat.stores.pgvector_dependents import Resize, find_columns, find_dependents
 from xcompat.stores.pgvector_indexes import Copies, indexes
 from xcompat.stores.pgvector_keys import Key
+from xcompat.stores.pgvector_parts import Part, escape_condition, models_record
 from xcompat.stores.pgvector_records import Records
 from xcompat.stores.pgvector_search import OPERATORS, Searches
 from xcompat.stores.pgvector_survey import Survey
@@ -56,6 +57,22 @@ class PgVectorStore(Store):
         self.key = self._key(columns)
         self.metric = uri.metric() or self._metric()
         self.searches = Searches(self.client, self.records, self.table, self.key, self.metric, self.spaces)
+
+    @override
+    def restrict(self, condition: str | None) -> None:
+        if condition is not None:
+            checked = sql.SQL("SELECT FROM {} WHERE ({}) LIMIT 1").format(self.table, sql.SQL(escape_condition(condition)))
+            try:
+                self.client.ask(checked)
+            except XcompatError as error:
+                raise XcompatError(f"{error}; --where takes an SQL condition on columns of the table") from error
+        self.condition, self.models_record = condition, models_record(condition)
+        self.searches.use_record(self.models_record)
+
+    @override
+    def restrict_to_part(self, condition: str) -> None:
+        if self.record(models_record(condition)) is not None:
+            self.restrict(condition)
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
@@ -116,7 +133,7 @@ class PgVectorStore(Store):
 
     @override
     def spaces(self) -> dict[str, Space]:
-        models = self.record("spaces") or {}
+        models = self._models()
         found = {}
         for name, kind in self._columns().items():
             plain, _, size = kind.partition("(")
@@ -128,20 +145,21 @@ class PgVectorStore(Store):
 
     @override
     def count(self, space: str | None = None, without: str | None = None) -> int:
-        asked = [sql.SQL("{} IS NOT NULL").format(sql.Identifier(space))] if space is not None else []
+        asked = [self._is_own]
+        asked += [sql.SQL("{} IS NOT NULL").format(sql.Identifier(space))] if space is not None else []
         asked += [sql.SQL("{} IS NULL").format(sql.Identifier(without))] if without is not None else []
-        where = sql.SQL("WHERE {}").format(sql.SQL(" AND ").join(asked)) if asked else sql.SQL("")
-        return int(self.client.ask(sql.SQL("SELECT count(*) FROM {} {}").format(self.table, where))[0][0])
+        where = sql.SQL(" AND ").join(asked)
+        return int(self.client.ask(sql.SQL("SELECT count(*) FROM {} WHERE {}").format(self.table, where))[0][0])
 
     @override
     def count_zeros(self, space: str) -> int:
-        asked = sql.SQL("SELECT count(*) FROM {} WHERE vector_norm({}::vector) = 0").format(self.table, sql.Identifier(space))
-        return int(self.client.ask(asked)[0][0])
+        asked = sql.SQL("SELECT count(*) FROM {} WHERE vector_norm({}::vector) = 0 AND {}")
+        return int(self.client.ask(asked.format(self.table, sql.Identifier(space), self._is_own))[0][0])
 
     @override
     def ids_without_vector(self, count: int) -> list[str]:
-        asked = sql.SQL("SELECT {} FROM {} AS t WHERE {} IS NULL ORDER BY {} LIMIT %s")
-        names = self.key.text, self.table, sql.Identifier(self.space), self.key.order
+        asked = sql.SQL("SELECT {} FROM {} AS t WHERE {} IS NULL AND {} ORDER BY {} LIMIT %s")
+        names = self.key.text, self.table, sql.Identifier(self.space), self._is_own, self.key.order
         return [item for (item,) in self.client.ask(asked.format(*names), count)]
 
     @override
@@ -152,15 +170,17 @@ class PgVectorStore(Store):
         filter: str | None = None,
         space: str | None = None,
     ) -> list[list[Hit]]:
-        return self.searches(space or self.space, lambda own: self.queries(vectors_QD, own), top_k, filter)
+        wanted = " AND ".join(f"({each})" for each in (self.condition, filter) if each)
+        return self.searches(space or self.space, lambda own: self.queries(vectors_QD, own), top_k, wanted or None)
 
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
         share = min(100.0, 500.0 * count / max(self.count(self.space), 1))  # it samples pages, LIMIT cuts the rows
         asked = sql.SQL(
             "SELECT {key}, {own}, xmin::text, {other} {content} FROM {table} AS t TABLESAMPLE SYSTEM (%s) REPEATABLE (0) "
-            "WHERE {own} IS NOT NULL AND {other} IS NOT NULL ORDER BY md5({key}) LIMIT %s"
+            "WHERE {own} IS NOT NULL AND {other} IS NOT NULL AND {is_own} ORDER BY md5({key}) LIMIT %s"
         ).format(
+            is_own=self._is_own,
             key=self.key.text,
             own=sql.Identifier(self.space),
             other=sql.Identifier(other),
@@ -188,9 +208,10 @@ class PgVectorStore(Store):
         def asked(after: str | None) -> sql.Composed:
             behind = sql.SQL("AND {}").format(self.key.is_behind) if after is not None else sql.SQL("")
             return sql.SQL(
-                "SELECT {key}, {own}, xmin::text {more} FROM {table} AS t WHERE {own} IS NOT NULL {lacks} {behind} "
+                "SELECT {key}, {own}, xmin::text {more} FROM {table} AS t WHERE {own} IS NOT NULL AND {is_own} {lacks} {behind} "
                 "ORDER BY {order} LIMIT %s"
             ).format(
+                is_own=self._is_own,
                 key=self.key.text,
                 own=sql.Identifier(own),
                 more=select_extra_column(content),
@@ -222,18 +243,29 @@ class PgVectorStore(Store):
         if name in self._columns():
             raise XcompatError(f"{self.uri} already has a column {name!r}; choose another name")
         with plain_errors(self.uri), self.connection.transaction():
-            self._do("ALTER TABLE {table} ADD COLUMN {new} {kind}", new=name, kind=sql.SQL(f"{TYPES[dtype]}({dim})"))
+            kind = f"{TYPES[dtype]}({dim})" if self.condition is None else self._columns()[self.space]
+            self._do("ALTER TABLE {table} ADD COLUMN {new} {kind}", new=name, kind=sql.SQL(kind))
             copy_settings(self.client, self.table, self.space, name)
             follow(self.client, self.schema, self.table, name, self.space)
             self.name_model(name, model)
 
     @override
     def check_space(self, dim: int, dtype: str) -> None:
-        self._survey(dim, dtype).refuse()
+        if self.condition is None:
+            self._survey(dim, dtype).refuse()
+        else:
+            self._survey(dim, dtype).refuse_table()
+            own = self.spaces()[self.space]
+            self._part(self.condition).refuse(dim, dtype, own.dim, own.dtype)
 
     @override
     def notes(self, dim: int, dtype: str) -> list[str]:
-        return self._survey(dim, dtype).notes()
+        if self.condition is None:
+            return self._survey(dim, dtype).notes()
+        return self._part(self.condition).notes(self.count(self.space))
+
+    def _part(self, condition: str) -> Part:
+        return Part(self.client, self.schema, self.table, self.space, condition)
 
     def _survey(self, dim: int, dtype: str) -> Survey:
         return Survey(self.client, self.table, self.space, self.spaces()[self.space].dim, dim, dtype)
@@ -265,7 +297,10 @@ class PgVectorStore(Store):
             self._exchange(space, self.space + BEFORE, is_back=True)
 
     def _exchange(self, aside: str, incoming: str, is_back: bool) -> None:
-        """Exchange the searched column and another one, with their properties."""
+        """Exchange the searched column and another one, with their properties. In a part, exchange the vectors."""
+        if self.condition is not None:
+            self._exchange_part(self.condition, aside, incoming, is_back)
+            return
         spaces, models = self.spaces(), self.record("spaces") or {}
         resize = Resize(spaces[self.space].dim, spaces[incoming].dim)
         names = {self.space: aside, incoming: self.space}
@@ -274,6 +309,19 @@ class PgVectorStore(Store):
                 self.client, self.records, self.schema, self.table, self.space, aside, incoming, spaces[incoming].dtype, resize
             ).run(is_back)
             self.set_record("spaces", {names.get(name, name): model for name, model in models.items()})
+            self.records.delete_prefix(models_record(""))  # all rows have the same model now
+
+    def _exchange_part(self, condition: str, aside: str, incoming: str, is_back: bool) -> None:
+        whole, models = self.record("spaces") or {}, self._models()
+        if is_back and _WHOLE in models:
+            whole[self.space] = models.pop(_WHOLE)
+        elif not is_back and self.space in whole:  # from now on, the column has vectors of two models
+            models[_WHOLE] = whole.pop(self.space)
+        with plain_errors(self.uri), self.connection.transaction():
+            self._part(condition).exchange(self.space, incoming, aside, is_back)
+            self.set_record("spaces", whole)
+            names = {self.space: aside, incoming: self.space}
+            self.set_record(self.models_record, {names.get(name, name): model for name, model in models.items()})
 
     @override
     def finish_switch(self) -> None:
@@ -282,13 +330,14 @@ class PgVectorStore(Store):
 
     @override
     def drop_space(self, name: str) -> None:
-        models = self.record("spaces") or {}
+        models = self.record(self.models_record) or {}
         if used := find_dependents(self.client, find_columns(self.client, self.table, name), Resize(None, None)):
             raise XcompatError(f"{used[0].name} uses {name} in {self.uri}; drop it first")
         with plain_errors(self.uri), self.connection.transaction():
             unfollow(self.client, self.table)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
-            self.set_record("spaces", {other: model for other, model in models.items() if other != name})
+            kept = {other: model for other, model in models.items() if other not in (name, _WHOLE)}
+            self.set_record(self.models_record, kept)
             if rows := restore_not_null(self.client, self.records, self.table, self.space):
                 notice(
                     f"{self.space} in {self.uri} is no longer NOT NULL: {rows:,} rows have no vector of the old model. Write "
@@ -311,17 +360,21 @@ class PgVectorStore(Store):
 
     @override
     def index_like(self, space: str) -> list[str]:
-        return self._copies(self.space, space).build()
+        return self._copies(self.space, space).build() if self.condition is None else []
 
     @override
     def missing_indexes(self, space: str, like: str) -> list[str]:
-        return self._copies(like, space).missing()
+        return self._copies(like, space).missing() if self.condition is None else []
 
     def _copies(self, old: str, new: str) -> Copies:
         spaces = self.spaces()
         return Copies(self.client, self.table, old, new, spaces[new].dtype, Resize(spaces[old].dim, spaces[new].dim))
 
     # ------------------------------------------------------------------------------------------------- records
+
+    def _models(self) -> dict[str, Any]:
+        """Return the recorded models by column. A part falls back to those of the whole table."""
+        return {**(self.record("spaces") or {}), **(self.record(self.models_record) or {})}
 
     @override
     def record(self, key: str) -> dict[str, Any] | None:
@@ -338,6 +391,11 @@ class PgVectorStore(Store):
     # ------------------------------------------------------------------------------------------------- SQL
 
     @property
+    def _is_own(self) -> sql.Composable:
+        """Condition of the rows that the store is limited to."""
+        return sql.SQL("({})").format(sql.SQL(escape_condition(self.condition or "TRUE")))
+
+    @property
     def _name(self) -> str:
         return self.table.as_string(self.connection)
 
@@ -347,6 +405,8 @@ class PgVectorStore(Store):
         self.client.execute(sql.SQL(statement).format(table=self.table, **named))
 
 
+_WHOLE = ""
+"""Key in the models of a part for the column's earlier model in all rows."""
 _UPDATE = """
 UPDATE {table} AS t SET {new} = r.vector FROM unnest(%s::text[], %s::text[], %s::{kind}[]) AS r (id, state, vector)
 WHERE {is_same} AND t.xmin::text = r.state

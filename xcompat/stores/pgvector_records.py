@@ -67,6 +67,11 @@ class Records:
                 put = sql.SQL("INSERT INTO {} VALUES (%s, %s, %s)").format(self.table)
                 self.client.execute(put, self.relation, key, Jsonb(value))
 
+    def delete_prefix(self, prefix: str) -> None:
+        """Delete all records whose keys have a prefix."""
+        asked = sql.SQL("DELETE FROM {} WHERE relation = %s AND starts_with(key, %s)").format(self.table)
+        self.client.execute(asked, self.relation, prefix)
+
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
         """Hold the migration lock. It ends with the process."""

@@ -61,7 +61,12 @@ class Searches:
         self, client: Client, records: Records, table: sql.SQL, key: Key, metric: Metric, look: Callable[[], dict[str, Space]]
     ) -> None:
         self.client, self.records, self.table, self.key, self.metric, self.look = client, records, table, key, metric, look
+        self.models_record = "spaces"
         self._seen: dict[str, _Seen] = {}
+
+    def use_record(self, key: str) -> None:
+        """Read the models of the columns from another record."""
+        self.models_record, self._seen = key, {}
 
     def __call__(
         self,
@@ -84,7 +89,7 @@ class Searches:
                     return hits
         hits = None
         while hits is None:
-            asked = sql.SQL("SELECT {}, {}").format(self.records.as_sql("spaces"), sql.SQL(_ITERATES))
+            asked = sql.SQL("SELECT {}, {}").format(self.records.as_sql(self.models_record), sql.SQL(_ITERATES))
             said, iterates = self.client.ask(asked)[0]
             seen = _Seen(said, self.look()[name], iterates)
             if self.records.exists:  # else a change would stay unnoticed
@@ -98,7 +103,9 @@ class Searches:
         half = sql.SQL("::halfvec" if seen.space.dtype == "float16" else "")
         distance = sql.SQL("{} {} %s::vector{}").format(column, sql.SQL(OPERATORS[self.metric]), half)
         where = sql.SQL(f"AND ({filter.replace('%', '%%')})") if filter else sql.SQL("")
-        asked = sql.SQL(_ASKED).format(self.key.text, distance, self.records.as_sql("spaces"), self.table, column, where)
+        asked = sql.SQL(_ASKED).format(
+            self.key.text, distance, self.records.as_sql(self.models_record), self.table, column, where
+        )
         wide = sql.SQL(_WIDE + _ITERATIVE * seen.iterates)
         found = self.client.retry(lambda: self._rows(wide, asked, queries_QD, top_k))
         if any(said != seen.said for each in found for _, _, said in each):

@@ -49,7 +49,7 @@ class Survey(NamedTuple):
         Raises:
             XcompatError: the table or an object that uses the column prevents it.
         """
-        self._refuse_table()
+        self.refuse_table()
         self._refuse_indexes()
         refuse_obstacles(self.client, self._dependents())
         for name, condition in self.client.ask(_CHECKS, self._name, self.column):
@@ -95,7 +95,8 @@ class Survey(NamedTuple):
         if storage == "p" and self.dim * 4 >= PLAIN_BYTES:
             yield "storage PLAIN is too small for the new vectors: the new column keeps EXTERNAL"
 
-    def _refuse_table(self) -> None:
+    def refuse_table(self) -> None:
+        """Raise if the table cannot get another column for the vectors."""
         ((kind, partition, parent, heirs, typed, generated, hidden, taken),) = self.client.ask(
             _TABLE, self.column + BEFORE, self.column, self._name
         )

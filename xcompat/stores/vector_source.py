@@ -22,12 +22,18 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
         content: input field, None to map the vectors.
         tried: rows for a time estimate.
         function: applies :attr:`model` to a block. Module-level for workers.
+        max_batch: maximum rows per block, None for no limit.
+        tolerance: expected difference between two computations of a number, beside rounding.
+        is_service: whether a service makes the vectors, possibly for a price.
     """
 
     model: Any
     content: str | None
     sample_size: ClassVar[int]
     function: ClassVar[Callable[..., Any]]
+    max_batch: ClassVar[int | None] = None
+    tolerance: ClassVar[float] = 0.0
+    is_service: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -51,6 +57,23 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
     def dim_for(self, store: Store) -> int:
         """Return the dimension of the new space."""
         return self.target[1]
+
+    def describe_cost(self, rows: Rows, total: int) -> str:
+        """Return the estimated price of the new vectors of all rows, or an empty string.
+
+        Args:
+            rows: sample of rows.
+            total: number of rows.
+        """
+        return ""
+
+    @property
+    def sketch(self) -> list[list[float]] | None:
+        """Sketch of a service's model, None for other models."""
+        return None
+
+    def require_same_service(self, sketch: list[list[float]]) -> None:
+        """Raise if the service's model is not the one of a sketch."""
 
     def find_unusable(self, rows: Rows) -> dict[str, str]:
         """Return rows with unusable vectors and the reasons. They get zeros."""
