@@ -39,6 +39,7 @@ from xcompat.training.run import run_recipe
 pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = (
+    "demo",
     "train",
     "map",
     "compare",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import faiss
 import numpy as np
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from xcompat import Fingerprint, XcompatError, cli
 from xcompat.core.files import read_json
-from xcompat.export import to_faiss
+from xcompat.export import commands, to_faiss
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
@@ -135,11 +135,22 @@ def test_nothing_that_is_read_is_replaced(tmp_path: Path) -> None:
 def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     model = with_memory(build("ridge"), entries=3)
-    with pytest.raises(XcompatError, match=r"cannot store a query memory; remove it with model\.remember"):
+    with pytest.raises(XcompatError, match=r"remove them with --memory metric, or in Python with model\.remember"):
         to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     model.remember(model.memory.without_entries())
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     assert faiss.read_index(str(tmp_path / "new.faiss")).d == NEW_DIM
+
+
+@pytest.mark.parametrize("kept", ["metric", "none"])
+def test_the_command_exports_a_map_without_what_it_remembers(kept: Literal["metric", "none"], tmp_path: Path) -> None:
+    plain, queries = write_old_index(tmp_path / "old.faiss", "Flat"), unit(20, NEW_DIM, seed=2)
+    model = with_memory(build("ridge"), entries=3)
+    model.save_pretrained(tmp_path / "model")
+    commands.to_faiss(tmp_path / "old.faiss", str(tmp_path / "model"), tmp_path / "new.faiss", False, kept)
+    expected = model.remember(model.memory.metric_alone() if kept == "metric" else None)
+    rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)[1]
+    np.testing.assert_array_equal(rows, plain.search(expected.view(queries).detach().numpy(), 10)[1])
 
 
 def test_without_the_length_ranks_by_inner_product_are_the_same(tmp_path: Path) -> None:

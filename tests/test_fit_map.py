@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
 from test_map import made, write
 from transformers import AutoModel
 
-from xcompat import XcompatError
+import xcompat
+from xcompat import Fingerprint, XcompatError
 from xcompat.heads import slerp
 from xcompat.mapping import choose, fit_map
 from xcompat.mapping.candidates import CandidateParts, fit
 from xcompat.mapping.selection import OLD_WEIGHTS
 from xcompat.models.embedder import load_embedder
+from xcompat.retrieval import Gallery
 
 TEXTS = [f"{colour} {thing}" for colour in ("red", "green", "blue", "old") for thing in ("shoe", "dog", "tree", "cup", "car")]
 
@@ -84,6 +88,32 @@ def test_paths_are_read_as_the_command_reads_them(tmp_path: Path) -> None:
     )
 
 
+def test_an_index_a_gallery_and_a_file_are_taken(tmp_path: Path) -> None:
+    pairs = made()
+    expected = fit_map(pairs.old_Nd, pairs.new_ND).to_space(pairs.new_ND[:3])
+    index = faiss.IndexIDMap2(faiss.IndexFlatIP(pairs.old_Nd.shape[1]))
+    index.add_with_ids(np.asarray(pairs.old_Nd, np.float32), np.arange(len(pairs)) + 7)
+    np.save(tmp_path / "old.npy", pairs.old_Nd)
+    gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("clip"), dim=pairs.dims[1])
+    gallery.add(pairs.old_Nd, [str(row) for row in range(len(pairs))])
+    gallery.commit()
+    for old in (index, tmp_path / "old.npy", gallery, str(gallery.path)):
+        found = xcompat.fit_map(old=old, new=pairs.new_ND)
+        np.testing.assert_allclose(found.to_space(pairs.new_ND[:3]), expected, atol=1e-4)
+    assert found.model.compatible_with == [Fingerprint.from_string("clip")], "the gallery names its model"
+    assert "fit_map" in dir(xcompat)
+
+
+def test_a_notebook_shows_all_trials() -> None:
+    pairs = made()
+    found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
+    shown = found._repr_html_()
+    assert found.choice is not None
+    assert shown.count("<tr>") == shown.count("</tr>") > len(found.choice.shown())
+    assert f"{found.choice.chosen.candidate} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{found!r}</p>")
+    assert "<table>" not in fit_map(pairs.old_Nd[:30], pairs.new_ND[:30])._repr_html_()
+
+
 def test_texts_become_queries_of_the_old_gallery(folder_of: dict[str, str], old_folder: str) -> None:
     new, old = load_embedder(folder_of["clip"]), load_embedder(old_folder)
     sides = [model.embed(model.processor.texts(TEXTS * 3)) for model in (old, new)]
@@ -100,11 +130,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "other counts": (lambda pairs: fit_map(pairs.old_Nd[1:], pairs.new_ND), "found 719 old, 720 new"),
     "other labels": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND, [1]), "found 720 old, 720 new, 1 labels"),
     "nothing usable": (lambda pairs: fit_map(0 * pairs.old_Nd, pairs.new_ND), "no row has usable embeddings"),
-    "a path and an array": (lambda pairs: fit_map("old.npy", pairs.new_ND), "both sides as arrays, or both as paths"),
-    "no new model": (
-        lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"),
-        "this map has no encoder and cannot embed texts",
-    ),
+    "a path that is not there": (lambda pairs: fit_map("old.npy", pairs.new_ND), "old.npy does not exist"),
+    "an empty index": (lambda pairs: fit_map(faiss.IndexFlatIP(4), pairs.new_ND), "IndexFlatIP holds no vectors"),
+    "no new model": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"), "fitted on embeddings only"),
 }
 
 

@@ -121,7 +121,7 @@ MISTAKES = {
     "lineage ./nowhere": "'./nowhere' is not a valid name on the Hub; write it as user/name",
     "serve nowhere": "nowhere is neither a gallery nor a run with a report",
     "serve served --model me/new --images empty/x": "empty/x does not exist",
-    "serve nowhere --images empty": "--images and --texts apply to galleries; remove them, as a run has its own test set",
+    "serve nowhere --images empty": "--images and --texts apply to galleries and indexes; remove them, as a run",
     "export faiss x.faiss --model ./nowhere --out o": NO_MODEL,
     "export onnx enc --out o": NOT_OURS,
     "export sentence-transformers empty --out o": "empty contains no model (config.json is missing)",

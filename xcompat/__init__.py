@@ -16,6 +16,7 @@ from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
+    from xcompat.mapping import fit_map
     from xcompat.methods import *  # noqa: F403 - the lazy names of __getattr__, for type checkers
     from xcompat.models import *  # noqa: F403
 
@@ -24,7 +25,9 @@ __version__ = "0.1.0"
 _PACKAGES = ("xcompat.methods", "xcompat.models")
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a configuration or model class
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a configuration or model class, or fit_map
+    if name == "fit_map":
+        return importlib.import_module("xcompat.mapping").fit_map
     if not name.startswith("_") and name.endswith(("Config", "Model")):
         for package in _PACKAGES:
             if name in (found := importlib.import_module(package)).__all__:
@@ -34,7 +37,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a configuration or model cl
 
 def __dir__() -> list[str]:
     lazy = [name for package in _PACKAGES for name in importlib.import_module(package).__all__]
-    return sorted({*globals(), *(name for name in lazy if name.endswith(("Config", "Model")))})
+    return sorted({*globals(), "fit_map", *(name for name in lazy if name.endswith(("Config", "Model")))})
 
 
 _MODELING = "transformers.models.auto.modeling_auto"
@@ -86,4 +89,4 @@ for _needed in (_MODELING, _CONFIGURATION, _BASE, _CONTRACT):
     wrapt.register_post_import_hook(_register, _needed)
 wrapt.register_post_import_hook(_register_pipeline, "transformers.pipelines")
 
-__all__ = ["Fingerprint", "FingerprintMismatchError", "XcompatError", "__version__"]
+__all__ = ["Fingerprint", "FingerprintMismatchError", "XcompatError", "__version__", "fit_map"]

@@ -18,8 +18,9 @@ from xcompat.cli.decisions import plan, shadow
 from xcompat.cli.export import app as export_app
 from xcompat.cli.gallery import app as gallery_app
 from xcompat.cli.migrate import app as migrate_app
-from xcompat.cli.options import BadVectorShare, Engine, GpusPerWorker, Overrides, WorkerCount
+from xcompat.cli.options import BadVectorShare, Engine, GpusPerWorker, IndexIds, Overrides, WorkerCount
 from xcompat.cli.quickstart import app as quickstart_app
+from xcompat.cli.quickstart import demo
 from xcompat.core import failures
 from xcompat.core.distributed import end_processes
 from xcompat.core.errors import XcompatError
@@ -28,7 +29,7 @@ INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
 SELDOM = "Less common"
 ORDER = (
-    *("quickstart", "map", "evaluate", "shadow", "plan", "gallery", "serve", "migrate", "export"),
+    *("demo", "quickstart", "map", "evaluate", "shadow", "plan", "gallery", "serve", "migrate", "export"),
     *("recipes", "train", "compare", "embed", "push", "find"),
 )
 """Verbs in the order of use; those of :data:`SELDOM` follow."""
@@ -52,6 +53,7 @@ app.add_typer(gallery_app, name="gallery")
 app.add_typer(export_app, name="export")
 app.add_typer(migrate_app, name="migrate")
 app.add_typer(quickstart_app, name="quickstart")
+app.command()(demo)
 app.command(rich_help_panel=SELDOM)(caption)
 app.command(rich_help_panel=SELDOM)(classes)
 app.command()(recipes)
@@ -222,23 +224,26 @@ def map_(
 def embed(
     source: Annotated[
         str,
-        typer.Argument(metavar="RECIPE_OR_SOURCE", help="Recipe, or the path or URI of a Parquet, Lance or Iceberg table."),
+        typer.Argument(
+            metavar="RECIPE_OR_SOURCE", help="Recipe, folder of pictures, or address of a Parquet, Lance or Iceberg table."
+        ),
     ],
     overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")] = "",
-    out: Annotated[str, typer.Option(help="Output folder or URI for Parquet files.")] = "",
+    out: Annotated[str, typer.Option(help="Output folder. For a table: folder or URI.")] = "",
     column: Annotated[str | None, typer.Option(help="Column to embed or map. Default: found by its name.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column with the id. Default: id.")] = None,
     dtype: Annotated[
-        Literal["float32", "float16"] | None, typer.Option(help="Number format of vectors. Default: float32.")
+        Literal["float32", "float16"] | None, typer.Option(help="Number format of vectors of a table. Default: float32.")
     ] = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
-    """Embed or map a table into Parquet, or fill the caches of a recipe.
+    """Embed pictures into arrays, embed or map a table into Parquet, or fill the caches of a recipe.
 
-    An interrupted run continues. To map a column of vectors, use a model with a gallery map.
+    Pictures become image_embeds.npy (float16) and image_ids.txt, with their relative paths as ids. An interrupted run continues.
+    To map a column of vectors, use a model with a gallery map.
     """
     from xcompat.engines.workers import Workers
 
@@ -261,8 +266,16 @@ def embed(
         raise XcompatError("name the model with --model, and the folder of what is made with --out")
     where = Workers(engine, workers, gpus_per_worker)
     from xcompat.encoders import require_model
-    from xcompat.engines.source_types import require_source
+    from xcompat.engines.source_types import is_picture_folder, require_source
 
+    if is_picture_folder(source):
+        if others := [name for name in given if name not in ("--model", "--out")]:
+            raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of pictures; remove it")
+        require_model(model)
+        from xcompat.engines.pictures import embed_pictures
+
+        embed_pictures(Path(source), model, Path(out))
+        return
     require_source(source)
     require_model(model)
     from xcompat.engines.commands import embed as embed_table
@@ -422,13 +435,14 @@ def lineage(
 
 @app.command()
 def serve(
-    target: Annotated[str, typer.Argument(metavar="GALLERY_OR_RUN", help="Folder of a gallery or a finished run.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Gallery, faiss index, or finished run.")],
     model: Annotated[str | None, typer.Option(help="New model: run folder, checkpoint, or name.")] = None,
     old: Annotated[str | None, typer.Option(help="Old model, to show its results side by side.")] = None,
     images: Annotated[
         list[Path] | None,
         typer.Option("--images", "--texts", help="Pictures or texts of the gallery. Repeatable."),
     ] = None,
+    ids: IndexIds = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Addresses beyond this machine need a password.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 selects a free port.")] = 7860,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in a browser.")] = False,
@@ -451,8 +465,8 @@ def serve(
     refuse_auth(auth)
     options = Options(host, port, read_password(password_file), not no_browser, tuple(allow_host or ()))
     options.require_password()  # before models are loaded
-    require_served(target, model, images or [])
-    serve_target(target, options, model, old, images or [], allow_changes)
+    require_served(target, model, images or [], ids, allow_changes)
+    serve_target(target, options, model, old, images or [], allow_changes, ids)
 
 
 @app.command(rich_help_panel=SELDOM)

@@ -20,13 +20,17 @@ def to_faiss(
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index of old embeddings, or a gallery.")],
     model: Annotated[str, typer.Option(help="Run or checkpoint with a linear map, e.g. procrustes, ridge, whitened.")],
     out: Annotated[Path, typer.Option(help="Output index. Replaced if this command wrote it.")],
+    memory: Annotated[
+        Literal["all", "metric", "none"],
+        typer.Option(help="Parts of the map's memory to keep. A faiss index can hold its metric, but no entries."),
+    ] = "all",
     overwrite: Overwrite = False,
 ) -> None:
     """Put a linear query map into a faiss index. The index then takes new embeddings."""
     _require_own(model)
     from xcompat.export import commands
 
-    commands.to_faiss(index, model, out, overwrite)
+    commands.to_faiss(index, model, out, overwrite, memory)
 
 
 @app.command(name="sentence-transformers")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from xcompat.cli.options import BadVectorShare, Engine, GpusPerWorker, WorkerCount
+from xcompat.cli.options import BadVectorShare, EmbedWith, Engine, GpusPerWorker, IndexIds, WorkerCount
 from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
     from xcompat.retrieval import Gallery
     from xcompat.retrieval.fallback import Fallback
+    from xcompat.retrieval.hit_output import QueryResult
     from xcompat.retrieval.originals import Originals
     from xcompat.retrieval.queries import Queries
     from xcompat.retrieval.queries import Source as QuerySource
@@ -159,6 +160,20 @@ def build(
         raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
 
 
+@app.command()
+def adopt(
+    index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index. It is neither copied nor changed.")],
+    model: ModelName = "",
+    out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
+    ids: Annotated[Path | None, typer.Option(help="Ids, one per line in index order. Default: the ids in the index.")] = None,
+) -> None:
+    """Make a gallery of a faiss index without copying its vectors. --model is the model that made them."""
+    from xcompat.retrieval import argument_checks, commands
+
+    argument_checks.require_named(model)
+    commands.adopt(out, index, ids, model)
+
+
 def _printing_results(is_printing: bool) -> AbstractContextManager[object]:
     """Keep stdout for results that programs read."""
     from xcompat.core.progress import results_on_stdout
@@ -175,7 +190,9 @@ def _versions_of(opened: Gallery | Store) -> Sequence[Fingerprint | None]:
 
 @app.command()
 def search(
-    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
+    gallery: Annotated[
+        str, typer.Argument(metavar="GALLERY", help="Gallery folder, faiss index with a map, or address of a store.")
+    ],
     query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Text, or path of a picture.")] = None,
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="Number of hits.")] = 10,
@@ -186,10 +203,7 @@ def search(
     ] = None,
     fallback: Annotated[str, typer.Option(help="Old model for queries with low confidence.")] = "",
     fallback_below: Annotated[float | None, typer.Option(help="Confidence below which --fallback is used. Default: 0.5.")] = None,
-    embed_with: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds texts, for maps of an API's embeddings."),
-    ] = None,
+    embed_with: EmbedWith = None,
     rerank: Candidates = None,
     originals: OriginalsOf = None,
     rerank_with: RerankModel = "",
@@ -197,6 +211,7 @@ def search(
     record_demand: RecordDemand = False,
     queries: ManyQueries = None,
     max_bad_share: BadVectorShare = None,
+    ids: IndexIds = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per query.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one row per hit.")] = False,
 ) -> None:
@@ -208,28 +223,46 @@ def search(
     argument_checks.require_query_files(query, queries)
     if _is_address(gallery):
         argument_checks.require_of_stores(bool(fallback) or group_by is not None or record_demand, where or [])
+    _require_ids_of_index(gallery, ids)
     with _printing_results(json or csv):
-        opened = open_searched(gallery)
+        opened = None if _is_index(gallery) else open_searched(gallery)
         argument_checks.require_named(model)
         from xcompat.retrieval import Gallery
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
 
-        if where and not isinstance(opened, Gallery):
+        if where and opened is not None and not isinstance(opened, Gallery):
             opened.restrict_to_part(where[0])
-        versions = _versions_of(opened)
+        versions = _versions_of(opened) if opened is not None else ()
         typed, source = load_queries_and_model(query, queries, model, versions, fallback, embed_with, max_bad_share)
+        if opened is None:
+            opened = _open_index(gallery, source, ids, originals)
         old = _old_model(typed, source, fallback, fallback_below)
         reranker = load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
         show = make_printer("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
-        if isinstance(opened, Gallery):
-            from xcompat.retrieval.commands import search as search_gallery
+        _show_hits(opened, (typed, source), top_k, where or [], show, old, group_by, reranker)
 
-            search_gallery(opened, typed, source, top_k, where or [], show, old, group_by, reranker)
-        else:
-            from xcompat.stores.commands import search as search_store
 
-            search_store(opened, typed, source, top_k, where[0] if where else None, show, old, reranker)
+def _show_hits(
+    opened: Gallery | Store,
+    asking: tuple[Queries, QuerySource],
+    top_k: int,
+    where: list[str],
+    show: Callable[[QueryResult], None],
+    old: Fallback | None,
+    group_by: str | None,
+    reranker: Reranker | None,
+) -> None:
+    from xcompat.retrieval import Gallery
+
+    if isinstance(opened, Gallery):
+        from xcompat.retrieval.commands import search as search_gallery
+
+        search_gallery(opened, *asking, top_k, where, show, old, group_by, reranker)
+    else:
+        from xcompat.stores.commands import search as search_store
+
+        search_store(opened, *asking, top_k, where[0] if where else None, show, old, reranker)
 
 
 @app.command()
@@ -479,6 +512,26 @@ def _open_store(uri: str) -> Store:
 def open_searched(place: str) -> Gallery | Store:
     """Open a gallery by its folder, or a store by its address."""
     return _open_store(place) if _is_address(place) else _open(Path(place))
+
+
+def _is_index(place: str) -> bool:
+    from xcompat.mapping.indexes import is_index
+
+    return not _is_address(place) and is_index(Path(place))
+
+
+def _require_ids_of_index(place: str, ids: Path | None) -> None:
+    if ids is not None and not _is_index(place):
+        raise XcompatError(f"--ids applies to a faiss index, but {place} is none; remove it")
+
+
+def _open_index(index: str, source: QuerySource, ids: Path | None, originals: Path | None) -> Gallery:
+    from xcompat.embeddings.provider import query_model
+    from xcompat.retrieval.index_gallery import open_index
+
+    return open_index(
+        Path(index), query_model(source), ids, originals=_originals(originals, {}) if originals is not None else None
+    )
 
 
 def _open(folder: Path) -> Gallery:

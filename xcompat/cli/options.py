@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -16,4 +17,10 @@ GpusPerWorker = Annotated[float | None, typer.Option("--gpus-per-worker", min=0,
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to override."),
+]
+IndexIds = Annotated[
+    Path | None, typer.Option(help="Ids of a faiss index, one per line. Default: a file of ids beside it, or the ids in it.")
+]
+EmbedWith = Annotated[
+    str | None, typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds texts, for maps of an API's embeddings.")
 ]

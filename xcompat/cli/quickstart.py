@@ -26,6 +26,13 @@ class QuickstartGroup(TyperGroup):
 app = typer.Typer(cls=QuickstartGroup, help="Run a complete example on small data.")
 
 
+def demo(out: Annotated[Path, typer.Option(help="Output folder. It must not exist.")] = Path("demo")) -> None:
+    """Run the whole job on random vectors. About 15 seconds."""
+    from xcompat.quickstart.demo import run_demo
+
+    run_demo(out)
+
+
 @app.command()
 def characters(
     output: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/quickstart"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,3 +99,28 @@ def disambiguate_ids(gallery: datasets.Dataset, queries: datasets.Dataset) -> li
             ids[row] += " (gallery)"
         taken.add(ids[row])
     return ids
+
+
+def match_file_names(ids: Sequence[str], paths: Sequence[str]) -> list[str] | None:
+    """Rename ids to the paths of pictures with the same file name, then with the same name without suffix.
+
+    Args:
+        ids: stored ids.
+        paths: ids of pictures, as relative paths.
+
+    Returns:
+        The ids, renamed where exactly one path has the name; None if an id is a path already, or no name matches.
+
+    Example:
+        >>> match_file_names(["7", "8"], ["a/7.jpg", "a/9.jpg"])
+        ['a/7.jpg', '8']
+    """
+    if not set(paths).isdisjoint(ids):
+        return None
+    for name_of in (lambda path: PurePosixPath(path).name, lambda path: PurePosixPath(path).stem):
+        count = Counter(map(name_of, paths))
+        by_name = {name: path for path in paths if count[name := name_of(path)] == 1}
+        renamed = [by_name.get(name_of(each), each) for each in ids]
+        if not set(paths).isdisjoint(renamed):
+            return renamed
+    return None

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
+from xcompat.data.picture_files import images_below
 from xcompat.engines import lance
 from xcompat.engines.filesystems import ICEBERG
 from xcompat.engines.sources import Source
+from xcompat.vectors.formats import PARQUET
 
 KINDS = {lance.SUFFIX: "lance", ICEBERG: "iceberg"}
 """Suffix of an address -> its reader module. Parquet is the default."""
+
+
+def is_picture_folder(uri: str) -> bool:
+    """Return whether a path is a folder with pictures and without Parquet files."""
+    folder = Path(uri)
+    return folder.is_dir() and next(folder.rglob(f"*{PARQUET}"), None) is None and next(images_below(folder), None) is not None
 
 
 def require_source(uri: str) -> None:

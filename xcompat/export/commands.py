@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from xcompat.core.files import list_entries
 from xcompat.core.progress import console, literal, silence_libraries
@@ -12,6 +13,9 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
 from xcompat.retrieval.versions import notice_missing_old
 
+Kept = Literal["all", "metric", "none"]
+"""Kept parts of a memory."""
+
 
 def _load_alone(name: str) -> CompatModel:
     """Load a model, and warn if it needs the old model, which exports cannot include."""
@@ -20,10 +24,12 @@ def _load_alone(name: str) -> CompatModel:
     return model
 
 
-def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
-    """Write a faiss index for queries of the new model."""
+def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept = "all") -> None:
+    """Write a faiss index for queries of the new model, with all of the model's memory, only its metric, or none of it."""
     silence_libraries()
     loaded = _load_alone(model)
+    if loaded.memory is not None and memory != "all" and not loaded.maps_galleries:
+        loaded = loaded.remember(loaded.memory.without_entries() if memory == "metric" else None)
     query_transform.to_faiss(loaded, index, out, overwrite)
     old, dim = literal(str(loaded.compatible_with[0])), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")
@@ -34,7 +40,7 @@ def to_faiss(index: Path, model: str, out: Path, overwrite: bool) -> None:
     if index.is_file():
         console.print(
             f"[yellow]![/] a faiss file does not record its model: cannot verify that {old} made its vectors. "
-            "Build a gallery with `xcompat gallery build --from-faiss` and export that to verify it"
+            "Make a gallery with `xcompat gallery adopt` and export that to verify it"
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,22 @@ def choice_table(choice: Choice) -> Table:
     if choice.reranked is not None:
         table.add_row(f"the best, {CANDIDATES} hits re-ranked", *_cells(choice.reranked), style="dim")
     return table
+
+
+def choice_html(choice: Choice) -> str:
+    """Return :func:`choice_table` as HTML, for notebooks."""
+    table = choice_table(choice)
+
+    def row(tag: str, cells: Iterable[object]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{_as_html(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    head = row("th", (column.header for column in table.columns))
+    return f"<table><caption>{_as_html(table.title)}</caption>{head}{''.join(row('td', cells) for cells in rows)}</table>"
+
+
+def _as_html(text: object) -> str:
+    return escape(str(text)).replace("\n", "<br>")
 
 
 def _cells(trial: Trial) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,17 +20,23 @@ from xcompat.encoders import is_loadable
 from xcompat.integrations.texts import TextEmbedder
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
 from xcompat.mapping.candidates import GUESS, LINES, CandidateParts, Paired, fit
-from xcompat.mapping.choice_report import as_json, describe_choice
+from xcompat.mapping.choice_report import as_json, choice_html, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
+from xcompat.mapping.indexes import describe_gallery_model, is_gallery, read_vectors_of_index
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
+from xcompat.mapping.sides import read_sides
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.retrieval import Gallery
 from xcompat.retrieval.versions import as_float32
+
+Embeddings: TypeAlias = ArrayLike | Tensor | str | Path | Gallery | Any
+"""Embeddings in memory, a faiss index, a gallery, or their path."""
 
 
 class FittedMap:
@@ -78,6 +85,10 @@ class FittedMap:
         Raises:
             XcompatError: the map was fitted without ``new_model``.
         """
+        if self.model.config.encoder is None:
+            raise XcompatError(
+                "this map was fitted on embeddings only; pass new_model to fit_map, or map embeddings with to_space"
+            )
         texts = [queries] if isinstance(queries, str) else list(queries)
         if self._embedder is None:
             self._embedder = TextEmbedder(self.model)
@@ -94,10 +105,14 @@ class FittedMap:
             return f"FittedMap({GUESS}, {dims}): a guess, without a validation split"
         return f"FittedMap({self.choice.chosen.candidate}, {dims}): {describe_choice(self.choice)[-1]}"
 
+    def _repr_html_(self) -> str:
+        table = choice_html(self.choice) if self.choice is not None else ""
+        return f"{table}<p>{escape(repr(self))}</p>"
+
 
 def fit_map(
-    old: ArrayLike | Tensor | str | Path,
-    new: ArrayLike | Tensor | str | Path,
+    old: Embeddings,
+    new: Embeddings,
     labels: Sequence[Hashable] | None = None,
     texts: Sequence[str] | None = None,
     old_model: str | None = None,
@@ -108,9 +123,11 @@ def fit_map(
     """Choose a map of queries on held-out items, and solve it on all items.
 
     Args:
-        old: (N, d) float embeddings by the old model, or their path as in `xcompat map --old`.
-        new: (N, D) float embeddings of the same items by the new model, or their path.
-        labels: N classes for validation. Files have their own.
+        old: (N, d) float embeddings by the old model: an array, a tensor, a faiss index, a gallery, or a path as in
+            `xcompat map --old`.
+        new: (N, D) float embeddings of the same items by the new model, as for ``old``. Two paths or galleries are joined by
+            their ids. Otherwise rows are in the same order.
+        labels: N classes for validation. Two paths have their own.
         texts: N texts for validation by sentences, which needs ``new_model``.
         old_model: folder or Hub name of the old model, to mix in its queries if no map alone is safe; or its name in galleries.
         new_model: new model, to embed texts as queries.
@@ -138,8 +155,7 @@ def fit_map(
     pairs = right.pairs
     asking = None if new_model is None else _load_side(new_model, pairs.dims[0], "new_model")
     embedder = _load_side(old_model, pairs.dims[1], "old_model") if old_model is not None and is_loadable(old_model) else None
-    named = describe_old(Fingerprint.from_string(old_model or "old"), pairs.dims[1])
-    described = embedder.describe_old() if embedder is not None else named
+    described = embedder.describe_old() if embedder is not None else _describe_by_name(old, old_model, pairs.dims[1])
     both = asking is not None and embedder is not None
     said = Texts(texts, asking) if texts is not None and asking is not None else None
     try:
@@ -151,6 +167,33 @@ def fit_map(
     model.config.encoder = asking.describe_encoder() if asking is not None else None
     model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
     return FittedMap(model, choice, right.dropped)
+
+
+def _describe_by_name(old: Any, name: str | None, dim: int) -> dict[str, Any]:  # noqa: ANN401 - see fit_map
+    """Describe the old model by its name, by the gallery's model, or by the name of the file as in `xcompat map`."""
+    path = _path_of(old)
+    if name is None and path is not None and is_gallery(path):
+        return describe_gallery_model(path)
+    return describe_old(Fingerprint.from_string(name or (path.stem if path is not None else "old")), dim)
+
+
+def _path_of(side: Any) -> Path | None:  # noqa: ANN401 - see fit_map
+    return side.path if isinstance(side, Gallery) else Path(side) if isinstance(side, str | Path) else None
+
+
+def _read_rows(side: Any) -> NDArray[np.float32]:  # noqa: ANN401 - see fit_map
+    """Return the vectors of one side in their order; NaN for unusable rows of a file."""
+    if isinstance(side, np.ndarray | Tensor | Sequence) and not isinstance(side, str):
+        return as_float32(side)
+    if (path := _path_of(side)) is not None:
+        sides = read_sides(path)
+        if len(sides) > 1:
+            raise XcompatError(f"{path} contains {' and '.join(sides)} embeddings; pass one of its files, or both sides as paths")
+        (read,) = sides.values()
+        return np.where(read.usable_N[:, None], read.embeds_ND[:], np.nan).astype(np.float32)
+    if hasattr(side, "ntotal"):
+        return read_vectors_of_index(side)
+    return as_float32(side)
 
 
 def _load_side(model: str, dim: int, argument: str) -> Embedder:
@@ -165,13 +208,12 @@ def _pairs(
     labels: Sequence[Hashable] | None,
     texts: Sequence[str] | None,
 ) -> tuple[Paired, Sequence[str] | None]:
-    if isinstance(old, str | Path) != isinstance(new, str | Path):
-        raise XcompatError("fit_map takes both sides as arrays, or both as paths")
-    if isinstance(old, str | Path):
+    old_path, new_path = _path_of(old), _path_of(new)
+    if old_path is not None and new_path is not None:
         if labels is not None or texts is not None:
             raise XcompatError("fit_map: labels and texts work only with arrays; with paths, classes come from labels.txt")
-        return load_paired(Path(old), Path(new)), None
-    old_Nd, new_ND = as_float32(old), as_float32(new)
+        return load_paired(old_path, new_path), None
+    old_Nd, new_ND = _read_rows(old), _read_rows(new)
     given = {"old": old_Nd, "new": new_ND, "labels": labels, "texts": texts}
     counts = {name: len(side) for name, side in given.items() if side is not None}
     if len(set(counts.values())) > 1:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from xcompat.core.arrays import RowSelection, number_strings
 from xcompat.core.distributed import from_main_process, process_state
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
-from xcompat.data import PairSource, load_items_of_text, load_pairs
+from xcompat.data import load_items_of_text
+from xcompat.data.ids import match_file_names
 from xcompat.data.schema import ID, TEXT
 from xcompat.data.sources import files_digest
 from xcompat.embeddings.embed import embed_images, embed_texts
@@ -30,6 +31,7 @@ from xcompat.mapping.request import TextInput
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
+from xcompat.retrieval.originals import load_pictures
 from xcompat.vectors.checks import BAD_SHARE
 
 if TYPE_CHECKING:
@@ -91,8 +93,7 @@ def pairs_of_texts(
     service = texts.embed_with
     new_source = _source(new, max_bad_share, reading._replace(ids=None)) if service is None else _provider(new, service, texts)
     _require_model(old_source, new_source, texts)
-    source = PairSource(path=str(texts.path), captions=False)
-    items = load_pairs(source) if texts.are_pictures else load_items_of_text(texts.path)
+    items = load_pictures(texts.path, max_bad_share) if texts.are_pictures else load_items_of_text(texts.path)
     ids: list[str] = items[ID][:]
     old_source, new_source = (_with_ids_of(source, ids) if texts.are_pictures else source for source in (old_source, new_source))
     old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
@@ -247,15 +248,9 @@ def _picture_embeddings(
 
 def _with_ids_of(source: Source, ids: Sequence[str]) -> Source:
     """Rename stored ids to the pictures' paths, by file names, if no stored id is such a path."""
-    if not isinstance(source, Side) or source.ids is None or not set(ids).isdisjoint(source.ids):
+    if not isinstance(source, Side) or source.ids is None or (renamed := match_file_names(source.ids, ids)) is None:
         return source
-    for name_of in (lambda path: PurePosixPath(path).name, lambda path: PurePosixPath(path).stem):
-        count = Counter(map(name_of, ids))
-        paths = {name: path for path in ids if count[name := name_of(path)] == 1}
-        renamed = [paths.get(name_of(each), each) for each in source.ids]
-        if not set(ids).isdisjoint(renamed):
-            return replace(source, ids=renamed, notes=(*source.notes, f"{source.path}: its ids are matched by file names."))
-    return source
+    return replace(source, ids=renamed, notes=(*source.notes, f"{source.path}: its ids are matched by file names."))
 
 
 def _digest(items: datasets.Dataset) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.vectors import Columns, Vectors
 from xcompat.vectors.formats import SUFFIXES
 from xcompat.vectors.spool import BLOCK, Spool
+
+if TYPE_CHECKING:
+    from xcompat.retrieval.faiss_index import FaissIndex
 
 _MAGIC = b"I"
 """First byte of a faiss index of float vectors: IxFI, IwFl, IHNf and others."""
@@ -67,14 +71,31 @@ def read_index(path: Path, ids: Path | None) -> Vectors:
     raw = map_faiss(path)
     own = read_own_ids(raw, path)
     index = wrap_index(raw, own.labels_N, path)
-    spool = Spool(np.float32)
-    for start in range(0, index.rows, BLOCK):
-        spool.add(index.vectors(np.arange(start, min(start + BLOCK, index.rows))))
-    rows_ND = spool.mapped()
+    rows_ND = _spool(index)
     if ids is None and own.names_N is None:
         return Vectors(rows_ND)
     names = read_lines(ids) if ids is not None else None
     return Vectors(rows_ND, match_names(names, own, index.rows, path))
+
+
+def read_vectors_of_index(index: Any) -> NDArray[np.float32]:  # noqa: ANN401 - faiss has no types
+    """Reconstruct the vectors of a faiss index in memory, in the order of its ids or rows.
+
+    Raises:
+        XcompatError: the index is empty.
+    """
+    from xcompat.retrieval.adoption import wrap_index
+    from xcompat.retrieval.own_ids import read_own_ids
+
+    name = Path(type(index).__name__)  # for messages
+    return _spool(wrap_index(index, read_own_ids(index, name).labels_N, name))
+
+
+def _spool(index: FaissIndex) -> NDArray[np.float32]:
+    spool = Spool(np.float32)
+    for start in range(0, index.rows, BLOCK):
+        spool.add(index.vectors(np.arange(start, min(start + BLOCK, index.rows))))
+    return spool.mapped()
 
 
 def read_gallery(path: Path) -> Vectors:

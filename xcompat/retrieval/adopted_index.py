@@ -213,10 +213,16 @@ def _rows_adopted(record: SegmentRecord) -> int:
     return record.rows if record.adopted_seen is None else record.adopted_seen.rows
 
 
-def _rows_in(path: Path) -> int | None:
-    """Read the file head without faiss, which can crash on damaged files."""
+def read_head(path: Path) -> tuple[int, int] | None:
+    """Return dimension and number of vectors without faiss, which can crash on damaged files; None for other files."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(b"I"):
         return None
-    return int(_HEAD.unpack(head)[2])
+    _, dim, rows = _HEAD.unpack(head)
+    return int(dim), int(rows)
+
+
+def _rows_in(path: Path) -> int | None:
+    head = read_head(path)
+    return head[1] if head is not None else None

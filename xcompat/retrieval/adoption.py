@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,7 +30,7 @@ from xcompat.retrieval.manifest import (
     read_manifest,
     write_manifest,
 )
-from xcompat.retrieval.own_ids import LABELS_FILE, OwnIds, match_names, read_own_ids, strip_id_map
+from xcompat.retrieval.own_ids import LABELS_FILE, OwnIds, match_names, name_rows, read_own_ids, strip_id_map
 from xcompat.retrieval.probing import require_readable
 from xcompat.retrieval.segment import Segment, removed_rows, write_rows
 from xcompat.retrieval.snapshot import Snapshot
@@ -87,9 +87,21 @@ def adopt_faiss(
     index_file: Path,
     ids: Sequence[str] | None,
     model_or_fingerprint: Model,
-    metadata: Sequence[dict[str, Any] | None] | None,
+    metadata: Sequence[dict[str, Any] | None] | Callable[[Sequence[str]], Sequence[dict[str, Any] | None]] | None,
+    original_ids: Sequence[str] = (),
+    numbers_rows: bool = False,
 ) -> tuple[Manifest, IndexFacts]:
-    """Create a gallery from a faiss index file (:meth:`xcompat.retrieval.gallery.Gallery.from_faiss`)."""
+    """Create a gallery from a faiss index file (:meth:`xcompat.retrieval.gallery.Gallery.from_faiss`).
+
+    Args:
+        folder: see there.
+        index_file: see there.
+        ids: see there.
+        model_or_fingerprint: see there.
+        metadata: see there; or a function of the ids.
+        original_ids: see :func:`~xcompat.retrieval.own_ids.name_rows`.
+        numbers_rows: whether row numbers are the ids if there are no others.
+    """
     if not is_unreported(folder):
         require_empty(folder)
     require_index(index_file)
@@ -99,8 +111,10 @@ def adopt_faiss(
     raw = map_faiss(path)
     own = read_own_ids(raw, index_file)
     index = wrap_index(raw, own.labels_N, path)
-    ids = match_names(ids, own, index.rows, index_file)
+    ids = name_rows(ids, own, index.rows, index_file, original_ids, numbers_rows)
     check_ids(ids)
+    if callable(metadata):
+        metadata = metadata(ids)
     version = stored_version(model_or_fingerprint, index.dim)
     if version.dim != index.dim:
         raise XcompatError(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.errors import XcompatError
+from xcompat.data.ids import match_file_names
 
 LABELS_FILE = "labels.npy"
 """Ids of an adopted index for its rows, if not 0, 1, 2 and so on."""
@@ -169,6 +170,35 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
             "remove --ids to use the index's ids"
         )
     return names
+
+
+def name_rows(
+    ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path, known: Sequence[str], numbers_rows: bool
+) -> list[str]:
+    """Return the id of each row as :func:`match_names` does, with the ids of originals where they are known.
+
+    Args:
+        ids: see :func:`match_names`.
+        own: see :func:`match_names`.
+        rows: see :func:`match_names`.
+        path: see :func:`match_names`.
+        known: ids of the originals. Ids are matched to paths of pictures by file names; without ids, rows are in this order.
+        numbers_rows: whether row numbers are the ids if there are no others.
+
+    Raises:
+        XcompatError: see :func:`match_names`; or there are no ids, and the number of originals differs.
+    """
+    if ids is not None or own.names_N is not None:
+        names = match_names(ids, own, rows, path)
+        return (match_file_names(names, known) if known else None) or names
+    if known:
+        if len(known) != rows:
+            raise XcompatError(
+                f"{path} holds {rows:,} vectors without ids, but there are {len(known):,} pictures or texts; use --ids with a "
+                "text file of one id per line"
+            )
+        return list(known)
+    return list(map(str, range(rows))) if numbers_rows else match_names(None, own, rows, path)
 
 
 def _counted(ids: Sequence[str], rows: int, path: Path) -> list[str]:

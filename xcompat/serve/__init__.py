@@ -14,17 +14,24 @@ if TYPE_CHECKING:
 
 
 def serve_target(
-    target: str, options: Options, model: str | None, old: str | None, sources: Sequence[Path], allow_changes: bool
+    target: str,
+    options: Options,
+    model: str | None,
+    old: str | None,
+    sources: Sequence[Path],
+    allow_changes: bool,
+    ids: Path | None = None,
 ) -> None:
     """Serve a page until interrupted.
 
     Args:
-        target: a gallery or a run, as for :func:`~xcompat.serve.site_loading.load_site`.
+        target: a gallery, an index or a run, as for :func:`~xcompat.serve.target.load_site`.
         options: address and password of the page.
         model: the new model.
         old: the old model.
         sources: the pictures or texts of a gallery.
         allow_changes: whether the page may change galleries.
+        ids: file with the ids of an index.
 
     Raises:
         XcompatError: the target, a model or a library is missing, or the page cannot be served.
@@ -39,4 +46,4 @@ def serve_target(
     from xcompat.serve.app import serve
     from xcompat.serve.site_loading import load_site
 
-    serve(load_site(target, model, old, sources, allow_changes), options)
+    serve(load_site(target, model, old, sources, allow_changes, ids), options)

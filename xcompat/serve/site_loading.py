@@ -1,4 +1,4 @@
-"""Loading of a page from a gallery with models, or from a run."""
+"""Loading of a page from a gallery or faiss index with models, or from a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from xcompat.core.distributed import device
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.progress import console, notice, silence_libraries
 from xcompat.core.progress import stage as stage_line
+from xcompat.embeddings.provider import query_model
+from xcompat.mapping.indexes import is_index
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import CURRENT
+from xcompat.retrieval.originals import merge_originals
 from xcompat.retrieval.ranking_comparison import searchable_state
 from xcompat.retrieval.upgrading import segments_to_map
 from xcompat.serve.site import NEW, OLD, Shelf, Side, Site, Source, TestResults
@@ -30,15 +33,23 @@ if TYPE_CHECKING:
 EXAMPLES = 8
 
 
-def load_site(target: str, model: str | None, old: str | None, sources: Sequence[Path], allow_changes: bool) -> Site:
+def load_site(
+    target: str,
+    model: str | None,
+    old: str | None,
+    sources: Sequence[Path],
+    allow_changes: bool,
+    ids: Path | None = None,
+) -> Site:
     """Load the content of a page.
 
     Args:
-        target: folder of a gallery, or of a run with a report.
-        model: the new model. Required for a gallery, default is the run's model.
+        target: folder of a gallery, or of a run with a report, or a faiss index.
+        model: the new model. Required for a gallery or an index, default is the run's model.
         old: the old model. None to search a gallery only with the new model.
         sources: known pictures or texts that a gallery was built from.
         allow_changes: whether the page may change galleries.
+        ids: file with the ids of an index, see :func:`~xcompat.retrieval.index_gallery.open_index`.
 
     Raises:
         XcompatError: the target or a model is missing, or a model cannot search the gallery.
@@ -47,10 +58,15 @@ def load_site(target: str, model: str | None, old: str | None, sources: Sequence
     folder = Path(target)
     with stage_line(f"open {target}"):
         if (folder / CURRENT).is_file():
-            site = _load_gallery_site(folder, model, old, sources)
+            site = _gallery_site(folder, folder.resolve().name, _sides(model, old), list(map(Source, sources)))
+        elif is_index(folder):
+            sides, known = _sides(model, old), list(map(Source, sources))
+            site = _gallery_site(_adopt(folder, ids, sides, known), folder.name, sides, known)
         else:
             if sources:
-                raise XcompatError("--images and --texts apply to galleries; remove them, as a run has its own test set")
+                raise XcompatError(
+                    "--images and --texts apply to galleries and indexes; remove them, as a run has its own test set"
+                )
             site = _load_run_site(FinishedRun.open(folder), model, old)
     site.allow_changes = allow_changes
     for side in site.sides:  # refuse models that do not fit before serving
@@ -69,12 +85,23 @@ def _require_searchable(shelf: Shelf, side: Side, allow_changes: bool) -> None:
         segments_to_map(Gallery.open(shelf.path), model)  # the page will upgrade the gallery
 
 
-def _load_gallery_site(folder: Path, model: str | None, old: str | None, sources: Sequence[Path]) -> Site:
+def _sides(model: str | None, old: str | None) -> list[Side]:
     if not model:
         raise XcompatError("set the query model with --model: a run's folder, a checkpoint, or a model name")
-    sides = [Side(label, load_embedder(name, device())) for label, name in ((OLD, old), (NEW, model)) if name]
-    name = folder.resolve().name
-    return Site(name, {name: Shelf(name, folder, list(map(Source, sources)))}, sides)
+    return [Side(label, load_embedder(name, device())) for label, name in ((OLD, old), (NEW, model)) if name]
+
+
+def _adopt(index: Path, ids: Path | None, sides: Sequence[Side], sources: Sequence[Source]) -> Path:
+    """Return the folder of the gallery of an index."""
+    from xcompat.retrieval.index_gallery import open_index
+
+    old = sides[0].embedder if len(sides) > 1 else None
+    originals = merge_originals([source.originals for source in sources]) if sources else None
+    return open_index(index, query_model(sides[-1].embedder), ids, old, originals).path
+
+
+def _gallery_site(folder: Path, name: str, sides: list[Side], sources: Sequence[Source]) -> Site:
+    return Site(name, {name: Shelf(name, folder, sources)}, sides)
 
 
 def _load_run_site(run: FinishedRun, model: str | None, old: str | None) -> Site:

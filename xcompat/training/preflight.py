@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.errors import MissingPathError, XcompatError, nearest
 from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
 from xcompat.training.headers import add_layout_to_errors
@@ -123,29 +123,41 @@ def not_installed(stage: str, tracker: str) -> str:
     return f"{stage}: training.report_to: {tracker} is not installed; run `pip install {tracker.replace('_', '-')}`"
 
 
-def require_served(target: str, model: str | None, images: Sequence[Path]) -> None:
+def require_served(
+    target: str, model: str | None, images: Sequence[Path], ids: Path | None = None, allow_changes: bool = False
+) -> None:
     """Raise if ``xcompat serve`` cannot serve the target.
 
     Args:
-        target: folder of a gallery or run.
+        target: folder of a gallery or run, or a faiss index.
         model: the new model.
         images: sources of the gallery's images.
+        ids: file with the ids of an index.
+        allow_changes: whether the page may change galleries.
 
     Raises:
         XcompatError: something is missing.
     """
+    from xcompat.mapping.indexes import is_index
     from xcompat.retrieval.manifest import CURRENT  # imports faiss, which takes as long as all the rest
 
     folder = Path(target)
     if "://" in target:
         raise XcompatError(f"{target} is not a folder of a gallery or a run; search a store with `xcompat gallery search`")
-    if (folder / CURRENT).is_file():
+    opens_index = is_index(folder)
+    if ids is not None and not opens_index:
+        raise XcompatError(f"--ids applies to a faiss index, but {target} is none; remove it")
+    if ids is not None and not ids.is_file():
+        raise MissingPathError(f"--ids {ids} does not exist; use a text file with one id per line")
+    if opens_index and allow_changes:
+        raise XcompatError(f"--allow-changes needs a gallery; adopt {target} first with `xcompat gallery adopt`")
+    if (folder / CURRENT).is_file() or opens_index:
         if not model:
             raise XcompatError("set the query model with --model: a run's folder, a checkpoint, or a model name")
         for place in images:
             local_files(str(place))
     elif images:
-        raise XcompatError("--images and --texts apply to galleries; remove them, as a run has its own test set")
+        raise XcompatError("--images and --texts apply to galleries and indexes; remove them, as a run has its own test set")
     else:
         require_ended(folder)
     if model:

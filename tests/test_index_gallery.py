@@ -1,0 +1,241 @@
+"""A faiss index without a gallery: map it, search it, open it on the page, and adopt it again after it has changed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from conftest import SHARED, write_photos
+from PIL import Image
+
+from xcompat import Fingerprint, XcompatError
+from xcompat.models.embedder import load_embedder
+from xcompat.retrieval import Gallery
+from xcompat.retrieval.adopted_index import read_head
+from xcompat.retrieval.index_gallery import find_ids, open_index
+from xcompat.retrieval.originals import load_originals
+
+pytest.importorskip("starlette")
+
+from xcompat.serve.target import load_site
+
+Run = Callable[..., tuple[int, str, str]]
+OLD = Fingerprint.from_string("old")
+PHOTOS, MODELS = SHARED / "data/tiny-imagenet/val-0000.tar.gz", SHARED / "models"
+COUNT = 64
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_index(path: Path, vectors: np.ndarray, ids: list[int] | None = None) -> Path:
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    if ids is not None:
+        index = faiss.IndexIDMap2(index)
+        index.add_with_ids(vectors, np.array(ids))
+    else:
+        index.add(vectors)
+    faiss.write_index(index, str(path))
+    return path
+
+
+def ids_in(gallery: Gallery) -> list[str]:
+    (segment,) = gallery.segments
+    return segment.ids(np.arange(len(gallery)))
+
+
+def test_an_index_is_adopted_once_until_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_index(tmp_path / "own.faiss", np.eye(4, dtype=np.float32))
+    before = path.read_bytes()
+    gallery = open_index(path, OLD)
+    assert ids_in(gallery) == ["0", "1", "2", "3"] and path.read_bytes() == before
+    assert "does not record its model; its vectors are read as those of old@" in caplog.text
+    caplog.clear()
+    assert tmp_path / "cache" in gallery.path.parents and sorted(file.name for file in tmp_path.iterdir()) == [
+        "cache",
+        "own.faiss",
+    ]
+    made = (gallery.path / "gallery.json").stat().st_mtime_ns
+    again = open_index(path, OLD)
+    assert again.path == gallery.path and (again.path / "gallery.json").stat().st_mtime_ns == made
+    assert caplog.text == ""
+    write_index(path, np.eye(4, dtype=np.float32)[:3])
+    changed = open_index(path, OLD)
+    assert changed.path == gallery.path and ids_in(changed) == ["0", "1", "2"]
+    assert open_index(path, Fingerprint.from_string("other")).path != gallery.path
+
+
+def test_ids_come_from_a_file_beside_the_index_or_from_the_index(tmp_path: Path) -> None:
+    path = write_index(tmp_path / "own.faiss", np.eye(2, dtype=np.float32), ids=[70, 10])
+    assert ids_in(open_index(path, OLD)) == ["70", "10"]
+    (tmp_path / "ids.txt").write_text("a\nb\n")
+    assert find_ids(path) == tmp_path / "ids.txt" and ids_in(open_index(path, OLD)) == ["a", "b"]
+    (tmp_path / "own.ids.txt").write_text("c\nd\n")
+    assert ids_in(open_index(path, OLD)) == ["c", "d"]
+    (tmp_path / "elsewhere.txt").write_text("e\nf\n")
+    assert ids_in(open_index(path, OLD, tmp_path / "elsewhere.txt")) == ["e", "f"]
+
+
+def test_ids_become_the_paths_of_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    write_photos(photos / "shoes", 3)
+    originals = load_originals(photos)
+    paths = sorted(originals.ids)
+    eye = np.eye(3, dtype=np.float32)
+    rows = write_index(tmp_path / "rows.faiss", eye)
+    assert ids_in(open_index(rows, OLD, originals=originals)) == originals.ids, "rows are in the order of the pictures"
+    (tmp_path / "rows.ids.txt").write_text("".join(f"{Path(path).stem}\n" for path in reversed(paths)))
+    assert ids_in(open_index(rows, OLD, originals=originals)) == paths[::-1]
+    assert "no id of" not in caplog.text
+    (tmp_path / "rows.ids.txt").write_text("x\ny\nz\n")
+    assert ids_in(open_index(rows, OLD, originals=originals)) == ["x", "y", "z"]
+    assert "no id of" in caplog.text
+    four = write_index(tmp_path / "four.faiss", np.eye(4, dtype=np.float32))
+    with pytest.raises(XcompatError, match="holds 4 vectors without ids, but there are 3 pictures or texts; use --ids"):
+        open_index(four, OLD, originals=originals)
+
+
+def test_texts_are_kept_beside_their_vectors(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"id": "a", "text": "a dog"}\n{"id": "b", "text": "a shoe"}\n')
+    gallery = open_index(
+        write_index(tmp_path / "own.faiss", np.eye(2, dtype=np.float32)), OLD, originals=load_originals(tmp_path / "texts.jsonl")
+    )
+    assert gallery.metadata(["b", "a"]) == [{"text": "a shoe"}, {"text": "a dog"}]
+
+
+@pytest.fixture
+def shop(tmp_path: Path, folder_of: dict[str, str], old_folder: str, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with an index of an old model, its pictures, and a map to it by name."""
+    monkeypatch.chdir(tmp_path)
+    write_photos(tmp_path / "photos", 12)
+    old = load_embedder(old_folder)
+    names = sorted(file.name for file in (tmp_path / "photos").iterdir())
+    pictures = [Image.open(tmp_path / "photos" / name).convert("RGB") for name in names]
+    write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(pictures)}).numpy())
+    (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in names))
+    mapping = ("map", "--old", "own.faiss", "--ids", "ids.txt", "--new", folder_of["clip"], "--images", "photos", "--allow-worse")
+    code, _, err = run_xcompat(*mapping)
+    assert code == 0, err
+    return tmp_path
+
+
+def test_search_and_page_show_the_hits_of_an_index(shop: Path, old_folder: str, run_xcompat: Run) -> None:
+    code, out, err = run_xcompat("gallery", "search", "own.faiss", "a red shoe", "--model", "runs/map", "--json", "--top-k", 3)
+    assert code == 0, err
+    hits = [hit["id"] for hit in json.loads(out)["hits"]]
+    site = load_site("own.faiss", "runs/map", old_folder, [shop / "photos"], allow_changes=False)
+    old, new = site.sides
+    shelf = site.shelf("own.faiss")
+    assert [hit.id for hit in shelf.search(new, "a red shoe", 3, None)] == hits
+    assert shelf.picture(hits[0], None) is not None and shelf.picture("../../etc/passwd", None) is None
+    asked = sorted((shop / "photos").iterdir())[4]
+    assert shelf.search(old, Image.open(asked), 1, None)[0].id == asked.name, "--old is the model that the map knows by name"
+
+
+MISTAKES = {
+    ("serve", "own.faiss", "--images", "photos"): "set the query model with --model",
+    ("serve", "own.faiss", "--model", "runs/map", "--ids", "nowhere"): "--ids nowhere does not exist",
+    ("serve", "own.faiss", "--model", "runs/map", "--allow-changes"): "--allow-changes needs a gallery; adopt own.faiss first",
+    ("serve", "runs/map", "--ids", "ids.txt"): "--ids applies to a faiss index, but runs/map is none",
+    ("gallery", "search", "photos", "a shoe", "--ids", "ids.txt"): "--ids applies to a faiss index, but photos is none",
+    ("gallery", "search", "wide.faiss", "a shoe", "--model", "runs/map"): "wide.faiss has 9 dimensions, but",
+    ("gallery", "search", "damaged.faiss", "a shoe", "--model", "runs/map"): "damaged.faiss",
+}
+
+
+def test_mistakes_are_one_line(shop: Path, run_xcompat: Run) -> None:
+    write_index(shop / "wide.faiss", np.eye(9, dtype=np.float32))
+    (shop / "damaged.faiss").write_bytes((shop / "own.faiss").read_bytes()[:-9])
+    for words, said in MISTAKES.items():
+        code, _, err = run_xcompat(*words)
+        assert (code, len(err.splitlines()[-1:])) == (2, 1) and said in err.splitlines()[-1], (words, err)
+
+
+@pytest.mark.skipif(not PHOTOS.exists() or not MODELS.exists(), reason=f"{PHOTOS} and {MODELS} hold photos and models")
+def test_real_photos_are_found_with_the_new_model(tmp_path: Path, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    with tarfile.open(PHOTOS) as shard:
+        for member in shard:
+            if member.name.endswith(".jpg"):
+                file = shard.extractfile(member)
+                assert file is not None
+                (tmp_path / "photos" / Path(member.name).name).write_bytes(file.read())
+            if len([*(tmp_path / "photos").iterdir()]) == COUNT:
+                break
+    old = load_embedder(str(MODELS / "mobilenet_v1_0.25_128"))
+    files = sorted((tmp_path / "photos").iterdir())
+    pictures = [Image.open(io.BytesIO(file.read_bytes())).convert("RGB") for file in files]
+    write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(pictures)}).numpy())
+    new = MODELS / "mobilenet_v1_0.5_160"
+    code, _, err = run_xcompat("map", "--old", "own.faiss", "--new", new, "--images", "photos", "--allow-worse")
+    assert code == 0, err
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    searching = ("gallery", "search", "own.faiss", "--queries", "photos", "--originals", "photos", "--rerank", 2)
+    code, out, err = run_xcompat(*searching, "--model", "runs/map", "--json", "--top-k", 5)
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    first = np.mean([answer["hits"][0]["id"] == answer["query"] for answer in found])
+    assert len(found) == COUNT and first > 0.9, "the photos that the map was fitted on find themselves"
+    assert read_head(tmp_path / "own.faiss") == (old.dim, COUNT)
+
+
+def test_an_index_is_adopted_by_a_verb_and_exported(shop: Path, old_folder: str, run_xcompat: Run) -> None:
+    adopting = ("gallery", "adopt", "own.faiss", "--model", old_folder)
+    code, out, err = run_xcompat(*adopting, "--ids", "ids.txt", "--out", "adopted")
+    assert code == 0 and "12 vectors of" in out, err
+    assert ids_in(Gallery.open("adopted")) == (shop / "ids.txt").read_text().split()
+    code, _, err = run_xcompat(*adopting, "--out", "other")
+    assert code == 2 and "own.faiss holds no ids; use --ids" in err
+    code, out, err = run_xcompat("export", "faiss", "own.faiss", "--model", "runs/map", "--out", "new.faiss")
+    assert code == 0 and "new.faiss takes 16-dimensional queries" in out, err
+    assert faiss.read_index("new.faiss").ntotal == 12
+
+
+def test_pictures_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, str], run_xcompat: Run) -> None:
+    (shop / "photos" / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
+    embedding = ("embed", "photos", "--model", folder_of["clip"], "--out", "embeddings/new")
+    code, out, err = run_xcompat(*embedding)
+    assert code == 0 and "12 embeddings of 16 dimensions, 1 cannot be read" in out, err
+    made = shop / "embeddings" / "new"
+    names, embeds_ND = (made / "image_ids.txt").read_text().split(), np.load(made / "image_embeds.npy")
+    assert names == sorted(file.name for file in (shop / "photos").iterdir() if file.stem != "bad")
+    new = load_embedder(folder_of["clip"])
+    pictures = [Image.open(shop / "photos" / name).convert("RGB") for name in names]
+    np.testing.assert_allclose(embeds_ND, new.embed({"pixel_values": new.processor.images(pictures)}), atol=1e-3)
+    assert [path.name for path in (shop / "embeddings").iterdir()] == ["new"], "no cache is left"
+    assert run_xcompat(*embedding)[0] == 0, "its own output is replaced"
+    code, _, err = run_xcompat(
+        "map", "--old", "own.faiss", "--ids", "ids.txt", "--new", made, "--out", "runs/two", "--allow-worse"
+    )
+    assert code == 0, err
+    for more, said in ((("--column", "x"), "--column works with tables, but photos is a folder of pictures"),):
+        code, _, err = run_xcompat(*embedding, *more)
+        assert code == 2 and said in err
+    code, _, err = run_xcompat(*embedding[:-1], "photos")
+    assert code == 2 and "photos" in err and (shop / "photos" / names[0]).exists()
+
+
+def test_the_demo_ends_with_a_search_that_works(run_xcompat: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_xcompat("demo")
+    assert code == 0 and "63% of 1,000 texts of the new model find their image first" in out, err
+    typed = out.splitlines()[-1].split()
+    assert typed[0] == "xcompat"
+    code, out, err = run_xcompat(*typed[1:])
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    assert np.mean([each["query"] == each["hits"][0]["id"] for each in found]) == pytest.approx(0.63, abs=0.005)
+    code, _, err = run_xcompat("demo")
+    assert code == 2 and "demo exists; choose another folder with --out, or delete it" in err

@@ -1,0 +1,140 @@
+"""Galleries of bare faiss indexes, kept in a cache folder and made again after the index has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from filelock import FileLock
+
+from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.progress import notice
+from xcompat.models.base import CompatModel
+from xcompat.retrieval.adopted_index import open_adopted, read_head
+from xcompat.retrieval.adoption import adopt_faiss, require_index
+from xcompat.retrieval.commands import read_ids
+from xcompat.retrieval.gallery import Gallery
+from xcompat.retrieval.manifest import CURRENT
+from xcompat.retrieval.versions import identity
+
+if TYPE_CHECKING:
+    from xcompat.models.embedder import Embedder
+    from xcompat.retrieval.originals import Originals
+    from xcompat.retrieval.versions import Model
+
+IDS_BESIDE = ("{}.ids.txt", "{}_ids.txt", "ids.txt")
+"""Names of a file with the ids of an index, beside it; {} is the name of the index without suffix."""
+
+
+def open_index(
+    index: Path,
+    model: Model,
+    ids: Path | None = None,
+    old: Embedder | None = None,
+    originals: Originals | None = None,
+) -> Gallery:
+    """Open a faiss index as a gallery. The index stays as it is.
+
+    The gallery holds ids and metadata in the user's cache folder. It is used again until the index, its ids or the model change.
+
+    Args:
+        index: the index file.
+        model: the query model: a map for this index, or the model that made the vectors.
+        ids: file with one id per line; None for a file of :data:`IDS_BESIDE`, or else the ids in the index.
+        old: the model that made the vectors; None for the old model of the map.
+        originals: pictures or texts of the vectors, see :func:`~xcompat.retrieval.own_ids.name_rows`.
+
+    Raises:
+        XcompatError: the index cannot be adopted, or the map belongs to another dimension.
+    """
+    require_index(index)
+    maker, alias = _model_of_vectors(index, model, old)
+    if ids is None and (ids := find_ids(index)) is not None:
+        notice(f"the ids of {index} come from {ids}")
+    names = read_ids(ids) if ids is not None else None
+    folder = _folder(index, names, (identity(maker), alias), originals)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not _is_current(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            if old is None:
+                notice(f"{index} does not record its model; its vectors are read as those of {identity(maker)}")
+            describe = partial(_metadata_of, originals) if originals is not None else None
+            adopt_faiss(folder, index, names, maker, describe, originals.ids if originals is not None else (), numbers_rows=True)
+    gallery = Gallery.open(folder)
+    if alias is not None and alias.digest not in gallery.manifest.versions[0].shares:
+        gallery.add_alias(alias)
+    if originals is not None and all(version is None for version in gallery.find(originals.ids)):
+        notice(f"no id of {index} is one of the {originals.kind}, whose first id is {originals.ids[0]!r}; set --ids")
+    return gallery
+
+
+def find_ids(index: Path) -> Path | None:
+    """Return the file with the ids of an index that lies beside it, if there is one."""
+    names = (name.format(index.stem) for name in IDS_BESIDE)
+    return next((file for name in names if (file := index.with_name(name)).is_file()), None)
+
+
+def _model_of_vectors(index: Path, model: Model, old: Embedder | None) -> tuple[Model, Fingerprint | None]:
+    """Return the model that made the vectors, and the name by which the map calls it, if it knows only a name."""
+    if not isinstance(model, CompatModel):
+        return (model if old is None else old), None
+    if model.maps_galleries:
+        raise XcompatError(
+            f"{identity(model)} maps stored vectors and not queries; adopt {index} with `xcompat gallery adopt`, and map "
+            "it with `xcompat gallery upgrade`"
+        )
+    if not model.compatible_with:
+        return (model if old is None else old), None
+    searched, dim = model.version_dims()[0]
+    head = read_head(index)
+    if head is not None and head[0] != dim:
+        raise XcompatError(
+            f"{index} has {head[0]} dimensions, but {identity(model)} searches the {dim} of {searched}; use the index that the "
+            "map was fitted for"
+        )
+    if old is None:
+        return searched, None
+    return old, searched if searched.is_name_only else None
+
+
+def _folder(index: Path, names: list[str] | None, models: Iterable[Fingerprint | None], originals: Originals | None) -> Path:
+    """Return the folder in the cache for an index with these ids, models and originals."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    known = originals.ids if originals is not None else None
+    content = [str(index.resolve()), names, known, *(model.digest for model in models if model is not None)]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return cache / "xcompat" / "indexes" / f"{index.stem}-{digest[:16]}"
+
+
+def _metadata_of(originals: Originals, ids: Sequence[str]) -> list[dict[str, Any] | None]:
+    """Return the metadata of each item, None for items without an original."""
+    rows = {name: row for row, name in enumerate(originals.ids)}
+    places_n = np.array([place for place, name in enumerate(ids) if name in rows], np.int64)
+    metadata: list[dict[str, Any] | None] = [None] * len(ids)
+    if len(places_n):
+        found = originals.metadata(np.array([rows[ids[place]] for place in places_n.tolist()], np.int64))
+        for place, about in zip(places_n.tolist(), found, strict=True):
+            metadata[place] = about
+    return metadata
+
+
+def _is_current(folder: Path) -> bool:
+    """Return whether a gallery exists whose index has not changed since."""
+    if not (folder / CURRENT).is_file():
+        return False
+    try:
+        gallery = Gallery.open(folder)
+        for segment in gallery.segments:
+            open_adopted(segment.record, gallery.metric, folder)
+    except XcompatError:
+        return False
+    return True
