@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from xcompat.retrieval.originals import load_originals
 
 pytest.importorskip("starlette")
 
-from xcompat.serve.target import load_site
+from xcompat.serve.site_loading import load_site
 
 Run = Callable[..., tuple[int, str, str]]
 OLD = Fingerprint.from_string("old")
@@ -230,12 +231,14 @@ def test_pictures_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, st
 def test_the_demo_ends_with_a_search_that_works(run_xcompat: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = run_xcompat("demo")
-    assert code == 0 and "63% of 1,000 texts of the new model find their image first" in out, err
-    typed = out.splitlines()[-1].split()
-    assert typed[0] == "xcompat"
-    code, out, err = run_xcompat(*typed[1:])
+    assert code == 0, err
+    shares = {row: float(re.search(rf"{row} +([\d.]+) \(", out)[1]) for row in ("old/old", "new/old", "new/new")}
+    assert shares["old/old"] < shares["new/old"] < shares["new/new"]
+    search = next(line for line in out.splitlines() if line.startswith("xcompat gallery search"))
+    code, out, err = run_xcompat(*search.split()[1:])
     assert code == 0, err
     found = [json.loads(line) for line in out.splitlines()]
-    assert np.mean([each["query"] == each["hits"][0]["id"] for each in found]) == pytest.approx(0.63, abs=0.005)
+    share = np.mean([each["query"] == each["hits"][0]["id"] for each in found])
+    assert share == pytest.approx(shares["new/old"] / 100, abs=0.005)
     code, _, err = run_xcompat("demo")
     assert code == 2 and "demo exists; choose another folder with --out, or delete it" in err

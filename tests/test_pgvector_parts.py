@@ -109,7 +109,7 @@ def test_the_command_line_migrates_one_collection(
         row: vector.tolist() for row, vector in other.items()
     }
     known = xcompat.stores.open(uri, DOCS)
-    assert known.describe()["fingerprint"] == Mapping(model).made[0].digest and known.count() == N
+    assert known.describe()["fingerprint"] == Mapping(model).target[0].digest and known.count() == N
     assert xcompat.stores.open(uri).describe()["fingerprint"] is None
 
 
@@ -123,7 +123,7 @@ def test_each_collection_has_its_own_model(
     other = xcompat.stores.open(f"{postgres}&table=items", "collection = 'code'")
     commands.name_model(other, "another model")
     assert other.spaces()["embedding"].fingerprint == Fingerprint.from_string("another model")
-    assert store.spaces()["embedding"].fingerprint == Mapping(model).made[0]
+    assert store.spaces()["embedding"].fingerprint == Mapping(model).target[0]
     hits = store.find(Mapping(model)(vectors[:1]), model, 3)[0]
     assert hits[0].id == "0" and len(hits) == 3
 
@@ -150,7 +150,7 @@ def test_a_migration_of_all_rows_ends_the_records_of_parts(
     migration.start(whole, Mapping(model))
     migration.switch(whole, Mapping(model))
     again = xcompat.stores.open(f"{postgres}&table=items", DOCS)
-    assert again.spaces()["embedding"].fingerprint == Mapping(model).made[0]
+    assert again.spaces()["embedding"].fingerprint == Mapping(model).target[0]
 
 
 def test_a_model_recorded_for_all_rows_ends_with_the_switch(

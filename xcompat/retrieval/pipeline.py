@@ -73,7 +73,7 @@ class CompatibleRetrievalPipeline(Pipeline):
             see
             :func:`~xcompat.retrieval.fetching.fetch`.
         embed_with: embeds texts for a map of a service's embeddings: a function, its name, or a
-            :class:`~xcompat.embedding_provider.Provider`.
+            :class:`~xcompat.embeddings.provider.Provider`.
         rerank: number of hits to re-rank, e.g. 20; or a :class:`~xcompat.retrieval.reranking.Reranker`.
         originals: path of the gallery's originals for ``rerank``; None for the texts in its metadata.
         kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by``

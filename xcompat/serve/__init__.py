@@ -25,7 +25,7 @@ def serve_target(
     """Serve a page until interrupted.
 
     Args:
-        target: a gallery, an index or a run, as for :func:`~xcompat.serve.target.load_site`.
+        target: a gallery, an index or a run, as for :func:`~xcompat.serve.site_loading.load_site`.
         options: address and password of the page.
         model: the new model.
         old: the old model.
