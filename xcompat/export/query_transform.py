@@ -147,7 +147,7 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
     if memory is not None and memory.settings["entries"]:
         raise XcompatError(
             "a faiss index cannot store the entries of a query memory; remove them with --memory metric, or in Python with "
-            "model.remember(model.memory.metric_alone())"
+            "model.remember(model.memory.without_entries())"
         )
     weights = layers[0].state_dict()
     weight_dD = weights["weight"][:dim].float().cpu().contiguous()
