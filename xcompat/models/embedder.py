@@ -131,7 +131,7 @@ class Embedder:
     def lookup(self, ids: Sequence[str]) -> None:
         """Return None, because this model computes embeddings."""
 
-    def require_model(self, otherwise: str) -> Embedder:
+    def require_model(self, error_message: str) -> Embedder:
         """Return the embedder itself."""
         return self
 

@@ -54,11 +54,11 @@ class FrozenModel(Protocol):
             XcompatError: an id has no stored embedding.
         """
 
-    def require_model(self, otherwise: str) -> Embedder:
+    def require_model(self, error_message: str) -> Embedder:
         """Return the model that embeds, or raise.
 
         Args:
-            otherwise: error message after the model's name.
+            error_message: error message after the model's name.
 
         Raises:
             XcompatError: there are only stored embeddings.

@@ -71,9 +71,9 @@ class StoredModel:
         if self.embeds_Nd is None:
             raise XcompatError(f"{self.name}: {ONLY_PROTOTYPES.format(method)}")
 
-    def require_model(self, otherwise: str) -> NoReturn:
+    def require_model(self, error_message: str) -> NoReturn:
         """Raise, because there is no model."""
-        raise XcompatError(f"{self.name} {otherwise}")
+        raise XcompatError(f"{self.name} {error_message}")
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Return the stored embeddings of images.

@@ -13,16 +13,16 @@ from xcompat.encoders import require_model
 from xcompat.encoders.model_files import is_xcompat_model
 
 
-def require_one_search(query: str | None, queries: str | None, two_forms: bool, below_nothing: bool) -> None:
+def require_one_search(query: str | None, queries: str | None, two_forms: bool, lacks_fallback: bool) -> None:
     """Raise unless a search has one kind of query and one output format.
 
     Args:
         query: one query.
         queries: a source of many.
         two_forms: whether JSON and CSV are requested.
-        below_nothing: whether a confidence is set without an old model.
+        lacks_fallback: whether a confidence is set without an old model.
     """
-    if below_nothing:
+    if lacks_fallback:
         raise XcompatError("--fallback-below needs an old model; set it with --fallback")
     if (query is None) == (queries is None):
         raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
