@@ -21,7 +21,7 @@ from xcompat.core.files import atomic_path, read_json, write_json
 from xcompat.core.metric_names import metric_name
 from xcompat.evaluation.cases import ALL
 from xcompat.report import Report, load_report, report_file
-from xcompat.report.comparison import Contender, compare, comparison_file
+from xcompat.report.comparison import EvaluatedMethod, compare, comparison_file
 from xcompat.report.wording import gain_with_interval
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "leaderboard.md"
@@ -85,7 +85,7 @@ def entry(place: Path, protocol: Path) -> dict[str, Any]:
     report, theirs = load_report(place), _a_report(protocol)
     if not _old_queries(report).items() >= _old_queries(theirs).items():
         raise SystemExit(f"{place} was not judged on the old gallery of this protocol; write that with benchmarks/entry.py")
-    row = compare(place.name, [Contender(place.name, "embeddings", {0: report}, 0, False, [0.0])]).methods[0]
+    row = compare(place.name, [EvaluatedMethod(place.name, "embeddings", {0: report}, 0, False, [0.0])]).methods[0]
     gain: dict[str, dict[str, Any]] = {}
     for (side, metric), each in row.gains.items():
         gain.setdefault(side, {})[metric] = {"mean": each.mean, "low": each.low, "high": each.high}

@@ -23,10 +23,10 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import (
-    Contestants,
     Difference,
     EmbeddedImages,
     EmbeddedPairs,
+    EvaluatedModels,
     EvaluationOptions,
     evaluate,
     paired_bootstrap,
@@ -36,7 +36,7 @@ from xcompat.methods import METHODS
 from xcompat.report import Report, ReportContent, load_report, wording
 from xcompat.report.comparison import (
     Comparison,
-    Contender,
+    EvaluatedMethod,
     Spread,
     compare,
     comparison_file,
@@ -85,7 +85,7 @@ def judged(
     build = labelled if make is EmbeddedImages else paired
     old, view = build("old", 8, 2.5, seed), build("new", 8, noise, seed)
     new, plain = build("new", 12, noise, seed, 2), build("plain", 12, 0.9, seed, 3)
-    contestants = Contestants(old, view, new, plain)
+    contestants = EvaluatedModels(old, view, new, plain)
     evaluation = evaluate(contestants, EvaluationOptions(ks, n_resamples=RESAMPLES))
     if make is EmbeddedPairs:
         captions = np.repeat(np.arange(N_ITEMS), 2)
@@ -93,27 +93,27 @@ def judged(
     return ReportContent(evaluation, contestants, "bct", tsne_pairs=0)
 
 
-def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> list[Contender]:
+def make_contenders(folder: Path, make: type, seeds: Sequence[int] = SEEDS) -> list[EvaluatedMethod]:
     for name, noise in NOISE.items():
         for seed in seeds:
             save_report(folder / f"seed-{seed}" / name, build_report(judged(make, noise, seed)))
     reports = {name: {seed: load_report(folder / f"seed-{seed}" / name) for seed in seeds} for name in NOISE}
     seconds = [2.0, 4.0, 6.0][: len(seeds)]
-    return [Contender(name, "bct", reports[name], 10 * place, name == "fair", seconds) for place, name in enumerate(NOISE)]
+    return [EvaluatedMethod(name, "bct", reports[name], 10 * place, name == "fair", seconds) for place, name in enumerate(NOISE)]
 
 
 @pytest.fixture(scope="module")
-def contenders(tmp_path_factory: pytest.TempPathFactory) -> list[Contender]:
+def contenders(tmp_path_factory: pytest.TempPathFactory) -> list[EvaluatedMethod]:
     return make_contenders(tmp_path_factory.mktemp("labelled"), EmbeddedImages)
 
 
 @pytest.fixture(scope="module")
-def pair_contenders(tmp_path_factory: pytest.TempPathFactory) -> list[Contender]:
+def pair_contenders(tmp_path_factory: pytest.TempPathFactory) -> list[EvaluatedMethod]:
     return make_contenders(tmp_path_factory.mktemp("pairs"), EmbeddedPairs)
 
 
 @pytest.fixture(scope="module")
-def comparison(contenders: list[Contender]) -> Comparison:
+def comparison(contenders: list[EvaluatedMethod]) -> Comparison:
     return compare("study", contenders, RESAMPLES)
 
 
@@ -125,7 +125,7 @@ def metric_of(report: Report, label: str, key: tuple[str, str]) -> float:
 # ------------------------------------------------------------------------------------------------------------ numbers
 
 
-def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, contenders: list[Contender]) -> None:
+def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, contenders: list[EvaluatedMethod]) -> None:
     assert [row.name for row in comparison.rows] == ["old", "independent", *NOISE]
     assert comparison.independent is not None
     sides = [(comparison.old.old_gallery, contenders[0], "old/old")]
@@ -144,7 +144,7 @@ def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, c
     assert comparison.sizes == {"image-to-image": (N_ITEMS - 1, N_ITEMS)}
 
 
-def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender]) -> None:
+def test_verdicts_and_costs(comparison: Comparison, contenders: list[EvaluatedMethod]) -> None:
     for row, contender in zip(comparison.methods, contenders, strict=True):
         criteria = [report.criterion for report in contender.reports.values()]
         assert row.compatible == sum(each.backward_compatible for each in criteria)
@@ -161,7 +161,9 @@ def test_verdicts_and_costs(comparison: Comparison, contenders: list[Contender])
     assert len(set().union(*outcomes.values())) > 1
 
 
-def test_peak_memory_has_a_column_where_it_is_known(comparison: Comparison, contenders: list[Contender], tmp_path: Path) -> None:
+def test_peak_memory_has_a_column_where_it_is_known(
+    comparison: Comparison, contenders: list[EvaluatedMethod], tmp_path: Path
+) -> None:
     assert not any("memory" in column for column in tables(comparison)[-1].columns), "no report says it"
     peaks = {"good": [1_000, 3_000_000_000, 2_000], "fair": [5_000, 5_000, 4_000], "bad": [7, 7, 7]}
     told = []
@@ -188,10 +190,12 @@ def test_peak_memory_has_a_column_where_it_is_known(comparison: Comparison, cont
 
 
 def test_cases_that_were_asked_for_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
-    contestants = Contestants(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), labelled("new", 8, 0.1, 0))
+    contestants = EvaluatedModels(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), labelled("new", 8, 0.1, 0))
     evaluation = evaluate(contestants, EvaluationOptions(old_on_new=True, rerank=5, n_resamples=RESAMPLES))
     save_report(tmp_path / "report", build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
-    measured = compare("study", [Contender("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES)
+    measured = compare(
+        "study", [EvaluatedMethod("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES
+    )
     write_comparison(tmp_path, measured)
     cases = (("old/new", "from_old", "old queries"), ("new+rerank/old", "reranked", "re-ranked"))
     for label, field, column in cases:
@@ -205,11 +209,11 @@ def test_cases_that_were_asked_for_have_columns_where_they_were_measured(compari
 def test_what_memory_does_has_a_table_where_queries_remember(comparison: Comparison, tmp_path: Path) -> None:
     old, new = labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)
     wearing = {WITHOUT_MEMORY: labelled("new", 8, 1.5, 1), OLD_WITH_MEMORY: labelled("old", 8, 2.0, 1)}
-    contestants = Contestants(old, new, extra=wearing)
+    contestants = EvaluatedModels(old, new, extra=wearing)
     evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
     save_report(tmp_path / "report", build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
     report = load_report(tmp_path / "report")
-    measured = compare("study", [Contender("bct", "bct", {0: report}, 0, False, [1.0])], RESAMPLES)
+    measured = compare("study", [EvaluatedMethod("bct", "bct", {0: report}, 0, False, [1.0])], RESAMPLES)
     row = measured.methods[0]
     without, with_memory, new_old = (metric_of(report, f"{query}/old", MAP) for query in (*wearing, "new"))
     assert without != with_memory != new_old
@@ -229,14 +233,14 @@ def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path)
     for order in ((0, 1), (1, 0)):
         reports = {}
         for seed, extra in zip(order, (wearing, {}), strict=True):
-            contestants = Contestants(old, new, extra=extra)
+            contestants = EvaluatedModels(old, new, extra=extra)
             evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
             folder = tmp_path / str(order[0]) / str(seed)
             save_report(folder, build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
             reports[seed] = load_report(folder)
         (measured, _), labels = (reports[seed] for seed in order), [*(f"{query}/old" for query in wearing), "new/old", "old/old"]
         without, with_memory, new_old, old_old = (metric_of(measured, label, MAP) for label in labels)
-        study = compare("study", [Contender("bct", "bct", dict(sorted(reports.items())), 0, False, [1.0] * 2)], RESAMPLES)
+        study = compare("study", [EvaluatedMethod("bct", "bct", dict(sorted(reports.items())), 0, False, [1.0] * 2)], RESAMPLES)
         row = study.methods[0]
         assert row.without_memory[MAP].mean == pytest.approx((without + new_old) / 2)
         assert row.old_with_memory[MAP].mean == pytest.approx((with_memory + old_old) / 2)
@@ -244,7 +248,9 @@ def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path)
         assert [note for note in study.notes if note.startswith("In 1 of 2 seeds, queries of bct")]
 
 
-def test_values_per_query_average_to_the_metrics(contenders: list[Contender], pair_contenders: list[Contender]) -> None:
+def test_values_per_query_average_to_the_metrics(
+    contenders: list[EvaluatedMethod], pair_contenders: list[EvaluatedMethod]
+) -> None:
     for contender in (*contenders, *pair_contenders):
         for report in contender.reports.values():
             for case in report.cases:
@@ -260,7 +266,7 @@ def test_values_per_query_average_to_the_metrics(contenders: list[Contender], pa
                         assert np.isfinite(values_Q).sum() == case.n_queries
 
 
-def test_gains_are_of_values_averaged_over_seeds(comparison: Comparison, contenders: list[Contender]) -> None:
+def test_gains_are_of_values_averaged_over_seeds(comparison: Comparison, contenders: list[EvaluatedMethod]) -> None:
     values = {}
     for contender in contenders:
         for query in ("old", "new"):
@@ -294,7 +300,7 @@ def test_one_seed_gains_what_its_report_says(make: type, tmp_path: Path) -> None
         assert all(spread.std is None for spread in (row.old_gallery | row.own_gallery).values())
 
 
-def test_a_tie_of_stored_values_is_no_loss(contenders: list[Contender]) -> None:
+def test_a_tie_of_stored_values_is_no_loss(contenders: list[EvaluatedMethod]) -> None:
     """Reports hold float32: numbers that cancel in float64 leave some 1e-9 of them."""
     with_tie = []
     for each in contenders:
@@ -312,7 +318,7 @@ def test_a_tie_of_stored_values_is_no_loss(contenders: list[Contender]) -> None:
     assert gain.low < 0 < gain.high
 
 
-def test_captions_of_one_image_are_drawn_together(pair_contenders: list[Contender]) -> None:
+def test_captions_of_one_image_are_drawn_together(pair_contenders: list[EvaluatedMethod]) -> None:
     alone = [
         replace(each, reports={seed: replace(report, clusters={}) for seed, report in each.reports.items()})
         for each in pair_contenders
@@ -325,7 +331,7 @@ def test_captions_of_one_image_are_drawn_together(pair_contenders: list[Contende
     assert list(together.sizes) == ["image-to-text", "text-to-image"]
 
 
-def test_reports_without_values_per_query_have_no_differences(contenders: list[Contender]) -> None:
+def test_reports_without_values_per_query_have_no_differences(contenders: list[EvaluatedMethod]) -> None:
     bare = replace(
         contenders[1], reports={s: replace(r, ranks={}, average_precision={}) for s, r in contenders[1].reports.items()}
     )
@@ -337,7 +343,7 @@ def test_reports_without_values_per_query_have_no_differences(contenders: list[C
     assert found.methods[1].old_gallery == compare("study", contenders, RESAMPLES).methods[1].old_gallery
 
 
-def test_without_independent_there_is_no_ceiling(contenders: list[Contender]) -> None:
+def test_without_independent_there_is_no_ceiling(contenders: list[EvaluatedMethod]) -> None:
     def alone(report: Report) -> Report:
         cases = [case for case in report.cases if "independent" not in case.label]
         return replace(report, cases=cases, criterion=replace(report.criterion, new_model_not_hurt=None))
@@ -355,11 +361,11 @@ def test_without_independent_there_is_no_ceiling(contenders: list[Contender]) ->
 # -------------------------------------------------------------------------------------------------------- one protocol
 
 
-def changed(contender: Contender, seed: int, **changes: object) -> Contender:
+def changed(contender: EvaluatedMethod, seed: int, **changes: object) -> EvaluatedMethod:
     return replace(contender, reports={**contender.reports, seed: replace(contender.reports[seed], **changes)})
 
 
-def test_different_protocols_are_refused(contenders: list[Contender]) -> None:
+def test_different_protocols_are_refused(contenders: list[EvaluatedMethod]) -> None:
     first, second, third = contenders
     report = second.reports[1]
     other_old = Fingerprint.from_string("another")
@@ -392,8 +398,8 @@ def test_different_protocols_are_refused(contenders: list[Contender]) -> None:
 @pytest.fixture(scope="module", params=["labelled", "pairs"])
 def written(
     request: pytest.FixtureRequest,
-    contenders: list[Contender],
-    pair_contenders: list[Contender],
+    contenders: list[EvaluatedMethod],
+    pair_contenders: list[EvaluatedMethod],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Comparison, Path]:
     found = compare("a | <study>", contenders if request.param == "labelled" else pair_contenders, RESAMPLES)
@@ -442,7 +448,7 @@ def test_markdown_page_and_terminal_say_every_number(written: tuple[Comparison, 
     assert "a | &lt;study&gt;" in page
 
 
-def test_the_summary_counts_methods(contenders: list[Contender]) -> None:
+def test_the_summary_counts_methods(contenders: list[EvaluatedMethod]) -> None:
     alone = [each for each in contenders if each.name == "good"]
     assert summary(compare("study", alone, RESAMPLES)).startswith("0 of 1 method is backward compatible with all")
     assert summary(compare("study", contenders, RESAMPLES)).startswith("0 of 3 methods are backward compatible with all")
@@ -669,8 +675,8 @@ def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path
 
 def test_the_leaderboard_is_what_the_comparisons_say(
     comparison: Comparison,
-    contenders: list[Contender],
-    pair_contenders: list[Contender],
+    contenders: list[EvaluatedMethod],
+    pair_contenders: list[EvaluatedMethod],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -722,7 +728,7 @@ def test_the_leaderboard_is_what_the_comparisons_say(
     assert page.read_text() == written
 
 
-def save_a_report(protocol: Path, contenders: list[Contender]) -> None:
+def save_a_report(protocol: Path, contenders: list[EvaluatedMethod]) -> None:
     folder = protocol / "seed-0" / contenders[0].name / "report"
     folder.mkdir(parents=True)
     save_report(folder, contenders[0].reports[0])

@@ -14,8 +14,8 @@ from data_layouts import make_all
 from data_layouts.labelled import CATEGORIES, SYNSETS, records
 
 from xcompat.core.errors import XcompatError
-from xcompat.data import LabelledSource, PairSource, Subset, load_classes, load_labelled, load_pairs, open_image, select
-from xcompat.data.content_type import holds_pictures
+from xcompat.data import LabelledSource, PairSource, Subset, load_classes, load_labelled, load_pairs, open_image, select_subset
+from xcompat.data.content_type import contains_images
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_first_classes_of_cifar_100_are_those_of_the_lowest_label(made: Path
     assert train.classes == [f"fine {number}" for number in range(100)]
     assert train.labels().tolist() == list(range(99, -1, -1))
     assert train.dataset["id"][:2] == ["train.bin/0", "train.bin/1"], "no id of the test part"
-    half = select(train, Subset(scenario="extended-class", fraction=0.5, side="old"))
+    half = select_subset(train, Subset(scenario="extended-class", fraction=0.5, side="old"))
     assert sorted(half.labels().tolist()) == list(range(50))
     pixels_HWC = np.asarray(open_image(train.dataset[7]["image"]))
     assert pixels_HWC.shape == (32, 32, 3) and (pixels_HWC == 7).all()
@@ -115,7 +115,7 @@ def test_places_has_a_slash_before_its_paths_and_labels_behind_its_names(made: P
     assert train.dataset[0]["id"] == "a/airfield/00000001.jpg"
     assert train.dataset[0]["image"]["path"] == str((folder / "data_256/a/airfield/00000001.jpg").resolve())
     assert len(labelled(folder / "places365_val.txt").classes) == 4
-    assert holds_pictures(str(folder / "places365_val.txt")), "a gallery takes a list too"
+    assert contains_images(str(folder / "places365_val.txt")), "a gallery takes a list too"
 
 
 def test_faces_in_folders_and_as_lists_without_classes(made: Path) -> None:
@@ -123,7 +123,7 @@ def test_faces_in_folders_and_as_lists_without_classes(made: Path) -> None:
         folders, listed = labelled(made / "vggface2" / part), labelled(made / "vggface2" / f"{part}_list.txt")
         assert folders.class_names() == listed.class_names() and folders.classes == listed.classes
         assert folders.dataset["id"][:] == listed.dataset["id"][:]
-    assert select(listed, Subset(limit_per_class=2)).labels().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert select_subset(listed, Subset(limit_per_class=2)).labels().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_numbers_behind_names_are_labels_only_if_all_are(tmp_path: Path) -> None:

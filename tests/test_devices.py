@@ -24,8 +24,8 @@ from transformers import TrainerControl, TrainerState
 
 from xcompat import Fingerprint
 from xcompat.data import load_pairs
-from xcompat.embeddings.embed import decoding, embed_images, embed_texts
-from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, first_hit_ranks, ranking_per_query
+from xcompat.embeddings.embed import decoding_options, embed_images, embed_texts
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EvaluatedModels, first_hit_ranks, ranking_per_query
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, originals
 from xcompat.retrieval.fallback import Fallback, OldQueries
@@ -222,7 +222,7 @@ def test_items_that_nobody_read_are_left_out_on_a_gpu_too() -> None:
     pairs = EmbeddedPairs("clip", clip, far, far[[0, 2]], ids, ["a", "b"])
     images = EmbeddedImages("clip", clip, far, far, ids, ids, ids, ids)
     for model, left in ((pairs, {"images": 2, "texts": 1}), (images, {"queries": 2, "images": 2})):
-        kept = Contestants(model, model).without_unreadable().old.matrices()
+        kept = EvaluatedModels(model, model).without_unreadable().old.matrices()
         assert {kind: len(each) for kind, each in kept.items()} == left and np.isfinite(np.concatenate([*kept.values()])).all()
 
 
@@ -246,7 +246,7 @@ def test_a_shard_is_tokenised_while_a_gpu_computes_another(elsewhere: Elsewhere,
 def test_images_are_decoded_by_the_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert decoding(GPU) == {"threads": 3, "ahead": True}
+    assert decoding_options(GPU) == {"threads": 3, "ahead": True}
 
 
 @pytest.mark.parametrize("n_classes", [3, 40])

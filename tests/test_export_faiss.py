@@ -150,7 +150,7 @@ def test_the_command_exports_a_map_without_what_it_remembers(kept: Literal["metr
     commands.to_faiss(tmp_path / "old.faiss", str(tmp_path / "model"), tmp_path / "new.faiss", False, kept)
     expected = model.remember(model.memory.without_entries() if kept == "metric" else None)
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)[1]
-    np.testing.assert_array_equal(rows, plain.search(expected.view(queries).detach().numpy(), 10)[1])
+    np.testing.assert_array_equal(rows, plain.search(expected.to_space(queries).detach().numpy(), 10)[1])
 
 
 def test_without_the_length_ranks_by_inner_product_are_the_same(tmp_path: Path) -> None:

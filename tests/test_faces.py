@@ -20,9 +20,9 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import LabelledSource, load_labelled
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.evaluation import (
-    Contestants,
     EmbeddedImages,
     EmbeddedTemplates,
+    EvaluatedModels,
     EvaluationOptions,
     TemplateProtocol,
     bootstrap_interval,
@@ -119,7 +119,7 @@ def test_cameras_reach_every_case_and_interval() -> None:
     both = {"query_cameras": cameras, "gallery_cameras": cameras}
     old, new = embedded("old", **both), embedded("new", **both)
     options = EvaluationOptions(ks=(1,), n_resamples=100)
-    cases = {case.label: case for case in evaluate(Contestants(old, new), options).cases}
+    cases = {case.label: case for case in evaluate(EvaluatedModels(old, new), options).cases}
     for label, asking in (("old/old", old), ("new/old", new)):
         problem = (asking.query_embeds_QD, old.gallery_embeds_GD, labels, labels, range(48), range(48))
         expected = cmc(*problem, ks=(1,), **both)[1]
@@ -127,7 +127,7 @@ def test_cameras_reach_every_case_and_interval() -> None:
     kept = old.keep((np.arange(48) > 1, np.arange(48) > 2))
     assert list(kept.query_cameras or ()) == cameras[2:].tolist() and list(kept.gallery_cameras or ()) == cameras[3:].tolist()
     with pytest.raises(XcompatError, match="query_cameras differ between new_view and old"):
-        evaluate(Contestants(old, embedded("new")), options)
+        evaluate(EvaluatedModels(old, embedded("new")), options)
 
 
 # -------------------------------------------------------------------------------------------------------------- rates
@@ -145,7 +145,7 @@ def random_images(name: str, seed: int, n_queries: int = 60, n_gallery: int = 40
 def test_rates_of_a_report_are_those_of_the_functions() -> None:
     old, new = random_images("old", 0), random_images("new", 1)
     options = EvaluationOptions(ks=(1,), n_resamples=300, fars=(0.01, 0.1), fpirs=(0.2,))
-    found = evaluate(Contestants(old, new), options)
+    found = evaluate(EvaluatedModels(old, new), options)
     for case in found.cases:
         asking = old if case.query == "old" else new
         problem = (asking.query_embeds_QD, old.gallery_embeds_GD, old.query_labels, old.gallery_labels)
@@ -174,7 +174,7 @@ def test_the_interval_of_a_share_of_pairs_is_that_of_drawing_queries_with_their_
 
 def test_rates_that_are_equal_are_not_told_apart() -> None:
     old = random_images("old", 0)
-    criterion = evaluate(Contestants(old, old), EvaluationOptions(ks=(1,), n_resamples=100, fars=(0.03,))).criterion
+    criterion = evaluate(EvaluatedModels(old, old), EvaluationOptions(ks=(1,), n_resamples=100, fars=(0.03,))).criterion
     assert not criterion.backward_compatible and any("tar@far=3e-2" in line for line in criterion.failed)
 
 
@@ -339,7 +339,7 @@ def embedded_templates(ijbc: Path, name: str, seed: int, **changes: Any) -> Embe
 def test_pairs_are_verified_and_subjects_identified_as_loops_do(ijbc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = embedded_templates(ijbc, "old", 0), embedded_templates(ijbc, "new", 1)
     options = EvaluationOptions(n_resamples=100, fars=(0.1,), fpirs=(0.2,), ks=(1,))
-    found = evaluate(Contestants(old, new), options)
+    found = evaluate(EvaluatedModels(old, new), options)
     cases = {(case.label, case.direction): case for case in found.cases}
     lines = [line.split() for line in Path(of_ijbc(ijbc)["members"]).read_text().splitlines()]
     templates, media = [int(line[1]) for line in lines], [int(line[2]) for line in lines]
@@ -361,13 +361,13 @@ def test_pairs_are_verified_and_subjects_identified_as_loops_do(ijbc: Path, monk
     assert found.clusters["verification"].tolist() == np.repeat(np.arange(6), 2).tolist()
     assert ("old", "old", "verification") not in found.ranks and ("old", "old", "identification") in found.ranks
     monkeypatch.setattr("xcompat.evaluation.embedded_templates._ROWS", 1)
-    assert evaluate(Contestants(old, new), options).cases == found.cases
+    assert evaluate(EvaluatedModels(old, new), options).cases == found.cases
 
 
 def test_one_gallery_alone_is_an_open_set(ijbc: Path) -> None:
     one = {"gallery": of_ijbc(ijbc)["gallery"][:1], "pairs": None}
     old, new = (embedded_templates(ijbc, name, seed, **one) for seed, name in enumerate(("old", "new")))
-    case = evaluate(Contestants(old, new), EvaluationOptions(n_resamples=100, fpirs=(0.4,))).cases[1]
+    case = evaluate(EvaluatedModels(old, new), EvaluationOptions(n_resamples=100, fpirs=(0.4,))).cases[1]
     pooled = [pooled_templates(each.image_embeds_ND, each.protocol.templates_N, each.protocol.media_N) for each in (new, old)]
     probes, gallery = [row for row in range(18) if row % 3], [0, 3, 6]
     subjects = [row // 3 for row in probes], [0, 1, 2]
@@ -379,7 +379,7 @@ def test_templates_without_a_readable_image_are_left_out(ijbc: Path) -> None:
     old, new = embedded_templates(ijbc, "old", 0), embedded_templates(ijbc, "new", 1)
     embeds = np.array(new.image_embeds_ND)
     embeds[:5] = np.nan  # all of template 0, which is in the gallery, and one image of template 1
-    kept = Contestants(old, new.with_matrices({"images": embeds})).without_unreadable()
+    kept = EvaluatedModels(old, new.with_matrices({"images": embeds})).without_unreadable()
     found = evaluate(kept, EvaluationOptions(n_resamples=100))
     assert {case.direction: (case.n_queries, case.n_gallery) for case in found.cases} == {
         "verification": (10, 60),
@@ -417,9 +417,9 @@ def test_templates_that_a_list_cannot_do_without_are_named(lists: dict[str, Any]
         EmbeddedTemplates(name, Fingerprint.from_string(name), each, rows, whole)
         for name, each in (("old", embeds), ("new", cut))
     )
-    evaluate(Contestants(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
+    evaluate(EvaluatedModels(old, old), EvaluationOptions(n_resamples=2, ks=(1,)))
     with pytest.raises(XcompatError, match=f"the templates 105 have no readable image, and without them {gone}"):
-        Contestants(old, new).without_unreadable()
+        EvaluatedModels(old, new).without_unreadable()
 
 
 def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path: Path) -> None:

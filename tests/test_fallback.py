@@ -18,7 +18,7 @@ from transformers import AutoModel, pipeline
 
 import xcompat
 from xcompat import FingerprintMismatchError, XbtModel, XcompatError, cli
-from xcompat.evaluation import Contestants, EmbeddedImages
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels
 from xcompat.evaluation.selective import area_under_roc, risk_coverage
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
@@ -260,7 +260,7 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     odd_N1 = np.arange(len(pairs))[:, None] % 2 == 1
     new = np.where(odd_N1, pairs.old_Nd, np.roll(pairs.old_Nd, 1, axis=0))  # the others ask for what lies beside them
     sure = np.where(odd_N1, 0.9, 0.2) + 0.01 * draw.random(odd_N1.shape)
-    contestants = Contestants(images("old", pairs.old_Nd), images("new", new), confidence=images("confidence", sure))
+    contestants = EvaluatedModels(images("old", pairs.old_Nd), images("new", new), confidence=images("confidence", sure))
     settings = EvaluationSettings(fallback=0.5, resamples=100)
     evaluation, kept = evaluate_cases(contestants, settings, 0)
     cases = {case.label: case.metrics for case in evaluation.cases}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
 from xcompat.core.errors import XcompatError
-from xcompat.data import Subset, load_labelled, select
+from xcompat.data import Subset, load_labelled, select_subset
 from xcompat.data import glyphs as glyphs_module
 from xcompat.data.glyphs import (
     CLASS_FACES,
@@ -216,7 +216,7 @@ def test_glyph_classes_are_labelled_images(glyphs: Glyphs, glyph_classes: Path) 
 
 def test_the_old_half_of_the_glyph_classes(glyph_classes: Path) -> None:
     half = Subset(scenario="extended-class", fraction=0.5, side="old")
-    old = select(load_labelled(str(glyph_classes / "train")), half).reindex_labels()
+    old = select_subset(load_labelled(str(glyph_classes / "train")), half).reindex_labels()
     assert old.classes == load_labelled(str(glyph_classes / "gallery")).classes[:60]
 
 

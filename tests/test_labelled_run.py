@@ -29,7 +29,7 @@ from xcompat.core.progress import notice_once
 from xcompat.data import Augmentation, LabelledSource, load_labelled, open_image
 from xcompat.data.images import UnusableSampleError
 from xcompat.data.overlap import shared_images
-from xcompat.evaluation import Contestants, EmbeddedImages, cmc
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.paired import PairedEmbeddings
@@ -773,7 +773,7 @@ def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(
     test = LabelledTestSet(load_labelled(LabelledSource(**source)), load_labelled(LabelledSource(**source)))
     old = test.embed(load_embedder(trained["old"]), tmp_path / "cache")
     settings = EvaluationSettings(examples=12, resamples=100, ks=[1, 2], tsne_pairs=0)
-    examples = make_report(Contestants(old, old), test, settings, "none", 0).examples
+    examples = make_report(EvaluatedModels(old, old), test, settings, "none", 0).examples
     assert len(examples) == 11, "no query that cannot be read"
     for example in examples:
         for hit in example.rows[0].hits:

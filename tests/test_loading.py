@@ -20,7 +20,7 @@ from PIL import Image
 
 from xcompat.core.errors import XcompatError
 from xcompat.data import CorpusSource, PairSource, load_classes, load_pairs, load_texts, open_image, to_rgb
-from xcompat.data.content_type import holds_pictures
+from xcompat.data.content_type import contains_images
 from xcompat.data.images import UnusableSampleError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -219,7 +219,7 @@ def test_captions_files_as_people_have_them(tmp_path: Path, name: str, text: str
     for path in (folder, folder / name):
         (row,) = load_pairs(str(path))
         assert row["caption"] == ["a café, at night", "Zürich"] and row["image"]["path"] == str(folder / "pics" / "00.png")
-    assert holds_pictures(str(folder / name))
+    assert contains_images(str(folder / name))
 
 
 def test_token_files_keep_quotes_and_say_what_is_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +233,7 @@ def test_token_files_keep_quotes_and_say_what_is_no_text(tmp_path: Path, caplog:
     with pytest.raises(XcompatError, match="captions.txt is neither UTF-8 nor Windows-1252"):
         load_pairs(str(folder))
     (folder / "captions.txt").write_text("a text about an image, with a caption\n")
-    assert not holds_pictures(str(folder / "captions.txt"))
+    assert not contains_images(str(folder / "captions.txt"))
 
 
 def test_quotes_that_enclose_nothing_swallow_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

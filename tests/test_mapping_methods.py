@@ -34,7 +34,7 @@ from xcompat.data import (
     open_image,
 )
 from xcompat.data.schema import IMAGE, SEED
-from xcompat.evaluation import Contestants, EmbeddedImages, cmc
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc
 from xcompat.heads import ForwardTransform, ResidualBottleneck
 from xcompat.losses import alignment, classifier_kl_loss, nt_xent_loss
 from xcompat.methods import (
@@ -931,7 +931,7 @@ def test_side_information_that_is_the_same_for_all_images_leaves_a_report() -> N
     }
     notes = {}
     for side in ("same", "turned"):
-        contestants = Contestants(models["old"], models["old"], upgraded=models["old"], side_info=models[side])
+        contestants = EvaluatedModels(models["old"], models["old"], upgraded=models["old"], side_info=models[side])
         notes[side] = evaluate_cases(contestants, EvaluationSettings(resamples=100, ks=[1]), 0)[0].notes[-1]
     assert "side-information of same could not be computed: all rows of y are equal" in notes["same"]
     assert "side-information of turned: 1.00 (1: side-information" in notes["turned"]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from xcompat import Fingerprint
-from xcompat.evaluation import Contestants, EmbeddedImages, EvaluationOptions, evaluate
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, EvaluationOptions, evaluate
 from xcompat.report import Report, ReportContent, load_report
 from xcompat.report.planning import Traffic, describe_plan, plan_ways
 from xcompat.report.report import build_report
@@ -32,7 +32,7 @@ def images(name: str, dim: int, noise: float) -> EmbeddedImages:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("planned")
     old, view, own = images("old", OLD_DIM, 1.2), images("view", OLD_DIM, 0.8), images("new", NEW_DIM, 0.4)
-    contestants = Contestants(old, view, own, extra={"slerp": images("mixed", OLD_DIM, 0.7)})
+    contestants = EvaluatedModels(old, view, own, extra={"slerp": images("mixed", OLD_DIM, 0.7)})
     evaluation = evaluate(contestants, EvaluationOptions(n_resamples=50, rerank=5))
     save_report(
         folder / "report", build_report(ReportContent(evaluation, contestants, "map", run={"reranked_hits": 5}, tsne_pairs=0))

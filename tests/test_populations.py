@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xcompat import Fingerprint
-from xcompat.evaluation import Contestants, EmbeddedImages, bootstrap_interval, cmc, evaluate
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, bootstrap_interval, cmc, evaluate
 from xcompat.evaluation.cases import failed_comparisons
 from xcompat.evaluation.embedded_images import LearnedItems
 from xcompat.mapping import PairedEmbeddings, choose
@@ -28,18 +28,18 @@ def embedded(name: str, seed: int, classes: list[str], noise: float) -> Embedded
 
 
 @pytest.fixture
-def contestants() -> Contestants:
+def contestants() -> EvaluatedModels:
     old, new = embedded("old", 0, ["a", "b", "c", "d"], 1.0), embedded("new", 1, ["a", "b", "c", "d"], 0.5)
-    return Contestants(old, replace(new, gallery_embeds_GD=old.gallery_embeds_GD))
+    return EvaluatedModels(old, replace(new, gallery_embeds_GD=old.gallery_embeds_GD))
 
 
-def with_learned(contestants: Contestants, seed: int = 3) -> Contestants:
+def with_learned(contestants: EvaluatedModels, seed: int = 3) -> EvaluatedModels:
     learned_LD = np.random.default_rng(seed).standard_normal((30, DIM)).astype(np.float32)
     learned = LearnedItems(frozenset("ab"), learned_LD, ["a", "b"] * 15)
     return replace(contestants, old=replace(contestants.old, learned=learned))
 
 
-def test_queries_of_new_classes_search_the_learned_items_too(contestants: Contestants) -> None:
+def test_queries_of_new_classes_search_the_learned_items_too(contestants: EvaluatedModels) -> None:
     old, new = with_learned(contestants).old, contestants.new_view
     evaluation = evaluate(with_learned(contestants))
     found = {case.population: case for case in evaluation.cases if case.label == "new/old"}
@@ -60,7 +60,7 @@ def test_queries_of_new_classes_search_the_learned_items_too(contestants: Contes
     assert len(evaluation.ranks["new", "old", "image-to-image"]) == 20, "what is stored for curves is of all queries"
 
 
-def test_one_population_that_finds_less_fails_the_verdict(contestants: Contestants) -> None:
+def test_one_population_that_finds_less_fails_the_verdict(contestants: EvaluatedModels) -> None:
     better = replace(contestants, new_view=replace(contestants.new_view, query_embeds_QD=contestants.old.query_embeds_QD * 1.0))
     judged = evaluate(with_learned(better))
     assert {each.population for each in judged.criterion.differences} == {"all", "known", "new", "new in the whole gallery"}
@@ -73,7 +73,7 @@ def test_one_population_that_finds_less_fails_the_verdict(contestants: Contestan
     assert {each.population for each in failed_comparisons(lost)} == {"new in the whole gallery"}
 
 
-def test_reports_name_populations_in_words(contestants: Contestants) -> None:
+def test_reports_name_populations_in_words(contestants: EvaluatedModels) -> None:
     evaluation = evaluate(with_learned(contestants))
     info = ModelInfo("a", "0" * 64, DIM)
     report = Report(info, info, "map", evaluation.cases, evaluation.criterion, {}, {})
@@ -82,7 +82,7 @@ def test_reports_name_populations_in_words(contestants: Contestants) -> None:
         assert "queries of new classes, with training items in the gallery" in page
 
 
-def test_intervals_of_a_verdict_draw_classes(contestants: Contestants) -> None:
+def test_intervals_of_a_verdict_draw_classes(contestants: EvaluatedModels) -> None:
     evaluation = evaluate(contestants)
     classes = np.repeat(np.arange(4), EACH)
     np.testing.assert_array_equal(evaluation.clusters["image-to-image"], classes)
@@ -94,7 +94,7 @@ def test_intervals_of_a_verdict_draw_classes(contestants: Contestants) -> None:
 def test_queries_of_a_single_class_are_drawn_one_by_one() -> None:
     old = embedded("old", 0, ["a"], 1.0)
     other = replace(old, gallery_labels=["a", "b", "a", "b", "b"])
-    assert not evaluate(Contestants(other, other)).clusters
+    assert not evaluate(EvaluatedModels(other, other)).clusters
 
 
 def test_choices_of_maps_report_every_population() -> None:

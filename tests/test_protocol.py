@@ -11,11 +11,11 @@ import pytest
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import (
-    Contestants,
     EmbeddedImages,
     EmbeddedPairs,
     EmbeddedTemplates,
     EmbeddedTexts,
+    EvaluatedModels,
     EvaluationOptions,
     TemplateProtocol,
     ZeroShot,
@@ -51,8 +51,8 @@ def embedded(name: str, dim: int, noise: float, basis_seed: int, *, zero_shot: b
 
 
 @pytest.fixture
-def models() -> Contestants[EmbeddedPairs]:
-    return Contestants(
+def models() -> EvaluatedModels[EmbeddedPairs]:
+    return EvaluatedModels(
         old=embedded("old", 16, 6.0, 1, zero_shot=True),
         new_view=embedded("new", 16, 2.0, 1, zero_shot=True),
         new=embedded("new", 24, 1.5, 2),
@@ -60,7 +60,7 @@ def models() -> Contestants[EmbeddedPairs]:
     )
 
 
-def test_every_number_is_the_public_metric(models: Contestants[EmbeddedPairs]) -> None:
+def test_every_number_is_the_public_metric(models: EvaluatedModels[EmbeddedPairs]) -> None:
     result = evaluate(replace(models, extra={"phi": embedded("phi", 16, 4.0, 1)}), EvaluationOptions(n_resamples=50))
     old = models.old
     cut = models.independent
@@ -93,7 +93,7 @@ def test_every_number_is_the_public_metric(models: Contestants[EmbeddedPairs]) -
     assert "1 text-to-image queries have no match" in result.notes[0]
 
 
-def test_old_queries_search_the_new_gallery_in_the_shared_space(models: Contestants[EmbeddedPairs]) -> None:
+def test_old_queries_search_the_new_gallery_in_the_shared_space(models: EvaluatedModels[EmbeddedPairs]) -> None:
     old, view = models.old, models.new_view
     result = evaluate(models, EvaluationOptions(old_on_new=True, n_resamples=50))
     found = [case for case in result.cases if case.label == "old/new" and case.direction == "image-to-text"]
@@ -105,7 +105,7 @@ def test_old_queries_search_the_new_gallery_in_the_shared_space(models: Contesta
         evaluate(replace(models, upgraded=view), EvaluationOptions(old_on_new=True, n_resamples=50))
 
 
-def test_mixed_queries_search_the_old_gallery_for_both_models(models: Contestants[EmbeddedPairs]) -> None:
+def test_mixed_queries_search_the_old_gallery_for_both_models(models: EvaluatedModels[EmbeddedPairs]) -> None:
     images = models.new_view.image_embeds_ND.copy()
     images[7] = np.nan  # a picture that one of the models could not read
     models = replace(models, new_view=replace(models.new_view, image_embeds_ND=images))
@@ -136,7 +136,7 @@ def test_mixed_queries_search_the_old_gallery_for_both_models(models: Contestant
     assert found[0.4].criterion == evaluate_cases(models, EvaluationSettings(resamples=100, ks=[1, 5]), 0)[0].criterion
 
 
-def test_flips_are_relative_to_the_old_model(models: Contestants[EmbeddedPairs]) -> None:
+def test_flips_are_relative_to_the_old_model(models: EvaluatedModels[EmbeddedPairs]) -> None:
     result = evaluate(replace(models, extra={"phi": embedded("phi", 16, 4.0, 1)}), EvaluationOptions(n_resamples=20))
     for case in result.cases:
         if case.label in ("new/old", "phi/old") and "recall@1" in case.metrics:
@@ -148,7 +148,7 @@ def test_flips_are_relative_to_the_old_model(models: Contestants[EmbeddedPairs])
             assert "negative_flip_rate@1" not in case.metrics
 
 
-def test_a_better_view_is_compatible_and_a_random_one_is_not(models: Contestants[EmbeddedPairs]) -> None:
+def test_a_better_view_is_compatible_and_a_random_one_is_not(models: EvaluatedModels[EmbeddedPairs]) -> None:
     good = evaluate(models, EvaluationOptions(ks=(1, 5, 10), n_resamples=200)).criterion
     assert good.backward_compatible
     assert not any("<=" in line for line in good.failed)
@@ -159,7 +159,7 @@ def test_a_better_view_is_compatible_and_a_random_one_is_not(models: Contestants
     assert any(line.startswith("text-to-image recall@10: new/old 0.") and "<= old/old" in line for line in bad.failed)
 
 
-def test_differences_are_the_paired_bootstrap(models: Contestants[EmbeddedPairs]) -> None:
+def test_differences_are_the_paired_bootstrap(models: EvaluatedModels[EmbeddedPairs]) -> None:
     result = evaluate(models, EvaluationOptions(n_resamples=60, seed=4))
     found = next(d for d in result.criterion.differences if (d.direction, d.metric) == ("image-to-text", "recall@5"))
     new, old = (result.ranks[query, "old", "image-to-text"] < 5 for query in ("new", "old"))
@@ -167,7 +167,7 @@ def test_differences_are_the_paired_bootstrap(models: Contestants[EmbeddedPairs]
     assert (found.mean, found.ci95) == (expected.mean, pytest.approx((expected.low, expected.high)))
 
 
-def test_equal_is_not_better_but_does_not_hurt(models: Contestants[EmbeddedPairs]) -> None:
+def test_equal_is_not_better_but_does_not_hurt(models: EvaluatedModels[EmbeddedPairs]) -> None:
     same = replace(models, new_view=models.old, independent=models.new)
     criterion = evaluate(same, EvaluationOptions(n_resamples=20)).criterion
     assert not criterion.backward_compatible
@@ -177,13 +177,13 @@ def test_equal_is_not_better_but_does_not_hurt(models: Contestants[EmbeddedPairs
     assert any("new/new" in line and "< independent/independent" in line for line in hurt.failed)
 
 
-def test_missing_models_leave_the_second_verdict_open(models: Contestants[EmbeddedPairs]) -> None:
-    result = evaluate(Contestants(models.old, models.new_view), EvaluationOptions(n_resamples=20))
+def test_missing_models_leave_the_second_verdict_open(models: EvaluatedModels[EmbeddedPairs]) -> None:
+    result = evaluate(EvaluatedModels(models.old, models.new_view), EvaluationOptions(n_resamples=20))
     assert result.criterion.new_model_not_hurt is None
     assert {case.label for case in result.cases} == {"old/old", "new/old"}
 
 
-def test_zero_shot_is_a_case_and_counts(models: Contestants[EmbeddedPairs]) -> None:
+def test_zero_shot_is_a_case_and_counts(models: EvaluatedModels[EmbeddedPairs]) -> None:
     result = evaluate(models, EvaluationOptions(n_resamples=20))
     shots = {case.label: case for case in result.cases if "zero_shot@1" in case.metrics}
     assert set(shots) == {"old/old", "new/old"}
@@ -197,7 +197,7 @@ def test_zero_shot_is_a_case_and_counts(models: Contestants[EmbeddedPairs]) -> N
     assert any("zero_shot@1" in line for line in failed)
 
 
-def test_several_zero_shot_sets_count_by_name(models: Contestants[EmbeddedPairs]) -> None:
+def test_several_zero_shot_sets_count_by_name(models: EvaluatedModels[EmbeddedPairs]) -> None:
     """Each is what it is alone; what is mapped, filled up or embedded otherwise keeps them apart."""
 
     def named(model: EmbeddedPairs) -> EmbeddedPairs:
@@ -230,7 +230,7 @@ def test_several_zero_shot_sets_count_by_name(models: Contestants[EmbeddedPairs]
         evaluate(replace(several, new_view=other))
 
 
-def test_a_smaller_raw_model_is_filled_up_with_zeros(models: Contestants[EmbeddedPairs]) -> None:
+def test_a_smaller_raw_model_is_filled_up_with_zeros(models: EvaluatedModels[EmbeddedPairs]) -> None:
     small = embedded("small", 8, 1.5, 5)
     result = evaluate(replace(models, independent=small), EvaluationOptions(n_resamples=20))
     padded = np.pad(np.asarray(small.text_embeds_MD), ((0, 0), (0, 8)))
@@ -238,7 +238,7 @@ def test_a_smaller_raw_model_is_filled_up_with_zeros(models: Contestants[Embedde
     assert result.ranks["independent", "old", "text-to-image"].tolist() == expected.tolist()
 
 
-def test_cut_offs_beyond_the_gallery_are_left_out(models: Contestants[EmbeddedPairs]) -> None:
+def test_cut_offs_beyond_the_gallery_are_left_out(models: EvaluatedModels[EmbeddedPairs]) -> None:
     result = evaluate(models, EvaluationOptions(ks=(1, 10, 61, 100), n_resamples=20))
     for case in result.cases:
         if case.label == "old/old" and "recall@1" in case.metrics:
@@ -293,7 +293,7 @@ def test_a_better_model_is_compatible_where_a_cut_off_shows_nothing() -> None:
         )
         for name, noise in (("old", 3), ("new", 0.1))
     )
-    result = evaluate(Contestants(old, new), EvaluationOptions(ks=(1, 10), n_resamples=20))
+    result = evaluate(EvaluatedModels(old, new), EvaluationOptions(ks=(1, 10), n_resamples=20))
     assert result.criterion.backward_compatible
     judged_by = [name for name in result.cases[0].metrics if not name.startswith("negative")]
     assert judged_by == ["ndcg@1", "mrr@1", "recall@1", "ndcg@10", "mrr@10", "map"]
@@ -310,7 +310,7 @@ def test_subjects_are_not_identified_at_cut_offs_beyond_the_gallery() -> None:
     assert (direction.ks, direction.notes) == ([1, 2], ("CMC@3 not measured for identification: the gallery has only 3 items.",))
 
 
-def test_models_must_agree_on_the_items(models: Contestants[EmbeddedPairs]) -> None:
+def test_models_must_agree_on_the_items(models: EvaluatedModels[EmbeddedPairs]) -> None:
     ids = list(models.new.image_ids)
     ids[4], ids[1] = ids[1], ids[4]
     with pytest.raises(XcompatError, match="image 1 is 1 in new but 0 in old"):
@@ -324,7 +324,7 @@ def test_models_must_agree_on_the_items(models: Contestants[EmbeddedPairs]) -> N
         evaluate(replace(models, extra={"new": models.new_view}))
 
 
-def test_an_error_names_the_case(models: Contestants[EmbeddedPairs]) -> None:
+def test_an_error_names_the_case(models: EvaluatedModels[EmbeddedPairs]) -> None:
     broken = replace(models.new, text_embeds_MD=np.full((61, 24), np.nan))
     with pytest.raises(XcompatError, match="new/new image-to-text: NaN or infinite numbers in gallery"):
         evaluate(replace(models, new=broken))

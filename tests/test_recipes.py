@@ -23,7 +23,7 @@ from schedule import mostly_nightly
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.data import load_labelled, load_pairs, select
+from xcompat.data import load_labelled, load_pairs, select_subset
 from xcompat.data.sources import PairSource, local_files
 from xcompat.encoders.dimensions import scratch_dim
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
@@ -335,7 +335,7 @@ def test_a_papers_recipe_reads_its_data_as_they_are_distributed(
                 continue
             read.add(seen)
             images = load_labelled(source, captions=data.old_reads == "captions")
-            assert len(select(images, subset) if subset is not None else images), key
+            assert len(select_subset(images, subset) if subset is not None else images), key
         for source in filter(None, (data.test, *(shot.images for shot in data.zero_shot_sets().values()))):
             if local_files(source.path) is not None:
                 assert list(load_pairs(source))

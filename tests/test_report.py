@@ -22,11 +22,11 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import (
-    Contestants,
     Criterion,
     Difference,
     EmbeddedImages,
     EmbeddedPairs,
+    EvaluatedModels,
     EvaluationOptions,
     ZeroShot,
     evaluate,
@@ -66,7 +66,7 @@ def embedded(name: str, dim: int, noise: float, basis_seed: int) -> EmbeddedPair
 def make_content(view_noise: float = 0.3) -> ReportContent:
     old, view = embedded("old<b>", 8, 3.0, 1), embedded("new", 8, view_noise, 1)
     new, independent = embedded("new", 12, 0.2, 2), embedded("plain", 12, 0.2, 3)
-    contestants = Contestants(old, view, new, independent, extra={"phi": embedded("phi", 8, 2.0, 1)})
+    contestants = EvaluatedModels(old, view, new, independent, extra={"phi": embedded("phi", 8, 2.0, 1)})
     evaluation = evaluate(contestants, EvaluationOptions(n_resamples=30))
     blot = Image.new("RGBA", (300, 200), (200, 30, 30, 255))
     row = ExampleRow(
@@ -256,7 +256,7 @@ def test_the_title_has_the_short_names_of_models(folder: Path) -> None:
 def test_verdict_follows_the_criterion() -> None:
     content = make_content()
     roles = ("old", "new_view", "new", "independent")
-    retrieval_only = Contestants(**{role: replace(getattr(content.contestants, role), zero_shot=None) for role in roles})
+    retrieval_only = EvaluatedModels(**{role: replace(getattr(content.contestants, role), zero_shot=None) for role in roles})
     options = EvaluationOptions(ks=(1, 5), n_resamples=30)
     good = evaluate(retrieval_only, options)
     bad = evaluate(replace(retrieval_only, new_view=retrieval_only.old), options)
@@ -302,7 +302,7 @@ def test_what_is_luck_is_said_and_how_many_queries_would_tell(gains: list, answe
 
 
 def test_small_and_bare_reports_render(tmp_path: Path, content: ReportContent) -> None:
-    contestants = Contestants(content.contestants.old, content.contestants.new_view)
+    contestants = EvaluatedModels(content.contestants.old, content.contestants.new_view)
     evaluation = evaluate(contestants, EvaluationOptions(ks=(1,), n_resamples=10))
     bare = ReportContent(evaluation, contestants, "ridge", tsne_pairs=4)
     page = write_report(tmp_path, bare).read_text()
@@ -473,9 +473,9 @@ def labelled_content(upgraded: bool = False) -> ReportContent:
     new, independent = labelled("new", 12, 1.0, 2), labelled("plain", 12, 1.0, 3)
     if upgraded:
         mapped = labelled("old, mapped", 12, 2.0, 2)
-        contestants = Contestants(old, new, new, independent, upgraded=mapped)
+        contestants = EvaluatedModels(old, new, new, independent, upgraded=mapped)
         return ReportContent(evaluate(contestants, EvaluationOptions(n_resamples=30)), contestants, "fct", tsne_pairs=12)
-    contestants = Contestants(old, view, new, independent, {"ridge": view})
+    contestants = EvaluatedModels(old, view, new, independent, {"ridge": view})
     evaluation = evaluate(contestants, EvaluationOptions(n_resamples=30))
     row = ExampleRow("old query", [Hit(Image.new("L", (8, 8), 7), "class 3", True)])
     return ReportContent(evaluation, contestants, "bct", examples=[Example("class 3", [row])], tsne_pairs=12)

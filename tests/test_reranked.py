@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluationOptions, evaluate
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluatedModels, EvaluationOptions, evaluate
 from xcompat.evaluation.cases import FLIP_METRIC
 from xcompat.evaluation.embedded_images import LearnedItems
 from xcompat.evaluation.labelled import Items, LabelledPairs
@@ -91,13 +91,13 @@ def test_a_report_has_the_case_of_every_kind_of_test_set() -> None:
     ]
     options = EvaluationOptions(ks=(1, 5), n_resamples=20, rerank=10)
     for old, new in ((images(True), images(False)), texts, pairs):
-        result = evaluate(Contestants(old, old, new), options)
+        result = evaluate(EvaluatedModels(old, old, new), options)
         plain, again = (
             {c.direction: c.metrics for c in result.cases if c.label == f"{name}/old"} for name in ("new", "new+rerank")
         )
         assert plain.keys() == again.keys() and plain != again
         assert any("10 hits per query re-ranked" in note for note in result.notes)
-        same = evaluate(Contestants(old, old, old), replace(options, rerank=G)).cases
+        same = evaluate(EvaluatedModels(old, old, old), replace(options, rerank=G)).cases
         of_old, reranked = (
             {
                 c.direction: {name: value for name, value in c.metrics.items() if name != FLIP_METRIC}
@@ -116,7 +116,7 @@ def test_graded_metrics_equal_a_naive_sort() -> None:
         EmbeddedTexts(name, Fingerprint.from_string(name), rows(Q, dim, seed), rows(G, dim, seed + 1), ids_Q, ids_G, qrels)
         for name, dim, seed in (("old", D, 0), ("new", E, 2))
     )
-    result = evaluate(Contestants(old, old, new), EvaluationOptions(ks=(10,), n_resamples=20, rerank=20))
+    result = evaluate(EvaluatedModels(old, old, new), EvaluationOptions(ks=(10,), n_resamples=20, rerank=20))
     order_QG = naive_order(rows(Q, D, 0) @ rows(G, D, 1).T, rows(Q, E, 2) @ rows(G, E, 3).T, 20, 1 / 3)
     gains_QG = (order_QG == np.arange(Q)[:, None]) * 2.0 + (order_QG == np.arange(Q)[:, None] + 7)
     best = 2 + 1 / np.log2(3)
@@ -129,15 +129,15 @@ def test_queries_of_new_classes_in_the_whole_gallery() -> None:
     learned = [LearnedItems(frozenset(range(3)), rows(40, dim, 7), np.arange(40) % 3) for dim in (D, E)]
     old, new = (replace(side, learned=its) for side, its in zip((images(True), images(False)), learned, strict=True))
     options = EvaluationOptions(ks=(1, 5), n_resamples=20, rerank=10)
-    of = {case.population for case in evaluate(Contestants(old, old, new), options).cases if case.label == "new+rerank/old"}
+    of = {case.population for case in evaluate(EvaluatedModels(old, old, new), options).cases if case.label == "new+rerank/old"}
     assert of == {"all", "known", "new", "new in the whole gallery"}
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     old = images(True)
     with pytest.raises(XcompatError, match="--new-own"):
-        evaluate(Contestants(old, old), EvaluationOptions(rerank=5))
+        evaluate(EvaluatedModels(old, old), EvaluationOptions(rerank=5))
     with pytest.raises(XcompatError, match="re-ranking needs cosines"):
-        evaluate(Contestants(*[replace(old, metric="l2")] * 3), EvaluationOptions(rerank=5))
+        evaluate(EvaluatedModels(*[replace(old, metric="l2")] * 3), EvaluationOptions(rerank=5))
     with pytest.raises(XcompatError, match="differ in number or dimension"):
         rerank(LabelledPairs(Items(rows(3, 2, 0), "abc"), Items(rows(3, 2, 1), "abc")), rows(3, 2, 0), rows(2, 2, 0), 1)

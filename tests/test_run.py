@@ -31,7 +31,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_embedder
 from xcompat.report import load_report, render_markdown
-from xcompat.report.comparison import Contender, compare
+from xcompat.report.comparison import EvaluatedMethod, compare
 from xcompat.report.comparison.tables import tables
 from xcompat.report.content import Cost
 from xcompat.training import run as run_module
@@ -904,6 +904,6 @@ def test_zero_shot_classification_from_prompts(raw: dict[str, Any], pairs_folder
     written = (tmp_path / "run" / "report" / "report.html").read_text()
     for text in (written, render_markdown(report)):
         assert "Zero-shot top-1 (pets)" in text and "Zero-shot top-1 (farm)" in text and "images whose nearest class" in text
-    compared = compare("study", [Contender("xbt", "xbt", {0: report}, 0, False, [1.0])], n_resamples=100)
+    compared = compare("study", [EvaluatedMethod("xbt", "xbt", {0: report}, 0, False, [1.0])], n_resamples=100)
     columns = [column for table in tables(compared) for column in table.columns]
     assert {"Zero-shot top-1 (pets)\non old", "Zero-shot top-1 (farm)\non own"} <= set(columns)

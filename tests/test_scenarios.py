@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from xcompat.core.errors import XcompatError
-from xcompat.data import LabelledImages, Subset, old_and_new_rows, select
+from xcompat.data import LabelledImages, Subset, old_and_new_rows, select_subset
 from xcompat.data.scenarios import Scenario, compute_shared_fraction
 
 SCENARIOS: list[Scenario] = ["extended-data", "extended-class", "open-data", "open-class"]
@@ -112,7 +112,7 @@ def rows_of(images: LabelledImages) -> list[int]:
 
 
 def test_select_keeps_the_class_order_and_reindexing_does_not(labelled: LabelledImages) -> None:
-    new = select(labelled, Subset(scenario="open-class", fraction=0.4, side="new"))
+    new = select_subset(labelled, Subset(scenario="open-class", fraction=0.4, side="new"))
     assert new.classes == labelled.classes
     assert new.present_classes() == ["c", "d", "e"]
     assert new.labels().tolist() == [2, 3, 4, 3, 2, 2]
@@ -127,22 +127,22 @@ def test_select_keeps_the_class_order_and_reindexing_does_not(labelled: Labelled
 def test_select_takes_the_side_it_is_told(labelled: LabelledImages, percent: int, scenario: Scenario) -> None:
     expected = old_and_new_rows(labelled.labels(), 5, scenario, percent / 100)
     for rows, side in zip(expected, ("old", "new"), strict=True):
-        assert rows_of(select(labelled, Subset(scenario=scenario, fraction=percent / 100, side=side))) == rows.tolist()
+        assert rows_of(select_subset(labelled, Subset(scenario=scenario, fraction=percent / 100, side=side))) == rows.tolist()
 
 
 def test_select_by_class_names(labelled: LabelledImages, tmp_path: Path) -> None:
-    listed = select(labelled, Subset(classes=["d", "a"]))
+    listed = select_subset(labelled, Subset(classes=["d", "a"]))
     assert listed.present_classes() == ["a", "d"]  # in class order, whatever the order of the list
     (tmp_path / "few.txt").write_text("d\na\n")
-    assert rows_of(select(labelled, Subset(classes=str(tmp_path / "few.txt")))) == rows_of(listed) == [0, 3, 5, 8, 9, 10]
+    assert rows_of(select_subset(labelled, Subset(classes=str(tmp_path / "few.txt")))) == rows_of(listed) == [0, 3, 5, 8, 9, 10]
     numbered = LabelledImages(labelled.dataset, ["7", "8", "9", "10", "11"])
-    assert select(numbered, Subset(classes=[8, 10])).present_classes() == ["8", "10"]  # YAML reads numbers
+    assert select_subset(numbered, Subset(classes=[8, 10])).present_classes() == ["8", "10"]  # YAML reads numbers
 
 
 def test_limits_apply_to_each_class(labelled: LabelledImages) -> None:
-    assert rows_of(select(labelled, Subset(limit_per_class=1))) == [0, 1, 2, 3, 4]
-    assert rows_of(select(labelled, Subset(classes=["a", "c"], limit_per_class=2))) == [0, 2, 6, 8]
-    assert rows_of(select(labelled, Subset())) == list(range(12))
+    assert rows_of(select_subset(labelled, Subset(limit_per_class=1))) == [0, 1, 2, 3, 4]
+    assert rows_of(select_subset(labelled, Subset(classes=["a", "c"], limit_per_class=2))) == [0, 2, 6, 8]
+    assert rows_of(select_subset(labelled, Subset())) == list(range(12))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_bad_class_lists(labelled: LabelledImages) -> None:
         (many, [], "list of classes is empty"),
     ):
         with pytest.raises(XcompatError, match=message):
-            select(images, Subset(classes=classes))
+            select_subset(images, Subset(classes=classes))
 
 
 @pytest.mark.parametrize(

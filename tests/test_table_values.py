@@ -21,7 +21,7 @@ from PIL import Image
 from xcompat import Fingerprint
 from xcompat.core.json_values import JsonColumns
 from xcompat.core.surrogates import decode_utf8, replace_surrogates
-from xcompat.data import PairSource, TextSource, load_items_of_text, load_pairs
+from xcompat.data import PairSource, TextSource, load_pairs, load_text_items
 from xcompat.retrieval import Gallery
 
 Run = Callable[..., tuple[int, str, str]]
@@ -45,7 +45,7 @@ def write_table(folder: Path) -> Path:
 
 
 def test_values_without_json_become_text_or_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = load_items_of_text(str(write_table(tmp_path)))
+    loaded = load_text_items(str(write_table(tmp_path)))
     first, second = map(json.loads, loaded["metadata"][:])
     stamp = "2020-01-02T03:04:05"
     nested = {"at": stamp, "tags": ["x", "y"]}
@@ -138,7 +138,7 @@ def test_surrogates_are_replaced_and_the_first_row_is_named(
     name: str, content: bytes, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    loaded = load_items_of_text(TextSource(path=str(tmp_path / name), keep_text=True))
+    loaded = load_text_items(TextSource(path=str(tmp_path / name), keep_text=True))
     assert loaded[1]["text"].startswith("x \ufffd")
     said = capsys.readouterr().out.replace("\n", "")
     assert "1 row contains half a character" in said and f"{name} {where}" in said
@@ -148,7 +148,7 @@ def test_parquet_texts_that_are_not_utf8_are_replaced(tmp_path: Path, capsys: py
     raw = pa.array([b"fine", b"x " + SURROGATE, None], pa.binary())
     broken = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2], raw.buffers()[0])
     pq.write_table(pa.table({"id": ["a", "b", "c"], "text": broken, "year": [1, 2, 3]}), tmp_path / "t.parquet")
-    loaded = load_items_of_text(str(tmp_path / "t.parquet"))
+    loaded = load_text_items(str(tmp_path / "t.parquet"))
     assert loaded["text"][:] == ["fine", "x \ufffd"] and json.loads(loaded[1]["metadata"]) == {"year": 2}
     assert "t.parquet row 2" in capsys.readouterr().out.replace("\n", "")
 
@@ -158,7 +158,7 @@ def test_files_beside_texts_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "b.pdf").write_bytes(b"%PDF")
     (tmp_path / ".DS_Store").touch()
     (tmp_path / "inner").mkdir()
-    assert len(load_items_of_text(str(tmp_path))) == 1
+    assert len(load_text_items(str(tmp_path))) == 1
     assert "3 files (b.pdf, inner, .DS_Store) are not read" in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -20,7 +20,7 @@ from transformers import pipeline
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.core import progress
-from xcompat.data import holds_pictures
+from xcompat.data import contains_images
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, Hit, ingestion, originals, searching
 from xcompat.retrieval.backfilling import Backfill
@@ -253,13 +253,13 @@ def write_sources(folder: Path) -> None:
 
 def test_what_a_source_holds_is_found_out(tmp_path: Path) -> None:
     write_sources(tmp_path)
-    found = {path.name: holds_pictures(str(path)) for path in tmp_path.iterdir()}
+    found = {path.name: contains_images(str(path)) for path in tmp_path.iterdir()}
     assert len(found) == 11 and all(pictures == name.startswith("pictures") for name, pictures in found.items()), found
     assert isinstance(load_originals(tmp_path / "pictures.csv"), Pictures)
     assert isinstance(load_originals(tmp_path / "pictures.csv", text_column="text"), Texts)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(XcompatError, match="nothing: no shards"):
-        holds_pictures(str(tmp_path / "nothing"))
+        contains_images(str(tmp_path / "nothing"))
 
 
 def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(

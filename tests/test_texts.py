@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xcompat.core.errors import XcompatError
-from xcompat.data import TextSource, load_items_of_text, passages
+from xcompat.data import TextSource, load_text_items, split_passages
 
 ROWS = [{"id": "b", "title": "Bears", "text": "bears sleep in winter"}, {"id": "a", "title": "Ants", "text": "ants work all day"}]
 
@@ -33,7 +33,7 @@ def _written(folder, name):
 
 @pytest.mark.parametrize("name", ["docs.jsonl", "docs.jsonl.gz", "docs.csv", "docs.tsv", "docs.parquet"])
 def test_every_kind_of_table_gives_the_same_items(tmp_path, name):
-    items = load_items_of_text(TextSource(path=str(_written(tmp_path, name))))
+    items = load_text_items(TextSource(path=str(_written(tmp_path, name))))
     assert items["id"][:] == ["b", "a"]
     assert items["text"][:] == ["bears sleep in winter", "ants work all day"]
     assert [json.loads(about) for about in items["metadata"]] == [{"title": "Bears"}, {"title": "Ants"}]
@@ -43,13 +43,13 @@ def test_a_saved_data_set_gives_the_same_items(tmp_path):
     import datasets
 
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    items = load_items_of_text(str(tmp_path / "saved"))
+    items = load_text_items(str(tmp_path / "saved"))
     assert items["id"][:] == ["b", "a"] and items["text"][1] == "ants work all day"
 
 
 def test_lines_of_plain_text_are_called_by_their_number(tmp_path):
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
-    items = load_items_of_text(tmp_path / "lines.txt")
+    items = load_text_items(tmp_path / "lines.txt")
     assert items["id"][:] == ["0", "1"] and items["text"][:] == ["one", "two"] and items["metadata"][0] is None
 
 
@@ -57,14 +57,14 @@ def test_columns_that_are_named(tmp_path):
     source = TextSource(
         path=str(_written(tmp_path, "docs.jsonl")), text_column=["title", "text"], id_column="title", metadata=["id"]
     )
-    items = load_items_of_text(source)
+    items = load_text_items(source)
     assert items["id"][:] == ["Bears", "Ants"] and items["text"][0] == "Bears bears sleep in winter"
     assert json.loads(items["metadata"][0]) == {"id": "b"}
 
 
 def test_passages_of_documents(tmp_path):
     source = TextSource(path=str(_written(tmp_path, "docs.jsonl")), words=3, overlap=1, keep_text=True, metadata=False, limit=1)
-    items = load_items_of_text(source)
+    items = load_text_items(source)
     assert items["id"][:] == ["b#0", "b#1"] and items["text"][:] == ["bears sleep in", "in winter"]
     assert json.loads(items["metadata"][1]) == {"document": "b", "text": "in winter"}
 
@@ -72,14 +72,14 @@ def test_passages_of_documents(tmp_path):
 @given(words=st.lists(st.text("ab", min_size=1, max_size=3), max_size=30), size=st.integers(1, 7), data=st.data())
 def test_passages_hold_every_word_once_but_for_the_overlap(words, size, data):
     overlap = data.draw(st.integers(0, size - 1))
-    cut = [part.split() for part in passages(" ".join(words), size, overlap)]
+    cut = [part.split() for part in split_passages(" ".join(words), size, overlap)]
     assert [word for place, part in enumerate(cut) for word in part[overlap if place else 0 :]] == words
     assert all(len(part) <= size for part in cut) and all(len(part) > overlap for part in cut[1:])
 
 
 def test_documents_without_text_are_counted_and_left_out(tmp_path, capsys):
     (tmp_path / "docs.jsonl").write_text('{"id": "x", "text": " "}\n{"id": "y", "text": "here"}\n{"id": "z", "text": null}\n')
-    assert load_items_of_text(tmp_path / "docs.jsonl")["id"][:] == ["y"]
+    assert load_text_items(tmp_path / "docs.jsonl")["id"][:] == ["y"]
     assert "2 of 3 documents have no text" in " ".join(capsys.readouterr().out.split())
 
 
@@ -99,7 +99,7 @@ def test_documents_without_text_are_counted_and_left_out(tmp_path, capsys):
 def test_bad_rows_are_refused_by_place(tmp_path, lines, options, said):
     (tmp_path / "docs.jsonl").write_text("\n".join(lines))
     with pytest.raises(XcompatError, match=said):
-        load_items_of_text(TextSource(path=str(tmp_path / "docs.jsonl"), **options))
+        load_text_items(TextSource(path=str(tmp_path / "docs.jsonl"), **options))
 
 
 def test_passages_must_be_longer_than_they_overlap():
@@ -110,4 +110,4 @@ def test_passages_must_be_longer_than_they_overlap():
 def test_a_table_with_surplus_fields_is_refused(tmp_path):
     (tmp_path / "docs.csv").write_text("id,text\n1,a,b\n2,c,d\n")
     with pytest.raises(XcompatError, match="more fields than its header"):
-        load_items_of_text(tmp_path / "docs.csv")
+        load_text_items(tmp_path / "docs.csv")

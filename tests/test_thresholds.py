@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluationOptions, evaluate
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluatedModels, EvaluationOptions, evaluate
 from xcompat.evaluation.cases import Threshold
 from xcompat.report import ReportContent, load_report
 from xcompat.report.report import build_report
@@ -39,14 +39,14 @@ def cosines(asking: EmbeddedImages, searched: EmbeddedImages) -> np.ndarray:
     return np.asarray(queries_QD @ gallery_GD.T / lengths)
 
 
-def found_by(contestants: Contestants, **options: float) -> dict[tuple[str, str], Threshold]:
+def found_by(contestants: EvaluatedModels, **options: float) -> dict[tuple[str, str], Threshold]:
     result = evaluate(contestants, EvaluationOptions(n_resamples=200, threshold=AT, **options))
     return {(each.query, each.keeps): each for each in result.thresholds}
 
 
 def test_thresholds_keep_matches_or_hits_as_naive_counts_do() -> None:
     old, new = images("old", 0.6), images("new", 0.6, stretch=0.7)
-    found = found_by(Contestants(old, new))
+    found = found_by(EvaluatedModels(old, new))
     # both galleries hold the same items; new queries score higher against the old gallery
     old_QG, new_QG = cosines(old, old), cosines(new, old)
     is_match_QG = np.arange(Q)[:, None] % CLASSES == np.arange(G) % CLASSES
@@ -65,19 +65,19 @@ def test_thresholds_keep_matches_or_hits_as_naive_counts_do() -> None:
 
 def test_the_same_queries_keep_their_threshold() -> None:
     old = images("old", 0.6)
-    for each in found_by(Contestants(old, old)).values():
+    for each in found_by(EvaluatedModels(old, old)).values():
         assert each.score == pytest.approx(AT, abs=2e-3) and each.ci95 == pytest.approx((AT, AT), abs=1e-2)
 
 
 def test_reranked_queries_cut_off_by_their_own_scores() -> None:
     old, new = images("old", 0.5), images("new", 0.2)
-    found = found_by(Contestants(old, old, new), rerank=G)
+    found = found_by(EvaluatedModels(old, old, new), rerank=G)
     again_QG = 2 / 3 * cosines(new, new) + 1 / 3 * cosines(old, old)
     is_match_QG = np.arange(Q)[:, None] % CLASSES == np.arange(G) % CLASSES
     wanted = int((cosines(old, old)[is_match_QG] >= AT).sum())
     naive = np.sort(again_QG[is_match_QG])[::-1][wanted - 1]
     assert found["new+rerank", "matches"].score == pytest.approx(naive, abs=0.003)
-    few = found_by(Contestants(old, old, new), rerank=2)["new+rerank", "matches"]
+    few = found_by(EvaluatedModels(old, old, new), rerank=2)["new+rerank", "matches"]
     assert few.score is None and few.hits == pytest.approx(2), "two candidates hold fewer matches"
 
 
@@ -90,7 +90,7 @@ def test_matches_of_captions_and_judgements() -> None:
         )
         for each in (old, new)
     ]
-    of_texts, of_images = found_by(Contestants(*sides)), found_by(Contestants(old, new))
+    of_texts, of_images = found_by(EvaluatedModels(*sides)), found_by(EvaluatedModels(old, new))
     assert {key: each.score for key, each in of_texts.items()} == pytest.approx(
         {key: each.score for key, each in of_images.items()}
     )
@@ -100,13 +100,13 @@ def test_matches_of_captions_and_judgements() -> None:
         )
         for each in (old, new)
     ]
-    result = evaluate(Contestants(*pairs), EvaluationOptions(ks=(1,), n_resamples=200, threshold=AT))
+    result = evaluate(EvaluatedModels(*pairs), EvaluationOptions(ks=(1,), n_resamples=200, threshold=AT))
     of_pairs = {(each.query, each.keeps): each.score for each in result.thresholds if each.direction == "image-to-text"}
     assert of_pairs == pytest.approx({key: each.score for key, each in of_images.items()})
 
 
 def test_a_report_keeps_thresholds(tmp_path: Path) -> None:
-    contestants = Contestants(images("old", 0.6), images("new", 0.6, stretch=0.7))
+    contestants = EvaluatedModels(images("old", 0.6), images("new", 0.6, stretch=0.7))
     result = evaluate(contestants, EvaluationOptions(n_resamples=50, threshold=AT))
     save_report(tmp_path / "report", build_report(ReportContent(result, contestants, "map", tsne_pairs=0)))
     assert load_report(tmp_path / "report").thresholds == result.thresholds
@@ -115,6 +115,6 @@ def test_a_report_keeps_thresholds(tmp_path: Path) -> None:
 def test_what_is_no_cosine_is_refused() -> None:
     old = images("old", 0.6)
     with pytest.raises(XcompatError, match="between -1 and 1"):
-        evaluate(Contestants(old, old), EvaluationOptions(threshold=1.5))
+        evaluate(EvaluatedModels(old, old), EvaluationOptions(threshold=1.5))
     with pytest.raises(XcompatError, match="L2 distance"):
-        evaluate(Contestants(*[replace(old, metric="l2")] * 2), EvaluationOptions(threshold=0.5))
+        evaluate(EvaluatedModels(*[replace(old, metric="l2")] * 2), EvaluationOptions(threshold=0.5))

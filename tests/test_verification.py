@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.evaluation import (
-    Contestants,
     EmbeddedImages,
+    EvaluatedModels,
     EvaluationOptions,
     evaluate,
     tar_at_far,
@@ -212,10 +212,10 @@ def test_copies_tie_in_an_evaluation_by_either_metric(metric: Literal["cosine", 
     verified = EmbeddedImages(
         "m", Fingerprint.from_string("m"), rows, twice, names[0][:60], names[1], half, [*half, *np.roll(half, 1)], metric=metric
     )
-    case = evaluate(Contestants(verified, verified), EvaluationOptions(n_resamples=2, fars=(0.0, 1e-3))).cases[0]
+    case = evaluate(EvaluatedModels(verified, verified), EvaluationOptions(n_resamples=2, fars=(0.0, 1e-3))).cases[0]
     assert [case.metrics[name] for name in ("tar@far=0e+0", "tar@far=1e-3")] == [0, 0]
     identified = EmbeddedImages(
         "m", Fingerprint.from_string("m"), twice, rows, names[0], names[1][:60], [*half, *strange], half, metric=metric
     )
-    case = evaluate(Contestants(identified, identified), EvaluationOptions(n_resamples=2, fpirs=(0.0, 0.1))).cases[0]
+    case = evaluate(EvaluatedModels(identified, identified), EvaluationOptions(n_resamples=2, fpirs=(0.0, 0.1))).cases[0]
     assert [case.metrics[name] for name in ("tpir@fpir=0e+0", "tpir@fpir=1e-1")] == [0, 0]

@@ -22,7 +22,7 @@ from rich.console import Console
 from sklearn.linear_model import LogisticRegression
 from torch.nn import functional as F
 
-from xcompat.data import LabelledSource, Subset, load_labelled, select
+from xcompat.data import LabelledSource, Subset, load_labelled, select_subset
 from xcompat.evaluation import first_hit_ranks, paired_bootstrap, ranking_per_query
 from xcompat.evaluation.selective import area_under_roc, calibration_error, risk_coverage
 from xcompat.heads import slerp
@@ -133,8 +133,8 @@ def asked_of(model: CompatModel, name: str, new_QD: Any, old_Qd: Any, search: An
 
 def tiny() -> Iterator[Asked]:
     """Frozen encoders on photos: all, half and none of the searched classes known."""
-    train = select(load_labelled(LabelledSource(path=TRAIN)), Subset(limit_per_class=50))
-    test = select(load_labelled(LabelledSource(path=TEST)), Subset(limit_per_class=25))
+    train = select_subset(load_labelled(LabelledSource(path=TRAIN)), Subset(limit_per_class=50))
+    test = select_subset(load_labelled(LabelledSource(path=TEST)), Subset(limit_per_class=25))
     assert train.classes == test.classes
     models = [load_embedder(name) for name in (NEW, OLD)]
     (new_ND, old_Nd), (new_TD, old_Td) = (

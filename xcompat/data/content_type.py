@@ -25,7 +25,7 @@ FILE_COLUMNS = ("file_name", "filename", "path")
 """Columns with image files in image tables, but with any file in text tables."""
 
 
-def holds_pictures(path: str) -> bool:
+def contains_images(path: str) -> bool:
     """Return whether a source contains images, not texts.
 
     Folders of images or shards do, and tables and data sets with an image or its path in the first row.
@@ -40,7 +40,7 @@ def holds_pictures(path: str) -> bool:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "questions.txt"
         >>> _ = file.write_text("what is green?")
-        >>> holds_pictures(str(file))
+        >>> contains_images(str(file))
         False
     """
     source = PairSource(path=path)

@@ -113,7 +113,7 @@ def _ranks_within_class(labels_N: NDArray[np.int64]) -> NDArray[np.int64]:
     return ranks_N
 
 
-def select(labelled: LabelledImages, subset: Subset) -> LabelledImages:
+def select_subset(labelled: LabelledImages, subset: Subset) -> LabelledImages:
     """Keep the images of a subset, in order and with the same labels.
 
     :meth:`LabelledImages.present_classes` lists the remaining classes, :meth:`LabelledImages.reindex_labels` renumbers them.

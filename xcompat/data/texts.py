@@ -66,7 +66,7 @@ class TextSource(DataSource):
         return self
 
 
-def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
+def load_text_items(source: TextSource | str | Path) -> datasets.Dataset:
     """Load texts as gallery items, or as training texts of a map.
 
     Documents without text are skipped, with a notice.
@@ -109,7 +109,7 @@ def load_items_of_text(source: TextSource | str | Path) -> datasets.Dataset:
     return dataset
 
 
-def passages(text: str, words: int, overlap: int = 0) -> list[str]:
+def split_passages(text: str, words: int, overlap: int = 0) -> list[str]:
     """Split a text into passages.
 
     Args:
@@ -121,7 +121,7 @@ def passages(text: str, words: int, overlap: int = 0) -> list[str]:
         The passages, unchanged; the last can be shorter. They cover every word, and none lies within another.
 
     Example:
-        >>> passages("a b c d e", words=3, overlap=1)
+        >>> split_passages("a b c d e", words=3, overlap=1)
         ['a b c', 'c d e']
     """
     spans = [match.span() for match in re.finditer(r"\S+", text)]
@@ -177,7 +177,7 @@ def _items(
             record["empty"].append(name)
             continue
         about = columns.convert(_metadata(row, {*text_columns, id_column}, source, where))
-        parts = [text] if source.words is None else passages(text, source.words, source.overlap)
+        parts = [text] if source.words is None else split_passages(text, source.words, source.overlap)
         for place, part in enumerate(parts):
             known = about | ({DOCUMENT: name} if source.words is not None else {}) | ({TEXT: part} if source.keep_text else {})
             item = name if source.words is None else f"{name}#{place}"

@@ -42,7 +42,7 @@ __all__ = [
     "Contents",
     "Embedded",
     "EmbeddingCache",
-    "decoding",
+    "decoding_options",
     "embed_blocks",
     "embed_contents",
     "embed_images",
@@ -50,7 +50,7 @@ __all__ = [
     "embed_rows",
     "embed_texts",
     "images_per_batch",
-    "notice_cut_short",
+    "notice_truncated",
 ]
 
 
@@ -82,7 +82,7 @@ def embed_texts(
 
     before = embedder.processor.count_truncated
     cache = _embed(embedder, "texts", len(texts), Path(path), data_digest, shard_rows, embed_shards, BadSamples())
-    notice_cut_short(embedder, embedder.processor.count_truncated - before, len(texts))
+    notice_truncated(embedder, embedder.processor.count_truncated - before, len(texts))
     return cache
 
 
@@ -125,7 +125,7 @@ def embed_in_memory(embedder: Embedder, texts: Sequence[str]) -> NDArray[np.floa
     before, embeds_Nd = embedder.processor.count_truncated, np.empty((len(texts), embedder.dim), dtype=np.float32)
     for rows_B, batch in _text_batches(embedder, texts):
         embeds_Nd[rows_B] = embedder.embed(batch).numpy(force=True)
-    notice_cut_short(embedder, embedder.processor.count_truncated - before, len(texts))
+    notice_truncated(embedder, embedder.processor.count_truncated - before, len(texts))
     return embeds_Nd
 
 
@@ -141,7 +141,7 @@ def _text_batches(
         yield rows_B, _pinned(processor.pad([token_ids[row] for row in rows_B]), embedder.device)
 
 
-def notice_cut_short(embedder: Embedder, truncated: int, total: int, fix: str = "") -> None:
+def notice_truncated(embedder: Embedder, truncated: int, total: int, fix: str = "") -> None:
     """Print the number of truncated texts and the fix, if any text was truncated."""
     if truncated:
         limit = f"the {embedder.processor.max_length} tokens of {embedder.name}"
@@ -230,7 +230,9 @@ def embed_rows(
 
     if embedder.device.type == "cpu":
         keep_freed_memory()
-    batches = iterate_images(dataset, batch_size, rows=rows, bad=bad, draw=draw, prepare=prepared, **decoding(embedder.device))
+    batches = iterate_images(
+        dataset, batch_size, rows=rows, bad=bad, draw=draw, prepare=prepared, **decoding_options(embedder.device)
+    )
     for kept, batch in (waiting or Waiting()).track(batches):
         yield kept, embedder.embed(batch)
 
@@ -302,7 +304,7 @@ def images_per_batch(processor: Processor, device: torch.device) -> int:
     return min(max(PIXELS_PER_BATCH // (height * width), 1), IMAGES_PER_BATCH) if device.type == "cpu" else IMAGES_PER_BATCH
 
 
-def decoding(device: torch.device) -> dict[str, Any]:
+def decoding_options(device: torch.device) -> dict[str, Any]:
     """Return the arguments of :func:`~xcompat.data.iterate_images` for a device: threads, and whether to decode ahead."""
     if device.type == "cpu":
         return {"threads": cores(device), "ahead": False}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from xcompat.evaluation.embedded_pairs import EmbeddedPairs, ZeroShot
     from xcompat.evaluation.embedded_templates import EmbeddedTemplates, TemplateProtocol, pooled_templates
     from xcompat.evaluation.embedded_texts import EmbeddedTexts
-    from xcompat.evaluation.evaluated_models import Contestant, Contestants, EvaluationOptions
+    from xcompat.evaluation.evaluated_models import EvaluatedModel, EvaluatedModels, EvaluationOptions
     from xcompat.evaluation.graded import GradedQueries, graded_metrics, graded_per_query
     from xcompat.evaluation.intervals import PairedDifference, bootstrap_interval, paired_bootstrap, queries_needed
     from xcompat.evaluation.metrics import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "cases": ["Case", "Criterion", "Difference", "Evaluation"],
-    "evaluated_models": ["Contestant", "Contestants", "EvaluationOptions"],
+    "evaluated_models": ["EvaluatedModel", "EvaluatedModels", "EvaluationOptions"],
     "embedded_images": ["EmbeddedImages"],
     "embedded_pairs": ["EmbeddedPairs", "ZeroShot"],
     "embedded_templates": ["EmbeddedTemplates", "TemplateProtocol", "pooled_templates"],
@@ -52,14 +52,14 @@ _PLACES = {
 
 __all__ = [
     "Case",
-    "Contestant",
-    "Contestants",
     "Criterion",
     "Difference",
     "EmbeddedImages",
     "EmbeddedPairs",
     "EmbeddedTemplates",
     "EmbeddedTexts",
+    "EvaluatedModel",
+    "EvaluatedModels",
     "Evaluation",
     "EvaluationOptions",
     "GradedQueries",

@@ -129,7 +129,7 @@ class SearchResults(NamedTuple):
         )
 
 
-class Contestant(Protocol):
+class EvaluatedModel(Protocol):
     """Protocol of one model's embeddings of a test set."""
 
     @property
@@ -181,7 +181,7 @@ class Contestant(Protocol):
         """
 
 
-C = TypeVar("C", bound=Contestant)
+C = TypeVar("C", bound=EvaluatedModel)
 
 
 class Search(NamedTuple, Generic[C]):
@@ -192,7 +192,7 @@ class Search(NamedTuple, Generic[C]):
         gallery: name of the gallery.
         asking: query embeddings.
         searched: gallery embeddings.
-        own: as in :meth:`Contestant.find`.
+        own: as in :meth:`EvaluatedModel.find`.
     """
 
     query: str
@@ -203,7 +203,7 @@ class Search(NamedTuple, Generic[C]):
 
 
 @dataclass(frozen=True)
-class Contestants(Generic[C]):
+class EvaluatedModels(Generic[C]):
     """All models of an evaluation, as embeddings of one test set.
 
     Args:
@@ -240,7 +240,7 @@ class Contestants(Generic[C]):
         roles = {role.name: getattr(self, role.name) for role in fields(self) if role.name != "extra"}
         return {role: model for role, model in roles.items() if model is not None}
 
-    def without_unreadable(self) -> Contestants[C]:
+    def without_unreadable(self) -> EvaluatedModels[C]:
         """Keep the items that all models could read.
 
         Raises:

@@ -23,12 +23,12 @@ from xcompat.evaluation.cases import (
     failed_comparisons,
     is_zero_shot,
 )
-from xcompat.evaluation.evaluated_models import C, Contestants, Direction, EvaluationOptions, Search, SearchResults
+from xcompat.evaluation.evaluated_models import C, Direction, EvaluatedModels, EvaluationOptions, Search, SearchResults
 from xcompat.evaluation.intervals import interval_bounds, paired_bootstrap, resampled_means
 from xcompat.evaluation.thresholds import carry_over_threshold
 
 
-def evaluate(contestants: Contestants[C], options: EvaluationOptions | None = None) -> Evaluation:
+def evaluate(contestants: EvaluatedModels[C], options: EvaluationOptions | None = None) -> Evaluation:
     """Measure every case in every direction and judge backward compatibility.
 
     The criterion follows BCT (Shen et al. 2020): new queries must score higher on the old gallery than old queries.

@@ -17,7 +17,7 @@ from xcompat.core.arrays import RowSelection, number_strings
 from xcompat.core.distributed import from_main_process, process_state
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
-from xcompat.data import load_items_of_text
+from xcompat.data import load_text_items
 from xcompat.data.ids import match_file_names
 from xcompat.data.schema import ID, TEXT
 from xcompat.data.sources import files_digest
@@ -93,7 +93,7 @@ def pairs_of_texts(
     service = texts.embed_with
     new_source = _source(new, max_bad_share, reading._replace(ids=None)) if service is None else _provider(new, service, texts)
     _require_model(old_source, new_source, texts)
-    items = load_pictures(texts.path, max_bad_share) if texts.are_pictures else load_items_of_text(texts.path)
+    items = load_pictures(texts.path, max_bad_share) if texts.are_pictures else load_text_items(texts.path)
     ids: list[str] = items[ID][:]
     old_source, new_source = (_with_ids_of(source, ids) if texts.are_pictures else source for source in (old_source, new_source))
     old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))

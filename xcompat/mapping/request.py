@@ -35,7 +35,7 @@ class TextInput:
     """Texts or pictures to embed, and the service instead of a new model, if any.
 
     Args:
-        path: texts as in :func:`xcompat.data.load_items_of_text`, or pictures as in :func:`xcompat.data.load_pairs`.
+        path: texts as in :func:`xcompat.data.load_text_items`, or pictures as in :func:`xcompat.data.load_pairs`.
         embed_with: ``module:function`` of the service; None for a model.
         requests_per_minute: as in :class:`~xcompat.embeddings.provider.Provider`.
         price: per million tokens, as in :class:`~xcompat.embeddings.provider.Provider`.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xcompat.core.errors import XcompatError
-from xcompat.data import load_items_of_text, read_qrels
+from xcompat.data import load_text_items, read_qrels
 from xcompat.data.loading import load_raw
 from xcompat.data.schema import ID, METADATA
 from xcompat.data.sources import DataSource
@@ -56,7 +56,7 @@ def _is_test(metadata: str | None) -> bool:
 def _load_from_folder(folder: Path) -> tuple[datasets.Dataset, datasets.Dataset, Qrels]:
     passages = TextSource(path=str(_find_file(folder, PASSAGES)), text_column=TEXT_COLUMNS)
     queries = TextSource(path=str(_find_file(folder, QUERIES)))
-    return load_items_of_text(passages), load_items_of_text(queries), read_qrels(_find_file(folder, JUDGEMENTS))
+    return load_text_items(passages), load_text_items(queries), read_qrels(_find_file(folder, JUDGEMENTS))
 
 
 def _find_file(folder: Path, names: Sequence[str]) -> Path:
@@ -75,7 +75,7 @@ def _load_from_hub() -> tuple[datasets.Dataset, datasets.Dataset, Qrels]:
     try:
         for row in load_raw(DataSource(path=HUB_NAME, name="default", split="test"), []):
             qrels.setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = float(row["score"])
-        return load_items_of_text(passages), load_items_of_text(queries), qrels
+        return load_text_items(passages), load_text_items(queries), qrels
     except XcompatError as error:
         raise XcompatError(
             f"{error}. Without the Hub, use --data FOLDER with {PASSAGES[0]}, {QUERIES[0]} and {JUDGEMENTS[0]} of SciFact"

@@ -15,7 +15,7 @@ from xcompat.core.files import atomic_path, write_json
 from xcompat.core.progress import console, literal, silence_libraries, stage
 from xcompat.core.provenance import provenance
 from xcompat.data.schema import TEXT
-from xcompat.evaluation import Contestants, EmbeddedTexts, Evaluation
+from xcompat.evaluation import EmbeddedTexts, EvaluatedModels, Evaluation
 from xcompat.evaluation.cases import RERANKED, TEXT_TO_TEXT
 from xcompat.evaluation.query_changes import sort_by_change
 from xcompat.mapping import Candidate, FittedMap, PairedEmbeddings, fit_map
@@ -127,7 +127,7 @@ def _floats(rows_ND: Any) -> np.ndarray:  # noqa: ANN401 - an array or an embedd
     return np.asarray(rows_ND[:], np.float32)
 
 
-def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Contestants[EmbeddedTexts]:
+def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> EvaluatedModels[EmbeddedTexts]:
     """Map the new queries into the old index in several ways.
 
     Args:
@@ -154,7 +154,7 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Co
     if line.line != FAILING:
         extra[FAILING] = mapped(FAILING, Candidate(FAILING))
     half_way = mixed_queries(extra[MAP], old, fitted.choice.chosen.candidate.old_share)
-    return Contestants(old, half_way, new, new, extra)
+    return EvaluatedModels(old, half_way, new, new, extra)
 
 
 def compare_queries(evaluation: Evaluation, fitted: FittedMap) -> list[Comparison]:
@@ -182,7 +182,7 @@ def compare_queries(evaluation: Evaluation, fitted: FittedMap) -> list[Compariso
     return [Comparison(row, old) for row in rows]
 
 
-def show_largest_gain(test: JudgedTestSet, evaluation: Evaluation, contestants: Contestants[EmbeddedTexts]) -> Example:
+def show_largest_gain(test: JudgedTestSet, evaluation: Evaluation, contestants: EvaluatedModels[EmbeddedTexts]) -> Example:
     """Return old and new hits for the claim whose first relevant hit moves up most."""
     old_Q, new_Q = (evaluation.ranks[query, "old", TEXT_TO_TEXT] for query in ("old", "new"))
     row = int(sort_by_change(old_Q, new_Q, "gained").rows_q[0])

@@ -26,7 +26,7 @@ from xcompat.evaluation.cases import (
 if TYPE_CHECKING:
     from PIL import Image
 
-    from xcompat.evaluation import Contestants
+    from xcompat.evaluation import EvaluatedModels
 
 
 class Hit(NamedTuple):
@@ -143,7 +143,7 @@ class ReportContent:
     """
 
     evaluation: Evaluation
-    contestants: Contestants
+    contestants: EvaluatedModels
     method: str
     seconds: dict[str, float] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xcompat.core.files import atomic_path
-from xcompat.evaluation import Contestant
+from xcompat.evaluation import EvaluatedModel
 from xcompat.report.content import ModelInfo, Report, ReportContent
 from xcompat.report.pages import render_html
 from xcompat.report.plots import draw_plots, figure_png
@@ -126,5 +126,5 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _model_info(model: Contestant) -> ModelInfo:
+def _model_info(model: EvaluatedModel) -> ModelInfo:
     return ModelInfo(model.name, model.fingerprint.digest, model.dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from xcompat.core.arrays import normalise_rows
-from xcompat.evaluation import Contestant, EmbeddedPairs
+from xcompat.evaluation import EmbeddedPairs, EvaluatedModel
 from xcompat.evaluation.identities import as_ids
 from xcompat.evaluation.scores import as_rows
 from xcompat.report.content import Panel, ReportContent, Series
@@ -24,7 +24,7 @@ def project(content: ReportContent) -> list[Panel]:
     rows = sampled_rows(shown.old, content.tsne_pairs, content.seed)
     if min(map(len, rows.values())) < _FEWEST_PAIRS:
         return []
-    spaces: list[tuple[str, list[tuple[str, Contestant]]]] = []
+    spaces: list[tuple[str, list[tuple[str, EvaluatedModel]]]] = []
     if shown.new_view.dim == shown.old.dim:
         spaces.append(("Old space", [("old", shown.old), ("new, in the old space", shown.new_view)]))
     if shown.independent is not None:
@@ -41,7 +41,7 @@ def project(content: ReportContent) -> list[Panel]:
     return panels
 
 
-def sampled_rows(model: Contestant, count: int, seed: int) -> dict[str, np.ndarray]:
+def sampled_rows(model: EvaluatedModel, count: int, seed: int) -> dict[str, np.ndarray]:
     """Draw the rows to show as kind -> rows: pairs of image and text, only gallery images, or only queries."""
     generator = np.random.default_rng(seed)
     if not isinstance(model, EmbeddedPairs):

@@ -121,7 +121,7 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
 
 def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool, side_info: Embedder | None = None) -> None:
     """Embed pictures or texts into a gallery; refuse an incompatible model."""
-    from xcompat.embeddings.embed import notice_cut_short
+    from xcompat.embeddings.embed import notice_truncated
     from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.ingestion import ingest
 
@@ -131,7 +131,7 @@ def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: boo
     more += [f"{added.unreadable:,} cannot be read"] if added.unreadable else []
     said = f"{added.added:,} {originals.kind} added to {literal(gallery.path)}{''.join(f', {text}' for text in more)}"
     console.print(f"[green]✓[/] {said}")
-    notice_cut_short(embedder, added.truncated, added.added, "; --words cuts texts into passages")
+    notice_truncated(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
 def search(
@@ -236,7 +236,7 @@ def backfill(
     spread: Executor | None = None,
 ) -> None:
     """Re-embed items within a budget: frequent hits first, then a fixed random order."""
-    from xcompat.embeddings.embed import notice_cut_short
+    from xcompat.embeddings.embed import notice_truncated
     from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.backfilling import Backfill
 
@@ -249,7 +249,7 @@ def backfill(
     if not dry_run:
         added = plan.run(spread)
         console.print(f"[green]✓[/] {added.added:,} re-embedded, {remaining - added.added - added.cached:,} to go")
-        notice_cut_short(embedder, added.truncated, added.added, "; --words cuts texts into passages")
+        notice_truncated(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
 def info(gallery: Gallery, embedder: Embedder | None) -> None:

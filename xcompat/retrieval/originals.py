@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import Waiting
-from xcompat.data import BadSamples, PairSource, TextSource, holds_pictures, load_items_of_text, load_pairs
+from xcompat.data import BadSamples, PairSource, TextSource, contains_images, load_pairs, load_text_items
 from xcompat.data.schema import CAPTION, ID, IMAGE, METADATA, TEXT, captions_of
 from xcompat.embeddings.embed import Contents, embed_blocks, embed_rows, images_per_batch
 
@@ -139,7 +139,7 @@ class Texts:
     """Texts, whole or in passages.
 
     Args:
-        dataset: from :func:`~xcompat.data.load_items_of_text`.
+        dataset: from :func:`~xcompat.data.load_text_items`.
         cut: whether they are passages ``DOCUMENT#0``, ``DOCUMENT#1`` and so on.
     """
 
@@ -233,7 +233,7 @@ def load_originals(
     Raises:
         XcompatError: the path has neither, a file is damaged, or an option does not apply.
     """
-    if not options and holds_pictures(str(path)):
+    if not options and contains_images(str(path)):
         share = UNREADABLE if max_bad_share is None else max_bad_share
         return Pictures(load_pictures(path, share, metadata), share)
     if max_bad_share is not None:
@@ -242,7 +242,7 @@ def load_originals(
         source = TextSource(path=str(path), metadata=metadata, **{"keep_text": True, **options})
     except ValidationError as error:
         raise XcompatError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-    return Texts(load_items_of_text(source), cut=source.words is not None)
+    return Texts(load_text_items(source), cut=source.words is not None)
 
 
 def merge_originals(parts: Sequence[Originals]) -> Originals:

@@ -21,7 +21,7 @@ from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.schema import ID, IMAGE, TEXT
 from xcompat.data.sources import has_suffix
-from xcompat.embeddings.embed import notice_cut_short
+from xcompat.embeddings.embed import notice_truncated
 from xcompat.embeddings.provider import ServedMap
 from xcompat.retrieval.originals import Originals, Pictures, Texts, load_originals
 
@@ -135,7 +135,7 @@ class SourceQueries:
         before = asking.processor.count_truncated
         bad = BadSamples(self.originals.max_bad_share, len(rows), what="queries", raised_by="")
         yield from self.originals.embed(asking, rows, bad)
-        notice_cut_short(embedder, asking.processor.count_truncated - before, len(rows))
+        notice_truncated(embedder, asking.processor.count_truncated - before, len(rows))
 
     def _served(self, service: ServedMap) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         if not isinstance(self.originals, Texts):

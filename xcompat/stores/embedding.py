@@ -13,7 +13,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.data.images import UnusableSampleError
-from xcompat.embeddings.embed import Contents, Embedded, embed_contents, notice_cut_short
+from xcompat.embeddings.embed import Contents, Embedded, embed_contents, notice_truncated
 from xcompat.models.embedder import Embedder
 from xcompat.stores.base import Rows, Store
 from xcompat.stores.vector_source import VectorSource
@@ -63,7 +63,7 @@ class FieldSource(VectorSource[Contents, Embedded]):
         """Return rows with their new vectors, without unreadable rows. Each reason is printed once."""
         for item, reason in made.unread.items():
             self._tell(store, item, reason)
-        notice_cut_short(self.model, made.truncated, len(rows.ids))
+        notice_truncated(self.model, made.truncated, len(rows.ids))
         kept = np.flatnonzero(np.isfinite(made.embeds_ND).all(1)).tolist()
         return rows.pick(kept)._replace(vectors_ND=made.embeds_ND[kept])
 

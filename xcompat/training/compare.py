@@ -13,7 +13,7 @@ from xcompat.losses.classification import ClassificationHead
 from xcompat.models import CompatModel
 from xcompat.report import load_report
 from xcompat.report.comparison import (
-    Contender,
+    EvaluatedMethod,
     compare,
     comparison_file,
     print_comparison,
@@ -88,9 +88,9 @@ def _evaluated(recipe: Recipe) -> list[StageRecipe]:
     return evaluated
 
 
-def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> Contender:
+def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> EvaluatedMethod:
     model = StageModels(next(iter(runs.values())), settings).trained(settings.name)
-    return Contender(
+    return EvaluatedMethod(
         settings.name,
         settings.method,
         {seed: load_report(reports[settings.name]) for seed, reports in folders.items()},

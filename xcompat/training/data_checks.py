@@ -17,7 +17,7 @@ from xcompat.data import (
     load_labelled,
     load_pairs,
     load_text_pairs,
-    select,
+    select_subset,
 )
 from xcompat.data.addresses import list_addresses
 from xcompat.data.corpora import first_texts
@@ -116,7 +116,7 @@ def _check_labelled(source: LabelledSource, data: DataSettings, key: str) -> Non
         labelled = load_labelled(source, captions=captions)
         subset = data.subset if key == "images" else data.test_subset
         if subset is not None:
-            select(labelled, subset)
+            select_subset(labelled, subset)
 
 
 def _check_pairs(source: PairSource) -> bool:

@@ -17,7 +17,7 @@ from xcompat.core.provenance import provenance
 from xcompat.data import LabelledSource, PairSource, read_qrels
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import FROM_SCRATCH
-from xcompat.evaluation import Contestants, EmbeddedImages, EmbeddedPairs, EmbeddedTexts
+from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts, EvaluatedModels
 from xcompat.evaluation.evaluated_models import C
 from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
@@ -236,7 +236,7 @@ def evaluate_embeddings(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add their map with "
             f"--map FOLDER, or use mapped queries as --new, and {new} as --new-own"
         )
-    return _finish(make_report(Contestants(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
+    return _finish(make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
 
 def _mapped(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.evaluation import Contestant
+from xcompat.evaluation import EvaluatedModel
 from xcompat.evaluation.evaluated_models import C
 from xcompat.evaluation.scores import Embeddings
 from xcompat.models.frozen import FrozenModel
@@ -29,7 +29,7 @@ BLOCK = 8192
 class EvaluationSet(Protocol):
     """Test items that every model embeds."""
 
-    def embed(self, embedder: FrozenModel, cache_dir: Path) -> Contestant:
+    def embed(self, embedder: FrozenModel, cache_dir: Path) -> EvaluatedModel:
         """Embed the items, or read their cache; unreadable images are rows of NaN."""
 
     def examples(self, old: Any, new_view: Any, searched: Any, count: int, seed: int) -> list[Example]:  # noqa: ANN401 - its own

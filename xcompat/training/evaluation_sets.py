@@ -23,7 +23,7 @@ from xcompat.data import (
     load_labelled,
     load_pairs,
     open_image,
-    select,
+    select_subset,
 )
 from xcompat.data.ids import disambiguate_ids
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL, TEXT, captions_of
@@ -69,7 +69,7 @@ def judged_images(data: DataSettings) -> dict[str, LabelledImages]:
 def load_test_images(source: LabelledSource, data: DataSettings) -> LabelledImages:
     """Load labelled test images in ``test_subset``."""
     labelled = load_labelled(source, captions=data.old_reads == "captions")
-    return select(labelled, data.test_subset) if data.test_subset is not None else labelled
+    return select_subset(labelled, data.test_subset) if data.test_subset is not None else labelled
 
 
 @dataclass

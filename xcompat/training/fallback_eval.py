@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from xcompat.evaluation import Contestant, Evaluation
+from xcompat.evaluation import EvaluatedModel, Evaluation
 from xcompat.evaluation.cases import ALL, FLIP_METRIC, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT
 from xcompat.evaluation.evaluated_models import C
 from xcompat.evaluation.selective import area_under_roc, calibration_error, query_quality
@@ -16,7 +16,7 @@ FALLBACK = "fallback"
 _ASKING = {IMAGE_TO_IMAGE: "queries", TEXT_TO_TEXT: "queries", TEXT_TO_IMAGE: "texts", IMAGE_TO_TEXT: "images"}
 
 
-def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: float) -> C:
+def fallback_queries(new_view: C, instead: C, confidence: EvaluatedModel, below: float) -> C:
     """Replace new queries with low confidence.
 
     Args:
@@ -34,7 +34,7 @@ def fallback_queries(new_view: C, instead: C, confidence: Contestant, below: flo
     return replace(new_view.with_matrices(mixed), name=FALLBACK, fingerprint=fingerprint)  # type: ignore[type-var]
 
 
-def confidence_of(confidence: Contestant, evaluation: Evaluation) -> dict[str, np.ndarray]:
+def confidence_of(confidence: EvaluatedModel, evaluation: Evaluation) -> dict[str, np.ndarray]:
     """Return confidence by direction: float32 (Q,), NaN outside the evaluation."""
     matrices, found = confidence.matrices(), {}
     for direction, kind in _ASKING.items():

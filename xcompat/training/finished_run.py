@@ -13,7 +13,7 @@ from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import console, literal
 from xcompat.encoders import EncoderSource
-from xcompat.evaluation import Contestant
+from xcompat.evaluation import EvaluatedModel
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel, load_frozen
@@ -132,7 +132,7 @@ class FinishedRun:
             found[items.title] = folder, items
         return found
 
-    def embedded(self, old: FrozenModel) -> Contestant:
+    def embedded(self, old: FrozenModel) -> EvaluatedModel:
         """Return cached old embeddings of the test set."""
         return self.test.embed(old, self.cache_dir(old))
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import snippet
-from xcompat.data import load_items_of_text, read_qrels
+from xcompat.data import load_text_items, read_qrels
 from xcompat.data.schema import ID, TEXT
 from xcompat.evaluation import EmbeddedTexts
 from xcompat.evaluation.cases import TEXT_TO_TEXT
@@ -35,8 +35,8 @@ class JudgedTestSet(EvaluationSet):
     """Queries that search passages. Query prompts apply to queries only.
 
     Args:
-        queries: from :func:`xcompat.data.load_items_of_text`.
-        passages: from :func:`xcompat.data.load_items_of_text`.
+        queries: from :func:`xcompat.data.load_text_items`.
+        passages: from :func:`xcompat.data.load_text_items`.
         qrels: query id -> passage id -> gain.
         shard_rows: texts per cache shard.
     """
@@ -111,4 +111,4 @@ def load_judged_texts(settings: JudgedTexts) -> JudgedTestSet:
     Raises:
         XcompatError: a file is missing, empty or damaged.
     """
-    return JudgedTestSet(load_items_of_text(settings.queries), load_items_of_text(settings.passages), read_qrels(settings.qrels))
+    return JudgedTestSet(load_text_items(settings.queries), load_text_items(settings.passages), read_qrels(settings.qrels))

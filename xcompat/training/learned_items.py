@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from xcompat.evaluation import Contestant, EmbeddedImages
+from xcompat.evaluation import EmbeddedImages, EvaluatedModel
 from xcompat.evaluation.embedded_images import LearnedItems
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import AUTO_MAP, StageRecipe
@@ -16,8 +16,8 @@ MOST = 10_000
 
 
 def add_learned_items(
-    old: Contestant, new: Contestant | None, settings: StageRecipe, models: StageModels, data: StageData, seed: int
-) -> tuple[Contestant, Contestant | None]:
+    old: EvaluatedModel, new: EvaluatedModel | None, settings: StageRecipe, models: StageModels, data: StageData, seed: int
+) -> tuple[EvaluatedModel, EvaluatedModel | None]:
     """Add training images to a test set (collective call).
 
     Args:

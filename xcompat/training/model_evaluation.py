@@ -15,7 +15,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.data.schema import SIDE_INFO
 from xcompat.encoders import EncoderSource
-from xcompat.evaluation import Contestant, Contestants, EmbeddedTexts, Evaluation, EvaluationOptions, evaluate, linear_cka
+from xcompat.evaluation import EmbeddedTexts, EvaluatedModel, EvaluatedModels, Evaluation, EvaluationOptions, evaluate, linear_cka
 from xcompat.evaluation.cases import WITHOUT_MEMORY, backfill_losses
 from xcompat.evaluation.evaluated_models import C
 from xcompat.heads import slerp
@@ -34,12 +34,12 @@ from xcompat.training.sections import EvaluationSettings
 
 def embed_new(
     model: CompatModel,
-    old: Contestant,
-    independent: Contestant | None,
+    old: EvaluatedModel,
+    independent: EvaluatedModel | None,
     test: EvaluationSet,
     cache_dir: Path,
     old_on_new: bool = False,
-) -> Contestants:
+) -> EvaluatedModels:
     """Embed a test set with a compatible model.
 
     Args:
@@ -76,7 +76,7 @@ def embed_new(
         if model.memory is not None:
             named = f"{old.name}, mapped without memory", model.embeds_fingerprint().derive("upgrade")
             forgetful = map_contestant(old, *named, model.own_upgrade, model.device, side_info)
-        return Contestants(old, own, own, independent, upgraded=upgraded, forgetful=forgetful, side_info=side_info)
+        return EvaluatedModels(old, own, own, independent, upgraded=upgraded, forgetful=forgetful, side_info=side_info)
     version, backfilled = old.fingerprint, None
     asking = raw if old_on_new else raw.without_gallery()
     if model.memory is not None or model.embeds_in_memory or model.stored_dim != model.config.embedding_dim:
@@ -91,7 +91,7 @@ def embed_new(
         )
     view, alone = mix_in_old_queries(model, view, old)
     sure = _confidence(model, asking) if model.is_confident and version == model.compatible_with[0] else None
-    return Contestants(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
+    return EvaluatedModels(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
 
 
 def use_chosen_rerank_weight(settings: EvaluationSettings, model: CompatModel) -> EvaluationSettings:
@@ -139,7 +139,7 @@ def apply_memory(model: C, memory: QueryMemory) -> C:
     return map_contestant(model, *named, lambda embeds: memory(embeds, embeds), torch.device("cpu"))
 
 
-def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet, cache_dir: Path) -> Contestant:
+def _map_input(model: CompatModel, independent: EvaluatedModel, test: EvaluationSet, cache_dir: Path) -> EvaluatedModel:
     if not model.maps_features(vars(model.config)):
         return independent
     described = model.config.encoder
@@ -148,7 +148,7 @@ def _map_input(model: CompatModel, independent: Contestant, test: EvaluationSet,
     return test.embed(penultimate_embedder(new), cache_dir)
 
 
-def side_info_of(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Contestant | None:
+def side_info_of(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> EvaluatedModel | None:
     """Embed the test set with a map's side-information model, or return None."""
     described = getattr(model.config, SIDE_INFO, None)
     if described is None:
@@ -160,8 +160,8 @@ def side_info_of(model: CompatModel, test: EvaluationSet, cache_dir: Path) -> Co
 
 
 def evaluate_cases(
-    contestants: Contestants, settings: EvaluationSettings, seed: int, shared: bool = False
-) -> tuple[Evaluation, Contestants]:
+    contestants: EvaluatedModels, settings: EvaluationSettings, seed: int, shared: bool = False
+) -> tuple[Evaluation, EvaluatedModels]:
     """Evaluate every case.
 
     Args:
@@ -227,7 +227,7 @@ def mixed_queries(new_view: C, old: C, share: float) -> C:
     return map_contestant(new_view, "slerp", fingerprint, partial(slerp, share=share), torch.device("cpu"), old)
 
 
-def _complementarity(old: Contestant, side_info: Contestant) -> str:
+def _complementarity(old: EvaluatedModel, side_info: EvaluatedModel) -> str:
     """Compare old embeddings and side-information (FCT §5.3)."""
     which = f"Linear CKA between old embeddings of the gallery and side-information of {side_info.name}"
     kind = "texts" if isinstance(old, EmbeddedTexts) else "images"
@@ -239,7 +239,7 @@ def _complementarity(old: Contestant, side_info: Contestant) -> str:
 
 
 def make_report(
-    contestants: Contestants,
+    contestants: EvaluatedModels,
     test: EvaluationSet | None,
     settings: EvaluationSettings,
     method: str,

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from xcompat.core.distributed import gather_with_grad, rank, world_size
 from xcompat.data import PairCollator, PairDataset, iterate_images
-from xcompat.embeddings.embed import decoding, images_per_batch
+from xcompat.embeddings.embed import decoding_options, images_per_batch
 from xcompat.encoders.processor import Processor
 from xcompat.models import CompatModel
 
@@ -62,7 +62,7 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
         "rows": mine.tolist(),
         "bad": dataset.bad,
         "prepare": processor.images,
-        **decoding(model.device),
+        **decoding_options(model.device),
     }
     for kept, pixels in iterate_images(dataset.dataset, images_per_batch(processor, model.device), **reading):
         places = torch.from_numpy((kept - mine[0]) % total).to(model.device)

@@ -19,7 +19,7 @@ from xcompat.core.progress import console, literal, notice, silence_libraries
 from xcompat.core.progress import stage as stage_line
 from xcompat.core.provenance import provenance
 from xcompat.encoders import EncoderSource
-from xcompat.evaluation import Contestant, Contestants
+from xcompat.evaluation import EvaluatedModel, EvaluatedModels
 from xcompat.evaluation.cases import OLD_WITH_MEMORY
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.score_scales import scale_scores
@@ -328,7 +328,7 @@ class StageRun:
         return False
 
     def _write_report(
-        self, contestants: Contestants, test: EvaluationSet, folder: Path, about: dict[str, Any], model: CompatModel
+        self, contestants: EvaluatedModels, test: EvaluationSet, folder: Path, about: dict[str, Any], model: CompatModel
     ) -> None:
         content = make_report(
             contestants,
@@ -343,7 +343,7 @@ class StageRun:
         if is_main_process():
             write_report(folder, content)
 
-    def _contestants(self, model: CompatModel, test: EvaluationSet) -> Contestants:
+    def _contestants(self, model: CompatModel, test: EvaluationSet) -> EvaluatedModels:
         evaluation, cache_dir = self._evaluation, self.recipe.cache_dir
         old, plain = test.embed(self.models.frozen("old"), cache_dir), self.models.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
@@ -364,7 +364,7 @@ class StageRun:
             extra[OLD_WITH_MEMORY] = apply_memory(old, memory)
         return replace(contestants, extra={**contestants.extra, **extra}, ceiling=ceiling)
 
-    def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, Contestant]]:
+    def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, EvaluatedModel]]:
         """Embed the test set with versions before the old one, whose galleries may still be in use."""
         for version in model.compatible_with[1:]:
             earlier = load_embedder(version.name, device())
@@ -381,7 +381,7 @@ class StageRun:
     def _hops(self) -> list[StageRecipe]:
         return hops_before(self.settings, self.recipe.stages)
 
-    def _mapped_again(self, model: CompatModel, judged: Contestants, test: EvaluationSet) -> Iterator[Contestants]:
+    def _mapped_again(self, model: CompatModel, judged: EvaluatedModels, test: EvaluationSet) -> Iterator[EvaluatedModels]:
         """Map the galleries of earlier maps to this new model, hop by hop."""
         maps = [model]
         for hop in self._hops:

@@ -26,7 +26,7 @@ from xcompat.data import (
     load_pairs,
     load_text_pairs,
     load_texts,
-    select,
+    select_subset,
 )
 from xcompat.data.scenarios import compute_shared_fraction
 from xcompat.data.schema import NEW_SIDE_INFO, PASSAGE, QUERY, SIDE_INFO
@@ -248,7 +248,7 @@ class StageData:
         if data.subset is None:
             return labelled
         self._warn_of_known_images(labelled, data.subset)
-        return select(labelled, data.subset).reindex_labels()
+        return select_subset(labelled, data.subset).reindex_labels()
 
     def _warn_of_known_images(self, labelled: LabelledImages, subset: Subset) -> None:
         """Warn if ``limit_per_class`` leaves hardly any images new to the old model."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from xcompat.report.comparison.files import comparison_file, require_comparison_place, write_comparison
-from xcompat.report.comparison.study import Comparison, Contender, MethodRow, Row, Spread, compare
+from xcompat.report.comparison.study import Comparison, EvaluatedMethod, MethodRow, Row, Spread, compare
 from xcompat.report.comparison.tables import print_comparison
 
 __all__ = [
     "Comparison",
-    "Contender",
+    "EvaluatedMethod",
     "MethodRow",
     "Row",
     "Spread",

@@ -38,7 +38,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contender:
+class EvaluatedMethod:
     """Method that was trained and evaluated with every seed.
 
     Args:
@@ -90,8 +90,8 @@ class MethodRow(Row):
         old_with_memory: (direction, metric) -> old queries with the same metric and memory on the old gallery.
         beside_old_with_memory: new/old - ``old_with_memory``, mean over seeds, with its interval over queries.
         extra_dims: dimension of new embeddings minus that of old ones.
-        parameters: see :class:`Contender`.
-        maps_galleries: see :class:`Contender`.
+        parameters: see :class:`EvaluatedMethod`.
+        maps_galleries: see :class:`EvaluatedMethod`.
         seconds: training time, mean over seeds.
         peak_memory: most bytes of any seed during training or solving; None if unknown for a seed.
     """
@@ -153,7 +153,7 @@ class Comparison:
         return next(iter(self.old.old_gallery))
 
 
-def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000) -> Comparison:
+def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int = 1000) -> Comparison:
     """Compare the reports of several methods and seeds.
 
     Differences are between values per query, averaged over seeds. Their 95 % intervals come from a paired bootstrap over queries,
@@ -215,7 +215,7 @@ def compare(name: str, contenders: Sequence[Contender], n_resamples: int = 1000)
     return Comparison(name, seeds, old, ceiling, rows, best.name, {each: sizes[each] for each in first.directions}, notes)
 
 
-def _memory_note(contender: Contender) -> str:
+def _memory_note(contender: EvaluatedMethod) -> str:
     """Return a note if only some seeds use a memory, else an empty text."""
     reports = contender.reports.values()
     forgetful = sum(not _metrics(report, f"{WITHOUT_MEMORY}/old") for report in reports)
@@ -249,7 +249,7 @@ def values_per_query(report: Report, query: str, direction: str, metric: str) ->
     return np.where(ranks_Q >= 0, ranks_Q < int(k), np.nan)
 
 
-def _values_per_query(contender: Contender, query: str, plain: str = "") -> dict[Key, np.ndarray]:
+def _values_per_query(contender: EvaluatedMethod, query: str, plain: str = "") -> dict[Key, np.ndarray]:
     """Average each query's values over seeds; ``plain`` replaces ``query`` for seeds without memory."""
     reports = list(contender.reports.values())
     asked = [query if _metrics(report, f"{query}/old") else plain for report in reports]
@@ -282,7 +282,7 @@ def _metrics(report: Report, label: str) -> dict[Key, float]:
     return {(case.direction, metric): value for case in cases for metric, value in case.metrics.items()}
 
 
-def _spreads(contender: Contender, label: str, plain: str = "") -> dict[Key, Spread]:
+def _spreads(contender: EvaluatedMethod, label: str, plain: str = "") -> dict[Key, Spread]:
     """Return mean and deviation of a case over seeds; ``plain`` replaces it for seeds without it."""
     reports = list(contender.reports.values())
     per_seed = [_metrics(report, label) for report in reports]
@@ -296,14 +296,14 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
 
-def _peak_memory(contender: Contender) -> int | None:
+def _peak_memory(contender: EvaluatedMethod) -> int | None:
     costs = [report.costs.get(contender.name) for report in contender.reports.values()]
     known = [cost.own_memory for cost in costs if cost is not None]
     peaks = [peak for peak in known if peak is not None]
     return max(peaks) if len(peaks) == len(costs) else None
 
 
-def _verdicts(contender: Contender) -> tuple[int, int | None]:
+def _verdicts(contender: EvaluatedMethod) -> tuple[int, int | None]:
     criteria = [report.criterion for report in contender.reports.values()]
     unhurt = [each.new_model_not_hurt for each in criteria if each.new_model_not_hurt is not None]
     return sum(each.backward_compatible for each in criteria), sum(unhurt) if len(unhurt) == len(criteria) else None
@@ -312,7 +312,7 @@ def _verdicts(contender: Contender) -> tuple[int, int | None]:
 # ------------------------------------------------------------------------------------------------------- one protocol
 
 
-def _require_comparable(contenders: Sequence[Contender]) -> list[int]:
+def _require_comparable(contenders: Sequence[EvaluatedMethod]) -> list[int]:
     if not contenders:
         raise XcompatError("nothing to compare: no stage of the study is evaluated; add an old model and a test set")
     seeds = list(dict.fromkeys(seed for each in contenders for seed in each.reports))
@@ -352,7 +352,7 @@ def _require_same_cases(names: tuple[str, str], one: Report, other: Report) -> N
         )
 
 
-def _require_same_opponents(one: Contender, other: Contender, seed: int) -> None:
+def _require_same_opponents(one: EvaluatedMethod, other: EvaluatedMethod, seed: int) -> None:
     reports = one.reports[seed], other.reports[seed]
     if reports[0].old.fingerprint != reports[1].old.fingerprint:
         raise XcompatError(
