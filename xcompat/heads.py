@@ -17,14 +17,14 @@ OPPOSITE = 1e-6
 
 
 class Projection(nn.Sequential):
-    """φ, the map from the new embedding space into the old space.
+    """φ, the map from the new to the old embedding space.
 
     Linear-LN-GELU-Linear-LN-GELU-Linear with four times the output's width inside and no dropout (XBT §4.1).
     D = 768 and d = 512 give 6.83 M parameters.
 
     Args:
-        new_dim: D, dimension of the new embeddings.
-        old_dim: d, dimension of the old embeddings.
+        new_dim: D, the new embeddings' dimension.
+        old_dim: d, the old embeddings' dimension.
 
     Example:
         >>> sum(p.numel() for p in Projection(768, 512).parameters())
@@ -47,7 +47,7 @@ class Projection(nn.Sequential):
         """Map and normalise.
 
         Args:
-            new_embeds_BD: embeddings of the new model, L2-normalised.
+            new_embeds_BD: the new model's embeddings, L2-normalised.
 
         Returns:
             (B, d) float32, L2-normalised: synthetic old embeddings.
@@ -56,10 +56,10 @@ class Projection(nn.Sequential):
 
 
 def first_dims(dim: int, kept: int) -> nn.Linear:
-    """Return the linear layer that keeps the first dimensions of its input.
+    """Return the linear layer that keeps its input's first dimensions.
 
     Args:
-        dim: D, dimension of the input.
+        dim: D, input dimension.
         kept: d, number of kept dimensions.
 
     Example:
@@ -75,15 +75,15 @@ class ForwardTransform(nn.Module):
     """h, the map from an old embedding and its side-information into the new space (FCT §3.2, Appendix D.1).
 
     Each input passes Linear-BN-ReLU twice, 256 wide. Their concatenation passes Linear-BN-ReLU twice, 2048 wide, and a Linear.
-    Without side-information there is a single branch (the paper feeds zeros to a second, whose output is then constant). The
-    output is normalised in training and inference, as in Appendix D.7. Set ``unit=False`` to compare embeddings by L2 distance,
+    Without side-information there is a single branch (the paper feeds zeros to a second branch, so its output is constant). The
+    output is normalised in training and inference, as in Appendix D.7. Use ``unit=False`` to compare embeddings by L2 distance,
     as in the other experiments. d = S = D = 128 give 5.72 M parameters.
 
     Args:
-        old_dim: d, dimension of the old embeddings.
-        side_dim: S, dimension of the side-information. None for none.
-        new_dim: D, dimension of the output.
-        mixer: width of the layers behind the branches. Table 11 has 512 to 4096.
+        old_dim: d, the old embeddings' dimension.
+        side_dim: S, the side-information's dimension. None for no side-information.
+        new_dim: D, output dimension.
+        mixer: layer width behind the branches. Table 11 has 512 to 4096.
         unit: whether the output has length 1.
         unit_side: whether to normalise side-information first.
 
@@ -106,7 +106,7 @@ class ForwardTransform(nn.Module):
 
         Args:
             old_Bd: old embeddings, L2-normalised unless compared by L2 distance.
-            side_BS: side-information of the same items, of any length. Bits are fine.
+            side_BS: the same items' side-information, of any length. Bits are fine.
 
         Returns:
             (B, D) float32.
@@ -137,11 +137,11 @@ def _normed_layers(width: int, hidden: int) -> nn.Sequential:
 class ResidualBottleneck(nn.Module):
     """x ↦ x + Σ_k b_k(x), each path Linear(D, 16)-BN-PReLU-Linear(16, 16)-BN-PReLU-Linear(16, D)-BN-PReLU (Wang et al. 2020).
 
-    The scale of each path's last normalisation starts at 0, so the block starts as the identity.
+    Each path's last normalisation scale starts at 0, so the block starts as the identity.
 
     Args:
         dim: D.
-        width: width of the bottleneck.
+        width: bottleneck width.
         paths: number of parallel paths.
     """
 
@@ -158,21 +158,20 @@ class ResidualBottleneck(nn.Module):
         self.paths = nn.ModuleList(path() for _ in range(paths))
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Add the outputs of all paths to each row."""
+        """Add all paths' outputs to each row."""
         return x_BD + sum(path(x_BD) for path in self.paths)
 
 
 class OrthogonalTransform(nn.Module):
     """x ↦ Q·x with a learnable orthogonal Q, which preserves lengths and angles (BT² Lemmas 2 and 3; T_⊥ of OCA §3.2).
 
-    Q = exp(A) with a skew-symmetric A, whose lower triangle is learnt (PyTorch's parametrisation). Q thus stays orthogonal
-    through any optimiser step, with determinant 1. A bias would change angles, so there is none. Q starts at the identity
-    unless A starts at random, as in the papers. ``weight`` is Q, computed at every call. Checkpoints store
-    ``parametrizations.weight.original``.
+    Q = exp(A) with a skew-symmetric A. Its lower triangle is learnt (PyTorch's parametrisation), so Q stays orthogonal through
+    any optimiser step, with determinant 1. A bias would change angles, so there is none. Q starts at the identity unless A starts
+    at random, as in the papers. ``weight`` is Q, computed at every call. Checkpoints store ``parametrizations.weight.original``.
 
     Args:
         dim: D.
-        random_start: whether A starts like the weights of a linear layer instead of 0.
+        random_start: whether A starts like a linear layer's weights instead of 0.
 
     Example:
         >>> OrthogonalTransform(3)(torch.eye(3)).tolist()
@@ -205,7 +204,7 @@ class OrthogonalTransform(nn.Module):
             x_BD: of any length.
 
         Returns:
-            (B, D) of the same lengths, in at least float32.
+            (B, D) with the same lengths, in at least float32.
         """
         with torch.autocast(x_BD.device.type, enabled=False):  # bf16 rounding would change angles
             weight_DD = self.weight
@@ -220,15 +219,15 @@ def slerp(new_Bd: Tensor, old_Bd: Tensor, share: float) -> Tensor:
     n + o. Close or equal directions and their gradients are therefore no special case. A NaN in either row makes the mix NaN.
 
     Args:
-        new_Bd: queries of the new model in the old space, from its ``view``, of any length but 0.
+        new_Bd: the new model's queries in the old space, from its ``view``, of any length but 0.
         old_Bd: the old model's queries for the same items, of any length but 0.
-        share: t, the weight of the old query, from 0 (only the new query) to 1 (only the old query).
+        share: t, the old query's weight, from 0 (only the new query) to 1 (only the old query).
 
     Returns:
         (B, d) float32, L2-normalised.
 
     Raises:
-        XcompatError: the share is outside of 0 to 1, the shapes differ, or two rows are opposite, so that no arc is the shortest.
+        XcompatError: the share is outside 0 to 1, the shapes differ, or two rows are opposite and have no shortest arc.
 
     Example:
         >>> mixed = slerp(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 1.0]]), share=1 / 3)  # a third of the way, 30°

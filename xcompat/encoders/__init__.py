@@ -1,4 +1,4 @@
-"""Loading and building of encoders (transformers, timm, open_clip, sentence-transformers)."""
+"""Encoder loading and building (transformers, timm, open_clip, sentence-transformers)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_XCOMPAT = "is not an xcompat model; choose a run folder or a checkpoint"
 
 
 class EncoderSource(BaseModel):
-    """Location and settings of an encoder.
+    """An encoder's location and settings.
 
     Args:
         name: folder or Hub name. Prefixes: ``hf-hub:`` for open_clip, ``sentence-transformers:`` for text models (optional for
@@ -40,11 +40,11 @@ class EncoderSource(BaseModel):
         trust_remote_code: whether to run code from the repository.
         model_type: expected architecture in transformers (``timm_wrapper`` for timm), ``open_clip`` or
             ``sentence-transformers``; loading checks it, dry runs build its stand-in.
-        image_size: side of square input images in pixels; None for the default. Only convolutional image encoders of
-            transformers accept other sizes.
-        query_prompt: prompt of a text model before queries; None for the default, empty for none.
-        passage_prompt: prompt of a text model before passages, with the same defaults.
-        truncate_dim: dimensions to keep of a text model; None for the default.
+        image_size: side of square input images in pixels; None to use the default. Only transformers' convolutional image
+            encoders accept other sizes.
+        query_prompt: a text model's prompt before queries; None to use the default, empty for no prompt.
+        passage_prompt: a text model's prompt before passages, with the same defaults.
+        truncate_dim: number of a text model's dimensions to keep; None to use the default.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -74,7 +74,7 @@ class EncoderSource(BaseModel):
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> EncoderSource:
-        """Return the source of an encoder by its stored description."""
+        """Return an encoder's source from its stored description."""
         height, width = description.get("image_size") or (None, None)
         size = height if height == width else None
         name, of_texts = description["name"], {}
@@ -106,7 +106,7 @@ class EncoderSource(BaseModel):
             raise XcompatError(f"{self.place} contains no model (config.json is missing); choose a model folder or a run folder")
 
     def require_reads_texts(self) -> None:
-        """Raise if prompts or ``truncate_dim`` are set for a model of another library than sentence-transformers."""
+        """Raise if prompts or ``truncate_dim`` are set for a model from another library than sentence-transformers."""
         given = [key for key in ("query_prompt", "passage_prompt", "truncate_dim") if getattr(self, key) is not None]
         if given and self.library != SENTENCE_TRANSFORMERS:
             raise XcompatError(f"{given[0]} needs a sentence-transformers model, but {self.name} is not one; remove {given[0]}")
@@ -146,7 +146,7 @@ def is_loadable(name: str) -> bool:
 
 
 def require_xcompat_model(source: EncoderSource | str) -> EncoderSource:
-    """Return the source of an xcompat model. Hub names pass.
+    """Return an xcompat model's source. Hub names pass.
 
     Raises:
         XcompatError: the folder contains no xcompat model.
@@ -189,7 +189,7 @@ def build_encoder(description: dict[str, Any]) -> Encoder:
 
 
 def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
-    """Load an encoder of images, texts or both (float32, evaluation mode), and its processor.
+    """Load an encoder for images, texts or both (float32, evaluation mode), and its processor.
 
     Args:
         source: name, folder or :class:`EncoderSource`.
@@ -236,7 +236,7 @@ def reading_model(name: str, revision: str | None = None) -> Iterator[None]:
 
     Args:
         name: model name.
-        revision: branch, tag or commit; None for the default branch.
+        revision: branch, tag or commit; None to use the default branch.
 
     Raises:
         XcompatError: files, weights or the configuration are missing, damaged or do not match.
@@ -297,7 +297,7 @@ def _fetching(name: str) -> Iterator[None]:
 
 @contextmanager
 def _text_library() -> Iterator[None]:
-    """Add the install command to a failed import of sentence-transformers."""
+    """Add the install command to a failed sentence-transformers import."""
     try:
         yield
     except ImportError:
@@ -336,7 +336,7 @@ def _load(source: EncoderSource) -> Encoder:
 
 
 def load_processor(description: dict[str, Any], source: EncoderSource | str) -> Processor:
-    """Load the preprocessing of an encoder.
+    """Load an encoder's preprocessing.
 
     Args:
         description: the encoder's description.

@@ -6,15 +6,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LoraSettings(BaseModel):
-    """Low-rank adaptation of the towers (Hu et al. 2021) with XBT's defaults.
+    """Low-rank tower adaptation (Hu et al. 2021) with XBT's defaults.
 
     Args:
         rank: rank r of the two factors.
         alpha: the update is scaled by alpha / rank.
-        dropout: dropout on the input of the first factor.
-        targets: layer names (last component, e.g. ``q_proj``); None for all linear layers in repeated blocks. ``attn`` is
+        dropout: dropout on the first factor's input.
+        targets: layer names (last component, e.g. ``q_proj``); None to use all linear layers in repeated blocks. ``attn`` is
             open_clip's joint query, key and value projection.
-        towers: towers to adapt; None for all.
+        towers: towers to adapt; None to adapt all.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -26,7 +26,7 @@ class LoraSettings(BaseModel):
 
 
 class AdapterConfig(BaseModel):
-    """Adapters of a frozen encoder.
+    """Adapters for a frozen encoder.
 
     Args:
         lora: LoRA settings; None for no LoRA.

@@ -14,11 +14,11 @@ from xcompat.encoders.adapter_settings import LoraSettings
 
 
 class VisualPrompts(nn.Module):
-    """Learned tokens after the patch tokens, so that a class token stays first (XBT §3.3).
+    """Learned tokens after the patch tokens, so a class token stays first (XBT §3.3).
 
     Args:
         count: number of prompts n.
-        width: width W of the image tower's tokens.
+        width: token width W in the image tower.
     """
 
     def __init__(self, count: int, width: int) -> None:
@@ -49,7 +49,7 @@ def _adaptable(tower: nn.Module) -> dict[str, nn.Module]:
 
 
 def inject_lora(towers: Mapping[str, nn.Module], settings: LoraSettings) -> None:
-    """Replace linear layers and ``nn.MultiheadAttention`` of the towers by LoRA layers, in place.
+    """Replace the towers' linear layers and ``nn.MultiheadAttention`` by LoRA layers, in place.
 
     Args:
         towers: towers by name (``image``, ``text``).
@@ -94,9 +94,9 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
     """Write a model's LoRA in PEFT's format, for ``PeftModel.from_pretrained`` with the base.
 
     Args:
-        model: module of the library, with LoRA.
+        model: the library's module, with LoRA.
         settings: rank, scale and dropout.
-        base: name or folder of the base model.
+        base: the base model's name or folder.
         revision: its commit on the Hub.
         folder: output folder.
     """
@@ -127,7 +127,7 @@ def save_lora(model: nn.Module, settings: LoraSettings, base: str, revision: str
 
 @contextmanager
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
-    """Switch off every LoRA layer and prompt of a module inside the block, without changing ``requires_grad``."""
+    """Switch off a module's LoRA layers and prompts inside the block, without changing ``requires_grad``."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}

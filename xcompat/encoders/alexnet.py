@@ -17,7 +17,7 @@ class AlexNetConfig(PreTrainedConfig):
     """Configuration of :class:`AlexNetModel`.
 
     Args:
-        image_size: side of the images in pixels, at least 63.
+        image_size: image side in pixels, at least 63.
     """
 
     model_type = "alexnet"
@@ -26,9 +26,9 @@ class AlexNetConfig(PreTrainedConfig):
 
 
 class AlexNetModel(PreTrainedModel):
-    """AlexNet of torchvision without classifier, with random weights.
+    """torchvision's AlexNet without classifier, with random weights.
 
-    ``pooler_output`` has 4,096 values. For BT²'s linear layer of 128, set ``options: {dim: 128}`` in a recipe.
+    ``pooler_output`` has 4,096 values. For BT²'s linear layer with 128 outputs, use ``options: {dim: 128}`` in a recipe.
 
     Args:
         config: the configuration.

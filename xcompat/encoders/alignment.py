@@ -13,8 +13,8 @@ ALIGNMENT = 64
 def copy_unaligned(module: nn.Module) -> None:
     """Copy unaligned CPU weights out of their memory-mapped file, in place.
 
-    MKL multiplies unaligned operands in another order, so the embeddings of two files with equal weights would differ in their
-    last bits.
+    MKL multiplies unaligned operands in another order, so embeddings from two files with equal weights would differ in their last
+    bits.
 
     Args:
         module: module on any device.

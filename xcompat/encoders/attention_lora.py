@@ -1,4 +1,4 @@
-"""LoRA for ``nn.MultiheadAttention`` that does not change the frozen weights."""
+"""LoRA for ``nn.MultiheadAttention`` without changes to the frozen weights."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PROJECTION, SHIFT = "in_proj_weight", "in_proj_bias"
 
 
 class AttentionLora(nn.Module, LoraLayer):
-    """Low-rank update of the projection to queries, keys and values, with dropout on its input.
+    """Low-rank update for the projection to queries, keys and values, with dropout on its input.
 
-    It replaces PEFT's ``MultiheadAttention``, which changes the frozen weights by rounding, counts the update of ``out_proj``
-    twice and lacks dropout. This class does not adapt ``out_proj``.
+    Use it instead of PEFT's ``MultiheadAttention``, which changes the frozen weights by rounding, counts the update of
+    ``out_proj`` twice and lacks dropout. This class does not adapt ``out_proj``.
 
     Args:
         base_layer: the attention.
-        adapter_name: PEFT's name of the adapter.
+        adapter_name: PEFT's adapter name.
         config: PEFT's configuration.
         r: rank.
         lora_alpha: the update is scaled by ``lora_alpha / r``.
-        kwargs: arguments of PEFT's layers.
+        kwargs: arguments for PEFT's layers.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AttentionLora(nn.Module, LoraLayer):
         return weight + (up @ down * scaling).to(weight.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor, float]:
-        """Return the factors (3W, r) and (r, W) of the update, and its scale."""
+        """Return the update's factors (3W, r) and (r, W), and its scale."""
         (name,) = self.active_adapters
         up, down = (factors.get_parameter(f"{name}.weight") for factors in (self.lora_B, self.lora_A))
         return up, down, self.scaling[name]
@@ -78,7 +78,7 @@ class AttentionLora(nn.Module, LoraLayer):
         return functional_call(self.base_layer, weights, (*given, *inputs), named)
 
     def _projected(self, given: tuple[Tensor, Tensor, Tensor], dropout: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, with dropout on the input of the update."""
+        """Return queries, keys and values, with dropout on the update's input."""
         weight, bias, (up, down, scaling) = self.get_base_layer().get_parameter(PROJECTION), self._bias(), self._factors()
         shifts = bias.chunk(3) if bias is not None else (None, None, None)
         distinct = {id(each): each for each in given}  # one dropout mask per tensor

@@ -19,11 +19,11 @@ PROCESSORS: Any = transformers.PROCESSOR_MAPPING
 
 
 class Call(NamedTuple):
-    """Method of an ``AutoModel`` class that computes the features of a modality.
+    """``AutoModel`` method to compute a modality's features.
 
     Args:
         method: method name.
-        output: attribute of the method's output with the features.
+        output: the attribute with the features, in the method's output.
         pooling: pooling over tokens or positions; None if the output is already pooled.
     """
 
@@ -33,10 +33,10 @@ class Call(NamedTuple):
 
 
 def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
-    """Return the calls for an encoder's features with only ``AutoModel`` and ``AutoProcessor``, by tower.
+    """Return the calls to compute an encoder's features with only ``AutoModel`` and ``AutoProcessor``, by tower.
 
-    None if these do not suffice: visual prompts, BLIP's retrieval heads, SigLIP 2's patch grid, an added projection or stem,
-    timm (its transform rejects grey images), open_clip and xcompat models.
+    None if they do not suffice: visual prompts, BLIP's retrieval heads, SigLIP 2's patch grid, an added projection or stem, timm
+    (its transform rejects grey images), open_clip and xcompat models.
     """
     model = encoder.model
     ours = type(model).__module__.partition(".")[0] == __package__.partition(".")[0]

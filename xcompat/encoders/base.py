@@ -1,4 +1,4 @@
-"""Base class of encoders."""
+"""Base class for encoders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Space = Literal["own", "stored"]
 
 
 class EmbedsBatches(ABC):
-    """Interface of encoders, compatible models and penultimate features."""
+    """Interface for encoders, compatible models and penultimate features."""
 
     @abstractmethod
     def embed_images(self, pixel_values: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class EmbedsBatches(ABC):
         """Embed a processor's batch of images (``pixel_values``) or texts (``input_ids``).
 
         Args:
-            batch: columns of the batch.
-            space: space of the embeddings.
+            batch: the batch's columns.
+            space: embedding space.
 
         Returns:
             (B, D) float32, or (B, d) in the space ``stored``.
@@ -61,7 +61,7 @@ class EmbedsBatches(ABC):
 
     @property
     def text_encoder(self) -> Encoder | None:
-        """Return the encoder of texts; None if another model processes them first."""
+        """Return the text encoder; None if another model processes texts first."""
         return None
 
 
@@ -69,9 +69,9 @@ class Encoder(nn.Module, EmbedsBatches):
     """Image tower, text tower or both, in one embedding space.
 
     Args:
-        model: module of the library.
-        embedding_dim: dimension D of the space.
-        description: JSON that rebuilds the architecture without weights: ``library``, ``name``, ``revision``, ``config``.
+        model: the library's module.
+        embedding_dim: D, the space's dimension.
+        description: JSON to rebuild the architecture without weights: ``library``, ``name``, ``revision``, ``config``.
     """
 
     library: ClassVar[str]
@@ -95,7 +95,7 @@ class Encoder(nn.Module, EmbedsBatches):
         self._keeps_statistics = False
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode; with LoRA, batch norms stay in evaluation mode, so that LoRA can be switched off."""
+        """Set training mode; with LoRA, batch norms stay in evaluation mode, so LoRA can be switched off."""
         super().train(mode)
         if self._keeps_statistics:
             for module in self.model.modules():
@@ -105,11 +105,11 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights."""
+        """Return the weights' dtype."""
         return next(self.model.parameters()).dtype
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return unnormalised image features (B, D) in the dtype of the weights."""
+        """Return unnormalised image features (B, D) in the weights' dtype."""
         return self._image_features(pixel_values.to(self.dtype))
 
     @abstractmethod
@@ -136,18 +136,18 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def image_head(self) -> nn.Linear | None:
-        """Return the last linear layer of the image tower, or None."""
+        """Return the image tower's last linear layer, or None."""
         head = getattr(self.model, self.image_head_name, None) if self.image_head_name is not None else None
         return head if isinstance(head, nn.Linear) else None
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """Return the layer with the image tokens as output, where visual prompts are appended, or None."""
+        """Return the layer with the image tokens as output, to append visual prompts there, or None."""
         return None
 
     @property
     def image_width(self) -> int:
-        """Return the width of image tokens."""
+        """Return the image tokens' width."""
         raise XcompatError(f"{self.name} has no token width: visual prompts need a vision transformer")
 
     @property
@@ -156,7 +156,7 @@ class Encoder(nn.Module, EmbedsBatches):
         return False
 
     def rebuild_masks(self) -> None:
-        """Restore buffers that checkpoints do not contain; by default none."""
+        """Restore buffers missing from checkpoints; by default none."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
@@ -185,17 +185,17 @@ class Encoder(nn.Module, EmbedsBatches):
 
     @property
     def name(self) -> str:
-        """Return the name or folder of the loaded model."""
+        """Return the loaded model's name or folder."""
         return self.description["name"]
 
     @property
     def logit_scale(self) -> float:
-        """Return the factor on cosines in the model's training (exponential of the stored logarithm)."""
+        """Return the cosine factor in the model's training (exponential of the stored logarithm)."""
         parameter = getattr(self.model, "logit_scale", None)
         return math.exp(float(parameter)) if parameter is not None and not parameter.is_meta else DEFAULT_LOGIT_SCALE
 
     def fingerprint(self, processor: Processor) -> Fingerprint:
-        """Return the fingerprint of architecture, weights and preprocessing, independent of name and library version."""
+        """Return the fingerprint over architecture, weights and preprocessing, independent of name and library version."""
         parts = {
             "library": self.library,
             "architecture": architecture_of(self.description["config"]),
@@ -224,7 +224,7 @@ class Encoder(nn.Module, EmbedsBatches):
         return self.prompts(output) if self.prompts is not None and self.prompts.enabled else None
 
     def adapter_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of LoRA and prompts."""
+        """Return the LoRA and prompt parameters."""
         return [parameter for name, parameter in self.named_parameters() if "lora_" in name or name.startswith("prompts.")]
 
     def image_parameters(self) -> list[nn.Parameter]:
@@ -261,7 +261,7 @@ _NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 def architecture_of(config: Any) -> Any:  # noqa: ANN401 - nested JSON
-    """Return a nested configuration without keys that do not affect embeddings."""
+    """Return a nested configuration without keys irrelevant to embeddings."""
     if isinstance(config, dict):
         return {key: architecture_of(value) for key, value in config.items() if key not in _NOT_ARCHITECTURE}
     return config

@@ -93,7 +93,7 @@ def check_image_size(sizes: Mapping[str, Any]) -> None:
     """Raise if an image side exceeds :data:`MOST_PIXELS`.
 
     Args:
-        sizes: sizes by name: pairs, or dictionaries of transformers.
+        sizes: sizes by name: pairs, or transformers' dictionaries.
     """
     for name, size in sizes.items():
         for side in size if isinstance(size, tuple | list) else dict(size).values():
@@ -110,7 +110,7 @@ def limit_model_size(name: str) -> Iterator[None]:
     Modules register parameters and buffers before they draw values, also on the meta device.
 
     Args:
-        name: folder or Hub name of the model.
+        name: the model's folder or Hub name.
 
     Raises:
         XcompatError: the model has too many tensors or numbers.
@@ -134,7 +134,7 @@ def limit_model_size(name: str) -> Iterator[None]:
 
 
 class _Build:
-    """Tensor counts of a model under construction."""
+    """Tensor counts for a model under construction."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -154,7 +154,7 @@ class _Build:
 
 
 def _largest_model(name: str) -> TensorCounts:
-    """Return the maximum tensors and numbers that building and loading can register."""
+    """Return the maximum tensors and numbers to register when building and loading."""
     found = weights_of(name)
     if found is None:
         return TensorCounts(100_000, _memory() // 4)
@@ -163,7 +163,7 @@ def _largest_model(name: str) -> TensorCounts:
 
 
 def weights_of(name: str) -> TensorCounts | None:
-    """Return the tensor counts of a model, including an adapter checkpoint's base; None if files are missing or unreadable."""
+    """Return a model's tensor counts, including an adapter checkpoint's base; None if files are missing or unreadable."""
     folders = _folders(name)
     bases = [base for folder in folders if (base := _base_of(folder)) is not None]
     counted = [_count_weights(each) for each in (folders, *(map(_folders, bases[:1])))]
@@ -189,7 +189,7 @@ def _count_weights(folders: list[Path]) -> TensorCounts | None:
 
 
 def _folders(name: str) -> list[Path]:
-    """Return the folder of a model, or its revisions in the Hub cache."""
+    """Return a model's folder, or its revisions in the Hub cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -25,7 +25,7 @@ def class_names(name: str) -> list[str]:
     They are open_clip's: 'great white shark', not 'great white shark, white shark, man-eater'.
 
     Args:
-        name: one of :data:`SETS`.
+        name: a name in :data:`SETS`.
 
     Example:
         >>> len(class_names("imagenet")), class_names("imagenet-r")[:2]
@@ -42,7 +42,7 @@ def class_names(name: str) -> list[str]:
 
 
 def prompt_templates(name: str) -> list[str]:
-    """Return the prompts of a list in :data:`TEMPLATES`; ``{}`` is the class.
+    """Return a prompt list in :data:`TEMPLATES`; ``{}`` is the class.
 
     Example:
         >>> prompt_templates("simple")[0], len(prompt_templates("openai"))

@@ -24,7 +24,7 @@ EDGE = 224
 
 
 def read_embedding_dim(source: EncoderSource) -> int | None:
-    """Return D of a model from its configuration, or from the registries of timm and open_clip.
+    """Read a model's D from its configuration, or from the timm and open_clip registries.
 
     Args:
         source: folder, or Hub name in the Hub cache or registries.
@@ -52,7 +52,7 @@ def read_embedding_dim(source: EncoderSource) -> int | None:
 
 
 def scratch_dim(source: ScratchSource) -> int | None:
-    """Return D of an architecture for training from scratch."""
+    """Return an architecture's D for training from scratch."""
     if not source.image_only:
         return _dim_of_config(source.model, "model")
     from xcompat.encoders.scratch import image_model
@@ -96,7 +96,7 @@ def _registered_dim(name: str) -> int | None:
 
 @cache
 def _open_clip_models() -> dict[str, str]:
-    """Return Hub name -> architecture of all models in open_clip."""
+    """Return Hub name -> architecture for all open_clip models."""
     from open_clip.pretrained import _PRETRAINED
 
     weights = [(name, about) for name, each in _PRETRAINED.items() for about in each.values()]
@@ -104,7 +104,7 @@ def _open_clip_models() -> dict[str, str]:
 
 
 def _text_dim(folder: Path) -> int | None:
-    """Return the dimension of the last module that sets it."""
+    """Return the dimension in the last module that sets it."""
     about = read_json(folder / MODEL_CONFIG) if (folder / MODEL_CONFIG).is_file() else {}
     if about.get("truncate_dim"):
         return int(about["truncate_dim"])
@@ -144,7 +144,7 @@ def _dim_of_config(values: dict[str, Any], name: str) -> int | None:
 
 
 def _measured_dim(model: torch.nn.Module, edge: int) -> int | None:
-    """Return the feature width of an image model, measured on the meta device."""
+    """Return an image model's feature width, measured on the meta device."""
     from xcompat.encoders.image_encoder import ImageEncoder
 
     described = {"library": ImageEncoder.library, "name": "", "config": {}, "image_size": [edge, edge]}

@@ -1,4 +1,4 @@
-"""Integrity of the Hub cache, where the name of a file is its digest."""
+"""Hub cache integrity. The cache names each file by its digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALL, _LARGE = 40, 64
 
 
 def drop_damaged(name: str) -> list[str]:
-    """Delete a Hub model's cached files that do not match their digest, and return their sorted names.
+    """Delete a Hub model's cached files if they do not match their digest, and return their sorted names.
 
     The Hub client does not check digests, so truncated files would stay.
     """
@@ -34,7 +34,7 @@ def drop_damaged(name: str) -> list[str]:
 
 
 def require_fetched(name: str, file: str, revision: str) -> None:
-    """Download an optional file of a Hub model. Transformers would treat a failed download like a missing file.
+    """Download a Hub model's optional file. Transformers would treat a failed download like a missing file.
 
     Args:
         name: model name; local folders are skipped.

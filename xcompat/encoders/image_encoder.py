@@ -1,4 +1,4 @@
-"""Image encoders without a text tower, of transformers and timm."""
+"""Image encoders without a text tower, from transformers and timm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_TEXT: dict[str, Any] = {"max_length": 0, "pad_to_max_length": False, "masks_p
 
 @dataclass
 class ImageOnlyProcessor(Processor):
-    """Image processor of transformers."""
+    """transformers' image processor."""
 
     image_processor: BaseImageProcessor = field(kw_only=True)
 
@@ -56,7 +56,7 @@ def _rgb(images: Sequence[Image]) -> list[Image]:
 
 
 class TimmProcessor(ImageOnlyProcessor):
-    """Image transform of timm, built from the ``pretrained_cfg`` in the encoder's description."""
+    """timm's image transform, built from the ``pretrained_cfg`` in the encoder's description."""
 
     def pixels(self, images: list[Image]) -> Tensor:
         """Return preprocessed images (B, C, H, W) float32."""
@@ -67,7 +67,7 @@ class TimmProcessor(ImageOnlyProcessor):
 
 
 class ImageEncoder(Encoder):
-    """Image tower without text tower; D is the width of its pooled features.
+    """Image tower without text tower; D is its pooled features' width.
 
     Features are ``image_embeds`` with a projection, otherwise ``pooler_output``. If the pooler has no weights, they are the
     class token, or the mean over tokens or positions.
@@ -156,9 +156,9 @@ def load_image_encoder(name: str, revision: str | None, trust_remote_code: bool,
 
     Args:
         name: folder or Hub name.
-        revision: branch, tag or commit; None for the default branch.
+        revision: branch, tag or commit; None to use the default branch.
         trust_remote_code: whether to run code from the repository.
-        image_size: side of the input images in pixels; None for the default.
+        image_size: input image side in pixels; None to use the default.
 
     Raises:
         XcompatError: it is not an image encoder, or weights are missing.
@@ -237,11 +237,11 @@ def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> ImageEncoder:
 def use_torch_momentum(model: nn.Module, least: float) -> None:
     """Convert TensorFlow batch-norm momentum (1 - PyTorch's) to PyTorch's, in place.
 
-    MobileNet (V1 .9997, V2 .997) and EfficientNet (.99) have it: one training step would overwrite their statistics.
+    MobileNet (V1 .9997, V2 .997) and EfficientNet (.99) have it: a single training step would overwrite their statistics.
 
     Args:
         model: model to change.
-        least: minimum of converted values (V1's .0003 is too slow): .003 for fine-tuning, .1 (PyTorch's default) from scratch.
+        least: minimum for converted values (V1's .0003 is too slow): .003 for fine-tuning, .1 (PyTorch's default) from scratch.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None and module.momentum > 0.5:
@@ -274,14 +274,14 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def load_image_processor(
     name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any], image_size: int | None = None
 ) -> ImageOnlyProcessor:
-    """Load the preprocessing of an image encoder.
+    """Load an image encoder's preprocessing.
 
     Args:
         name: folder or Hub name; unused for timm.
-        revision: branch, tag or commit; None for the default branch.
+        revision: branch, tag or commit; None to use the default branch.
         trust_remote_code: whether to run code from the repository.
         description: the encoder's description, with timm's preprocessing.
-        image_size: side of the images in pixels; None for the default. Unused for timm.
+        image_size: image side in pixels; None to use the default. Unused for timm.
     """
     config = description["config"]
     if config["model_type"] == "timm_wrapper":
@@ -309,5 +309,5 @@ def load_image_processor(
 
 
 def image_only_processor(image_processor: BaseImageProcessor) -> ImageOnlyProcessor:
-    """Return a processor without tokenizer around an image processor of transformers."""
+    """Return a processor without tokenizer around transformers' image processor."""
     return ImageOnlyProcessor(image_processor=image_processor, **pixel_settings(image_processor), **NO_TEXT)

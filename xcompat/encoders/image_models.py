@@ -1,4 +1,4 @@
-"""Image models of transformers with a small stem or with timm's initial weights."""
+"""transformers' image models with a small stem or with timm's initial weights."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class SmallStemResNet(ResNetModel):
 def small_stem_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the model class for ``stem: small``; its models save ``stem`` in ``config.json``.
 
-    The stem is a 3x3 convolution of stride 1 without pooling, as in ResNets for CIFAR (He et al. 2016, §4.2). ImageNet's stem
-    would reduce 32x32 pixels to 8x8. Weights of one do not fit the other.
+    The stem is a 3x3 convolution with stride 1 without pooling, as in ResNets for CIFAR (He et al. 2016, §4.2). ImageNet's stem
+    would reduce 32x32 pixels to 8x8. The two stems' weights are not interchangeable.
 
     Raises:
         XcompatError: the architecture has no such stem.

@@ -15,10 +15,9 @@ class IResNetConfig(PreTrainedConfig):
     """Configuration of :class:`IResNetModel`; the defaults are iResNet-50 on aligned faces.
 
     Args:
-        depths: blocks per stage: [2, 2, 2, 2] for iResNet-18, [3, 4, 6, 3] for 34, [3, 4, 14, 3] for 50, [3, 13, 30, 3] for
-            100.
-        hidden_sizes: channels of each stage.
-        image_size: side of the images in pixels, which determines the feature width.
+        depths: blocks per stage: [2, 2, 2, 2] for iResNet-18, [3, 4, 6, 3] for 34, [3, 4, 14, 3] for 50, [3, 13, 30, 3] for 100.
+        hidden_sizes: channels per stage.
+        image_size: image side in pixels, which determines the feature width.
     """
 
     model_type = "iresnet"
@@ -52,8 +51,8 @@ class _Block(nn.Module):
 class IResNetModel(PreTrainedModel):
     """ResNet with batch norms around each block, PReLU, a stem without stride, and no pooling.
 
-    ``pooler_output`` contains all values of the last stage (7·7·512 for 112 pixels). For a face model's fully connected layer
-    and batch norm, set ``options: {dim: 512, batch_norm: true}`` in a recipe.
+    ``pooler_output`` contains all values in the last stage (7·7·512 for 112 pixels). For a face model's fully connected layer and
+    batch norm, use ``options: {dim: 512, batch_norm: true}`` in a recipe.
 
     Args:
         config: the configuration.

@@ -1,4 +1,4 @@
-"""Permissions and checksums of saved model files."""
+"""Permissions and checksums for saved model files."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def is_xcompat_model(folder: Path) -> bool:
 
 
 def copy_permissions(folder: str | Path, config: str = "config.json") -> None:
-    """Give weights the permissions of their configuration, because safetensors makes them readable by the owner only.
+    """Give weights their configuration's permissions, because safetensors makes them readable by the owner only.
 
     Args:
-        folder: folder of a saved model.
-        config: name of its configuration file.
+        folder: a saved model's folder.
+        config: its configuration file's name.
     """
     beside = Path(folder) / config
     if beside.exists():  # only the first process of several writes
@@ -54,7 +54,7 @@ def copy_permissions(folder: str | Path, config: str = "config.json") -> None:
 
 
 def record_model(folder: str | Path) -> None:
-    """Write the checksums of a saved model."""
+    """Write a saved model's checksums."""
     write_checksums(Path(folder), (file for file in Path(folder).iterdir() if file.is_file() and _is_read(file.name)))
 
 

@@ -1,4 +1,4 @@
-"""Encoders of open_clip (safetensors only)."""
+"""open_clip encoders (safetensors only)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HUB_PREFIX = "hf-hub:"
 
 @dataclass
 class OpenClipProcessor(Processor):
-    """Image transform and tokenizer of open_clip."""
+    """open_clip's image transform and tokenizer."""
 
     transform: Callable[[Image], Tensor] = field(kw_only=True)
     tokenizer: HFTokenizer | SimpleTokenizer = field(kw_only=True)
@@ -96,7 +96,7 @@ class OpenClipEncoder(Encoder):
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """Return the patch dropout, so that training drops no prompts, or None."""
+        """Return the patch dropout, so training drops no prompts, or None."""
         visual = self.model.visual
         if isinstance(visual, VisionTransformer):
             return visual.patch_dropout
@@ -105,7 +105,7 @@ class OpenClipEncoder(Encoder):
 
     @property
     def image_width(self) -> int:
-        """Return the token width of the image tower."""
+        """Return the image tower's token width."""
         visual = self.model.visual
         return visual.trunk.embed_dim if hasattr(visual, "trunk") else visual.conv1.out_channels
 
@@ -130,13 +130,13 @@ class OpenClipEncoder(Encoder):
 
 
 def _trims_padding(model_cfg: dict[str, Any]) -> bool:
-    """Return whether the text tower is causal and pools at the end token, so that padding has no effect."""
+    """Return whether the text tower is causal and pools at the end token, so padding has no effect."""
     text = model_cfg["text_cfg"]
     return text.get("pool_type", "argmax") == "argmax" and not text.get("no_causal_mask") and not text.get("hf_model_name")
 
 
 def open_clip_folder(name: str, revision: str | None) -> Path:
-    """Return the folder of an open_clip model, after downloading a Hub model (safetensors only)."""
+    """Return an open_clip model's folder, after downloading a Hub model (safetensors only)."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -184,7 +184,7 @@ def _tokenizer(folder: Path, text_cfg: dict[str, Any]) -> HFTokenizer | SimpleTo
 
 
 def load_open_clip_processor(folder: Path, description: dict[str, Any]) -> OpenClipProcessor:
-    """Build the image transform and tokenizer of a configuration."""
+    """Build a configuration's image transform and tokenizer."""
     config = description["config"]
     model_cfg = config["model_cfg"]
     size = model_cfg["vision_cfg"].get("image_size", 224)

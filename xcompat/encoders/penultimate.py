@@ -1,4 +1,4 @@
-"""Penultimate features: inputs of the last linear layer of an image tower."""
+"""Penultimate features: inputs to an image tower's last linear layer."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Penultimate(nn.Module, EmbedsBatches):
         return self.model.image_head
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
-        """Return the penultimate features of preprocessed images.
+        """Return preprocessed images' penultimate features.
 
         Args:
-            pixel_values: (B, C, H, W) input of the model.
+            pixel_values: (B, C, H, W), the model's input.
 
         Returns:
             (B, P) float32, not normalised.

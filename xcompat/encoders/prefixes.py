@@ -1,4 +1,4 @@
-"""Shared text prefixes: causal text towers compute each distinct prefix of a batch once."""
+"""Shared text prefixes: causal text towers compute each distinct prefix in a batch once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UNSEEN = torch.finfo(torch.float16).min  # valid in every dtype of weights and a
 
 @dataclass(frozen=True)
 class PrefixTrees:
-    """Texts as paths in T trees; the N nodes of a tree are the distinct prefixes of its texts.
+    """Texts as paths in T trees; a tree's N nodes are its texts' distinct prefixes.
 
     Args:
-        token_ids_TN: last token of each prefix; 0 for padding of small trees.
-        depths_TN: position of that token in its texts.
+        token_ids_TN: each prefix's last token; 0 to pad small trees.
+        depths_TN: this token's position in its texts.
         sees_TNN: attention mask: nodes see themselves and their ancestors.
-        ends_B: last node of each text, counted over all trees.
+        ends_B: each text's last node, counted over all trees.
     """
 
     token_ids_TN: NDArray[np.int64]
@@ -39,7 +39,7 @@ class PrefixTrees:
 
 
 def prefix_trees(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64], limit: int = TREE) -> PrefixTrees:
-    """Build trees of the distinct prefixes of texts, in lexicographic order.
+    """Build trees from the texts' distinct prefixes, in lexicographic order.
 
     Args:
         token_ids_BL: padded texts.
@@ -96,7 +96,7 @@ def length_sorted_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iter
 
 
 def prefix_batches(token_ids: Sequence[Sequence[int]], tokens_per_batch: int) -> Iterator[NDArray[np.int64]]:
-    """Yield batches of row numbers, in lexicographic order of texts, that consist of whole trees.
+    """Yield batches of row numbers, in the texts' lexicographic order, from whole trees.
 
     Args:
         token_ids: tokens per text.
@@ -119,7 +119,7 @@ def prefix_batches(token_ids: Sequence[Sequence[int]], tokens_per_batch: int) ->
 
 @contextmanager
 def shared_prefixes(encoder: Encoder) -> Iterator[None]:
-    """Compute each distinct prefix of a batch of texts once inside the block, without gradients.
+    """Compute each distinct prefix in a text batch once inside the block, without gradients.
 
     In a causal tower, a token's state does not depend on later tokens. Results differ by rounding only. The block has no effect
     without :attr:`Encoder.shares_prefixes`, with gradients, or with an attention mask.
@@ -158,7 +158,7 @@ def _text_features(encoder: Encoder, input_ids: Tensor, attention_mask: Tensor |
 
 
 def _end_states(tower: Any, trees: PrefixTrees) -> Tensor:  # noqa: ANN401 - a CLIPTextModel, whose parts are untyped
-    """Return the last states (B, W) at the ends of texts; the whole tower would reject trees longer than a text."""
+    """Return the last states (B, W) at the text ends; the whole tower would reject trees longer than a text."""
     embeddings, device = tower.embeddings, tower.device
     token_ids_TN, depths_TN, ends_B = (
         torch.from_numpy(array).to(device) for array in (trees.token_ids_TN, trees.depths_TN, trees.ends_B)
@@ -175,7 +175,7 @@ def _end_states(tower: Any, trees: PrefixTrees) -> Tensor:  # noqa: ANN401 - a C
 
 
 def _in_order(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lexicographic order of texts, and how many tokens each shares with its predecessor."""
+    """Return the texts' lexicographic order, and how many tokens each shares with its predecessor."""
     kept_BL = np.where(np.arange(token_ids_BL.shape[1]) < lengths_B[:, None], token_ids_BL, -1)
     order_B = np.lexsort(kept_BL.T[::-1])
     same_BL = kept_BL[order_B[1:]] == kept_BL[order_B[:-1]]
@@ -184,7 +184,7 @@ def _in_order(token_ids_BL: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> 
 
 
 def _cut(lengths_B: NDArray[np.int64], shared_B: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Return the tree of each sorted text."""
+    """Return each sorted text's tree."""
     trees, tree, size = [], -1, limit
     for length, shared in zip(lengths_B.tolist(), shared_B.tolist(), strict=True):
         size += length - shared

@@ -1,4 +1,4 @@
-"""Preprocessing of images and texts."""
+"""Image and text preprocessing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from xcompat.encoders.build_limits import MOST_TOKENS, check_image_size
 
 @dataclass
 class Processor(ABC):
-    """Preprocessing of an encoder, with a subclass per library.
+    """An encoder's preprocessing, with a subclass per library.
 
     Args:
-        image_size: height and width of input images in pixels; (0, 0) without image tower.
+        image_size: input height and width in pixels; (0, 0) without image tower.
         mean: per-channel mean to subtract from pixels in [0, 1].
         std: per-channel standard deviation to divide by.
         interpolation: resampling filter, e.g. ``"bicubic"``.
-        max_length: maximum tokens of a text; 0 without text tower.
+        max_length: maximum tokens per text; 0 without text tower.
         pad_to_max_length: whether the model reads the padding (SigLIP).
         masks_padding: whether the model needs an attention mask. Causal towers (CLIP) do not, and are faster without.
         pad_token_id: padding token.
@@ -78,7 +78,7 @@ class Processor(ABC):
         return BatchFeature(batch)
 
     def images(self, images: Image | Sequence[Image]) -> Tensor:
-        """Return ``pixel_values`` (B, C, H, W) float32 of an image or B images, turned upright by their EXIF orientation."""
+        """Return ``pixel_values`` (B, C, H, W) float32 for an image or B images, turned upright by their EXIF orientation."""
         self.require_images()
         return self.pixels([turn_upright(image) for image in ([images] if isinstance(images, Image) else images)])
 
@@ -101,27 +101,27 @@ class Processor(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return all settings that change pixels or tokens, for fingerprints."""
+        """Return all settings that change pixels or tokens, to use in fingerprints."""
 
     def describe_all(self) -> dict[str, Any]:
-        """Return :meth:`describe` and the orientation of images, for keys of caches.
+        """Return :meth:`describe` and the image orientation, to use in cache keys.
 
         The orientation is not part of fingerprints, because the embedding space does not depend on it.
         """
         return self.describe() | ({"orientation": ORIENTATION} if self.image_size != (0, 0) else {})
 
     def for_queries(self) -> Processor:
-        """Return the processor of queries: itself, unless queries and passages have different prompts."""
+        """Return the query processor: itself, unless queries and passages have different prompts."""
         return self
 
     def to_pixels(self, pixels_BCHW: Tensor) -> Tensor:
-        """Normalise augmented uint8 RGB images of the right size."""
+        """Normalise augmented uint8 RGB images in the right size."""
         mean = torch.tensor(self.mean).view(-1, 1, 1)
         std = torch.tensor(self.std).view(-1, 1, 1)
         return pixels_BCHW.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def pad(self, token_ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Stack B token lists of :meth:`tokenize` into a batch.
+        """Stack B token lists from :meth:`tokenize` into a batch.
 
         Returns:
             ``input_ids`` (B, L) int64, and ``attention_mask`` (B, L) int64 if needed. L is the longest list, or ``max_length``.

@@ -30,16 +30,16 @@ class ScratchSource(BaseModel):
     """Encoder to train from random weights. An image-text encoder also trains its tokenizer on the training texts.
 
     Args:
-        model: configuration of transformers with its ``model_type``. Image-text models have ``text_config``, ``vision_config``
-            and ``projection_dim``; vocabulary size and special ids are filled in. Image models have the options of their
-            configuration class, e.g. ``depths`` of a ``resnet``. Use ``timm_wrapper`` with ``architecture`` and ``model_args``
-            for timm, ``iresnet`` (:class:`~xcompat.encoders.iresnet.IResNetModel`) for faces, ``alexnet`` for
+        model: transformers configuration with its ``model_type``. Image-text models have ``text_config``, ``vision_config`` and
+            ``projection_dim``; vocabulary size and special ids are filled in. Image models have their configuration class's
+            options, e.g. ``depths`` for a ``resnet``. Use ``timm_wrapper`` with ``architecture`` and ``model_args`` for timm,
+            ``iresnet`` (:class:`~xcompat.encoders.iresnet.IResNetModel`) for faces, ``alexnet`` for
             :class:`~xcompat.encoders.alexnet.AlexNetModel`.
-        vocab_size: maximum tokens of the byte-level BPE tokenizer.
-        image_size: side of an image model's square images in pixels; None for its configuration's, or 224.
-        stem: ``small`` for ResNets on images of 32 or 64 pixels: a 3x3 convolution of stride 1 without pooling.
+        vocab_size: maximum tokens in the byte-level BPE tokenizer.
+        image_size: side of an image model's square images in pixels; None to use its configuration's, or 224.
+        stem: ``small`` for ResNets on images with 32 or 64 pixels: a 3x3 convolution with stride 1 without pooling.
         mean: grey value in [0, 1] to subtract from pixels.
-        std: divisor of the centred pixels.
+        std: divisor for the centred pixels.
 
     Example:
         >>> source = ScratchSource(model={"model_type": "resnet", "depths": [1, 1], "hidden_sizes": [8, 16]}, image_size=32)
@@ -94,8 +94,8 @@ def encoder_from_scratch(source: ScratchSource, texts: Iterable[str] = (), seed:
 
     Args:
         source: the architecture.
-        texts: training texts of an image-text model's tokenizer.
-        seed: random seed of the weights.
+        texts: training texts for an image-text model's tokenizer.
+        seed: random seed for the weights.
 
     Raises:
         XcompatError: the architecture cannot be built or does not accept the image size.
@@ -191,7 +191,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, max_length: in
     Args:
         texts: training texts in any order.
         vocab_size: maximum tokens, including 256 bytes and 3 special tokens.
-        max_length: maximum tokens of a text with bos and eos (``max_position_embeddings``).
+        max_length: maximum tokens per text with bos and eos (``max_position_embeddings``).
 
     Raises:
         XcompatError: there is no text, or the vocabulary is too small.

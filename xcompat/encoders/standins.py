@@ -74,7 +74,7 @@ def stand_in(model_type: str = "clip", dim: int = 16, seed: int = 0) -> tuple[En
     Args:
         model_type: architecture in transformers (``timm_wrapper`` for timm), ``open_clip`` or ``sentence-transformers``.
         dim: D, a multiple of 2.
-        seed: random seed of the weights.
+        seed: random seed for the weights.
 
     Example:
         >>> encoder, processor = stand_in("clip", dim=8)
@@ -105,7 +105,7 @@ def small_scratch(source: ScratchSource, dim: int) -> ScratchSource:
 
     Args:
         source: architecture to train from scratch.
-        dim: D of the tiny architecture, a multiple of 2.
+        dim: the tiny architecture's D, a multiple of 2.
 
     Example:
         >>> large = ScratchSource(model={"model_type": "resnet", "depths": [3, 4, 6, 3]}, image_size=224)

@@ -1,4 +1,4 @@
-"""Text encoders of sentence-transformers (safetensors only)."""
+"""sentence-transformers text encoders (safetensors only)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Features = dict[str, Any]
 
 
 class TokenStates(nn.Module):
-    """Token states of a transformer of transformers, without its unused pooler."""
+    """A transformer's token states, without its unused pooler."""
 
     kind = Transformer
 
@@ -64,7 +64,7 @@ class TokenStates(nn.Module):
         return features | {"token_embeddings": states.last_hidden_state}
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`build`."""
+        """Return the arguments for :meth:`build`."""
         return {"architecture": type(self.model).__name__, "config": architecture_of(self.model.config.to_dict())}
 
     @classmethod
@@ -76,15 +76,15 @@ class TokenStates(nn.Module):
         return cls(cast(Any, found)._from_config(AutoConfig.for_model(**described["config"])))
 
     def save(self, folder: str) -> None:
-        """Write the model in the format of sentence-transformers, without tokenizer."""
+        """Write the model in the sentence-transformers format, without tokenizer."""
         self.model.save_pretrained(folder)
 
 
 class TokenMeans(nn.Module):
-    """Mean of a text's token embeddings.
+    """Mean token embedding of a text.
 
     Args:
-        means: module of sentence-transformers; its input is the tokens of all texts in a row.
+        means: sentence-transformers module; its input is all texts' tokens in a row.
     """
 
     kind = StaticEmbedding
@@ -101,7 +101,7 @@ class TokenMeans(nn.Module):
         return features | {"sentence_embedding": self.means(flat)["sentence_embedding"]}
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`build`."""
+        """Return the arguments for :meth:`build`."""
         return {"num_embeddings": self.means.num_embeddings, "embedding_dim": self.means.embedding_dim}
 
     @classmethod
@@ -111,14 +111,14 @@ class TokenMeans(nn.Module):
         return cls(StaticEmbedding(Tokenizer(BPE()), embedding_weights=weights))  # the processor has the tokenizer
 
     def save(self, folder: str) -> None:
-        """Write the weights in the format of sentence-transformers, without tokenizer."""
+        """Write the weights in the sentence-transformers format, without tokenizer."""
         save_file(self.means.state_dict(), Path(folder) / "model.safetensors")
 
 
 class TextEncoder(Encoder):
-    """Text tower from modules of sentence-transformers.
+    """Text tower from sentence-transformers modules.
 
-    D is the dimension of the last module, or ``truncate_dim`` (Matryoshka representations, Kusupati et al. 2022).
+    D is the last module's dimension, or ``truncate_dim`` (Matryoshka representations, Kusupati et al. 2022).
     """
 
     library: ClassVar[str] = SENTENCE_TRANSFORMERS
@@ -210,19 +210,19 @@ def load_text_encoder(
     passage_prompt: str | None = None,
     truncate_dim: int | None = None,
 ) -> TextEncoder:
-    """Load a model of sentence-transformers in float32, in evaluation mode.
+    """Load a sentence-transformers model in float32, in evaluation mode.
 
     Args:
-        name: the user's name of the model.
+        name: the user's name for the model.
         place: folder or Hub name.
-        revision: branch, tag or commit; None for the default branch.
+        revision: branch, tag or commit; None to use the default branch.
         trust_remote_code: whether to run code from the repository.
-        query_prompt: prompt before queries; None for the default.
-        passage_prompt: prompt before passages; None for the default.
-        truncate_dim: dimensions to keep; None for the default.
+        query_prompt: prompt before queries; None to use the default.
+        passage_prompt: prompt before passages; None to use the default.
+        truncate_dim: dimensions to keep; None to use the default.
 
     Raises:
-        XcompatError: weights or code are unsafe or missing, or embeddings differ from those of sentence-transformers.
+        XcompatError: weights or code are unsafe or missing, or embeddings differ from sentence-transformers'.
     """
     folder = text_folder(place, revision, code=trust_remote_code)
     check_config_files(folder)
@@ -317,7 +317,7 @@ def _limit(first: Any) -> int | None:  # noqa: ANN401 - of either kind
 
 @torch.no_grad()
 def _measured(encoder: TextEncoder, processor: TextProcessor, whole: SentenceTransformer) -> TextEncoder:
-    """Set the dimension of an encoder and check its embeddings against sentence-transformers."""
+    """Set an encoder's dimension and check its embeddings against sentence-transformers."""
     name, wanted = encoder.name, encoder.description["config"]["truncate_dim"]
     for role in (processor, processor.for_queries()):
         asked: dict[str, Any] = {"prompt": role.prompt, "normalize_embeddings": True, "truncate_dim": wanted}

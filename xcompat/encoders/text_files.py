@@ -1,4 +1,4 @@
-"""Files of sentence-transformers models: folders, checks and prompts."""
+"""sentence-transformers model files: folders, checks and prompts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def is_text_model(name: str) -> bool:
 
 
 def text_folder(name: str, revision: str | None, weights: bool = True, code: bool = False) -> Path:
-    """Return the folder of a text model, after downloading a Hub model (safetensors only).
+    """Return a text model's folder, after downloading a Hub model (safetensors only).
 
     Args:
         name: folder, or Hub name without prefix.
-        revision: branch, tag or commit; None for the default branch.
+        revision: branch, tag or commit; None to use the default branch.
         weights: whether to download weights.
         code: whether to download Python files.
     """
@@ -49,12 +49,12 @@ def text_folder(name: str, revision: str | None, weights: bool = True, code: boo
 
 
 def first_module(folder: Path) -> str:
-    """Return the path of the first module, with the tokenizer; empty in checkpoints."""
+    """Return the first module's path, with the tokenizer; empty in checkpoints."""
     return _modules(folder)[0]["path"] if (folder / MODULES).exists() else ""
 
 
 def module_folders(folder: Path) -> list[Path]:
-    """Return the folders of the modules; empty if it is not a sentence-transformers model."""
+    """Return the modules' folders; empty if it is not a sentence-transformers model."""
     return [folder / each["path"] for each in _modules(folder) if each["path"]] if (folder / MODULES).exists() else []
 
 
@@ -75,7 +75,7 @@ def require_loadable(folder: Path, name: str, trust_remote_code: bool) -> None:
     Args:
         folder: the model folder.
         name: model name for errors.
-        trust_remote_code: whether to run code of the model.
+        trust_remote_code: whether to run the model's code.
     """
     modules = _modules(folder) if (folder / MODULES).exists() else [{"type": _OWN, "path": ""}]
     for module in modules:

@@ -1,4 +1,4 @@
-"""Preprocessing for text models of sentence-transformers."""
+"""Preprocessing for sentence-transformers text models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TextProcessor(Processor):
 
     Args:
         tokenizer: tokenizer without padding.
-        prompt: prompt before every text; one of the next two.
+        prompt: prompt before every text; either of the next two.
         query_prompt: prompt before queries.
         passage_prompt: prompt before passages, i.e. gallery items.
         special_tokens: whether the tokenizer adds special tokens.
@@ -46,7 +46,7 @@ class TextProcessor(Processor):
     lower_case: bool = field(kw_only=True)
 
     def for_queries(self) -> TextProcessor:
-        """Return the processor with the prompt of queries."""
+        """Return the processor with the query prompt."""
         return self if self.prompt == self.query_prompt else replace(self, prompt=self.query_prompt, count_truncated=0)
 
     def pixels(self, images: list[Image]) -> Tensor:
@@ -79,11 +79,11 @@ class TextProcessor(Processor):
 
 
 def load_text_processor(name: str, revision: str | None, trust_remote_code: bool, description: dict[str, Any]) -> TextProcessor:
-    """Load the processor of passages.
+    """Load the passage processor.
 
     Args:
         name: folder or Hub name of a sentence-transformers model, or of a checkpoint around it.
-        revision: branch, tag or commit; None for the default branch.
+        revision: branch, tag or commit; None to use the default branch.
         trust_remote_code: whether to run code from the repository.
         description: the encoder's description.
 
@@ -104,7 +104,7 @@ def load_text_processor(name: str, revision: str | None, trust_remote_code: bool
 
 
 def make_text_processor(tokenizer: PreTrainedTokenizerBase, description: dict[str, Any]) -> TextProcessor:
-    """Return the processor of passages for an encoder's tokenizer and description."""
+    """Return the passage processor for an encoder's tokenizer and description."""
     config = description["config"]
     return TextProcessor(
         **NO_IMAGES,

@@ -19,11 +19,11 @@ def token_ids(
     *,
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """Return token ids of B texts without padding, and count truncated texts in ``processor``.
+    """Return B texts' token ids without padding, and count truncated texts in ``processor``.
 
     Args:
         processor: its ``count_truncated`` increases.
-        tokenizer: tokenizer of transformers.
+        tokenizer: transformers tokenizer.
         texts: B texts.
         max_length: maximum number of tokens; None for no limit.
         add_special_tokens: whether to add special tokens.
@@ -41,7 +41,7 @@ def token_ids(
 
 
 def describe_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of a tokenizer without its truncation and padding, which are settings of the last call."""
+    """Return a tokenizer's digest without its truncation and padding, which are settings from the last call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = json.loads(backend.to_str()) if backend is not None else {"vocab": tokenizer.get_vocab()}
     state = {k: v for k, v in state.items() if k not in {"truncation", "padding"}}

@@ -1,4 +1,4 @@
-"""Image-text encoders of transformers: CLIP, SigLIP, SigLIP 2, BLIP and VisionTextDualEncoder."""
+"""transformers' image-text encoders: CLIP, SigLIP, SigLIP 2, BLIP and VisionTextDualEncoder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ IMAGE_BACKEND = "pil"
 
 @dataclass
 class TransformersProcessor(Processor):
-    """Image processor and tokenizer of transformers."""
+    """transformers' image processor and tokenizer."""
 
     image_processor: BaseImageProcessor = field(kw_only=True)
     tokenizer: PreTrainedTokenizerBase = field(kw_only=True)
@@ -92,7 +92,7 @@ class TransformersEncoder(Encoder):
 
     @property
     def image_embedding_layer(self) -> nn.Module | None:
-        """Return the embedding layer of the image tower, or None."""
+        """Return the image tower's embedding layer, or None."""
         for name, module in self.towers["image"].named_modules():
             if name.rsplit(".", 1)[-1] == "embeddings":
                 return module
@@ -100,12 +100,12 @@ class TransformersEncoder(Encoder):
 
     @property
     def image_width(self) -> int:
-        """Return the hidden size of the image tower."""
+        """Return the image tower's hidden size."""
         return self.model.config.vision_config.hidden_size
 
     @property
     def shares_prefixes(self) -> bool:
-        """Return whether this is CLIP's causal text tower with an attention that accepts a custom mask."""
+        """Return whether this is CLIP's causal text tower, and its attention accepts a custom mask."""
         model = self.model
         clip = type(model) is CLIPModel and type(model.text_model) is CLIPTextModel
         return clip and not model.text_model.training and model.text_model.config._attn_implementation in {"sdpa", "eager"}
@@ -133,7 +133,7 @@ class BlipEncoder(TransformersEncoder):
 
 
 class Siglip2Encoder(TransformersEncoder):
-    """SigLIP 2 on square images with a fixed grid of patches.
+    """SigLIP 2 on square images with a fixed patch grid.
 
     ``pixel_values`` thus stays an ordinary tensor. The aspect ratio is not kept, as in SigLIP with a fixed size.
     """
@@ -156,7 +156,7 @@ def _encoder_class(model_type: str) -> type[TransformersEncoder]:
 
 
 def embedding_dim(config: PreTrainedConfig) -> int:
-    """Return D of an image-text model from its configuration."""
+    """Return an image-text model's D from its configuration."""
     for holder, key in ((config, "image_text_hidden_size"), (config, "projection_dim"), (config.text_config, "projection_size")):
         # BlipConfig has both: its retrieval heads end in image_text_hidden_size
         if config.model_type != "blip" and key == "image_text_hidden_size":
@@ -235,7 +235,7 @@ def make_processor(
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
 ) -> TransformersProcessor:
-    """Return the processor of an architecture.
+    """Return an architecture's processor.
 
     Args:
         image_processor: image processor with ``size`` or ``crop_size``.
@@ -256,7 +256,7 @@ def make_processor(
 
 
 def process_images(processor: Processor, image_processor: Any, images: list[Image]) -> Tensor:  # noqa: ANN401 - as in make_processor
-    """Return ``(B, C, H, W)`` float32 of B images, resized by the library and normalised as one batch, which is faster."""
+    """Return B images as ``(B, C, H, W)`` float32, resized by the library and normalised as one batch, which is faster."""
     if not image_processor.do_rescale or image_processor.rescale_factor != 1 / 255:
         return image_processor(images, return_tensors="pt")["pixel_values"]
     resized_BCHW = image_processor(images, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"]
@@ -264,7 +264,7 @@ def process_images(processor: Processor, image_processor: Any, images: list[Imag
 
 
 def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as in make_processor
-    """Return the image fields of a :class:`Processor`: ``image_size``, ``mean``, ``std`` and ``interpolation``."""
+    """Return a :class:`Processor`'s image fields: ``image_size``, ``mean``, ``std`` and ``interpolation``."""
     check_image_size({name: getattr(image_processor, name, None) or () for name in ("size", "crop_size")})
     size = (
         getattr(image_processor, "do_center_crop", False) and getattr(image_processor, "crop_size", None)
@@ -280,12 +280,12 @@ def pixel_settings(image_processor: Any) -> dict[str, Any]:  # noqa: ANN401 - as
 
 
 def describe_pixels(image_processor: BaseImageProcessor) -> dict[str, Any]:
-    """Return the settings of an image processor without its class name."""
+    """Return an image processor's settings without its class name."""
     return {k: v for k, v in image_processor.to_dict().items() if k not in {"image_processor_type", "processor_class"}}
 
 
 def image_edge(config: PreTrainedConfig) -> int:
-    """Return the default side of an architecture's square images in pixels."""
+    """Return the default side in pixels for an architecture's square images."""
     vision = config.vision_config
     if (size := getattr(vision, "image_size", None)) is not None:
         return size
@@ -293,7 +293,7 @@ def image_edge(config: PreTrainedConfig) -> int:
 
 
 def _square_siglip2_processor(config: PreTrainedConfig) -> BaseImageProcessor:
-    """Return an image processor of fixed size; SigLIP 2's would cut patches."""
+    """Return a fixed-size image processor; SigLIP 2's would cut patches."""
     from transformers import SiglipImageProcessorPil
 
     edge = image_edge(config)

@@ -1,4 +1,4 @@
-"""Exports of trained models to formats of other software."""
+"""Exports of trained models to other software's formats."""
 
 from xcompat.export.onnx_towers import to_onnx
 from xcompat.export.query_transform import to_faiss

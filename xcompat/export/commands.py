@@ -25,7 +25,7 @@ def _load_alone(name: str) -> CompatModel:
 
 
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept = "all") -> None:
-    """Write a faiss index for queries of the new model, with all of the model's memory, only its metric, or none of it."""
+    """Write a faiss index for the new model's queries, with the model's whole memory, only its metric, or neither."""
     silence_libraries()
     loaded = _load_alone(model)
     if loaded.memory is not None and memory != "all" and not loaded.maps_galleries:

@@ -23,11 +23,11 @@ def sources_of(model: CompatModel) -> list[Path]:
 
 
 class Tower(nn.Module):
-    """Image or text part of a model, with its embeddings in a single space.
+    """A model's image or text part, with its embeddings in one space.
 
     Args:
         model: frozen, in evaluation mode.
-        space: the space of the embeddings.
+        space: the embeddings' space.
 
     Raises:
         XcompatError: the model does not map queries into an old space.
@@ -42,7 +42,7 @@ class Tower(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Dimension of the embeddings."""
+        """Embedding dimension."""
         return self.model.config.old["dim"] if self.space == "old" else self.model.config.embedding_dim
 
     def place(self, embeds_BD: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class TextTower(Tower):
 
 @contextmanager
 def convert_read_errors(written: str | Path) -> Iterator[None]:
-    """Convert library errors while reading a file just written into an :class:`XcompatError` of one line."""
+    """Convert library errors while reading a file just written into a one-line :class:`XcompatError`."""
     try:
         yield
     except (OSError, ImportError, MemoryError):

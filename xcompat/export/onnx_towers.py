@@ -42,7 +42,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     ``image.onnx`` and ``text.onnx`` output finished embeddings. Texts may have any length if the model does not read its padding.
     The folder also contains:
 
-    - the preprocessing in the format of the encoder's library
+    - the preprocessing in the encoder library's format
     - ``xcompat_onnx.json`` with inputs, outputs, pixels, padding and the model whose indexes the embeddings search
     - ``README.md`` with instructions
 
@@ -51,7 +51,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
     Args:
         model: any model that embeds. A map is written with its frozen encoder.
         folder: the output folder, replaced if it contains only an earlier export.
-        space: ``old`` to search an index of the old model, ``own`` for an index of the new model.
+        space: ``old`` to search the old model's index, ``own`` for the new model's index.
         overwrite: whether to replace any folder.
 
     Raises:
@@ -138,7 +138,7 @@ def _pixels(processor: Processor) -> list[Batch]:
 
 
 def _texts(processor: Processor) -> list[Batch]:
-    """Return batches of random texts: short, as long as the model allows, and mixed."""
+    """Return random text batches: short, as long as the model allows, and mixed."""
     generator = np.random.default_rng(0)
     words = [
         "".join(generator.choice(list("abcdefghijklmnopqrstuvwxyz"), 3))
@@ -170,7 +170,7 @@ def _write(tower: Tower, batches: Sequence[Batch], free: dict[int, str], path: P
 
 
 def _compare(tower: Tower, batches: Sequence[Batch], path: Path) -> dict[str, Any]:
-    """Raise if the file's embeddings differ from PyTorch's. Return types and shapes of its inputs."""
+    """Raise if the file's embeddings differ from PyTorch's. Return its input types and shapes."""
     from onnxruntime import InferenceSession
 
     with convert_read_errors(path):

@@ -25,17 +25,17 @@ MADE_BY = "export faiss"
 
 
 def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: bool = False) -> None:
-    """Write an index of the old model that accepts queries of the new model: transforms in front of the unchanged index.
+    """Write an old-model index that accepts the new model's queries: transforms in front of the unchanged index.
 
     The transforms compute ``model.to_space`` for queries of length 1 (any length for penultimate features): normalised W·x + b,
-    and the same for a metric. They also restore the length of adopted vectors that are not normalised. With inner products
-    the length changes only scores, with L2 also the ranking. Vectors are memory-mapped.
+    and the same for a metric. They also restore adopted vectors' lengths if not normalised. With inner products the length
+    changes only scores, with L2 also the ranking. Vectors are memory-mapped.
 
     Args:
-        model: a model with a view of one linear layer: a closed form, a linear query map, or a model with more dimensions than
-            its old model. It may have a metric, but no memory entries.
-        index: a faiss index of the old model's embeddings, of which only the dimension can be checked. Or a gallery of one
-            segment, which records its model.
+        model: a model with a single linear layer: a closed form, a linear query map, or a model with more dimensions than its old
+            model. It can have a metric, but no memory entries.
+        index: a faiss index with the old model's embeddings; only its dimension can be checked. Or a single-segment gallery,
+            which records its model.
         out: output file, which plain faiss reads. A marker beside it names the query model.
         overwrite: whether to replace any other file.
 
@@ -84,13 +84,13 @@ def _linear(weight_dD: Tensor, bias_d: Tensor) -> Any:  # noqa: ANN401 - faiss h
 
 
 def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint]:
-    """Return the index file of a compatible gallery. Any other path is returned unchanged.
+    """Return a compatible gallery's index file. Any other path is returned unchanged.
 
     Returns:
-        The file, the length of the gallery's queries (default 1), and the model of its vectors (default: the old model).
+        The file, the gallery's query length (default 1), and the model of its vectors (default: the old model).
 
     Raises:
-        XcompatError: the gallery has embeddings of another model, is not a single index, or its adopted index has changed.
+        XcompatError: it has another model's embeddings, is not a single index, or its adopted index has changed.
     """
     if not source.is_dir():
         if source.is_file():  # opening a missing file raises later
@@ -112,14 +112,14 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
 
 
 def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return W and b of each step x ↦ normalise(W·x + b) of a model's view: the map, then the metric if it has one.
+    """Return W and b for each step x ↦ normalise(W·x + b) in a model's view: the map, then the metric if it has one.
 
     Args:
-        model: a model of one linear layer.
+        model: a model with a single linear layer.
         version: version to search. None for the old model, the only version with a metric.
 
     Returns:
-        W (d, D) and b (d,) of the map, then W (d, d) and b (d,) of the metric, float32.
+        W (d, D) and b (d,) for the map, then W (d, d) and b (d,) for the metric, float32.
 
     Raises:
         XcompatError: the view does not have that form.
@@ -159,7 +159,7 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
 
 
 def reads_features(model: CompatModel) -> bool:
-    """Return whether queries are penultimate features of any length, and not embeddings of length 1."""
+    """Return whether queries are penultimate features with any length, and not unit embeddings."""
     return isinstance(model, QueryMapModel) and model.head is not None
 
 

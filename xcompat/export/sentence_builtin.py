@@ -37,7 +37,7 @@ def stock_modules(model: CompatModel, space: Space) -> list[nn.Module] | None:
         space: as in :class:`~xcompat.export.modules.Tower`.
 
     Returns:
-        The modules. None if auto classes of transformers cannot load the encoder, or the model is not a sequence of layers.
+        The modules. None if transformers' auto classes cannot load the encoder, or the model is not a layer sequence.
     """
     layers = [model.embed_layers] if space == "own" else [model.embed_layers, model.view_layers]
     if any(row is None for row in layers):
@@ -88,10 +88,10 @@ def _of_texts(encoder: Encoder, processor: Processor) -> list[nn.Module]:
 
 
 def prompts_of(processor: Processor, space: Space) -> dict[str, Any]:
-    """Return the prompts of both roles, and the default role: queries in an old space, passages in the own space.
+    """Return the prompts for both roles, and the default role: queries in an old space, passages in the own space.
 
     Args:
-        processor: processor of the model.
+        processor: the model's processor.
         space: as in :class:`~xcompat.export.modules.Tower`.
     """
     described = processor.describe()
@@ -134,7 +134,7 @@ def _reports_dim(transformer: Transformer, dim: int) -> bool:
 
 
 def _row(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Convert layers to modules. GELU becomes the activation of a Dense, after a LayerNorm of an identity Dense."""
+    """Convert layers to modules. GELU becomes the preceding Dense's activation (after a LayerNorm, an added identity Dense's)."""
     modules: list[nn.Module] = []
     for layer in layers:
         if isinstance(layer, nn.Linear):

@@ -1,4 +1,4 @@
-"""Sentence-transformers module that runs a model of xcompat."""
+"""Sentence-transformers module that runs an xcompat model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ENCODER = "encoder"
 
 
 class CompatModule(InputModule):
-    """Sentence-transformers module that embeds texts and pictures in the old or the own space.
+    """Sentence-transformers module to embed texts and pictures in the old or the own space.
 
     Args:
         model: frozen, in evaluation mode, with an encoder.
-        space: ``old`` to search an index of the old model, ``own`` for an index of the new model.
+        space: ``old`` to search the old model's index, ``own`` for the new model's index.
 
     Raises:
         XcompatError: the model does not map queries into an old space, or has no encoder.
@@ -63,21 +63,21 @@ class CompatModule(InputModule):
 
     @property
     def max_seq_length(self) -> int:
-        """Maximum tokens of a text, or 0 without a text tower."""
+        """Maximum tokens per text, or 0 without a text tower."""
         return self.model.processor.max_length
 
     def get_embedding_dimension(self) -> int:
-        """Return the dimension of the embeddings."""
+        """Return the embedding dimension."""
         return self.tower.dim
 
     def preprocess(
         self, inputs: Sequence[Any], prompt: str | None = None, task: str | None = None, **kwargs: object
     ) -> dict[str, Any]:
-        """Return a batch of texts or pictures for :meth:`forward`.
+        """Prepare texts or pictures as a batch for :meth:`forward`.
 
         Args:
-            inputs: texts, or pictures as PIL images, arrays (H, W, 3) of uint8, or paths.
-            prompt: prefix of every text, after the model's own prompt.
+            inputs: texts, or pictures as PIL images, uint8 arrays (H, W, 3), or paths.
+            prompt: prefix for every text, after the model's own prompt.
             task: ``query`` (from ``encode_query``) for the query prompt. In an old space all texts are queries.
             kwargs: ignored.
         """
@@ -89,7 +89,7 @@ class CompatModule(InputModule):
         return {"pixel_values": self.model.processor.images([open_image(picture) for picture in pictures])}
 
     def forward(self, features: dict[str, Any], **kwargs: object) -> dict[str, Any]:
-        """Embed a batch of :meth:`preprocess`.
+        """Embed a batch from :meth:`preprocess`.
 
         Args:
             features: ``pixel_values``, or ``input_ids`` and optionally ``attention_mask``.
@@ -108,7 +108,7 @@ class CompatModule(InputModule):
         return features | {"sentence_embedding": embeds}
 
     def save(self, output_path: str, *args: object, safe_serialization: bool = True, **kwargs: object) -> None:
-        """Write the model for ``from_pretrained``, with the frozen encoder of a map beside it.
+        """Write the model for ``from_pretrained``, with a map's frozen encoder beside it.
 
         Args:
             output_path: an existing folder.

@@ -15,10 +15,10 @@ MADE_BY = "export sentence-transformers"
 def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> bool:
     """Write a model for sentence-transformers, for texts and pictures.
 
-    If the model is a sequence of layers on an encoder of transformers, the folder contains only modules of sentence-transformers,
-    with LoRA merged. ``SentenceTransformer(folder)`` then loads it without xcompat. This applies to plain encoders and their
-    projections φ (``projection``, ``xbt``, ``direct``, ``lce``), ``procrustes``, ``ridge``, a ``query_map`` that is linear or a
-    projection, and the own space of maps over embeddings. The written folder is compared with the model.
+    If the model is a layer sequence on a transformers encoder, the folder contains only sentence-transformers modules, with LoRA
+    merged. ``SentenceTransformer(folder)`` then loads it without xcompat. This applies to plain encoders and their projections φ
+    (``projection``, ``xbt``, ``direct``, ``lce``), ``procrustes``, ``ridge``, a ``query_map`` that is linear or a projection, and
+    the own space of maps over embeddings. The written folder is compared with the model.
 
     Opened pictures and arrays are read as by xcompat, with transparent parts on white. Open pictures first: from a path,
     sentence-transformers rotates a picture by its EXIF orientation and drops its transparency. If sentence-transformers saves the
@@ -26,13 +26,13 @@ def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Spac
 
     Other models load with ``SentenceTransformer(folder, trust_remote_code=True)``: visual prompts, maps with a skip connection,
     ``rbt``, ``bt2``, ``simclr``, penultimate features, BLIP, SigLIP 2, timm and open_clip. The folder contains no code: the flag
-    lets sentence-transformers import a module of the installed xcompat. Without it, use
+    lets sentence-transformers import a module from the installed xcompat. Without the flag, use
     ``SentenceTransformer(modules=[CompatModule.load(folder)])``. ``from_pretrained`` reads the folder too.
 
     Args:
         model: any model that embeds. A map is written with its frozen encoder.
         folder: the output folder, replaced if it contains only an earlier export.
-        space: ``old`` to search an index of the old model, ``own`` for an index of the new model.
+        space: ``old`` to search the old model's index, ``own`` for the new model's index.
         overwrite: whether to replace any folder.
 
     Returns:

@@ -13,13 +13,13 @@ from xcompat.losses.classification import LOGITS_AT_ONCE, cross_entropy_to, in_b
 
 
 def angular_alignment_loss(embeds_BD: Tensor, targets_BD: Tensor) -> Tensor:
-    """Return one minus the cosine, L_∠ = mean(1 − cos(x, target)) (OCA Eqn. 5; the cosine losses of BT²).
+    """Return the angular distance L_∠ = mean(1 − cos(x, target)) (OCA Eqn. 5; the cosine losses of BT²).
 
     The paper's minus sign before the sum would open the angle.
 
     Args:
         embeds_BD: new embeddings, of any length.
-        targets_BD: target of each, of any length.
+        targets_BD: each embedding's target, of any length.
 
     Returns:
         Scalar in [0, 2]: the mean over the batch; the paper has the sum.
@@ -40,7 +40,7 @@ def l2_alignment_loss(new_BD: Tensor, old_BD: Tensor, known_B: Tensor | None = N
 
     Args:
         new_BD: new embeddings, L2-normalised if the old ones are.
-        old_BD: old embeddings of the same samples.
+        old_BD: the same samples' old embeddings.
         known_B: bool, the samples that count; None for all.
 
     Returns:
@@ -70,17 +70,17 @@ def ace_loss(
 ) -> Tensor:
     """Return the aligned compatible embeddings loss: λ1·CE(W_old, h) + λ2·L_∠(h, W_old[y]) (OCA Eqn. 3).
 
-    The paper's logits are dot products of raw features with class means of raw old features (Eqn. 4); its public code normalises
-    the features. With unit embeddings, set a scale, because class means are shorter than 1 and the softmax would be nearly flat.
-    L_∠ has the sign that closes the angle, and both terms are means, not sums.
+    The paper's logits are dot products between raw features and class means of raw old features (Eqn. 4); its public code
+    normalises the features. With unit embeddings, set a scale, because class means are shorter than 1 and the softmax would be
+    nearly flat. L_∠ has the sign that closes the angle, and both terms are means, not sums.
 
     Args:
         embeds_Bd: h_bct, the first d dimensions of the new features.
-        old_weights_Cd: one frozen prototype per class, of any length; NaN for classes without one.
-        labels_B: (B,) int64; samples of classes without a prototype contribute nothing.
+        old_weights_Cd: frozen class prototypes of any length; NaN for classes without a prototype.
+        labels_B: (B,) int64; samples contribute nothing if their class has no prototype.
         ce_weight: λ1.
         angle_weight: λ2.
-        scale: factor on cosines in the cross-entropy; None for dot products.
+        scale: factor on cosines in the cross-entropy; None to use dot products.
 
     Returns:
         Scalar, 0 if no sample's class has a prototype; averaged over ranks as in :func:`cross_entropy_to`.
@@ -101,7 +101,7 @@ def ace_loss(
 def classifier_kl_loss(
     mapped_BD: Tensor, target_BD: Tensor, weight_CD: Tensor, scale: float | None, *, reverse: bool = False
 ) -> Tensor:
-    """Return KL(p_target ‖ p_mapped) of a frozen classifier's predictions for both (FCT Appendix E; Wang et al. 2020).
+    """Return KL(p_target ‖ p_mapped) between a frozen classifier's predictions for both (FCT Appendix E; Wang et al. 2020).
 
     p = softmax(s·cos(W, x)), because unit vectors have no lengths, or softmax(W·x), the classifier's own predictions. Logits are
     computed for a few samples at a time, and again in the backward pass, so that 100,000 classes fit.
@@ -109,8 +109,8 @@ def classifier_kl_loss(
     Args:
         mapped_BD: mapped embeddings, of any length.
         target_BD: their target embeddings.
-        weight_CD: rows of the classifier, or prototypes; rows of NaN are ignored.
-        scale: s; None for dot products instead of cosines.
+        weight_CD: classifier rows or prototypes; NaN rows are ignored.
+        scale: s; None to use dot products instead of cosines.
         reverse: whether to use KL(p_mapped ‖ p_target).
 
     Returns:
@@ -129,7 +129,7 @@ def classifier_kl_loss(
 
 
 def _divergence(first_BD: Tensor, second_BD: Tensor, rows_CD: Tensor, scale: float | None) -> Tensor:
-    """Return the sum of KL(p_first ‖ p_second) over the rows."""
+    """Sum KL(p_first ‖ p_second) over the rows."""
     with torch.autocast(first_BD.device.type, enabled=False):  # bf16 logits would be rounded to 1/16 at scale 14
         first_BC, second_BC = (
             F.log_softmax((x_BD if scale is None else scale * F.normalize(x_BD, dim=-1)) @ rows_CD.T, dim=-1)

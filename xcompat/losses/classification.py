@@ -1,8 +1,8 @@
 """Classification losses: softmax with and without margins, against frozen old weights, and batch-hard triplets.
 
-Logits of B samples over C classes are computed for a few samples at a time, and again in the backward pass. At most three blocks
-of ``LOGITS_AT_ONCE`` numbers exist at a time (96 MiB in float32 for any batch), so that 100,000 classes fit beside a backbone.
-Every sample has its own softmax, so blocks give the same result as the whole matrix.
+Logits (B samples, C classes) are computed for a few samples at a time, and again in the backward pass. At most three blocks of
+``LOGITS_AT_ONCE`` numbers exist at a time (96 MiB in float32 for any batch), so 100,000 classes fit beside a backbone. Every
+sample has its own softmax, so blocks give the same result as the whole matrix.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def softmax_loss(
 
     Args:
         features_BD: features of any length; raw for plain softmax.
-        weight_CD: one row per class.
+        weight_CD: a row per class.
         labels_B: (B,) int64 in [0, C).
-        scale: s; None for plain dot products, without normalisation.
+        scale: s; None to use plain dot products, without normalisation.
         angular_margin: m1, radians.
         cosine_margin: m2.
 
@@ -81,21 +81,21 @@ def softmax_loss(
 
 
 def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, scale: float | None = None) -> Tensor:
-    """Return the cross-entropy of new embeddings to frozen old weights (Shen et al. 2020, influence loss).
+    """Return the cross-entropy between new embeddings and frozen old weights (Shen et al. 2020, influence loss).
 
-    Samples of a class without a row contribute nothing: its row is NaN, or its label is beyond the last row. Such a class is not
+    Samples contribute nothing if their class has no row: the row is NaN, or the label is beyond the last row. Such a class is not
     a negative, but an old class without new samples is.
 
     Args:
-        weights_Cd: frozen prototypes, or rows of an old classifier; NaN for classes unknown to the old model.
-        embeds_Bd: new embeddings in the old dimension: the first d of expanded ones.
+        weights_Cd: frozen prototypes or old classifier rows; NaN for classes unknown to the old model.
+        embeds_Bd: new embeddings in the old dimension: the first d dimensions if expanded.
         labels_B: (B,) int64, at least 0.
-        scale: factor on cosines; None for dot products as in the paper, which depend on both lengths. They suit raw features and
-            classifiers, not unit embeddings, because their prototypes are shorter than 1.
+        scale: factor on cosines; None to use dot products as in the paper, which depend on both lengths. They suit raw features
+            and classifiers, not unit embeddings, because unit embeddings' prototypes are shorter than 1.
 
     Returns:
-        Scalar, in nats: the mean over the samples of all ranks with a row, or 0 without any (with a gradient of 0). Its mean over
-        the ranks equals the loss of one process with the whole batch.
+        Scalar, in nats: the mean over the samples with a row on all ranks, or 0 without any (with a gradient of 0). Its mean over
+        the ranks equals a single process's loss on the whole batch.
 
     Raises:
         XcompatError: embeddings and weights have different dimensions.
@@ -113,13 +113,13 @@ def cross_entropy_to(weights_Cd: Tensor, embeds_Bd: Tensor, labels_B: Tensor, sc
 
 
 def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float = USUAL_TRIPLET_MARGIN) -> Tensor:
-    """Return a hinge on the farthest same-class sample and the nearest other one (Hermans et al. 2017, Eqn. 5, batch hard).
+    """Return a hinge on the farthest same-class and the nearest other sample (Hermans et al. 2017, Eqn. 5, batch hard).
 
     Distances are Euclidean, not squared, between normalised features, because galleries are compared by cosine; the paper uses
-    raw features. Samples without another one of their class, or of another class, are not anchors.
+    raw features. An anchor needs another sample in its class and a sample in another class.
 
     Args:
-        features_BD: features of this rank; each rank mines only its own samples.
+        features_BD: this rank's features; each rank mines only its own samples.
         labels_B: (B,) int64.
         margin: m, a distance; unit vectors are at most 2 apart.
 
@@ -154,12 +154,12 @@ class ClassificationHead(nn.Module):
     """Trainable classifier and its loss.
 
     Args:
-        dim: D, dimension of the features.
+        dim: D, the feature dimension.
         num_classes: C.
         kind: ``softmax`` on raw features, ``normalized_softmax``, ``arcface``, ``cosface`` (see :func:`softmax_loss`), or
             ``triplet``, which has no weights (:func:`batch_hard_triplet_loss`).
-        scale: s, factor on cosines; None for the default: 20, and 64 with a margin.
-        margin: None for the default: 0.5 rad for ArcFace, 0.35 for CosFace, a distance of 0.3 for triplets.
+        scale: s, factor on cosines; None to use the default: 20, and 64 with a margin.
+        margin: None to use the default: 0.5 rad for ArcFace, 0.35 for CosFace, a distance of 0.3 for triplets.
 
     Raises:
         XcompatError: the kind is unknown, or has no scale or margin.
@@ -207,7 +207,7 @@ class ClassificationHead(nn.Module):
 
 
 def loss_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the precision of a loss of these tensors: the widest of theirs, at least float32."""
+    """Return the loss precision for these tensors: the widest input dtype, at least float32."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
@@ -215,12 +215,12 @@ def in_blocks(block: Callable[..., Tensor], rows: int, *tensors: Tensor) -> list
     """Apply a function to blocks of rows; the backward pass recomputes several blocks to save memory.
 
     Args:
-        block: function of one block of each tensor.
+        block: function to call with a block from each tensor.
         rows: most rows per block.
-        tensors: one or more, of equal length.
+        tensors: tensors of equal length.
 
     Returns:
-        One result per block.
+        A result per block.
     """
     if len(tensors[0]) <= rows:
         return [block(*tensors)]
@@ -229,7 +229,7 @@ def in_blocks(block: Callable[..., Tensor], rows: int, *tensors: Tensor) -> list
 
 
 def rows_of_labels(weights_Cd: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row of each sample's class (B,), 0 for classes beyond the last row, and whether the row exists (B,)."""
+    """Return each sample's row (B,), 0 for classes beyond the last row, and whether the row exists (B,)."""
     exists_B = labels_B < len(weights_Cd)
     row_B = labels_B.where(exists_B, torch.zeros_like(labels_B))
     return row_B, exists_B & ~weights_Cd[row_B, 0].isnan()
@@ -239,7 +239,7 @@ def mean_of_known(losses_B: Tensor, known_B: Tensor) -> Tensor:
     """Average losses so that every sample weighs the same on every rank.
 
     Args:
-        losses_B: finite losses of this rank's samples.
+        losses_B: this rank's finite losses.
         known_B: (B,) bool, the samples that count.
 
     Returns:
@@ -260,7 +260,7 @@ def _losses(
     bias_C: Tensor | None = None,
     margin: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return each sample's cross-entropy (B,), block by block of samples; 0 for the label ``_LEFT_OUT``."""
+    """Return each sample's cross-entropy (B,), in blocks; 0 for the label ``_LEFT_OUT``."""
     if embeds_BD.shape[1] != weight_CD.shape[1]:
         raise XcompatError(
             f"features of dimension {embeds_BD.shape[1]} cannot be classified by weights of dimension {weight_CD.shape[1]}; "
@@ -301,7 +301,7 @@ def _with_margin(cosines: Tensor, *, angle: float, cosine: float) -> Tensor:
 
 
 def numbers_of_head(kind: HeadKind) -> set[str]:
-    """Return which of ``scale`` and ``margin`` a kind of head has.
+    """Return which settings a head kind has: ``scale``, ``margin`` or both.
 
     Example:
         >>> numbers_of_head("triplet")

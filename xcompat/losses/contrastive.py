@@ -24,16 +24,16 @@ def clip_contrastive_loss(
     """Return symmetric InfoNCE over the global batch (Radford et al. 2021; L_c in XBT Eqns. 3 and 5).
 
     Each rank compares its rows and columns with the whole batch. Embeddings are gathered with gradients, so data-parallel
-    training gives the loss and gradient of one process with the whole batch. Every rank returns the global value.
+    training gives the same loss and gradient as a single process. Every rank returns the global value.
 
     Args:
-        a_BD: L2-normalised embeddings of this rank, (B, D), the same B on every rank.
+        a_BD: this rank's L2-normalised embeddings, (B, D), the same B on every rank.
         b_BD: their partners, (B, D).
         scale: factor on the cosine similarities (CLIP's exponentiated logit scale).
-        items_B: (B,) int64, equal for rows of ``b_BD`` of the same item, which are not negatives of each other's partners. None
-            if all items differ.
+        items_B: (B,) int64, equal for ``b_BD`` rows that belong to the same item, which are not negatives of each other's
+            partners. None if all items differ.
         mined_BD: additional negatives for ``a_BD``, from all ranks.
-        mined_items_B: (B,) int64 items of these rows; rows of a query's own item are not its negatives.
+        mined_items_B: (B,) int64 items of these rows; rows with a query's item are not its negatives.
 
     Returns:
         Scalar, in nats.
@@ -67,7 +67,7 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
     """Return the pairwise sigmoid loss over the global batch (Zhai et al. 2023, "Sigmoid loss for language image pre-training").
 
     Args:
-        a_BD: L2-normalised embeddings of this rank, (B, D), the same B on every rank.
+        a_BD: this rank's L2-normalised embeddings, (B, D), the same B on every rank.
         b_BD: their partners, (B, D).
         scale: factor on the cosine similarities.
         bias: added to the logits; SigLIP starts at -10.
@@ -89,11 +89,11 @@ def siglip_loss(a_BD: Tensor, b_BD: Tensor, scale: Tensor | float, bias: Tensor 
 def nt_xent_loss(first_BD: Tensor, second_BD: Tensor, temperature: float, crops: Sequence[Tensor] = ()) -> Tensor:
     """Classify each view's partner view among all views of the global batch (NT-Xent; Chen et al. 2020, Eqn. 1).
 
-    Small crops search both views of their image, and are not searched (multi-crop; Caron et al. 2020, §3.2). Loss and gradient
-    over several ranks equal those of one process with the whole batch (see :func:`clip_contrastive_loss`).
+    Use small crops for multi-crop: they search both views of their image, and are not searched (Caron et al. 2020, §3.2). Loss
+    and gradient over several ranks equal a single process's (see :func:`clip_contrastive_loss`).
 
     Args:
-        first_BD: one view of this rank's images, L2-normalised, the same B on every rank.
+        first_BD: a view of this rank's images, L2-normalised, the same B on every rank.
         second_BD: another view of the same images.
         temperature: τ.
         crops: small crops of the same images, each (B, D) and L2-normalised.
@@ -132,19 +132,19 @@ def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: flo
     """Return the regression-alleviating compatible training loss (Zhang et al. 2022; "Contrast" in BT² §4.3).
 
     L = mean_i −log(p_i / (p_i + Σ_k exp(cos(new_i, old_k)/τ) + Σ_k exp(cos(new_i, new_k)/τ))) with p_i = exp(cos(new_i, old_i)/τ)
-    and k over the samples of other classes in the global batch. A sample's own old embedding should score above old and new
-    embeddings of other classes, so that a partly refreshed gallery has no new errors. Other samples of its class are neither
-    positives nor negatives. This is the authors' code; BT² misprints the formula. Unlike there, all negatives have gradients.
+    and k over the global batch's samples with other classes. A sample's own old embedding should score above other classes' old
+    and new embeddings, so that a partly refreshed gallery has no new errors. Other samples with its class are neither positives
+    nor negatives. This is the authors' code; BT² misprints the formula. Unlike there, all negatives have gradients.
 
     Args:
-        new_BD: new embeddings of this rank, of any length, the same B on every rank.
-        old_BD: old embeddings of the same samples, of any length.
+        new_BD: this rank's new embeddings, of any length, the same B on every rank.
+        old_BD: the same samples' old embeddings, of any length.
         labels_B: (B,) int64.
         temperature: τ; the public code has .05 (and .01).
-        topk_negatives: number of hardest old negatives, and of hardest new ones, per anchor; None for all.
+        topk_negatives: number of hardest old negatives, and of hardest new negatives, per anchor; None to use all.
 
     Returns:
-        Scalar, in nats; 0 if all samples are of one class. Its mean over the ranks is that of the global batch.
+        Scalar, in nats; 0 if all samples share a class. Its mean over the ranks is the global batch's loss.
 
     Raises:
         XcompatError: the shapes differ.
@@ -181,15 +181,15 @@ def bank_contrast_loss(
     index_B: Tensor | None = None,
     rows_K: Tensor | None = None,
 ) -> Tensor:
-    """Return the supervised contrast of queries against stored embeddings (Khosla et al. 2020, Eqn. 2, with fixed keys).
+    """Return the supervised contrast between queries and stored embeddings (Khosla et al. 2020, Eqn. 2, with fixed keys).
 
-    L = −mean_i mean_{j in P(i)} log softmax_j(s·cos(x_i, o_j)). P(i) are the bank's rows of the sample's class without its own
-    row. If there are none, or no labels, the sample's own old embedding is the positive and joins the softmax.
+    L = −mean_i mean_{j in P(i)} log softmax_j(s·cos(x_i, o_j)). P(i) are the bank rows with the sample's class, except its own
+    row. Without such rows or labels, the sample's own old embedding is the positive and joins the softmax.
 
     Args:
-        mapped_Bd: queries in the space of the bank, L2-normalised.
-        own_Bd: stored embeddings of the same samples, L2-normalised.
-        bank_Kd: stored embeddings, L2-normalised; rows of NaN are ignored.
+        mapped_Bd: queries in the bank's space, L2-normalised.
+        own_Bd: the same samples' stored embeddings, L2-normalised.
+        bank_Kd: stored embeddings, L2-normalised; NaN rows are ignored.
         scale: s, factor on cosines.
         labels_B: (B,) int64; None without labels.
         bank_labels_K: (K,) int64.
@@ -223,13 +223,13 @@ def bank_contrast_loss(
 
 
 def neighbour_weights(old_Bd: Tensor, bank_Qd: Tensor, labels_B: Tensor, bank_labels_Q: Tensor) -> Tensor:
-    """Return a weight of each stored old embedding for each sample: (1 + cos)/2 between old embeddings within a class, else 0.
+    """Weight each stored old embedding for each sample: (1 + cos)/2 between old embeddings within a class, else 0.
 
     Args:
-        old_Bd: old embeddings of the samples, of any length.
+        old_Bd: the samples' old embeddings, of any length.
         bank_Qd: stored old embeddings, of any length.
-        labels_B: (B,) int64 classes of the samples.
-        bank_labels_Q: (Q,) int64 classes of the stored ones.
+        labels_B: (B,) int64, the samples' classes.
+        bank_labels_Q: (Q,) int64, the stored samples' classes.
 
     Returns:
         (B, Q) in [0, 1], without gradient.
@@ -246,13 +246,13 @@ def neighbour_weights(old_Bd: Tensor, bank_Qd: Tensor, labels_B: Tensor, bank_la
 def neighbourhood_loss(anchors_BE: Tensor, bank_QE: Tensor, weights_BQ: Tensor, temperature: float) -> Tensor:
     """Return neighbourhood consensus contrast, L = −mean_i 1/|P_i| Σ_{q ∈ P_i} w_iq·log softmax_q(a_i·b_q/τ) (Wu et al. 2022).
 
-    For features, anchors are normalised new embeddings and the bank has normalised old ones; for logits, both are classifier
-    logits. P_i are the stored samples with a weight above 0. The public code of MixBCT's authors has the same loss, but counts
-    empty places of its queue as negatives.
+    For features, use normalised new embeddings as anchors and normalised old embeddings as bank; for logits, use classifier
+    logits for both. P_i are the stored samples with a weight above 0. The public MixBCT code has the same loss, but counts empty
+    queue places as negatives.
 
     Args:
-        anchors_BE: embeddings or logits of the new model.
-        bank_QE: embeddings or logits of the old model.
+        anchors_BE: the new model's embeddings or logits.
+        bank_QE: the old model's embeddings or logits.
         weights_BQ: from :func:`neighbour_weights`, the same for features and logits.
         temperature: τ.
 
@@ -276,7 +276,7 @@ def _require_one_shape(what: str, a_BD: Tensor, b_BD: Tensor) -> None:
 
 
 def _owners(batch_BD: Tensor) -> Tensor:
-    """Return the positions of this rank's rows in the gathered batch: (B,) int64."""
+    """Return this rank's row positions in the gathered batch: (B,) int64."""
     first = rank() * len(batch_BD) if is_distributed() else 0
     return torch.arange(first, first + len(batch_BD), device=batch_BD.device)
 

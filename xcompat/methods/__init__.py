@@ -1,4 +1,4 @@
-"""Methods, one per file. To add one, write its file and list its model class below."""
+"""Methods, a file per method. To add a method, write its file and list its model class below."""
 
 from __future__ import annotations
 

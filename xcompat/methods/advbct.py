@@ -27,11 +27,11 @@ class AdvBctConfig(ClassifiedConfig):
     """Configuration of :class:`AdvBctModel`.
 
     Args:
-        adversarial_weight: weight of the discriminator's loss at the start of training.
-        boundary_weight: weight of the loss outside the class's ball. The public code has 1, at which the discriminator wins; 10
+        adversarial_weight: the discriminator loss's weight at the start of training.
+        boundary_weight: weight for the loss outside the class's ball. The public code has 1, but then the discriminator wins; 10
             was chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
-        threshold: T, largest radius of a growing ball, at most 2; None for the median old radius. The public code has 1, .5 and
-            .4.
+        threshold: T, largest radius for a growing ball, at most 2; None to use the median old radius. The public code has 1, .5
+            and .4.
     """
 
     model_type = "xcompat-advbct"
@@ -44,10 +44,10 @@ class AdvBctConfig(ClassifiedConfig):
 class AdvBctModel(ClassifiedModel):
     """L = CE(W, f) + L_p2s + (1 − p)·L_adv, p the progress of training (Pan et al. 2023).
 
-    L_adv is the cross-entropy of a discriminator between f̂[:d] and the same images' old embeddings. A gradient reversal layer
+    L_adv is a discriminator's cross-entropy between f̂[:d] and the same images' old embeddings. A gradient reversal layer
     multiplies its gradient into f by −(2/(1 + exp(−10p)) − 1). L_p2s is the mean of ‖f̂[:d] − c_y‖ − r_y − σ(u_y)(T − r_y) where
-    it is positive: c_y is the class's mean old embedding, not normalised; r_y is the largest distance to c_y without outliers;
-    u_y is learned. The learned radius lies between r_y and T, and the loss only enlarges it. docs/methods/advbct.md lists the
+    positive: c_y is the class's mean old embedding, not normalised; r_y is the largest distance to c_y without outliers; u_y is
+    learned. The learned radius lies between r_y and T, and the loss only enlarges it. docs/methods/advbct.md lists the
     differences from the public code.
     """
 
@@ -61,7 +61,7 @@ class AdvBctModel(ClassifiedModel):
     radii_C: Tensor | None
 
     def build_for_training(self) -> None:
-        """Build the discriminator and the learned growth of every ball."""
+        """Build the discriminator and every ball's learned growth."""
         if self.config.classes and self.config.old is not None:
             norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)  # only used in training
             self.discriminator = nn.Sequential(nn.Linear(self.config.old["dim"], HIDDEN), norm, nn.ReLU(), nn.Linear(HIDDEN, 2))
@@ -69,7 +69,7 @@ class AdvBctModel(ClassifiedModel):
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Compute the centres and radii of the old classes."""
+        """Compute the old classes' centres and radii."""
         embeds_Nd = old.embeddings("advbct")
         centres_Cd = class_means(embeds_Nd, old.labels_N, old.n_classes)
         radii_C = class_radii(embeds_Nd, centres_Cd, samples_of_classes(old.labels_N, old.n_classes))
@@ -123,15 +123,15 @@ class _GradientReversal(torch.autograd.Function):
 
 
 def class_radii(embeds_Nd: Rows, centres_Cd: NDArray[np.float32], samples: list[NDArray[np.int64]]) -> NDArray[np.float32]:
-    """Return the largest distance of each class's embeddings to its centre, without outliers beyond Q3 + 1.5·(Q3 − Q1).
+    """Return each class's largest distance to its centre, without outliers beyond Q3 + 1.5·(Q3 − Q1).
 
     Args:
-        embeds_Nd: old embeddings; rows of NaN are ignored.
-        centres_Cd: centre of each class.
-        samples: rows of each class; classes of fewer than four samples have no outliers.
+        embeds_Nd: old embeddings; NaN rows are ignored.
+        centres_Cd: each class's centre.
+        samples: each class's rows; classes with fewer than four samples have no outliers.
 
     Returns:
-        (C,) float32, NaN for classes of fewer than two readable samples.
+        (C,) float32, NaN for classes with fewer than two readable samples.
 
     Example:
         >>> embeds = np.array([[0.0], [2.0], [7.0]], np.float32)

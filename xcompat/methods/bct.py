@@ -10,7 +10,7 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 class BctConfig(PrototypedConfig):
-    """Configuration of :class:`BctModel`; with ``extra_dim`` it is BCT(+e)."""
+    """Configuration of :class:`BctModel`; use ``extra_dim`` for BCT(+e)."""
 
     model_type = "xcompat-bct"
 

@@ -23,16 +23,16 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 class Bt2Config(PrototypedConfig):
-    """Configuration of :class:`Bt2Model`; its ``dim`` is m, the dimension of the independent new model's embedding.
+    """Configuration of :class:`Bt2Model`; its ``dim`` is m, the independent new model's embedding dimension.
 
     Args:
         extra_dim: e, at most the old dimension d.
-        dim: m, dimension of the independent new model's embedding; None for the old model's dimension.
+        dim: m, the independent new model's embedding dimension; None to use the old model's dimension.
         independent_weight: λ1, weight of the cosine to the independent new model's embedding.
         compat_weight: λ2, weight of the loss against the old weights.
         old_weight: λ3, weight of the cosine to the image's old embedding.
         norm_ratio: C, length of the transformed new part.
-        classified: input of the new classifier: ``new_part``, φ3, or ``whole``, φ_new, which the paper finds better for
+        classified: the new classifier's input: ``new_part``, φ3, or ``whole``, φ_new, which the paper finds better for
             transformers.
     """
 
@@ -49,7 +49,7 @@ class Bt2Config(PrototypedConfig):
 
 @dataclass
 class Bt2Output(CompatOutput):
-    """Embeddings of a batch, and their part for the comparison with the independent model.
+    """A batch's embeddings, and their part for the comparison with the independent model.
 
     Args:
         new_part: (B, m) φ3, L2-normalised.
@@ -100,14 +100,14 @@ class Bt2Model(PrototypedModel):
         self.post_init()
 
     def build_for_training(self) -> None:
-        """Build the classifier of the new part or of the whole embedding."""
+        """Build the classifier for the new part or for the whole embedding."""
         config = self.config
         if config.classes:
             self.classifier = self._head(config.embedding_dim - (config.extra_dim if config.classified == "new_part" else 0))
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Load the frozen rows; raise if the independent model's dimension is not that of the new part."""
+        """Load the frozen rows; raise if the independent model's dimension differs from the new part's."""
         new_dim = self.config.embedding_dim - self.config.extra_dim
         if new_ND is not None and new_ND.shape[1] != new_dim:
             raise XcompatError(
@@ -118,7 +118,7 @@ class Bt2Model(PrototypedModel):
 
     @override
     def classifier_of_features(self) -> Tensor | None:
-        """Return W3 for input φ_new: φ3 = B1⁻¹·φ4 / C, and B2⁻¹·φ5 contains the first part of φ4 after φ2."""
+        """Return W3 for input φ_new: φ3 = B1⁻¹·φ4 / C, and B2⁻¹·φ5 contains φ4's first part after φ2."""
         config, rows_Cm = self.config, super().classifier_of_features()
         if rows_Cm is None or config.classified == "whole":
             return rows_Cm

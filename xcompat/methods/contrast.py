@@ -1,4 +1,4 @@
-"""Contrast (RACT): pulls a new embedding to its image's old embedding, and away from embeddings of other classes."""
+"""Contrast (RACT): pulls a new embedding to its image's old embedding, and away from other classes' embeddings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ContrastConfig(ClassifiedConfig):
         compat_weight: λ.
         temperature: τ. The public code has .05, .01 and 1; at 1 the softmax over cosines is nearly flat. 0.1 was chosen on
             validation faces (``recipes/vision/search_glyphs.yaml``).
-        topk_negatives: number of hardest negatives of each kind to use; None for all.
+        topk_negatives: number of hardest negatives to use per kind; None to use all.
     """
 
     model_type = "xcompat-contrast"

@@ -13,7 +13,8 @@ from xcompat.outputs import Batch, CompatOutput
 class DirectConfig(ProjectedConfig):
     """Configuration of :class:`DirectModel`.
 
-    ``train_encoder: all`` without adapters is the paper's full-tune, LoRA alone its lora-only, LoRA with prompts its base.
+    For the paper's full-tune, use ``train_encoder: all`` without adapters; for its lora-only, LoRA alone; for its base, LoRA with
+    prompts.
     """
 
     model_type = "xcompat-direct"

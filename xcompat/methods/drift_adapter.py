@@ -28,8 +28,8 @@ class DriftAdapterConfig(MappedConfig):
     Args:
         variant: map under the factors: ``orthogonal``, a rotation; ``low_rank``, an affine map; ``mlp``, a rotation plus a
             network.
-        rank: largest rank of the affine map.
-        hidden: width of the network.
+        rank: the affine map's largest rank.
+        hidden: network width.
     """
 
     model_type = "xcompat-drift_adapter"
@@ -43,8 +43,8 @@ class DriftAdapterModel(LearnedMapModel):
     """g(x) = normalise(s ⊙ h(x)), L = mean(1 − cos(g(x), y)), s a factor for each dimension (Vejendla 2025, arXiv 2509.23471).
 
     h(x) is xR, x·U·Vᵀ + t, or xR + W2·GELU(W1·x + b1) + b2. R is the Procrustes solution and stays fixed. Other parts start at
-    least squares: U·Vᵀ and t at the ridge regression of that rank, W2 and b2 at 0. With a rotation, s starts at its best factors.
-    docs/methods/drift_adapter.md lists the differences from the paper.
+    least squares: U·Vᵀ and t at the ridge regression with this rank, W2 and b2 at 0. With a rotation, s starts at its best
+    factors. docs/methods/drift_adapter.md lists the differences from the paper.
     """
 
     config_class = DriftAdapterConfig

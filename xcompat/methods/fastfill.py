@@ -1,4 +1,4 @@
-"""FastFill: FCT's map of galleries with an uncertainty per item, so that the least certain items are re-embedded first."""
+"""FastFill: FCT's gallery map with an uncertainty per item, to re-embed the least certain items first."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class FastfillConfig(ForwardMapConfig):
     """Configuration of :class:`FastfillModel`.
 
     Args:
-        alignment_weight: λ, weight of the squared distance beside the classification of mapped embeddings.
+        alignment_weight: λ, the squared distance's weight beside the classification of mapped embeddings.
         scale: factor on the cosines between mapped embeddings and class means.
-        smoothing: label smoothing, the share of a label that goes to all classes.
+        smoothing: label smoothing, the share of a label spread over all classes.
     """
 
     model_type = "xcompat-fastfill"
@@ -48,10 +48,10 @@ class FastfillOutput(CompatOutput):
 class FastfillModel(ForwardMapModel):
     """L = mean ½·exp(−s)·e + ½·s, e = λ·‖h(o, ψ) − n‖² + CE(W, h(o, ψ)), s = log σ²(o, ψ) (Jaeckle et al. 2023, §3).
 
-    The Gaussian negative log likelihood of Kendall and Gal (2017): s learns the size of an item's error e. s is one more output
-    of h's last layer; the authors' code has it linear in h(o). The rows of W are the class means of new embeddings, and logits
-    are scaled cosines; the paper uses the new model's classifier. λ is 1 as in the authors' code, which takes a mean over
-    dimensions instead of a sum.
+    This is the Gaussian negative log likelihood in Kendall and Gal (2017): s learns the size of an item's error e. s is an
+    additional output of h's last layer; the authors' code has it linear in h(o). W's rows are the class means of new embeddings,
+    and logits are scaled cosines; the paper uses the new model's classifier. λ is 1 as in the authors' code, which takes a mean
+    over dimensions instead of a sum.
     """
 
     config_class = FastfillConfig
@@ -70,7 +70,7 @@ class FastfillModel(ForwardMapModel):
 
     @override
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
-        """Compute the class means of the new embeddings."""
+        """Compute the new embeddings' class means."""
         assert new_ND is not None
         means_CD = torch.from_numpy(class_means(new_ND, old.labels_N, old.n_classes))
         known_C = means_CD[:, 0].isfinite()  # labels never name a class without a readable sample
@@ -78,7 +78,7 @@ class FastfillModel(ForwardMapModel):
         self.rows_C = (known_C.cumsum(0) - 1).to(self.device)
 
     def uncertainty(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Return log σ² of stored items. The paper re-embeds the largest first.
+        """Return stored items' log σ². The paper re-embeds the largest first.
 
         Args:
             old_embeds: (B, d) stored embeddings.

@@ -1,4 +1,4 @@
-"""FCT: maps stored old embeddings, with stored side-information, into the space of an unchanged new model."""
+"""FCT: maps stored old embeddings, with stored side-information, into an unchanged new model's space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FctConfig(ForwardMapConfig):
     """Configuration of :class:`FctModel`.
 
     Args:
-        loss: ``mse`` of embeddings, or ``kl`` or ``reversed_kl`` between the frozen new classifier's predictions for both.
+        loss: ``mse`` on embeddings, or ``kl`` or ``reversed_kl`` between the frozen new classifier's predictions for both.
     """
 
     model_type = "xcompat-fct"
@@ -31,7 +31,7 @@ class FctConfig(ForwardMapConfig):
 class FctModel(ForwardMapModel):
     """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (FCT §3.3, §4.4).
 
-    ``kl`` is KL(p_new ‖ p_h) of softmaxes over the classifier's logits, or over cosines times ``logit_scale`` for unit
+    ``kl`` is KL(p_new ‖ p_h) between softmaxes over the classifier's logits, or over cosines times ``logit_scale`` for unit
     embeddings; the paper does not state the direction. Weight decay is decoupled; the paper's Adam adds it to the gradient.
 
     Example:

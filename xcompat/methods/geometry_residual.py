@@ -27,7 +27,7 @@ class GeometryResidualConfig(ResidualMapConfig):
     Args:
         start: fixed closed form: centred ``procrustes``, or ``ridge``.
         margin: least difference in cosine between an item's own target embedding and its neighbours.
-        neighbours: number of compared target embeddings of other items, the nearest in the batch to the item's own.
+        neighbours: number of other items' target embeddings to compare, the nearest in the batch to the item's own.
     """
 
     model_type = "xcompat-geometry_residual"
@@ -41,7 +41,7 @@ class GeometryResidualModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean max(0, m + cos(g(x_i), y_n) − cos(g(x_i), y_i)).
 
     After Zhao 2026 (arXiv 2605.05674): a residual that starts at 0, triplets with a small margin, and unit vectors. A and c are
-    solved and stay fixed. y_n are the target embeddings nearest to y_i in the batch, of another class if classes are known.
+    solved and stay fixed. y_n are the target embeddings nearest to y_i in the batch, from another class if classes are known.
     Triplets within the margin have no gradient, so training stops where the geometry is right. docs/methods/geometry_residual.md
     lists the differences from the paper.
     """

@@ -1,4 +1,4 @@
-"""Independently trained model without compatibility: lower bound of new/old and upper bound of new/new."""
+"""Independently trained model without compatibility: lower bound for new/old and upper bound for new/new."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class IndependentConfig(ClassifiedConfig):
 
 @dataclass
 class MixedOutput(CompatOutput):
-    """Embeddings of mixed images.
+    """Mixed images' embeddings.
 
     Args:
         share: λ, scalar.
-        order_B: (B,) int64, index of the image that each image was mixed with.
+        order_B: (B,) int64, index of each image's mixing partner.
     """
 
     share: Tensor | None = None
@@ -80,7 +80,7 @@ class IndependentModel(ClassifiedModel):
     @classmethod
     @override
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
-        """Raise for mixup of triplets, and for options beside the encoder of a model trained on captions."""
+        """Raise for mixup with triplets, and for options other than the encoder's if a model is trained on captions."""
         usual = cls.config_class()
         read = {field.name for field in fields(CompatConfig)} - {"adapters"}
         beside = (name for name, value in options.items() if name not in read and value != getattr(usual, name, value))
@@ -96,7 +96,7 @@ class IndependentModel(ClassifiedModel):
             )
 
     def set_trainable(self) -> None:
-        """Train all weights of the loss; with captions, the towers, the scale and the bias."""
+        """Train all weights in the loss; with captions, the towers, the scale and the bias."""
         if self.config.classes is not None:
             super().set_trainable()
             return
@@ -119,7 +119,7 @@ class IndependentModel(ClassifiedModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the classification loss, or without classes the contrastive loss of images and texts."""
+        """Return the classification loss, or without classes the contrastive loss between images and texts."""
         if self.config.classes is None:
             return self._contrast(output, batch)
         if not isinstance(output, MixedOutput):
@@ -130,7 +130,7 @@ class IndependentModel(ClassifiedModel):
         return share * own + (1 - share) * other
 
     def _contrast(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of the encoder's family: sigmoid with a logit bias (SigLIP), else softmax."""
+        """Return the loss in the encoder's family: sigmoid with a logit bias (SigLIP), else softmax."""
         log_scale = self._own_scale()
         bias = getattr(self.encoder.model, "logit_bias", None)
         if log_scale is None:
@@ -143,7 +143,7 @@ class IndependentModel(ClassifiedModel):
         return pair_contrast(output, batch, log_scale.clamp(max=math.log(100)).exp())
 
     def _own_scale(self) -> nn.Parameter | None:
-        """Return the logarithm of the encoder's scale; None without one, e.g. in BLIP's retrieval heads."""
+        """Return the logarithm of the encoder's scale; None without a scale, e.g. in BLIP's retrieval heads."""
         log_scale = getattr(self.encoder.model, "logit_scale", None)
         return log_scale if isinstance(log_scale, nn.Parameter) else None
 

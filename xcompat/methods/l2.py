@@ -22,8 +22,8 @@ class L2Config(ClassifiedConfig):
 
     Args:
         compat_weight: λ.
-        keep: share of each class's old embeddings, nearest to the class's centre, that pull new ones. 0.9 is L2* of MixBCT Table
-            6.
+        keep: share of each class's old embeddings, nearest to the class's centre, to pull new embeddings with. Use 0.9 for L2* in
+            MixBCT Table 6.
     """
 
     model_type = "xcompat-l2"

@@ -27,9 +27,9 @@ class LambdaOrthogonalityConfig(MappedConfig):
     """Configuration of :class:`LambdaOrthogonalityModel`.
 
     Args:
-        strength: weight of the penalty beside the mean squared error.
-        threshold: λ of the paper, the largest ‖WᵀW − I‖ without a penalty; None for a squared penalty on any distance.
-        steepness: α of the paper, the steepness of the penalty at the threshold; None for 10.
+        strength: the penalty's weight beside the mean squared error.
+        threshold: the paper's λ, the largest ‖WᵀW − I‖ without a penalty; None to use a squared penalty on any distance.
+        steepness: the paper's α, the penalty's steepness at the threshold; None to use 10.
     """
 
     model_type = "xcompat-lambda_orthogonality"
@@ -44,9 +44,9 @@ class LambdaOrthogonalityModel(LeastSquaresModel):
 
     The first P is the paper's λ-orthogonality (its equation 6), used with a threshold λ. The second is squared soft
     orthogonality. With weight 0 it gives least squares; with a growing weight it approaches centred Procrustes for equal
-    dimensions, and orthonormal columns of least squared error for fewer target dimensions. For more target dimensions, the
-    penalty is on WWᵀ. L-BFGS solves W from both limits, and the better solution wins. docs/methods/lambda_orthogonality.md lists
-    the differences from the paper.
+    dimensions, and least-squares orthonormal columns for fewer target dimensions. For more target dimensions, the penalty is on
+    WWᵀ. L-BFGS solves W from both limits, and the better solution wins. docs/methods/lambda_orthogonality.md lists the
+    differences from the paper.
     """
 
     config_class = LambdaOrthogonalityConfig

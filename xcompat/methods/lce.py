@@ -1,4 +1,4 @@
-"""LCE: a map that aligns class centres of two spaces and keeps samples inside their class boundaries."""
+"""LCE: a map that aligns two spaces' class centres and keeps samples inside their class boundaries."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LceConfig(MappedConfig):
     """Configuration of :class:`LceModel`.
 
     Args:
-        alignment_weight: λ_a, weight of one minus the cosine between mapped and target centres. The public code's 100 applies to
-            a mean square over the d dimensions, which equals 200/d here.
+        alignment_weight: λ_a, weight for 1 minus the cosine between mapped and target centres. The public code's 100 applies to a
+            mean square over the d dimensions, which equals 200/d here.
         boundary_weight: λ_b. Both weights were chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
     """
 
@@ -43,10 +43,10 @@ class LceConfig(MappedConfig):
 class LceModel(LearnedMapModel):
     """L = λ_a·mean_j(1 − cos(T(s_j), c_j)) + λ_b·mean_i max(b_y − T(x_i)·c_y, 0) (Meng et al. 2021, Eqns. 3 to 5).
 
-    s_j and c_j are the centres of class j in source and target; b_j is the smallest cosine between c_j and a target embedding of
-    the class. Only T is trained. ``new_to_old`` is the paper's backward transformation, and ``old_to_new`` its forward one. Every
-    step maps all centres, in blocks that the backward pass recomputes, so that 100,000 classes fit. docs/methods/lce.md lists the
-    differences from the paper.
+    s_j and c_j are class j's centres in source and target; b_j is the smallest cosine between c_j and a target embedding in the
+    class. Only T is trained. Use ``new_to_old`` for the paper's backward transformation, and ``old_to_new`` for its forward
+    transformation. Every step maps all centres, in blocks, and the backward pass recomputes them, so 100,000 classes fit.
+    docs/methods/lce.md lists the differences from the paper.
     """
 
     config_class = LceConfig
@@ -99,7 +99,7 @@ class LceModel(LearnedMapModel):
         return self.config.alignment_weight * aligned + self.config.boundary_weight * outside
 
     def _alignment_loss(self, targets_KT: Tensor) -> Tensor:
-        """Return mean_j(1 − cos(T(s_j), c_j)), block by block of centres."""
+        """Return mean_j(1 − cos(T(s_j), c_j)), computed in blocks of centres."""
 
         def block(sources_BS: Tensor, targets_BT: Tensor) -> Tensor:
             return (1 - F.cosine_similarity(self.map(sources_BS), targets_BT, dim=-1)).sum()

@@ -1,4 +1,4 @@
-"""mini-vec2vec: a rotation between two spaces, found without pairs from the shapes of both point clouds."""
+"""mini-vec2vec: a rotation between two spaces, found without pairs from both point clouds' shapes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class MiniVec2VecConfig(MappedConfig):
     """Configuration of :class:`MiniVec2VecModel`.
 
     Args:
-        clusters: centroids per side that a matching pairs.
+        clusters: centroids per side to pair in a matching.
         runs: number of matchings, each with new centroids.
-        neighbours: number of target embeddings that are averaged into an unknown partner.
-        rounds: rounds of refinement.
+        neighbours: number of target embeddings to average into an unknown partner.
+        rounds: refinement rounds.
         sample: most embeddings per side to use.
-        least_agreement: least mean cosine between the maps from two separate halves of the data; below it, there is no map. -1
-            accepts any map.
+        least_agreement: least mean cosine between the maps from two separate halves of the data; below it, there is no map. Use
+            -1 to accept any map.
         seed: random seed.
     """
 
@@ -57,11 +57,10 @@ class MiniVec2VecConfig(MappedConfig):
 class MiniVec2VecModel(ClosedFormModel):
     """g(x) = normalise(s·(x − μ_x)·W + μ_y), W with orthonormal columns (rows, if T > S), found without pairs (arXiv 2510.02348).
 
-    Both clouds are centred and normalised. k-means finds centroids of each, and a quadratic assignment pairs them by inner
+    Both clouds are centred and normalised. k-means finds centroids in each, and a quadratic assignment pairs them by inner
     products, on several draws. Each embedding is described by its cosines to the paired centroids and matched with the mean of
-    the targets with the nearest descriptions. W is the Procrustes map of these matches. Refinement matches x·W with its nearest
-    targets, and moves W half of the way to their Procrustes map. Finally, the target's k-means starts at the mapped centroids of
-    the source.
+    the targets with the nearest descriptions. W is the Procrustes map for these matches. Refinement matches x·W with its nearest
+    targets, and moves W halfway to their Procrustes map. Finally, the target's k-means starts at the source's mapped centroids.
 
     ``fit`` orders each side by a hash of the values, so it cannot know the pairs. Maps from two separate halves of the data agree
     only if the spaces match. s is the ratio of mean lengths of centred embeddings. docs/methods/mini_vec2vec.md lists the
@@ -79,7 +78,7 @@ class MiniVec2VecModel(ClosedFormModel):
 
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
-        """Find the map from the embeddings of both sides. They can be of different samples and in different numbers."""
+        """Find the map from both sides' embeddings. Samples and their numbers can differ."""
         assert isinstance(self.config, MiniVec2VecConfig)
         sides = _Sample(self.config.sample, self.config.seed), _Sample(self.config.sample, self.config.seed + 1)
         for batch in batches:
@@ -100,7 +99,7 @@ class MiniVec2VecModel(ClosedFormModel):
 
 
 class _Sample:
-    """Sample of a stream: the rows with the smallest hashes of their values, independent of the stream's order."""
+    """Stream sample: the rows with the smallest value hashes, independent of the stream's order."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.key = size, seed.to_bytes(8, "little", signed=True)
@@ -148,7 +147,7 @@ def _rotation(source_NS: Floats, target_NT: Floats) -> Floats:
 
 
 class _Anchors(NamedTuple):
-    """Paired centroids (C, S) and (C, T) of both clouds, and the correlation of their inner products."""
+    """Both clouds' paired centroids (C, S) and (C, T), and the correlation between their inner products."""
 
     source_CS: Floats
     target_CT: Floats
@@ -156,13 +155,13 @@ class _Anchors(NamedTuple):
 
 
 class _Search:
-    """Steps of the paper, with common settings and random draws."""
+    """The paper's steps, with common settings and random draws."""
 
     def __init__(self, config: MiniVec2VecConfig, draws: np.random.Generator) -> None:
         self.config, self.draws = config, draws
 
     def find_map(self, source_NS: Floats, target_MT: Floats) -> tuple[Floats, float]:
-        """Return the map (S, T), and the mean cosine between the mapped sources of two maps from separate halves."""
+        """Return the map (S, T), and the mean cosine between the sources mapped by two maps from separate halves."""
         halves = ((source_NS[half::2], target_MT[half::2]) for half in (0, 1))
         first_ST, second_ST = (self.refine(self.first_map(*half), *half) for half in halves)
         agreement = float((_unit(source_NS @ first_ST) * _unit(source_NS @ second_ST)).sum(1).mean())
@@ -180,7 +179,7 @@ class _Search:
         return _rotation(drawn_BS, self.partners(described_BA @ described_MA.T, target_MT))
 
     def anchors(self, source_NS: Floats, target_MT: Floats) -> _Anchors:
-        """Pair the centroids of both sides with the most similar inner products."""
+        """Pair both sides' centroids with the most similar inner products."""
         from scipy.optimize import quadratic_assignment
 
         count = min(self.config.clusters, len(source_NS), len(target_MT))
@@ -194,7 +193,7 @@ class _Search:
         return _Anchors(source_CS, target_CT[found.col_ind], found.fun / np.prod([np.linalg.norm(each) for each in inner]))
 
     def centroids(self, rows_ND: Floats, count: int, start_CD: Floats | None = None) -> Floats:
-        """Return the centroids (C, D) of k-means."""
+        """Return the k-means centroids (C, D)."""
         from sklearn.cluster import KMeans
 
         start = "k-means++" if start_CD is None else start_CD
@@ -210,13 +209,13 @@ class _Search:
         return weight_ST
 
     def match_clusters(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
-        """Match fine centroids; the target's k-means starts at the mapped centroids of the source."""
+        """Match fine centroids; the target's k-means starts at the source's mapped centroids."""
         count = min(FINE_CLUSTERS, max(len(source_NS) // self.config.clusters, 1), len(target_MT))
         source_CS = self.centroids(source_NS, count)
         return _rotation(source_CS, self.centroids(target_MT, count, source_CS @ weight_ST))
 
     def partners(self, similar_BM: Floats, target_MT: Floats) -> Floats:
-        """Return the mean of the most similar target embeddings (B, T)."""
+        """Average the most similar target embeddings (B, T)."""
         # with few embeddings, the usual number of neighbours would exceed a cluster
         count = min(self.config.neighbours, max(len(target_MT) // self.config.clusters // 2, 1))
         nearest_BK = np.argpartition(-similar_BM, count - 1, axis=1)[:, :count]

@@ -1,4 +1,4 @@
-"""MixBCT: one classification loss over a mixture of new features and credible old ones."""
+"""MixBCT: a single classification loss over a mixture of new features and credible old features."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class MixBctConfig(ClassifiedConfig):
     """Configuration of :class:`MixBctModel`.
 
     Args:
-        mixed_share: α, share of a batch with old features instead of new ones.
-        keep: share of each class's old embeddings that is credible: the nearest to the class's centre.
-        head: classification head; plain softmax would need features of equal length. ArcFace with its usual scale and margin
-            leaves photos at chance; ``head_scale`` 20 and ``head_margin`` 0.2 avoid that (``docs/results/trained_backbones.md``).
+        mixed_share: α, share of a batch with old features instead of new features.
+        keep: credible share of each class's old embeddings: the nearest to the class's centre.
+        head: classification head; plain softmax would need features with equal lengths. ArcFace with its usual scale and margin
+            leaves photos at chance; use ``head_scale`` 20 and ``head_margin`` 0.2 to avoid it
+            (``docs/results/trained_backbones.md``).
     """
 
     model_type = "xcompat-mixbct"
@@ -38,10 +39,10 @@ class MixBctConfig(ClassifiedConfig):
 
 
 class MixBctModel(ClassifiedModel):
-    """L = CE(W, mix(f, f_old)): one loss and one classifier for both (MixBCT Algorithm 1).
+    """L = CE(W, mix(f, f_old)): a single loss and classifier for both (MixBCT Algorithm 1).
 
-    Each batch draws ⌊αB⌋ samples with a credible old embedding, or all of them if there are fewer. New features are normalised
-    like old embeddings.
+    Each batch draws ⌊αB⌋ samples with a credible old embedding, or all such samples if there are fewer. New features are
+    normalised like old embeddings.
     """
 
     config_class = MixBctConfig

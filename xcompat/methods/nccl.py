@@ -1,4 +1,4 @@
-"""NCCL: new embeddings and their logits agree with neighbourhoods of old embeddings instead of single ones."""
+"""NCCL: new embeddings and their logits agree with neighbourhoods of old embeddings instead of single embeddings."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class NcclConfig(ClassifiedConfig):
     Args:
         feature_weight: α.
         logit_weight: β; the public code has .01, tuned on a term without gradient there.
-        temperature: t; the public code has 1, at which a softmax over cosines is nearly flat. 0.05 was chosen on validation faces
+        temperature: t; the public code has 1, but then a softmax over cosines is nearly flat. 0.05 was chosen on validation faces
             (``recipes/vision/search_glyphs.yaml``).
-        bank_size: most old embeddings to compare with a sample, drawn once from the credible ones of the training set.
-        max_entropy: largest entropy of the class of a credible old embedding, as a share of the maximum entropy.
+        bank_size: most old embeddings to compare with a sample, drawn once from the training set's credible old embeddings.
+        max_entropy: largest class entropy for a credible old embedding, as a share of the maximum entropy.
     """
 
     model_type = "xcompat-nccl"
@@ -48,9 +48,9 @@ class NcclModel(ClassifiedModel):
     """L = CE(W, f) + α·L_feat + β·L_logit, neighbourhood consensus contrast (Wu et al. 2022).
 
     Both terms are :func:`xcompat.losses.neighbourhood_loss` with the same weights from the old space. L_feat compares f̂[:d] with
-    stored old embeddings. L_logit compares the new classifier's logits of both, which are cosines with the rows of W, so no old
-    classifier is needed. The bank is exact, because old embeddings never change; samples of classes outside the bank train only
-    the classifier. docs/methods/nccl.md lists the differences from the paper.
+    stored old embeddings. L_logit compares the new classifier's logits for both, which are cosines with W's rows, so no old
+    classifier is needed. The bank is exact, because old embeddings never change; samples train only the classifier if their class
+    is not in the bank. docs/methods/nccl.md lists the differences from the paper.
     """
 
     config_class = NcclConfig
@@ -64,7 +64,7 @@ class NcclModel(ClassifiedModel):
     @classmethod
     @override
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
-        """Raise also for a comparison of logits with a head that has none."""
+        """Raise also for a logit comparison if the head has no logits."""
         super().refuse_unread(options, on_captions)
         if options.get("head") == "triplet" and options.get("logit_weight", cls.config_class.logit_weight):
             raise XcompatError("options.head: nccl compares logits, but a triplet head has none; set options.logit_weight to 0")
@@ -103,14 +103,14 @@ class NcclModel(ClassifiedModel):
 
 
 def consensus(new_Bd: Tensor, bank_Qd: Tensor, weight_Cd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors of the cosines between logits z = W·new and Z = W·bank, without computing the bank's logits.
+    """Return factors for the cosines between logits z = W·new and Z = W·bank, without computing the bank's logits.
 
-    z·Z = newᵀ(WᵀW)bank needs only a (d, d) matrix; logits of 8,192 stored embeddings over 100,000 classes would take 3 GB.
+    z·Z = newᵀ(WᵀW)bank needs only a (d, d) matrix; logits for 8,192 stored embeddings over 100,000 classes would take 3 GB.
 
     Args:
         new_Bd: new embeddings.
         bank_Qd: old embeddings; their logits are targets, without gradient.
-        weight_Cd: rows of the classifier.
+        weight_Cd: the classifier's rows.
 
     Returns:
         (B, d) and (Q, d).
@@ -130,11 +130,11 @@ def consensus(new_Bd: Tensor, bank_Qd: Tensor, weight_Cd: Tensor) -> tuple[Tenso
 def class_entropies(old: OldKnowledge) -> tuple[NDArray[np.float64], int]:
     """Return the entropy of each old embedding's class distribution, independent of its own label.
 
-    p(k | o) ∝ exp(−‖o − c_k‖²/2σ²) over the centres of all classes; entropies are in nats. σ² is the variance per dimension
-    within classes, pooled over all of them, because classes of few samples cannot estimate their own.
+    p(k | o) ∝ exp(−‖o − c_k‖²/2σ²) over all classes' centres; entropies are in nats. σ² is the variance per dimension within
+    classes, pooled over all classes, because classes with few samples cannot estimate their own.
 
     Args:
-        old: old embeddings of the training set.
+        old: the training set's old embeddings.
 
     Returns:
         (N,) entropies, NaN for unreadable images, and the number of classes with a centre.

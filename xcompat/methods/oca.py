@@ -19,11 +19,11 @@ class OcaConfig(PrototypedConfig):
     """Configuration of :class:`OcaModel`.
 
     Args:
-        compat_weight: λ1 of the paper.
-        angle_weight: λ2 of the paper.
-        extra_dim: e, the dimensions of h_e.
-        transform: transformation that mixes in h_e during training: ``orthogonal`` (Q), ``linear`` (any matrix, without bias) or
-            ``none`` (ablation of Table 4).
+        compat_weight: the paper's λ1.
+        angle_weight: the paper's λ2.
+        extra_dim: e, h_e's dimension.
+        transform: transformation to mix in h_e during training: ``orthogonal`` (Q), ``linear`` (any matrix, without bias) or
+            ``none`` (ablation in Table 4).
         random_start: whether the matrix starts at random, as in the paper, or at the identity.
     """
 
@@ -55,7 +55,7 @@ class OcaModel(PrototypedModel):
             yield "random_start", "there is no matrix, because options.transform is none"
 
     def build_for_training(self) -> None:
-        """Build Q and the classifier of its output."""
+        """Build Q and the classifier on its output."""
         if self.config.classes:
             self.transform = self._transform(self.config.embedding_dim)
             self.classifier = self._head(self.config.embedding_dim)
@@ -72,7 +72,7 @@ class OcaModel(PrototypedModel):
 
     @override
     def classifier_of_features(self) -> Tensor | None:
-        """Return W·Q, which gives h_new the logits that W gives Q·h_new."""
+        """Return W·Q. It gives h_new the same logits as W gives Q·h_new."""
         rows_CD = super().classifier_of_features()
         if rows_CD is None or not isinstance(self.transform, OrthogonalTransform | nn.Linear):
             return rows_CD

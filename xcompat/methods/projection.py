@@ -1,4 +1,4 @@
-"""φ alone: text-only pretraining of the map from the new space to the old one (XBT, part 1)."""
+"""φ alone: text-only pretraining of the map from the new space to the old space (XBT, part 1)."""
 
 from __future__ import annotations
 

@@ -31,14 +31,13 @@ class QueryMapConfig(CompatConfig):
     """Configuration of :class:`QueryMapModel`.
 
     Args:
-        input: input of the map: the new model's ``embedding``, or its ``penultimate`` features, the input of its last linear
-            layer.
+        input: the map's input: the new model's ``embedding``, or its ``penultimate`` features, its last linear layer's input.
         shape: ``linear``, x·W + b; ``residual``, the same plus a network that starts at zero; ``projection``, XBT's φ from random
-            weights. Maps with hidden layers overfit to the training classes and lose on unseen ones.
-        loss: ``bank``, contrast against the old embeddings of the training set; ``prototypes``, classification by the old class
-            means; ``cosine``, to the sample's own old embedding.
+            weights. Maps with hidden layers overfit to the training classes and lose on unseen classes.
+        loss: ``bank``, contrast against the training set's old embeddings; ``prototypes``, classification by the old class means;
+            ``cosine``, to the sample's own old embedding.
         scale: factor on cosines in the loss.
-        pull: weight of 1 − cos between the map and its closed-form start.
+        pull: weight for 1 − cos between the map and its closed-form start.
         bank_size: most old embeddings to compare with a batch, drawn for each batch.
     """
 
@@ -55,12 +54,12 @@ class QueryMapConfig(CompatConfig):
 class QueryMapModel(CompatModel):
     """φ(x) = normalise(x·W + b) on the frozen new embedding, W and b from orthogonal Procrustes, trained by bank contrast.
 
-    L = −mean_i mean_{j ≠ i, y_j = y_i} log softmax_j(s·cos(φ(x_i), o_j)) + pull·(1 − cos(φ(x_i), start(x_i))) over the old
-    embeddings o_j of the training set, which never change. Without labels, the only positive is the sample's own old embedding.
-    New/new equals that of the independent model, bit for bit.
+    L = −mean_i mean_{j ≠ i, y_j = y_i} log softmax_j(s·cos(φ(x_i), o_j)) + pull·(1 − cos(φ(x_i), start(x_i))) over the training
+    set's old embeddings o_j, which never change. Without labels, the only positive is the sample's own old embedding. New/new
+    equals the independent model's, bit for bit.
 
-    With penultimate features, x is their direction. The model then embeds images as unnormalised features (B, P), and
-    ``self_view`` maps them to the new model's own embeddings with a copy of its last layer.
+    With penultimate features, x is their direction. The model then embeds images as unnormalised features (B, P). ``self_view``
+    uses a copy of the new model's last layer to map them to its own embeddings.
 
     Args:
         config: the configuration.
@@ -102,7 +101,7 @@ class QueryMapModel(CompatModel):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D, the dimension of the map's input."""
+        """Return D, the map's input dimension."""
         if cls.maps_features(options):
             return Penultimate(encoder, encoder.name).head.in_features
         return super().embedding_dim_for(encoder, old, options)

@@ -26,13 +26,13 @@ class RbtConfig(MappedConfig):
 
     Args:
         start: fixed map before the blocks: ``procrustes``, the rotation of the source nearest to the target, or ``identity`` as
-            in the paper (for different dimensions, it keeps the first ones or appends zeros).
+            in the paper (for different dimensions, it keeps the first dimensions or appends zeros).
         blocks: number of residual blocks.
-        bottleneck: width of the blocks, chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
+        bottleneck: block width, chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
         paths: number of parallel paths in each block.
-        similarity_weight: λ1, weight of the squared distance.
-        kl_weight: λ2, weight of the divergence between both sides' distributions over the target's prototypes.
-        class_weight: λ3, weight of the cross-entropy to the target's prototypes.
+        similarity_weight: λ1, weight for the squared distance.
+        kl_weight: λ2, weight for the divergence between both sides' distributions over the target's prototypes.
+        class_weight: λ3, weight for the cross-entropy to the target's prototypes.
     """
 
     model_type = "xcompat-rbt"

@@ -18,7 +18,7 @@ class ResidualMlpConfig(ResidualMapConfig):
     """Configuration of :class:`ResidualMlpModel`.
 
     Args:
-        regularisation: λ of the ridge regression, in units of the mean variance of the source's dimensions.
+        regularisation: the ridge regression's λ, in units of the mean variance of the source's dimensions.
     """
 
     model_type = "xcompat-residual_mlp"

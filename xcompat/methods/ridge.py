@@ -1,4 +1,4 @@
-"""Ridge regression from one space to the other, with intercept."""
+"""Ridge regression between two spaces, with intercept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RidgeConfig(MappedConfig):
 
     Args:
         regularisation: λ in units of the mean variance of the source's dimensions.
-        rank: largest rank of the map; None for no limit. A quarter of the dimensions is a usual choice.
+        rank: the map's largest rank; None for no limit. A quarter of the dimensions is a usual choice.
     """
 
     model_type = "xcompat-ridge"
@@ -29,10 +29,10 @@ class RidgeConfig(MappedConfig):
 
 
 class RidgeModel(LeastSquaresModel):
-    """argmin ‖XW + b − Y‖² + λ‖W‖², of full or of reduced rank (Hoerl and Kennard 1970; Izenman 1975).
+    """argmin ‖XW + b − Y‖² + λ‖W‖², with full or reduced rank (Hoerl and Kennard 1970; Izenman 1975).
 
-    Drift-Adapter (Vejendla 2025) trains such a low-rank affine map. This closed form has the smallest loss of all maps of its
-    rank.
+    Drift-Adapter (Vejendla 2025) trains such a low-rank affine map. This closed form has the smallest loss among all maps with
+    its rank.
     """
 
     config_class = RidgeConfig

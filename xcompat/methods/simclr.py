@@ -1,4 +1,4 @@
-"""SimCLR: contrast between two views of an image, learned from images alone; the best side-information for FCT."""
+"""SimCLR: contrast between an image's two views, learned from images alone; the best side-information for FCT."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SimClrConfig(BackboneConfig):
     Args:
         temperature: τ.
         crops: number of small crops per image, which search its two views.
-        crop_size: side of the crops, in pixels.
+        crop_size: crop side in pixels.
         crop_scale: largest share of the image's area in a crop; the smallest is 5 %.
         binarise: whether embeddings are bits: 1 for each feature above 0, else 0. The loss compares these bits.
     """
@@ -46,7 +46,7 @@ class SimClrModel(UnlabelledModel):
     """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; FCT Appendix D.4.1).
 
     The loss compares the stored embeddings, without a projector. ``data.augmentation`` draws two views, and ``crops`` small crops
-    search both (multi-crop; Caron et al. 2020). ``binarise`` stores signs and trains them with the gradient of tanh
+    search both (multi-crop; Caron et al. 2020). ``binarise`` stores signs and uses tanh's gradient to train them
     (straight-through; Bengio et al. 2013); the paper's compressed ψ (Appendix G) uses arXiv 2110.00552.
     """
 
@@ -87,7 +87,7 @@ class SimClrModel(UnlabelledModel):
             yield from dict.fromkeys(("crop_size", "crop_scale"), "it has no effect without options.crops").items()
 
     def _try_crop(self) -> None:
-        """Raise before training if the encoder cannot embed images of the crops' size."""
+        """Raise before training if the encoder cannot embed images in the crops' size."""
         side = self.config.crop_size
         try:
             with torch.no_grad():
@@ -107,7 +107,7 @@ class SimClrModel(UnlabelledModel):
 
     @override
     def required_columns(self, batch: Batch) -> list[str]:
-        """Return the columns that the loss needs, with small crops if enabled."""
+        """Return the columns for the loss, with small crops if enabled."""
         return super().required_columns(batch) + ["crop_pixel_values"] * bool(self.config.crops)
 
     @override
@@ -137,7 +137,7 @@ class SimClrModel(UnlabelledModel):
         return nt_xent_loss(first_BD, second_BD, self.config.temperature, crops)
 
     def _compared(self, features: Tensor) -> Tensor:
-        """Return unit vectors for the loss: features, or their signs with the gradient of tanh."""
+        """Return unit vectors for the loss: features, or their signs with tanh's gradient."""
         features = features.float()
         if self.config.binarise:
             soft = features.tanh()

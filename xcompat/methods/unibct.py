@@ -26,12 +26,12 @@ class UniBctConfig(ClassifiedConfig):
     """Configuration of :class:`UniBctModel`.
 
     Args:
-        compat_weight: weight of the loss against the prototypes.
-        old_scale: factor on cosines between features and prototypes; None for plain dot products.
-        propagation: λ of the graph, in [0, 1): the share of its weight that a sample passes on; 0 keeps class means.
-        temperature: τ of the graph.
-        refresh_at: shares of training after which the graph is rebuilt, each at least 0 and below 1. The public code has epochs
-            10 and 20 of 35.
+        compat_weight: weight for the loss against the prototypes.
+        old_scale: factor on cosines between features and prototypes; None to use plain dot products.
+        propagation: the graph's λ, in [0, 1): the share of its weight that a sample passes on; 0 keeps class means.
+        temperature: the graph's τ.
+        refresh_at: training progress at each graph rebuild, as shares from 0 to below 1. The public code has epochs 10 and 20 of
+            35.
     """
 
     model_type = "xcompat-unibct"
@@ -46,10 +46,10 @@ class UniBctConfig(ClassifiedConfig):
 class UniBctModel(ClassifiedModel):
     """L = CE(W, f) + w·CE(P̃, f[:d]), P̃ structurally refined prototypes (Zhang et al. 2022; as UniBCT in MixBCT).
 
-    In each class, E = softmax(N Nᵀ/τ) without its diagonal is the graph of new embeddings N, and O are the old embeddings. The
+    In each class, E = softmax(N Nᵀ/τ) without its diagonal is the graph over new embeddings N, and O are the old embeddings. The
     prototype is the mean of (1 − λ)(I − λE)⁻¹O (:func:`refined_weights`), and the class mean before the first refresh. The method
-    needs old embeddings of the new training set, but no old classes. docs/methods/unibct.md lists the differences from the public
-    code.
+    needs old embeddings for the new training set, but no old classes. docs/methods/unibct.md lists the differences from the
+    public code.
     """
 
     config_class = UniBctConfig
@@ -120,13 +120,13 @@ class UniBctModel(ClassifiedModel):
 
 
 def refined_weights(new_nD: Tensor, propagation: float, temperature: float) -> Tensor:
-    """Weigh the samples of a class by their centrality among the new embeddings.
+    """Weigh a class's samples by their centrality among the new embeddings.
 
-    The mean of (1 − λ)(I − λE)⁻¹O over rows is pᵀO with (I − λEᵀ)p = (1 − λ)/n·1. p is the personalised PageRank of the graph:
-    every sample passes the share λ of its weight to its neighbours.
+    The mean of (1 − λ)(I − λE)⁻¹O over rows is pᵀO with (I − λEᵀ)p = (1 − λ)/n·1. p is the graph's personalised PageRank: every
+    sample passes the share λ of its weight to its neighbours.
 
     Args:
-        new_nD: new embeddings of the class's samples, L2-normalised; memory use is n² numbers.
+        new_nD: the class's new embeddings, L2-normalised; memory use is n² numbers.
         propagation: λ, in [0, 1).
         temperature: τ.
 

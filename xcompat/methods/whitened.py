@@ -1,4 +1,4 @@
-"""Whitened map: the cross moment of both spaces, between powers of the moments of each."""
+"""Whitened map: both spaces' cross moment, between powers of each space's moments."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class WhitenedConfig(MappedConfig):
     """Configuration of :class:`WhitenedModel`.
 
     Args:
-        source_power: a, power of the source's second moments; 1 as in a regression, 0 as in a rotation.
-        target_power: b, power of the target's second moments.
-        damping: ε, in units of the mean eigenvalue of each space; None for 0.03, or 0.3 with fewer than twice as many pairs as
-            the larger space has dimensions.
+        source_power: a, power for the source's second moments; 1 as in a regression, 0 as in a rotation.
+        target_power: b, power for the target's second moments.
+        damping: ε, in units of each space's mean eigenvalue; None to use 0.03, or 0.3 with fewer pairs than twice the larger
+            space's dimension.
     """
 
     model_type = "xcompat-whitened"
@@ -37,8 +37,8 @@ class WhitenedConfig(MappedConfig):
 class WhitenedModel(LeastSquaresModel):
     """W = (C_x + ε)^(-a) · C_xy · (C_y + ε)^(-b), with uncentred second moments C of source x and target y.
 
-    a = 1, b = 0 gives a regression from x to y without intercept; a = 0, b = 1 the transpose of one from y to x; a = b = 1/2 the
-    score of canonical correlation analysis (Hotelling 1936). For jointly Gaussian x and y, the optimal score of a query is log
+    Use a = 1, b = 0 for a regression from x to y without intercept; a = 0, b = 1 for the transpose of a regression from y to x; a
+    = b = 1/2 for the canonical correlation score (Hotelling 1936). For jointly Gaussian x and y, a query's optimal score is log
     p(y | x) / p(y) (van den Oord et al. 2018, arXiv 1807.03748). Its cross term is xᵀ C_x^(-1/2) R (I - RᵀR)^(-1) C_y^(-1/2) y
     with the whitened cross moment R. For weak correlations this is a = b = 1. The exponents 3/4 lie between both.
     """
@@ -57,7 +57,7 @@ class WhitenedModel(LeastSquaresModel):
 
 
 def damped_power(moment_DD: Tensor, power: float, damping: float) -> Tensor:
-    """Return (C + ε·mean eigenvalue·I)^power of a symmetric positive semidefinite matrix.
+    """Return (C + ε·mean eigenvalue·I)^power for a symmetric positive semidefinite matrix.
 
     Args:
         moment_DD: C, float64.

@@ -13,8 +13,8 @@ from xcompat.outputs import Batch, CompatOutput
 class XbtConfig(ProjectedConfig):
     """Configuration of :class:`XbtModel`.
 
-    The paper contradicts itself on trained weights besides LoRA and prompts. §3.3: the LayerNorms of φ, the default here. §4.1:
-    also those of the encoders (``train_encoder: layer_norm``). Count in Table 7: all of φ (``train_projection: all``).
+    The paper contradicts itself on trained weights besides LoRA and prompts. §3.3: φ's LayerNorms, the default here. §4.1: also
+    the encoders' LayerNorms (``train_encoder: layer_norm``). Count in Table 7: all of φ (``train_projection: all``).
     """
 
     model_type = "xcompat-xbt"

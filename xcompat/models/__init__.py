@@ -1,4 +1,4 @@
-"""Base class of compatible models. The methods are in ``xcompat.methods``."""
+"""Base class for compatible models. The methods are in ``xcompat.methods``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of all methods: a transformers model with a compatible embedding space."""
+"""Base class for all methods: a transformers model with a compatible embedding space."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 class CompatModel(PushableModel, EmbedsBatches):
-    """Embedding model whose queries can search galleries of an old model.
+    """Embedding model whose queries can search an old model's galleries.
 
     A subclass sets ``columns``, builds its parts in ``__init__`` after ``super().__init__`` and implements ``loss``. It
     overrides ``embed_batch`` if the loss needs other embeddings, and ``to_old_space`` or ``own_upgrade`` if the spaces differ.
@@ -89,7 +89,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         Args:
             encoder: name, folder, source, or a loaded encoder and its processor.
             old: description of the old model (``describe_old``); None for methods without an old model.
-            options: configuration of the method.
+            options: the method's configuration.
 
         Raises:
             XcompatError: the old model is missing, not described or not needed, or the method does not read an option.
@@ -115,7 +115,7 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @classmethod
     def embedding_dim_for(cls, encoder: Encoder, old: dict[str, Any] | None, options: dict[str, Any]) -> int:
-        """Return D for an encoder; by default its own dimension."""
+        """Return D for an encoder; by default the encoder's dimension."""
         return encoder.embedding_dim
 
     def set_trainable(self) -> None:
@@ -125,7 +125,7 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @property
     def description(self) -> dict[str, Any]:
-        """Return this model's description for use as encoder of another configuration."""
+        """Return this model's description, for use as another configuration's encoder."""
         return {"library": "xcompat", "name": self.name_or_path, "revision": self.revision, "config": {}}
 
     @property
@@ -144,7 +144,7 @@ class CompatModel(PushableModel, EmbedsBatches):
         return self._processor
 
     def _get_encoder(self) -> Encoder | CompatModel | Penultimate:
-        """Return the encoder inside, or the frozen outside encoder of a map."""
+        """Return the encoder inside, or a map's frozen outside encoder."""
         if self.encoder is not None:
             return self.encoder
         if not self._outside_encoder:
@@ -229,7 +229,7 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @property
     def embeds_texts(self) -> bool:
-        """Return whether the model, or the encoder of a map, embeds texts."""
+        """Return whether the model, or a map's encoder, embeds texts."""
         if self.encoder is not None:
             return self.encoder.has_text
         library = (self.config.encoder or {}).get("library")
@@ -240,7 +240,7 @@ class CompatModel(PushableModel, EmbedsBatches):
 
     @property
     def embeds_images(self) -> bool:
-        """Return whether the model, or the encoder of a map, embeds images."""
+        """Return whether the model, or a map's encoder, embeds images."""
         library = (self.config.encoder or {}).get("library")
         if library == "xcompat":
             inner = self._get_encoder()

@@ -1,4 +1,4 @@
-"""Checkpoints of compatible models, with or without the weights of their base."""
+"""Checkpoints for compatible models, with or without their base's weights."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class CheckpointModel(PreTrainedModel):
         """Load a checkpoint (safetensors only) in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path: folder of a model or run, or Hub name.
+            pretrained_model_name_or_path: model folder, run folder or Hub name.
             model_args: as in transformers.
-            kwargs: as in transformers. With ``dtype``, the model (and a map's encoder) computes in that precision and returns
-                float32 embeddings. Its fingerprint stays that of the checkpoint, but saving it creates another model.
+            kwargs: as in transformers. With ``dtype``, the model (and a map's encoder) computes in this precision and returns
+                float32 embeddings. Its fingerprint stays the checkpoint's, but saving it creates another model.
 
         Returns:
             The model (with loading information, if requested).
 
         Raises:
-            XcompatError: a file has changed; weights are missing, unexpected, of another shape or not safetensors; or the base
-                of an adapter checkpoint is missing or has changed.
+            XcompatError: a file has changed; weights are missing, unexpected, in another shape or not safetensors; or an adapter
+                checkpoint's base is missing or has changed.
         """
         name = pretrained_model_name_or_path
         if name is not None and not kwargs.get("subfolder"):
@@ -102,7 +102,7 @@ class CheckpointModel(PreTrainedModel):
         return loaded if with_info else model
 
     def _notice_role(self) -> None:
-        """Print a notice for a map fitted on passages that maps queries (or the reverse), if their prompts differ."""
+        """Print a notice if a map fitted on passages maps queries (or the reverse), and their prompts differ."""
         described = self.config.encoder or {}
         prompts = {role: described.get(f"{role}_prompt") for role in ("query", "passage")}
         learned = "query" if described.get("role") == QUERIES else "passage"
@@ -148,7 +148,7 @@ class CheckpointModel(PreTrainedModel):
         self.save_pretrained(folder)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Write weights, configuration and, unless it is a map, the preprocessing of its encoder.
+        """Write weights, configuration and, unless it is a map, its encoder's preprocessing.
 
         Args:
             save_directory: output folder for ``from_pretrained``, created if missing.
@@ -171,7 +171,7 @@ class CheckpointModel(PreTrainedModel):
             record_model(Path(save_directory))
 
     def _save_lora(self, folder: Path) -> None:
-        """Write an additional copy of the LoRA in PEFT's format.
+        """Write an additional LoRA copy in PEFT's format.
 
         PEFT's format has no prompts or heads, and transformers would load such a folder with PEFT only.
         """
@@ -188,7 +188,7 @@ class CheckpointModel(PreTrainedModel):
     # -------------------------------------------------------------------------------------- adapters without their base
 
     def leave_out_base(self) -> Self:
-        """Set the model to save only adapters, prompts and heads, with the commit of its base.
+        """Set the model to save only adapters, prompts and heads, with its base's commit.
 
         Raises:
             XcompatError: it has no adapters, or its base cannot be loaded.
@@ -223,7 +223,7 @@ class CheckpointModel(PreTrainedModel):
         return {f"encoder.{key}": tensor for key, tensor in base.state_dict().items()}
 
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:  # noqa: ANN401 - transformers' own
-        """Hide weights of the base from transformers' warning about missing keys."""
+        """Hide base weights from transformers' warning about missing keys."""
         super()._adjust_missing_and_unexpected_keys(loading_info)
         if self.config.weights == "adapters":
             self._left_out = {key for key in loading_info.missing_keys if key.startswith("encoder.model.")}
@@ -239,7 +239,6 @@ class CheckpointModel(PreTrainedModel):
         return taken
 
     def _differences_from_base(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that differ from the base."""
         base = self._base_weights()
 
         def is_same(key: str, tensor: Tensor) -> bool:
@@ -250,14 +249,14 @@ class CheckpointModel(PreTrainedModel):
 
 
 def _require_whole_snapshot(name: str, **where: Any) -> None:  # noqa: ANN401 - as transformers takes them
-    """Raise if downloaded files of a Hub model differ from the pushed ones."""
+    """Raise if a Hub model's downloaded files differ from the pushed files."""
     record = cached_file(name, CHECKSUMS, _raise_exceptions_for_missing_entries=False, **where)
     if record is not None:
         require_whole(Path(record).parent, in_part=True)
 
 
 def _without_adapter(key: str) -> str:
-    """Return the name of a weight without LoRA's wrapper."""
+    """Return a weight's name without LoRA's wrapper."""
     return key.replace(".base_layer.", ".")
 
 

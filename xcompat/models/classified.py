@@ -1,4 +1,4 @@
-"""Base class of image methods with a backbone, a projection and a classifier."""
+"""Base class for image methods with a backbone, a projection and a classifier."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class ClassifiedConfig(BackboneConfig):
     """Configuration of :class:`ClassifiedModel`.
 
     Args:
-        classes: names of the C classes in the order of the labels; None for no classifier.
-        extra_dim: e, dimensions to append to those of the old space.
-        head: classifier of the features.
-        head_scale: s, factor on cosines; None for the head's default.
-        head_margin: m of ArcFace and CosFace; None for the default.
-        keeps_classifier: whether a finished model has a classifier of its features, even if training classifies other inputs.
+        classes: names of the C classes in label order; None for no classifier.
+        extra_dim: e, number of dimensions to append to the old space.
+        head: feature classifier.
+        head_scale: s, factor on cosines; None to use the head's default.
+        head_margin: m in ArcFace and CosFace; None to use the default.
+        keeps_classifier: whether a finished model has a feature classifier, even if training classifies other inputs.
         triplet_weight: weight of batch-hard triplets, added to the classification loss as in re-identification; batches then
             contain equally many images per class.
-        triplet_margin: margin of these triplets, a distance between unit vectors; None for 0.3.
+        triplet_margin: these triplets' margin, a distance between unit vectors; None to use 0.3.
     """
 
     classes: list[str] | None = None
@@ -54,7 +54,7 @@ class ClassifiedConfig(BackboneConfig):
 
 
 class ClassifiedModel(BackboneModel):
-    """:class:`BackboneModel` with a classifier; the first d dimensions of features are the old space."""
+    """:class:`BackboneModel` with a classifier; the features' first d dimensions are the old space."""
 
     config_class = ClassifiedConfig
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "labels")
@@ -95,8 +95,8 @@ class ClassifiedModel(BackboneModel):
 
         Args:
             encoder: name, folder, source, or a loaded encoder and its processor.
-            old: the old model: name, folder of a model or of stored embeddings or prototypes, or ``describe_old()``.
-            options: configuration of the method; ``classes`` default to the old model's.
+            old: the old model: a name, a folder with a model, stored embeddings or prototypes, or ``describe_old()``.
+            options: the method's configuration; ``classes`` default to the old model's.
 
         Returns:
             The model in float32, in evaluation mode.
@@ -153,13 +153,13 @@ class ClassifiedModel(BackboneModel):
     def classifier_of_features(self) -> Tensor | None:
         """Return classifier rows (C, D) for feature vectors, or None.
 
-        The next model of a chain can be trained with them (``old_weights: classifier``).
+        Use them to train the next model in a chain (``old_weights: classifier``).
         """
         return self.classifier.weight if self.classifier is not None else None
 
     @override
     def export(self, folder: str | Path) -> None:
-        """Write the finished model with a classifier of its features, without training-only parts."""
+        """Write the finished model with a feature classifier, without training-only parts."""
         brought = self.config.for_training and "classifier" in self.only_for_training
         rows_CD = self.classifier_of_features() if brought else None
         self.for_inference()
@@ -189,7 +189,7 @@ class ClassifiedModel(BackboneModel):
         return self.classification_loss(output["features"], batch["labels"])
 
     def classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:
-        """Return the classification loss of new features, plus the weighted triplet loss."""
+        """Return the new features' classification loss, plus the weighted triplet loss."""
         assert self.classifier is not None
         loss: Tensor = self.classifier(features_BD, labels_B)
         if not self.config.triplet_weight:

@@ -24,7 +24,7 @@ STRIPS = 4
 
 @dataclass(frozen=True)
 class Moments:
-    """First and second moments of paired embeddings, summed in float64 over batches of any number of rows.
+    """First and second moments of paired embeddings, summed in float64 over batches with any number of rows.
 
     Args:
         count: number of pairs N.
@@ -47,7 +47,7 @@ class Moments:
         """Compute the moments of paired embeddings in one pass.
 
         Args:
-            batches: pairs of new (B, D) and old (B, d) embeddings of the same samples, L2-normalised.
+            batches: pairs of new (B, D) and old (B, d) embeddings for the same samples, L2-normalised.
 
         Raises:
             XcompatError: there are no pairs.
@@ -87,13 +87,13 @@ def _gram(rows_BD: Tensor) -> Tensor:
 def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
     """Return argmin ‖XW + b − Y‖² + λ‖W‖² over W with limited rank (Hoerl and Kennard 1970; Izenman 1975).
 
-    With C = Cov(X) + λI and W = C⁻¹Cov(X, Y), any other W' has an additional loss of tr (W − W')ᵀC(W − W'). The best W' of rank
+    With C = Cov(X) + λI and W = C⁻¹Cov(X, Y), any other W' has an additional loss of tr (W − W')ᵀC(W − W'). The best W' with rank
     r is W·V·Vᵀ with V the first r eigenvectors of WᵀCW, not W's truncated singular values.
 
     Args:
         moments: moments of the pairs (X, Y); X are the new embeddings.
         regularisation: λ in units of the mean variance of the new dimensions.
-        rank: r; None for full rank.
+        rank: r; None to use full rank.
 
     Returns:
         Weight (D, d) and bias (d,), float64.
@@ -119,7 +119,7 @@ def solve_procrustes(moments: Moments, centre: bool = False, scale: bool = False
 
     Args:
         moments: moments of the pairs (X, Y); X are the new embeddings.
-        centre: whether to centre X and Y first; the bias then maps the mean of X to the mean of Y.
+        centre: whether to centre X and Y first; the bias then maps X's mean to Y's mean.
         scale: whether to multiply W by argmin_s ‖s·XW − Y‖² = tr S / tr WᵀXᵀXW (Schönemann and Carroll 1970).
 
     Returns:
@@ -144,8 +144,8 @@ def readable_pairs(new_ND: Rows, old_Nd: Rows) -> Iterator[tuple[Tensor, Tensor]
     """Yield blocks of paired embeddings, (B, D) and (B, d) float32, without unreadable samples.
 
     Args:
-        new_ND: embeddings of the new model; NaN if unreadable.
-        old_Nd: embeddings of the old model, of the same samples.
+        new_ND: the new model's embeddings; NaN if unreadable.
+        old_Nd: the old model's embeddings for the same samples.
     """
     for start in range(0, len(new_ND), BLOCK):
         new_BD, old_Bd = (torch.from_numpy(np.array(side[start : start + BLOCK], np.float32)) for side in (new_ND, old_Nd))
@@ -168,7 +168,7 @@ class ClosedFormModel(MappedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the map. Transformers would check all parameters for every query."""
+        """Return the map's dtype. Transformers would check all parameters for every query."""
         return self.weight.dtype
 
     def set_trainable(self) -> None:
@@ -197,14 +197,14 @@ class ClosedFormModel(MappedModel):
 
 
 class LeastSquaresModel(ClosedFormModel):
-    """Linear map computed from the moments of pairs."""
+    """Linear map computed from pair moments."""
 
     @override
     def fit(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
         return self.fit_moments(Moments.compute(self.order_sides(new, old) for new, old in batches))
 
     def fit_moments(self, moments: Moments) -> Self:
-        """Solve for the map. The "new" side of the moments is the source, "old" the target."""
+        """Solve for the map. The moments' "new" side is the source, "old" the target."""
         return self.set_map(*self.solve(moments))
 
     @abstractmethod

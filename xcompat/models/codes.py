@@ -1,4 +1,4 @@
-"""Compressed embeddings with faiss codecs, and an inverted file that reads codes in place."""
+"""Compressed embeddings with faiss codecs, and an inverted file to read codes in place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CENTROIDS = 256  # per byte of a product quantiser
 
 
 class Codec:
-    """Faiss codec of vectors; checkpoints store its parameters as a row of floats.
+    """Faiss codec for vectors; checkpoints store its parameters as a row of floats.
 
     Args:
-        name: one of :data:`CODECS`.
+        name: a name in :data:`CODECS`.
         dim: D; with 0 dimensions, codes and parameters are empty.
 
     Raises:
@@ -66,11 +66,11 @@ class Codec:
         return self
 
     def encode(self, embeds_ND: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return codes (N, :attr:`size`) of embeddings (N, D)."""
+        """Encode embeddings (N, D) as codes (N, :attr:`size`)."""
         return self.index.sa_encode(np.ascontiguousarray(embeds_ND)) if self.dim else np.empty((len(embeds_ND), 0), np.uint8)
 
     def decode(self, codes_NB: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the embeddings (N, D) of codes."""
+        """Decode codes to embeddings (N, D)."""
         return self.index.sa_decode(codes_NB) if self.dim else np.empty((len(codes_NB), 0), np.float32)
 
 
@@ -85,14 +85,14 @@ def open_lists(
     """Build an inverted file around existing codes, without training, encoding or copying.
 
     Args:
-        name: codec of residuals (differences between embeddings and their list's centroid).
-        centroids_LD: centroid of each list.
-        learned_F: learned parameters of the codec.
+        name: codec for residuals (differences between embeddings and their list's centroid).
+        centroids_LD: each list's centroid.
+        learned_F: the codec's learned parameters.
         codes_KB: codes, list by list; the index reads them in place, so the caller must keep them alive.
-        sizes_L: number of entries of each list, K in total.
+        sizes_L: number of entries in each list, K in total.
 
     Returns:
-        A faiss index with inner product; ids are rows of the codes.
+        A faiss index with inner product; ids are the codes' rows.
     """
     import faiss
 

@@ -29,14 +29,14 @@ _VERSION_KEYS = {"name", "fingerprint", "dim"}
 
 @cache
 def _choices(config: type) -> dict[str, tuple[Any, ...]]:
-    """Return the valid values of options with a fixed set."""
+    """Return the valid values for options with a fixed set."""
     hints = get_type_hints(config, localns={"torch": torch})  # torch: in transformers' own hints
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 @cache
 def _ranges(config: type) -> dict[str, TypeAdapter[Any]]:
-    """Return validators of options with a range."""
+    """Return validators for options with a range."""
     plain, full = (get_type_hints(config, localns={"torch": torch}, include_extras=more) for more in (False, True))
     return {name: TypeAdapter(hint) for name, hint in full.items() if hint != plain[name] and name not in _TRANSFORMERS_KEYS}
 
@@ -49,22 +49,22 @@ class CompatConfig(PreTrainedConfig):
             adapters); for text models also prompts, and ``role`` if a map was fitted on query embeddings.
         old: the old model: ``name``, ``fingerprint``, ``dim``, ``logit_scale`` and ``compatible_with`` (earlier versions in its
             space).
-        embedding_dim: D, the dimension of :meth:`CompatModel.embed_images`.
-        adapters: :class:`~xcompat.encoders.AdapterConfig` of the encoder.
-        weights: contents of the checkpoint: ``all``, or ``adapters`` for the differences from ``encoder["name"]`` at
+        embedding_dim: D, dimension of :meth:`CompatModel.embed_images`.
+        adapters: the encoder's :class:`~xcompat.encoders.AdapterConfig`.
+        weights: the checkpoint's contents: ``all``, or ``adapters`` for the differences from ``encoder["name"]`` at
             ``encoder["revision"]``.
         logit_scale: fixed factor on cosines in the loss; XBT's "τ = 2.6592" is its logarithm.
-        memory: settings of the :class:`~xcompat.models.query_memory.QueryMemory` (:meth:`CompatModel.remember`): ``entries``,
+        memory: settings for the :class:`~xcompat.models.query_memory.QueryMemory` (:meth:`CompatModel.remember`): ``entries``,
             ``sharpness``, ``share``, and ``confident`` if true.
-        score_scales: :class:`~xcompat.score_scale.ScoreScales` between scores of old and new gallery embeddings, or None.
+        score_scales: :class:`~xcompat.score_scale.ScoreScales` between scores for old and new gallery embeddings, or None.
         thresholds: :class:`~xcompat.score_scale.Thresholds`, old score thresholds and their replacements, or None.
-        old_share: weight of the old query in searches with both models (:func:`~xcompat.heads.slerp`), or None.
-        rerank_old_weight: weight of old scores in re-ranking, chosen on the validation split, or None.
-        started_from: map of `xcompat map --start-from`: ``name``, ``revision``, ``fingerprint``, or None.
-        service: embedding service of a map: ``name``, ``function``, and ``sketch`` of its embeddings of test texts, or None.
+        old_share: the old query's weight in searches with both models (:func:`~xcompat.heads.slerp`), or None.
+        rerank_old_weight: the old scores' weight in re-ranking, chosen on the validation split, or None.
+        started_from: map for `xcompat map --start-from`: ``name``, ``revision``, ``fingerprint``, or None.
+        service: a map's embedding service: ``name``, ``function``, and ``sketch`` from its embeddings of test texts, or None.
 
     Raises:
-        XcompatError: a key or value is unknown; the error contains the nearest known one.
+        XcompatError: a key or value is unknown; the error contains the nearest known value.
     """
 
     model_type: ClassVar[str] = "xcompat"
@@ -136,13 +136,13 @@ class CompatConfig(PreTrainedConfig):
 def describe_old(
     fingerprint: Fingerprint, dim: int, logit_scale: float | None = None, compatible_with: list[Fingerprint] | None = None
 ) -> dict[str, Any]:
-    """Return the description of an old model for ``CompatConfig.old``, as JSON-like dictionary.
+    """Describe an old model for ``CompatConfig.old``, as JSON-like dictionary.
 
     Args:
         fingerprint: its identity and name.
-        dim: d, the dimension of its embeddings.
-        logit_scale: scale of its training, if known.
-        compatible_with: earlier versions whose galleries share its space.
+        dim: d, its embedding dimension.
+        logit_scale: its training scale, if known.
+        compatible_with: earlier versions with galleries in its space.
     """
     earlier = [{"name": version.name, "fingerprint": version.digest, "dim": dim} for version in compatible_with or []]
     return {

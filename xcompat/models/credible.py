@@ -1,4 +1,4 @@
-"""Credible old embeddings: those near the centre of their class."""
+"""Credible old embeddings: embeddings near their class's centre."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ROWS = 16384
 
 
 def credible_mask(embeds_ND: Rows, labels_N: NDArray[np.integer], keep: float = 0.9) -> NDArray[np.bool_]:
-    """Return a mask without the old embeddings farthest from the centre of their class (MixBCT §3.4, denoising).
+    """Return a mask without the old embeddings farthest from their class's centre (MixBCT §3.4, denoising).
 
-    Embeddings are L2-normalised per sample, then each dimension over the data set; distances to the class mean are Euclidean
-    (as in the authors' code). Distances are rounded to nine decimals, in units of a dimension's root mean square; ties keep the
-    order of the data.
+    Embeddings are L2-normalised per sample, then each dimension over the data set; distances to the class mean are Euclidean (as
+    in the authors' code). Distances are rounded to nine decimals, in units of a dimension's root mean square; ties keep the
+    data's order.
 
     Args:
         embeds_ND: old embeddings, optionally memory-mapped. Rows with NaN are unreadable samples.

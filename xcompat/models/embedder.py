@@ -31,20 +31,20 @@ from xcompat.models.old_knowledge import rows_by_class
 class Embedder:
     """Frozen model that embeds in one of its spaces (a :class:`FrozenModel`).
 
-    For a compatible model, this is usually the space of its gallery (:meth:`CompatModel.stored`), so that a chain of updates
-    stays compatible.
+    For a compatible model, this is usually its gallery's space (:meth:`CompatModel.stored`), so a chain of updates stays
+    compatible.
 
     Args:
         model: an encoder, a compatible model, or penultimate features.
         processor: its preprocessing.
-        fingerprint: its identity in that space.
+        fingerprint: its identity in this space.
         dim: dimension of :meth:`embed`.
-        logit_scale: scale of its training, if known.
-        compatible_with: versions whose galleries share its space.
+        logit_scale: its training scale, if known.
+        compatible_with: versions with galleries in its space.
         reads: whether it embeds the image or the caption of a captioned image (captions for text encoders, BT² §4.7).
-        autocast: half precision for computing; None for the dtype of the weights.
+        autocast: half precision for computing; None to use the weights' dtype.
         space: space of :meth:`embed`.
-        passages: the same model with the prompt of passages, if this one is :meth:`for_queries`.
+        passages: the same model with the passage prompt, if this model is :meth:`for_queries`.
     """
 
     model: Encoder | CompatModel | Penultimate
@@ -59,17 +59,17 @@ class Embedder:
     passages: Embedder | None = None
 
     def __post_init__(self) -> None:
-        """Use the fastest memory layout of convolutions; embeddings differ by rounding."""
+        """Use the fastest memory layout for convolutions; embeddings differ by rounding."""
         torch.nn.Module.to(self.model, memory_format=torch.channels_last)
 
     @classmethod
     def from_model(cls, model: CompatModel, space: Space, autocast: torch.dtype | None = None) -> Embedder:
-        """Return the embedder of a compatible model.
+        """Return a compatible model's embedder.
 
         Args:
             model: frozen, in evaluation mode.
             space: ``own`` for the model's embeddings, ``stored`` for its gallery's.
-            autocast: half precision for computing; None for the dtype of the weights.
+            autocast: half precision for computing; None to use the weights' dtype.
         """
         if space == "own":
             return cls(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim, autocast=autocast)
@@ -90,7 +90,7 @@ class Embedder:
 
     @property
     def metric(self) -> Metric:
-        """Return the metric of the embeddings."""
+        """Return the embeddings' metric."""
         return self.model.metric if isinstance(self.model, CompatModel) else "cosine"
 
     @property
@@ -100,7 +100,7 @@ class Embedder:
 
     @property
     def classes(self) -> list[str]:
-        """Return the class names in the order of the classifier; empty without classes."""
+        """Return the class names in the classifier's order; empty without classes."""
         return list(getattr(getattr(self.model, "config", None), "classes", None) or [])
 
     @torch.inference_mode()
@@ -108,8 +108,8 @@ class Embedder:
         """Embed a batch of images (``pixel_values``) or texts (``input_ids``).
 
         Args:
-            batch: batch of the processor.
-            space: space of the embeddings, by default the embedder's.
+            batch: the processor's batch.
+            space: embedding space, by default the embedder's.
 
         Returns:
             (B, d) float32, L2-normalised.
@@ -119,9 +119,9 @@ class Embedder:
             return self.model.embed(batch, space or self.space).float()
 
     def for_queries(self) -> Embedder:
-        """Return the model with the prompt of queries, if it differs from that of passages.
+        """Return the model with the query prompt, if it differs from the passage prompt.
 
-        Query embeddings have a separate fingerprint for caches. A gallery's version is that of passages.
+        Query embeddings have a separate fingerprint for caches. A gallery's version is the passages' fingerprint.
         """
         processor = self.processor.for_queries()
         if processor is self.processor:
@@ -139,10 +139,10 @@ class Embedder:
         """Do nothing, because this model computes all embeddings."""
 
     def prototypes_of(self, classes: Sequence[str]) -> None:
-        """Return None, because prototypes are the means of embeddings."""
+        """Return None, because prototypes are mean embeddings."""
 
     def classifier_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return classifier rows of ``classes`` (C, d), NaN for missing ones; None without a classifier."""
+        """Return classifier rows for ``classes`` (C, d), NaN for missing rows; None without a classifier."""
         classifier = getattr(self.model, "classifier", None)
         if classifier is None or classifier.weight is None or not self.classes:
             return None
@@ -165,7 +165,7 @@ class Embedder:
         return described
 
     def describe_encoder(self) -> dict[str, Any]:
-        """Return this model's description for ``CompatConfig.encoder``: the fingerprint of passages, and ``role`` for queries."""
+        """Return this model's description for ``CompatConfig.encoder``: the passages' fingerprint, and ``role`` for queries."""
         model: Any = self.model
         known = {**model.description, "fingerprint": self.version.digest, "dim": self.dim}
         if self.metric == "l2":
@@ -176,12 +176,12 @@ class Embedder:
 def load_embedder(
     source: EncoderSource | str, device: torch.device | str = "cpu", autocast: torch.dtype | None = None
 ) -> Embedder:
-    """Load a frozen model that embeds: an encoder of a supported library, or an xcompat checkpoint.
+    """Load a frozen model that embeds: a supported library's encoder, or an xcompat checkpoint.
 
     Args:
         source: name, folder of a model or run, or source with revision.
-        device: device of the model.
-        autocast: half precision for computing; None for the dtype of the weights.
+        device: the model's device.
+        autocast: half precision for computing; None to use the weights' dtype.
     """
     source = require_model(source)
     if is_checkpoint(source.name, source.revision):
@@ -193,7 +193,7 @@ def load_embedder(
 
 
 def load_checkpoint(source: EncoderSource | str) -> CompatModel:
-    """Load a frozen xcompat model, without training-only parts. The encoder of a map is loaded on first use.
+    """Load a frozen xcompat model, without training-only parts. A map's encoder is loaded on first use.
 
     Args:
         source: name, folder of a model or run, or source with revision.
@@ -213,7 +213,7 @@ def load_checkpoint(source: EncoderSource | str) -> CompatModel:
 
 
 def penultimate_embedder(embedder: Embedder) -> Embedder:
-    """Return an embedder of penultimate features (B, P), not normalised, with a separate fingerprint.
+    """Return an embedder for penultimate features (B, P), not normalised, with a separate fingerprint.
 
     Raises:
         XcompatError: the last layer is not linear.

@@ -1,4 +1,4 @@
-"""Base class of FCT and related methods, which map stored embeddings with side-information."""
+"""Base class for FCT and related methods, which map stored embeddings with side-information."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ForwardMapConfig(CompatConfig):
 
     Args:
         side_info: model of the side-information ψ, described like ``old``; None for no side-information.
-        new_side_info: model of the new side-information, to which ψ is mapped for the next update; None for no such map.
+        new_side_info: model of the new side-information, to map ψ to it for the next update; None for no such map.
         mixer_width: width of the layers that join φ_old and ψ; Table 11 has 512 to 4096.
     """
 
@@ -34,11 +34,11 @@ class ForwardMapConfig(CompatConfig):
 
 
 class ForwardMapModel(CompatModel):
-    """h(φ_old, ψ), and in a chain of updates g(φ_old, ψ) (FCT §3.3, §4.4); subclasses implement h's loss.
+    """h(φ_old, ψ), and in an update chain g(φ_old, ψ) (FCT §3.3, §4.4); subclasses implement h's loss.
 
-    Outputs have unit length (the form of Appendix D.7) if their targets have; with ``metric: l2`` they are raw and use L2
-    distance, as in the paper's other tables. After half of the training, batch norms use their running statistics and still
-    train their affine part.
+    Outputs have unit length (as in Appendix D.7) if their targets have; with ``metric: l2`` they are raw and use L2 distance, as
+    in the paper's other tables. In the second half of training, batch norms use their running statistics and still train their
+    affine part.
 
     Args:
         config: the configuration.
@@ -84,7 +84,7 @@ class ForwardMapModel(CompatModel):
         return self.transform(old_embeds, side_info)
 
     def require_side_info(self, side_info: Tensor | None) -> None:
-        """Raise if side-information is missing, unexpected or of another dimension."""
+        """Raise if side-information is missing, unexpected or has another dimension."""
         side, name = self.config.side_info, type(self).__name__
         if side is not None and side_info is None:
             which = side["name"]
@@ -116,7 +116,7 @@ class ForwardMapModel(CompatModel):
         return CompatOutput(image_embeds=self.transform(batch["old_embeds"], batch.get("side_info")))
 
     def begin_batch(self, batch: Batch) -> None:
-        """Raise if a batch lacks an input of h, and freeze statistics in the second half of training."""
+        """Raise if a batch lacks an input for h, and freeze statistics in the second half of training."""
         self.require_columns(batch, (name for name in self.columns if name in ("old_embeds", "side_info")))
         if self.training and self.progress >= FREEZE_AT:
             for norm in (module for module in self.modules() if isinstance(module, nn.BatchNorm1d)):
@@ -124,7 +124,7 @@ class ForwardMapModel(CompatModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of h, plus g's mean squared distance to the new side-information."""
+        """Return h's loss, plus g's mean squared distance to the new side-information."""
         loss = self.map_loss(output, batch)
         if self.side_transform is None:
             return loss
@@ -133,10 +133,10 @@ class ForwardMapModel(CompatModel):
 
     @abstractmethod
     def map_loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of h, a scalar."""
+        """Return h's loss, a scalar."""
 
 
 def squared_distances(mapped_BD: Tensor, target_BD: Tensor, unit: bool) -> Tensor:
-    """Return ‖x − t‖² of each row (B,), with targets normalised if ``unit``."""
+    """Return each row's ‖x − t‖² (B,), with targets normalised if ``unit``."""
     target_BD = nn.functional.normalize(target_BD.float(), dim=-1) if unit else target_BD
     return (mapped_BD - target_BD).square().sum(dim=-1)

@@ -19,7 +19,7 @@ from xcompat.vectors.formats import is_stored
 
 
 class FrozenModel(Protocol):
-    """Interface of a model with fixed embeddings.
+    """Interface for models with fixed embeddings.
 
     :class:`~xcompat.models.embedder.Embedder` computes embeddings; :class:`~xcompat.models.stored.StoredModel` looks them up.
     """
@@ -31,7 +31,7 @@ class FrozenModel(Protocol):
 
     @property
     def metric(self) -> Metric:
-        """Return the metric of the embeddings."""
+        """Return the embeddings' metric."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class FrozenModel(Protocol):
         """Return the class names in the model's order; empty without classes."""
 
     def lookup(self, ids: Sequence[str]) -> Rows | None:
-        """Return the stored embeddings of images.
+        """Return the images' stored embeddings.
 
         Args:
             ids: image ids.
@@ -68,21 +68,21 @@ class FrozenModel(Protocol):
         """Raise for a method that needs embeddings if there are only prototypes."""
 
     def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return stored prototypes of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
+        """Return stored prototypes for ``classes`` (C, d), NaN for missing prototypes; None if there are embeddings."""
 
     def classifier_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return classifier rows of ``classes`` (C, d), NaN for missing ones; None without a classifier."""
+        """Return classifier rows for ``classes`` (C, d), NaN for missing rows; None without a classifier."""
 
     def describe_old(self) -> dict[str, Any]:
         """Return this model's description for ``CompatConfig.old``."""
 
 
 def load_frozen(source: EncoderSource | str, device: torch.device | str = "cpu") -> FrozenModel:
-    """Load a frozen model: a model that embeds, or a folder of stored embeddings or prototypes.
+    """Load a frozen model: a model that embeds, or a folder with stored embeddings or prototypes.
 
     Args:
         source: as in :func:`~xcompat.models.embedder.load_embedder`, or the folder.
-        device: device of the model.
+        device: the model's device.
     """
     name = source if isinstance(source, str) else source.name
     return StoredModel(name) if is_stored(name) else load_embedder(source, device)

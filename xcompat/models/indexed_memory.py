@@ -56,8 +56,8 @@ class IndexedMemory(QueryMemory):
     """Memory with a softmax over the nearest entries only, found with a faiss inverted file of codes.
 
     Keys are rotated onto their principal axes. The index compares the first dimensions, with most of the variance; the others
-    complete the cosines of the entries found. Entries are stored list by list: the first part of a key is its list's centroid
-    plus a decoded residual. Faiss reads codes in place, on the CPU. With faiss-gpu, GPUs compute the lists.
+    complete the found entries' cosines. Entries are stored list by list: a key's first part is its list's centroid plus a decoded
+    residual. Faiss reads codes in place, on the CPU. With faiss-gpu, GPUs compute the lists.
 
     Args:
         new_dim: D.
@@ -66,10 +66,10 @@ class IndexedMemory(QueryMemory):
         sharpness: β.
         share: λ.
         confident: whether the memory is calibrated (:meth:`confidence`).
-        codec: codec of keys and values in :data:`~xcompat.models.codes.CODECS`.
+        codec: codec for keys and values, in :data:`~xcompat.models.codes.CODECS`.
         first: maximum key dimensions in the index.
-        lists: L, the number of lists.
-        nearest: k, the number of entries in the softmax.
+        lists: L, number of lists.
+        nearest: k, number of entries in the softmax.
         probes: number of lists per search.
     """
 
@@ -233,13 +233,13 @@ class IndexedMemory(QueryMemory):
 
 @dataclass(frozen=True)
 class _OpenIndex:
-    """Searchable index, with the codec and codes of each part (``first``, ``rest``, ``value``)."""
+    """Searchable index, with each part's codec and codes (``first``, ``rest``, ``value``)."""
 
     index: Any  # a faiss inverted file, which reads the first codes in place
     codecs: dict[str, Codec]
     codes: dict[str, NDArray[np.uint8]]
 
     def read(self, part: str, rows_Bk: NDArray[np.int64]) -> Tensor:
-        """Decode rows (B, k) of a part: (B, k, dim) float32."""
+        """Decode a part's rows (B, k): (B, k, dim) float32."""
         decoded = self.codecs[part].decode(self.codes[part][rows_Bk.ravel()])
         return torch.from_numpy(decoded).view(*rows_Bk.shape, decoded.shape[1])

@@ -1,4 +1,4 @@
-"""Base class of maps between two fixed spaces."""
+"""Base class for maps between two fixed spaces."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MappedModel(CompatModel):
         return options.get("direction", cls.config_class.direction) == "old_to_new"
 
     def order_sides(self, new: Side, old: Side) -> tuple[Side, Side]:
-        """Return the source's and the target's value of a pair."""
+        """Return a pair's source and target values."""
         return (old, new) if self.maps_galleries else (new, old)
 
     @abstractmethod
@@ -76,7 +76,7 @@ class MappedModel(CompatModel):
 
 
 class LearnedMapModel(MappedModel):
-    """Map that is trained."""
+    """Base class for trained maps."""
 
     loss_of_embeddings = True
 

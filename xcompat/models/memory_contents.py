@@ -1,4 +1,4 @@
-"""Contents of query memories, computed from classes or captioned images."""
+"""Query memory contents, computed from classes or captioned images."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class ClassStatistics:
 
     Args:
         counts_C: float64 number of readable samples per class.
-        means_Cd: float64 mean of the normalised embeddings per class; zeros for empty classes.
-        mean_d: float64 mean of all samples.
+        means_Cd: float64 mean normalised embedding per class; zeros for empty classes.
+        mean_d: float64 mean over all samples.
         within_dd: float64 covariance within classes.
     """
 
@@ -61,7 +61,7 @@ class ClassStatistics:
         """Compute the statistics in one pass; embeddings need not fit into memory.
 
         Args:
-            embeds_Nd: float embeddings, normalised here; rows of NaN (unreadable samples) are skipped.
+            embeds_Nd: float embeddings, normalised here; NaN rows (unreadable samples) are skipped.
             labels_N: classes in [0, C).
             n_classes: C.
 
@@ -92,12 +92,12 @@ class ClassStatistics:
 class ClassMemoryContents:
     """Memory contents from classes: keys are mean new embeddings, values mean old embeddings.
 
-    The gate learns to separate known from unknown queries: samples compared with the mean of the rest of their class, and
-    samples compared with other classes only.
+    The gate learns to separate known from unknown queries: samples compared with the mean of the rest of their class, and samples
+    compared with other classes only.
 
     Args:
         key_metric: metric between queries and keys.
-        keys_KD: float32 keys of the K classes with samples.
+        keys_KD: float32 keys for the K classes with samples.
         gate: float32 (2,), slope and offset.
         old_means_Kd: float64 mean old embeddings.
     """
@@ -115,7 +115,7 @@ class ClassMemoryContents:
 
         Args:
             new: statistics of the new embeddings.
-            old: statistics of the old embeddings of the same samples.
+            old: statistics of the old embeddings for the same samples.
             new_ND: new embeddings; NaN for unreadable samples.
             labels_N: their classes.
 
@@ -131,14 +131,14 @@ class ClassMemoryContents:
         return cls(metric, keys_KD, gate, old.means_Cd[known_K])
 
     def build_memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory with a metric of queries.
+        """Return the memory with a query metric.
 
         Args:
-            metric: metric of the old space.
+            metric: the old space's metric.
             sharpness: β.
             share: λ.
-            codec: codec of entries in :data:`~xcompat.models.codes.CODECS`, or ``float32`` for none; None chooses ``float32``
-                up to :data:`MOST` numbers in the keys, and ``SQ8`` beyond.
+            codec: entry codec in :data:`~xcompat.models.codes.CODECS`, or ``float32`` for none; None to use ``float32`` up to
+                :data:`MOST` numbers in the keys, and ``SQ8`` beyond.
 
         Raises:
             XcompatError: the codec does not fit the entries.
@@ -158,12 +158,12 @@ class PairMemoryContents:
     """Memory contents from captioned images.
 
     A caption's value is its images' mean old embedding; an image's value is its captions'. One memory serves text and image
-    queries, because new embeddings of texts and images are far apart. Values are centred per kind, because a gallery contains
-    one kind. Without examples of unknown queries, the gate is always open. Embeddings need not fit into memory.
+    queries, because new text and image embeddings are far apart. Values are centred per kind, because a gallery contains a single
+    kind. Without examples of unknown queries, the gate is always open. Embeddings need not fit into memory.
 
     Args:
-        new: new embeddings of captions and of images.
-        groups: groups of captions and of images.
+        new: new caption and image embeddings.
+        groups: caption and image groups.
         old: old group means of images (for captions) and of captions (for images).
     """
 
@@ -176,9 +176,9 @@ class PairMemoryContents:
         """Compute the contents from captioned images, in closed form.
 
         Args:
-            new: new embeddings (N, D) of images and (M, D) of captions, all readable.
-            old: old embeddings (N, d) of the images and (M, d) of the captions.
-            groups: (N,) and (M,) group numbers from 0. A caption describes the images of its group; each group has both.
+            new: new image (N, D) and caption (M, D) embeddings, all readable.
+            old: old image (N, d) and caption (M, d) embeddings.
+            groups: (N,) and (M,) group numbers from 0. A caption describes its group's images; each group has both.
         """
         images, captions = (_GroupMeans.compute(old[kind], groups[kind]) for kind in (0, 1))
         return cls((new[1], new[0]), (groups[1], groups[0]), (images, captions))
@@ -188,14 +188,14 @@ class PairMemoryContents:
         """Compute the contents from items of one kind; values are their own old embeddings.
 
         Args:
-            new_ND: new embeddings of the items, all readable.
-            old_Nd: old embeddings of the same items.
+            new_ND: the items' new embeddings, all readable.
+            old_Nd: the same items' old embeddings.
         """
         each, means = np.arange(len(new_ND)), _GroupMeans.compute(old_Nd, np.arange(len(new_ND)))
         return cls((new_ND, new_ND[:0]), (each, each[:0]), (means, means))
 
     def build_memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory with a metric of queries; arguments as in :meth:`ClassMemoryContents.build_memory`."""
+        """Return the memory with a query metric; arguments as in :meth:`ClassMemoryContents.build_memory`."""
         captions = len(self.new[0])
 
         def of_each_kind(rows_B: NDArray[np.int64], read: Sequence[Read]) -> Tensor:
@@ -228,7 +228,7 @@ class _GroupMeans:
         embeds_Nd: embeddings.
         mean_d: float64 mean of all normalised embeddings.
         order_N: rows sorted by group.
-        starts_C: start of each group in that order, and the end of the last one.
+        starts_C: each group's start in this order, and the last group's end.
     """
 
     embeds_Nd: Rows
@@ -245,7 +245,7 @@ class _GroupMeans:
         return cls(embeds_Nd, mean_d, np.argsort(groups_N, kind="stable"), starts_C)
 
     def centred(self, groups_B: NDArray[np.int64]) -> Tensor:
-        """Return centred, normalised means of groups: (B, d) float32."""
+        """Return centred, normalised group means: (B, d) float32."""
         wanted_U, which_B = np.unique(groups_B, return_inverse=True)
         sizes_U = self.starts_C[wanted_U + 1] - self.starts_C[wanted_U]
         ends_U = np.cumsum(sizes_U)

@@ -43,9 +43,9 @@ class OldKnowledge:
 
     Args:
         n_classes: C, number of classes in the new training set.
-        labels_N: int64 class of every training sample; empty if unknown.
-        embeddings_Nd: float32 old embeddings of the training samples, L2-normalised; rows of NaN are unreadable images.
-        classifier_Cd: rows of the frozen old classifier in the new class order, NaN for new classes.
+        labels_N: int64, every training sample's class; empty if unknown.
+        embeddings_Nd: float32 old embeddings of the training samples, L2-normalised; NaN rows are unreadable images.
+        classifier_Cd: the frozen old classifier's rows in the new class order, NaN for new classes.
         given_prototypes_Cd: prototypes from a file instead of embeddings, NaN for classes without prototype.
     """
 
@@ -68,16 +68,16 @@ class OldKnowledge:
         return class_means(self.embeddings_Nd, self.labels_N, self.n_classes)
 
     def embeddings(self, method: str) -> Rows:
-        """Return the old embeddings of the training samples (N, d), or raise with the method's name."""
+        """Return the training samples' old embeddings (N, d), or raise with the method's name."""
         if self.embeddings_Nd is None:
             raise XcompatError(ONLY_PROTOTYPES.format(method))
         return self.embeddings_Nd
 
     def weights(self, kind: OldWeights) -> Tensor:
-        """Return the frozen rows that classify compatible embeddings.
+        """Return the frozen rows to classify compatible embeddings.
 
         Args:
-            kind: ``prototypes``, ``classifier``, or ``both`` (prototypes replace missing rows of the classifier).
+            kind: ``prototypes``, ``classifier``, or ``both`` (prototypes replace missing classifier rows).
 
         Returns:
             (C, d) float32, NaN for classes without a row.
@@ -106,7 +106,7 @@ def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) ->
     """Return mean embeddings per class (C, d) float32, NaN for empty classes, computed in float64 and in blocks.
 
     Args:
-        embeds_Nd: float embeddings; rows of NaN are skipped.
+        embeds_Nd: float embeddings; NaN rows are skipped.
         labels_N: classes in [0, C).
         n_classes: C.
 
@@ -126,7 +126,7 @@ def class_means(embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) ->
 
 
 def samples_of_classes(labels_N: NDArray[np.int64], n_classes: int) -> list[NDArray[np.int64]]:
-    """Return the sample numbers of each class, C arrays in ascending order.
+    """Return each class's sample numbers, C arrays in ascending order.
 
     Args:
         labels_N: classes in [0, C).
@@ -144,7 +144,7 @@ def rows_by_class(weights_Kd: Tensor, old_classes: Sequence[str], new_classes: S
     """Return old classifier rows in the new class order, matched by name.
 
     Args:
-        weights_Kd: (K, d) rows of the old classifier.
+        weights_Kd: (K, d) old classifier rows.
         old_classes: K names.
         new_classes: C names.
 

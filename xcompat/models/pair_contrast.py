@@ -1,4 +1,4 @@
-"""Contrastive loss of texts and searched items."""
+"""Contrastive loss between texts and searched items."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xcompat.outputs import Batch, CompatOutput
 
 
 def pair_contrast(output: CompatOutput, batch: Batch, scale: Tensor | float) -> Tensor:
-    """Return the contrastive loss of texts and searched items (images, or passages and mined negatives), a scalar.
+    """Return the contrastive loss between texts and searched items (images, or passages and mined negatives), a scalar.
 
     Args:
-        output: embeddings of both.
+        output: both sides' embeddings.
         batch: for passages with ``passage_ids`` and optionally ``negative_ids``.
         scale: factor on cosines.
     """

@@ -19,7 +19,7 @@ TrainedPart = Literal["none", "layer_norm", "all"]
 
 
 class PhiModel(CompatModel):
-    """Model whose view of the old space is φ of its embeddings."""
+    """Model that maps its embeddings to the old space with φ."""
 
     def __init__(self, config: CompatConfig, encoder: Encoder | None = None) -> None:
         super().__init__(config, encoder)
@@ -43,11 +43,11 @@ class PhiModel(CompatModel):
 
 
 class ProjectedConfig(CompatConfig):
-    """Configuration of an encoder with φ.
+    """Configuration for an encoder with φ.
 
     Args:
         train_encoder: encoder weights to train in addition to adapters.
-        train_projection: weights of φ to train.
+        train_projection: φ's weights to train.
     """
 
     train_encoder: TrainedPart = "none"

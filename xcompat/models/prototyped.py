@@ -1,4 +1,4 @@
-"""Base class of methods with frozen old classifier weights: class prototypes or the old model's classifier."""
+"""Base class for methods with frozen old classifier weights: class prototypes or the old model's classifier."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PrototypedConfig(ClassifiedConfig):
 
     Args:
         compat_weight: λ, weight of the loss against the old weights.
-        old_weights: frozen row of each class: ``prototypes`` (mean old embedding in the new training set), ``classifier`` (row
-            in the old classifier), or ``both`` (classifier row; for classes without one, the prototype with the mean length of
-            the rows). The loss skips samples of classes without a row.
-        old_scale: factor on cosines between features and old weights; None for dot products, which depend on lengths
-            (prototypes of unit embeddings are shorter than 1). Ignored with ``metric: l2``, which always uses dot products.
+        old_weights: each class's frozen row: ``prototypes`` (mean old embedding in the new training set), ``classifier`` (row in
+            the old classifier), or ``both`` (classifier row; for classes without a row, the prototype scaled to the rows' mean
+            length). The loss skips samples if their class has no row.
+        old_scale: factor on cosines between features and old weights; None to use dot products, which depend on lengths (unit
+            embeddings' prototypes are shorter than 1). Ignored with ``metric: l2``, which always uses dot products.
     """
 
     compat_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -33,7 +33,7 @@ class PrototypedConfig(ClassifiedConfig):
 
 
 class PrototypedModel(ClassifiedModel):
-    """Classified model with a frozen row per class of the old model."""
+    """Classified model with a frozen row per old-model class."""
 
     config_class = PrototypedConfig
     made_by_prepare = ("old_weights_Cd",)

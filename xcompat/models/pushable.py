@@ -29,7 +29,7 @@ _PUSH_ARGUMENTS = (
 
 
 class PushableModel(LearningModel):
-    """Base class of :class:`~xcompat.models.base.CompatModel` for the Hub."""
+    """Base class for the Hub methods of :class:`~xcompat.models.base.CompatModel`."""
 
     @property
     @abstractmethod
@@ -101,7 +101,7 @@ class PushableModel(LearningModel):
             overwrite: whether to replace another model.
             private: whether the repository is private; by default only if the base is gated or private.
             license: license on the card.
-            tags: additional tags of the card.
+            tags: additional card tags.
             max_shard_size: maximum size of a weight file.
             kwargs: as in transformers, e.g. ``revision``, ``token`` and ``commit_message``.
 

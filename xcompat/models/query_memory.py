@@ -1,9 +1,9 @@
 """Query metric and query memory.
 
-A memory contains pairs of a new and an old embedding. It compares a query with the new ones and moves it towards the old ones
-of the most similar pairs (kernel regression around a map; for classification Tip-Adapter, Zhang et al., ECCV 2022). Linear maps
-cannot express classes, and trained networks overfit to them. Nothing is trained, and the stored gallery does not change. In a
-map of galleries, stored old embeddings take the place of queries; keys are in the old space and values in the new one.
+A memory contains pairs of a new and an old embedding. It compares a query with the new embeddings and moves it towards the old
+embeddings in the most similar pairs (kernel regression around a map; for classification Tip-Adapter, Zhang et al., ECCV 2022).
+Linear maps cannot express classes, and trained networks overfit to them. Nothing is trained, and the stored gallery does not
+change. In a gallery map, stored old embeddings take the place of queries; keys are in the old space and values in the new space.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class QueryMetric(nn.Module):
 
         Args:
             mean_d: μ.
-            covariance_dd: C, within classes or of the stored gallery.
-            power: α; 0 only centres, 0.5 whitens.
+            covariance_dd: C, within classes or over the stored gallery.
+            power: α; use 0 only to centre, 0.5 to whiten.
             damping: ε, in units of the mean variance.
 
         Returns:
@@ -70,16 +70,16 @@ class QueryMetric(nn.Module):
         return self.transform_centred(F.normalize(embeds_Bd.float(), dim=-1))
 
     def transform_centred(self, embeds_Bd: Tensor) -> Tensor:
-        """Transform vectors without normalising them first, e.g. class means, whose length depends on the spread of the class."""
+        """Transform vectors without normalising them first, e.g. class means; their length depends on the class's spread."""
         return F.normalize((embeds_Bd.float() - self.mean_d.float()) @ self.matrix_dd.float(), dim=-1)
 
 
 class QueryMemory(nn.Module):
     """q ↦ normalise(m(q) + λ·g(x)·Σ_k softmax_k(β·cos(key(x), key_k))·value_k), m and key metrics of the old and the new space.
 
-    x is the query's new embedding and q its mapped one in the old space. The gate g, a logistic function of the largest cosine
-    to a key, is high if x resembles an entry. Without entries only the metric remains. Queries are compared with every entry,
-    in an :class:`~xcompat.models.indexed_memory.IndexedMemory` only with the nearest.
+    x is the query's new embedding and q its mapped embedding in the old space. The gate g, a logistic function of the largest
+    cosine to a key, is high if x resembles an entry. Without entries only the metric remains. Queries are compared with every
+    entry, in an :class:`~xcompat.models.indexed_memory.IndexedMemory` only with the nearest.
 
     Args:
         new_dim: D.
@@ -121,7 +121,7 @@ class QueryMemory(nn.Module):
         return said | ({"confident": True} if self.calibration is not None else {})
 
     def calibrate(self, slope: float, offset: float) -> Self:
-        """Set the logistic function from the length of the recalled vector to the :meth:`confidence`."""
+        """Set the logistic function from the recalled vector's length to the :meth:`confidence`."""
         self.calibration = torch.tensor([slope, offset], device=self.gate.device)
         return self
 
@@ -135,7 +135,7 @@ class QueryMemory(nn.Module):
         """Raise if loaded weights contradict each other. Here, matching shapes are sufficient."""
 
     def key_cosines(self, new_BD: Tensor) -> Tensor:
-        """Return cosines of new embeddings to keys: all (B, K), or in an index the nearest (B, k)."""
+        """Return new embeddings' cosines to keys: all (B, K), or in an index the nearest (B, k)."""
         return self.key_metric(new_BD) @ self.keys_KD.float().T
 
     def familiarity(self, cosines_BK: Tensor) -> Tensor:
@@ -154,11 +154,11 @@ class QueryMemory(nn.Module):
         """Apply the metric to queries and move them towards the recalled old embeddings.
 
         Args:
-            new_BD: new embeddings of the queries.
+            new_BD: the queries' new embeddings.
             queries_Bd: the same queries mapped into the old space.
 
         Returns:
-            (B, d) float32, L2-normalised, for galleries of the old model.
+            (B, d) float32, L2-normalised, for the old model's galleries.
         """
         return F.normalize(self.metric(queries_Bd) + self.share * self.recall(new_BD), dim=-1)
 
@@ -183,11 +183,11 @@ class QueryMemory(nn.Module):
 
 
 def refuse_settings(settings: Mapping[str, Any], least: Mapping[str, float | None]) -> None:
-    """Raise if settings of a memory are unknown, missing or out of range.
+    """Raise if memory settings are unknown, missing or out of range.
 
     Args:
         settings: settings in a configuration.
-        least: known settings, with the minimum of each number; None for other types.
+        least: known settings, with each number's minimum; None for other types.
     """
     for name in settings.keys() - least.keys():
         raise XcompatError(f"a query memory has no setting {name!r}; {nearest(name, least)}")

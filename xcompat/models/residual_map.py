@@ -1,4 +1,4 @@
-"""Base class of maps that train a network around a linear map in closed form."""
+"""Base class for maps that train a network around a closed-form linear map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ResidualMapConfig(MappedConfig):
     """Configuration of :class:`ResidualMapModel`.
 
     Args:
-        hidden: width of the network.
+        hidden: network width.
     """
 
     hidden: int = 256

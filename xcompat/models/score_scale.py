@@ -1,4 +1,4 @@
-"""Fitting of score scales between old and new gallery embeddings."""
+"""Score scale fitting between old and new gallery embeddings."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ TAIL = 0.05
 
 
 class ScoredItems(NamedTuple):
-    """Queries and items with embeddings of both models, row by row.
+    """Queries and items with both models' embeddings, row by row.
 
     Args:
-        new_QD: (Q, D) query embeddings of the new model.
-        old_Qd: (Q, d) query embeddings of the old model.
-        new_ND: (N, D) item embeddings of the new model.
-        old_Nd: (N, d) item embeddings of the old model.
-        side_info_NS: (N, S) side-information of the items, if the map reads it.
-        labels_Q: int64 (Q,) class of each query; None if unknown.
-        labels_N: int64 (N,) class of each item; None if unknown.
+        new_QD: (Q, D) the new model's query embeddings.
+        old_Qd: (Q, d) the old model's query embeddings.
+        new_ND: (N, D) the new model's item embeddings.
+        old_Nd: (N, d) the old model's item embeddings.
+        side_info_NS: (N, S) the items' side-information, if the map reads it.
+        labels_Q: int64 (Q,) each query's class; None if unknown.
+        labels_N: int64 (N,) each item's class; None if unknown.
     """
 
     new_QD: Tensor
@@ -47,15 +47,15 @@ class ScoredItems(NamedTuple):
 
 
 def fit_score_scales(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> ScoreScales | None:
-    """Fit the score scales of a model on items with embeddings of both models.
+    """Fit a model's score scales on items with both models' embeddings.
 
-    A partly re-embedded gallery contains two kinds of vectors, and queries score systematically higher against one kind. A
-    scale matches the upper tails of both score distributions: the mean score where a query's best 5 % begin, and the mean
-    excess above it. It does not depend on the gallery's items.
+    A partly re-embedded gallery contains two kinds of vectors, with systematically different query scores. A scale matches both
+    score distributions' upper tails: the mean score where a query's best 5 % begin, and the mean excess above it. It does not
+    depend on the gallery's items.
 
     Args:
-        samples: one or more per kind of query and item, each with a model that maps its embeddings into the old space, or old
-            embeddings into its own.
+        samples: a sample or several per kind of query and item, each with a model that maps its embeddings into the old space, or
+            old embeddings into its own.
 
     Returns:
         The scales; None if every sample has fewer than :data:`FEWEST` queries or items, or if scores do not differ.
@@ -98,14 +98,14 @@ def _scores(model: CompatModel, queries_Qd: Tensor, searched_Nd: Tensor) -> Tens
 
 
 def mean_tail(scores_QN: Tensor) -> Tensor:
-    """Return the mean start of the queries' tails, and the mean excess of their scores above it: (2,)."""
+    """Return the queries' mean tail start, and their scores' mean excess above it: (2,)."""
     best_Qk = scores_QN.topk(max(2, round(TAIL * scores_QN.shape[1])) + 1, dim=1).values
     start_Q = best_Qk[:, -1]
     return torch.stack([start_Q.mean(), (best_Qk[:, :-1].mean(1) - start_Q).mean()])
 
 
 def _matched(added: Tensor, native: Tensor) -> ScoreScale | None:
-    """Return the scale from one tail (start, excess) to another; None if a tail has no excess."""
+    """Return the scale from a tail (start, excess) to another tail; None if either has no excess."""
     slope = float(native[1] / added[1])
     if not (math.isfinite(slope) and slope > 0):
         return None

@@ -1,4 +1,4 @@
-"""Older spaces and fingerprints of compatible models."""
+"""Older spaces and fingerprints for compatible models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xcompat.score_scale import CarriedThreshold, ScoreScales, Thresholds
 
 
 class SpacesModel(CheckpointModel):
-    """Base class of :class:`~xcompat.models.base.CompatModel` for older spaces and fingerprints."""
+    """Base class for :class:`~xcompat.models.base.CompatModel` with older spaces and fingerprints."""
 
     embeds_in_memory: ClassVar[bool] = False
     """Whether this is a map over cached embeddings, with a separate encoder that is loaded on first use."""
@@ -32,7 +32,7 @@ class SpacesModel(CheckpointModel):
 
     @property
     def metric(self) -> Metric:
-        """Return the metric of the embeddings."""
+        """Return the embeddings' metric."""
         return getattr(self.config, "metric", "cosine")
 
     def apply_metric(self, embeds: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class SpacesModel(CheckpointModel):
         return embeds.float() if self.metric == "l2" else F.normalize(embeds.float(), dim=-1)
 
     def _require_one_metric(self) -> None:
-        """Raise if the metrics of the model and of the old or mapped embeddings differ."""
+        """Raise if the model's metric differs from the old or mapped embeddings' metric."""
         sides = {"the old model": self.config.old, "the new model": self.config.encoder if self.embeds_in_memory else None}
         known = {side: described.get("metric", "cosine") for side, described in sides.items() if described is not None}
         if not self.compares_by_l2 and "l2" in (self.metric, *known.values()):
@@ -57,7 +57,7 @@ class SpacesModel(CheckpointModel):
                 )
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of encoder, adapters, heads, preprocessing and memory."""
+        """Return the fingerprint over encoder, adapters, heads, preprocessing and memory."""
         return Fingerprint(self._digests()[1], self._display_name)
 
     @property
@@ -65,7 +65,7 @@ class SpacesModel(CheckpointModel):
         return self.name_or_path or type(self).__name__
 
     def _digests(self) -> tuple[str, str]:
-        """Return the digests of the model without its memory (the identity of stored embeddings), and of the whole model."""
+        """Return the model's digests: without its memory (the identity of stored embeddings), and as a whole."""
         # cached, because galleries need it for every query and hashing gigabytes takes seconds
         state = self._fingerprint_settings(), Fingerprint.state(self)
         if self._hashed is None or self._hashed[0] != state:
@@ -80,7 +80,7 @@ class SpacesModel(CheckpointModel):
         return plain.digest, plain.derive(Fingerprint.from_module(model.memory, model.memory.settings).digest).digest
 
     def written_fingerprint(self) -> Fingerprint:
-        """Return the fingerprint after :meth:`save_pretrained`; rounded weights of a half-precision model change it."""
+        """Return the fingerprint after :meth:`save_pretrained`; rounded weights in a half-precision model change it."""
         return Fingerprint(self._written_digests()[1], self._display_name)
 
     def _written_digests(self) -> tuple[str, str]:
@@ -94,7 +94,7 @@ class SpacesModel(CheckpointModel):
         return [own, *([own.derive("view")] if self.stores_view else [])]
 
     def _fingerprint_settings(self) -> str:
-        """Return the other contents of a fingerprint than weights, as JSON."""
+        """Return a fingerprint's other contents than weights, as JSON."""
         own = {key: getattr(self.config, key, None) for key in ("model_type", "adapters", "embedding_dim")}
         own["encoder"] = (self.config.encoder or {}).get("fingerprint")
         own["old"] = [version.digest for version in self.compatible_with]
@@ -116,17 +116,17 @@ class SpacesModel(CheckpointModel):
         return [(Fingerprint(item["fingerprint"], item["name"]), item["dim"]) for item in versions]
 
     def to_space(self, embeds: Tensor, version: Fingerprint | None = None) -> Tensor:
-        """Turn own embeddings into queries of an older gallery: :meth:`to_space_without_memory`, then the memory.
+        """Turn own embeddings into queries for an older gallery: :meth:`to_space_without_memory`, then the memory.
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
-            version: version of the gallery; None for the old model of the training, the only version with a memory.
+            version: the gallery's version; None to use the old model from training, the only version with a memory.
 
         Returns:
             (B, d) float32, L2-normalised.
 
         Raises:
-            FingerprintMismatchError: the model is not compatible with that version.
+            FingerprintMismatchError: the model is not compatible with this version.
             XcompatError: the model maps galleries, or the embeddings have a wrong type or shape.
         """
         self.require_version(version)
@@ -149,7 +149,7 @@ class SpacesModel(CheckpointModel):
 
         Args:
             embeds: (B, D).
-            version: a version in :attr:`compatible_with`; None for the old model of the training.
+            version: a version in :attr:`compatible_with`; None to use the old model from training.
 
         Returns:
             (B, d) float32, L2-normalised.
@@ -164,12 +164,12 @@ class SpacesModel(CheckpointModel):
         return self.apply_metric(embeds[:, : self.config.old["dim"]])
 
     def remember(self, memory: QueryMemory | None) -> Self:
-        """Set or remove the memory of queries, or of stored embeddings in a map of galleries, and return the model.
+        """Set or remove the memory for queries (in a gallery map, for stored embeddings), and return the model.
 
-        The model's fingerprint changes, but not that of its stored embeddings.
+        The model's fingerprint changes, but not its stored embeddings' fingerprint.
 
         Args:
-            memory: memory from new to old dimensions (old to new in a map of galleries); None for no memory.
+            memory: memory from new to old dimensions (old to new in a gallery map); None for no memory.
 
         Raises:
             XcompatError: the model has no old space, or the memory has other dimensions.
@@ -188,13 +188,13 @@ class SpacesModel(CheckpointModel):
 
     @property
     def score_scales(self) -> ScoreScales | None:
-        """Return the scales between scores of own and of old gallery embeddings, if known."""
+        """Return the scales between scores for own and for old gallery embeddings, if known."""
         return ScoreScales.read(self.config.score_scales) if self.config.score_scales is not None else None
 
     def threshold(self, old: float) -> CarriedThreshold:
-        """Return the new score threshold for an old one, for queries of the old gallery without re-ranking.
+        """Return the new score threshold for an old threshold, for old-gallery queries without re-ranking.
 
-        It was measured on validation pairs. ``xcompat evaluate --threshold`` measures a test set.
+        It was measured on validation pairs. Use ``xcompat evaluate --threshold`` to measure a test set.
 
         Args:
             old: the service's cosine threshold.
@@ -213,13 +213,13 @@ class SpacesModel(CheckpointModel):
         raise XcompatError(f"threshold {old:g} is unknown: {self._display_name} has {reach}; {measure}")
 
     def confidence(self, embeds: Tensor) -> Tensor | None:
-        """Return the probability of each query to find no less than the old query, if the memory is calibrated (`xcompat map`).
+        """Return the probability that each query finds no less than the old query, if the memory is calibrated (`xcompat map`).
 
         Args:
             embeds: (B, D) from :meth:`embed_images` or :meth:`embed_texts`.
 
         Returns:
-            (B,) float32 in (0, 1); None without a calibration, and for a map of galleries.
+            (B,) float32 in (0, 1); None without a calibration, and for a gallery map.
         """
         return self.memory.confidence(embeds) if self.memory is not None and self.is_confident else None
 
@@ -239,7 +239,7 @@ class SpacesModel(CheckpointModel):
         """Raise if the model is not compatible with a gallery.
 
         Args:
-            version: version of the gallery; None for the old model of the training.
+            version: the gallery's version; None to use the old model from training.
 
         Raises:
             FingerprintMismatchError: the model is compatible with other versions, listed in the error.
@@ -258,7 +258,7 @@ class SpacesModel(CheckpointModel):
         return embeds
 
     def upgrade(self, old_embeds: Tensor, side_info: Tensor | None = None) -> Tensor:
-        """Map stored old embeddings into the new space: :meth:`own_upgrade`, then the memory of a map of galleries.
+        """Map stored old embeddings into the new space: :meth:`own_upgrade`, then a gallery map's memory.
 
         Args:
             old_embeds: (B, d) stored embeddings.
@@ -277,12 +277,12 @@ class SpacesModel(CheckpointModel):
 
     @property
     def reads_side_info(self) -> bool:
-        """Return whether a map of galleries needs side-information."""
+        """Return whether a gallery map needs side-information."""
         return False
 
     @property
     def writes_side_info(self) -> bool:
-        """Return whether a map of galleries also maps side-information for the next update (:meth:`upgrade_side`)."""
+        """Return whether a gallery map also maps side-information for the next update (:meth:`upgrade_side`)."""
         return False
 
     def upgrade_side(self, old_embeds: Tensor, side_info: Tensor) -> Tensor:
@@ -306,12 +306,12 @@ class SpacesModel(CheckpointModel):
 
     @property
     def view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers of the nearest :meth:`to_space`, without normalisation (see :attr:`embed_layers`)."""
+        """Return the nearest :meth:`to_space`'s layers, without normalisation (see :attr:`embed_layers`)."""
         return self.own_view_layers if self.memory is None else None
 
     @property
     def own_view_layers(self) -> Iterable[nn.Module] | None:
-        """Return the layers of :meth:`to_space_without_memory`, without normalisation."""
+        """Return the layers for :meth:`to_space_without_memory`, without normalisation."""
         assert self.config.old is not None
         dims = self.config.embedding_dim, self.config.old["dim"]
         return () if dims[0] == dims[1] else (first_dims(*dims),)
@@ -330,12 +330,12 @@ class SpacesModel(CheckpointModel):
         return Fingerprint(self._digests()[0], self._display_name)
 
     def stored_fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the embeddings of :meth:`stored`."""
+        """Return the fingerprint of embeddings from :meth:`stored`."""
         plain = self.embeds_fingerprint()
         return plain.derive("view") if self.stores_view else plain
 
     @property
     def stored_dim(self) -> int:
-        """Return the dimension of the embeddings of :meth:`stored`."""
+        """Return the dimension of embeddings from :meth:`stored`."""
         assert not self.stores_view or self.config.old is not None
         return self.config.old["dim"] if self.stores_view else self.config.embedding_dim

@@ -76,7 +76,7 @@ class StoredModel:
         raise XcompatError(f"{self.name} {error_message}")
 
     def lookup(self, ids: Sequence[str]) -> Rows:
-        """Return the stored embeddings of images.
+        """Return the images' stored embeddings.
 
         Args:
             ids: image ids.
@@ -103,7 +103,7 @@ class StoredModel:
         return _Directions(self.embeds_Nd, np.fromiter((place[name] for name in ids), np.int64, len(ids)))
 
     def prototypes_of(self, classes: Sequence[str]) -> NDArray[np.float32] | None:
-        """Return stored prototypes of ``classes`` (C, d), NaN for missing ones; None if there are embeddings."""
+        """Return stored prototypes for ``classes`` (C, d), NaN for missing prototypes; None if there are embeddings."""
         if self.prototypes_Cd is None:
             return None
         rows_Cd = np.array(self.prototypes_Cd, dtype=np.float32)

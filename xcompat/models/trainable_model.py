@@ -1,4 +1,4 @@
-"""Training interface of methods: columns, losses, and checks of recipes."""
+"""Training interface for methods: columns, losses, and recipe checks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LearningModel(SpacesModel):
         """Return whether the loss multiplies cosines by ``logit_scale``.
 
         Args:
-            options: configuration of the method.
+            options: the method's configuration.
             on_captions: whether training uses captions or texts.
         """
         return False
@@ -90,12 +90,12 @@ class LearningModel(SpacesModel):
 
     @classmethod
     def unread_options(cls, options: Mapping[str, Any], on_captions: bool) -> Iterator[tuple[str, str]]:
-        """Yield the options that have no effect with the others, each with the reason.
+        """Yield the options without effect beside the others, each with the reason.
 
         A weight of 0 is not such a case: it switches off its loss term on purpose.
 
         Args:
-            options: complete configuration of the method, including defaults.
+            options: the method's complete configuration, including defaults.
             on_captions: whether training uses captions or texts.
         """
         if cls.embeds_in_memory:
@@ -105,10 +105,10 @@ class LearningModel(SpacesModel):
 
     @classmethod
     def refuse_unread(cls, options: Mapping[str, Any], on_captions: bool) -> None:
-        """Raise for options that would have no effect or that exclude each other.
+        """Raise for options without effect, and for options that exclude each other.
 
         Args:
-            options: configuration of the method.
+            options: the method's configuration.
             on_captions: whether training uses captions or texts.
         """
         assert cls.config_class is not None
@@ -120,11 +120,11 @@ class LearningModel(SpacesModel):
 
     @classmethod
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:
-        """Return D of a planned model; None if it depends on the encoder.
+        """Return a planned model's D; None if it depends on the encoder.
 
         Args:
             usual: the old model's dimension, if any.
-            options: configuration of the method.
+            options: the method's configuration.
         """
         return None
 
@@ -133,27 +133,27 @@ class LearningModel(SpacesModel):
         """Raise if dimensions are impossible, before an encoder or old model exists.
 
         Args:
-            old_dim: d of the planned old model.
-            options: configuration of the method.
+            old_dim: d, the planned old model's dimension.
+            options: the method's configuration.
         """
 
     # -------------------------------------------------------------------------------------------------------- learning
 
     @property
     def views(self) -> Views:
-        """Return the image views of the loss; by default one augmented view."""
+        """Return the loss's image views; by default one augmented view."""
         return Views()
 
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         """Read the old model's knowledge of the training set, before training.
 
         Args:
-            old: known embeddings, prototypes and classifier of the old model.
-            new_ND: embeddings of the new model, for maps.
+            old: the old model's known embeddings, prototypes and classifier.
+            new_ND: the new model's embeddings, for maps.
         """
 
     def extra_columns(self, old: OldKnowledge) -> dict[str, NDArray[Any]]:
-        """Return additional columns of the method by name, with a row per training image.
+        """Return the method's additional columns by name, with a row per training image.
 
         Args:
             old: as in :meth:`prepare`.
@@ -168,7 +168,7 @@ class LearningModel(SpacesModel):
         """Solve for the map, if :attr:`is_solved`, and return the model.
 
         Args:
-            batches: pairs of new (B, D) and old (B, d) embeddings of the same samples, L2-normalised.
+            batches: pairs of new (B, D) and old (B, d) embeddings for the same samples, L2-normalised.
         """
         raise TypeError(f"{type(self).__name__} is trained, not solved")
 
@@ -176,7 +176,7 @@ class LearningModel(SpacesModel):
         """Use the partly trained model's embeddings of the training set.
 
         Args:
-            new_ND: embeddings in evaluation mode, without augmentation; rows of NaN are unreadable images.
+            new_ND: embeddings in evaluation mode, without augmentation; NaN rows are unreadable images.
         """
 
     def forward(
@@ -197,8 +197,8 @@ class LearningModel(SpacesModel):
             input_ids: (B, L) int64 from ``processor.texts``.
             attention_mask: (B, L) int64; None for models that read their padding.
             labels: (B,) int64 classes in [0, C).
-            old_embeds: (B, d) embeddings of the old model, L2-normalised.
-            new_embeds: (B, D) embeddings of the new model: independently trained, or the input of a map.
+            old_embeds: (B, d) the old model's embeddings, L2-normalised.
+            new_embeds: (B, D) the new model's embeddings: independently trained, or a map's input.
             return_loss: whether to compute the loss; by default unless the batch contains only columns to embed.
             others: other columns in ``columns`` and ``columns_if_known``.
 
@@ -231,7 +231,7 @@ class LearningModel(SpacesModel):
 
     @abstractmethod
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Embed the columns of a batch in ``embedded``, without a loss.
+        """Embed a batch's columns in ``embedded``, without a loss.
 
         Raises:
             XcompatError: there is nothing to embed.
@@ -246,7 +246,7 @@ class LearningModel(SpacesModel):
         """
 
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        """Return the loss of a batch, a scalar.
+        """Return a batch's loss, a scalar.
 
         Args:
             output: output of :meth:`embed_batch`.
@@ -255,7 +255,7 @@ class LearningModel(SpacesModel):
         raise TypeError(f"{type(self).__name__} is not trained")
 
     def required_columns(self, batch: Batch) -> list[str]:
-        """Return the required columns of a batch: passages instead of images if it contains passages."""
+        """Return a batch's required columns: passages instead of images if it contains passages."""
         passages = PASSAGES[0]
         return [passages if name == "pixel_values" and passages in batch else name for name in self.columns]
 
@@ -267,6 +267,6 @@ class LearningModel(SpacesModel):
             )
 
     def _needs_loss(self, batch: Batch) -> bool:
-        """Return whether to compute the loss: the batch contains targets, or all columns of a model in training."""
+        """Return whether to compute the loss: the batch contains targets, or all columns for a model in training."""
         read = set(self.columns) & batch.keys()
         return not read <= set(self.embedded) or (len(read) == len(self.columns) and getattr(self.config, "for_training", True))

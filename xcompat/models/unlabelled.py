@@ -1,4 +1,4 @@
-"""Base class of models that learn from images only, for side-information."""
+"""Base class for models that learn from images only, for side-information."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding galleries on disk, for one model or several compatible ones."""
+"""Embedding galleries on disk, for a single model or several compatible models."""
 
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.searching import Hit

@@ -85,7 +85,7 @@ class AdoptedIndex(FaissIndex):
 
 
 def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> AdoptedIndex:
-    """Open the adopted index of a segment.
+    """Open a segment's adopted index.
 
     Raises:
         XcompatError: the index is missing or has changed; with the fix.
@@ -102,7 +102,7 @@ def open_adopted(record: SegmentRecord, metric: Metric, gallery: Path) -> Adopte
 
 
 def read_labels(record: SegmentRecord, gallery: Path) -> NDArray[np.int64] | None:
-    """Return the ids stored inside the index for a segment's rows; None if these are 0, 1, 2 and so on."""
+    """Return the ids stored inside the index for a segment's rows; None if they are 0, 1, 2 and so on."""
     if LABELS_FILE not in record.files:
         return None
     path = require_whole(gallery, gallery / SEGMENTS / record.name / LABELS_FILE, record.files[LABELS_FILE])
@@ -110,7 +110,7 @@ def read_labels(record: SegmentRecord, gallery: Path) -> NDArray[np.int64] | Non
 
 
 def inspect_file(path: Path) -> tuple[FileRecord, AdoptedRecord]:
-    """Return size and checksum of an index file, and facts to recognise it.
+    """Return an index file's size and checksum, and facts to recognise it.
 
     Raises:
         XcompatError: the file does not exist, or changes meanwhile.
@@ -124,7 +124,7 @@ def inspect_file(path: Path) -> tuple[FileRecord, AdoptedRecord]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return size and last write time of an adopted index.
+    """Return an adopted index's size and last write time.
 
     Raises:
         XcompatError: it does not exist.
@@ -137,7 +137,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def sampled_checksum(path: Path) -> str:
-    """Return XXH3-128 of evenly spaced blocks of a file."""
+    """Return the XXH3-128 checksum of evenly spaced file blocks."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -150,13 +150,13 @@ def sampled_checksum(path: Path) -> str:
 
 
 def read_state(folder: Path, generation: int | None) -> Manifest:
-    """Read a state of a gallery, with the newest record of its adopted index.
+    """Read a gallery state, with the newest record of its adopted index.
 
     A resync leaves earlier rows unchanged, so earlier states can use the longer file.
 
     Args:
         folder: the gallery folder.
-        generation: number of the state; None for the current one.
+        generation: state number; None to use the current state.
     """
     manifest = read_manifest(folder, generation)
     if generation is None or not any(record.adopted for record in manifest.segments):

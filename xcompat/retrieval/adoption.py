@@ -1,4 +1,4 @@
-"""Adoption of existing faiss indexes, and of vectors that are added to them later."""
+"""Adoption of existing faiss indexes, and of vectors added to them later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SAME = 1e-5  # largest relative rounding difference of signatures between proce
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """Facts about all vectors of an index.
+    """Facts about all vectors in an index.
 
     Args:
         kind: faiss class.
@@ -100,7 +100,7 @@ def adopt_faiss(
         model_or_fingerprint: see there.
         metadata: see there; or a function of the ids.
         original_ids: see :func:`~xcompat.retrieval.own_ids.name_rows`.
-        numbers_rows: whether row numbers are the ids if there are no others.
+        numbers_rows: whether to use row numbers as ids if there are no others.
     """
     if not is_unreported(folder):
         require_empty(folder)
@@ -182,7 +182,7 @@ def inspect_vectors(index: FaissIndex, path: Path, known: Known, ids: Sequence[s
         index: the opened index.
         path: its file.
         known: record of the file from before it was opened.
-        ids: ids of its vectors, for messages.
+        ids: the vectors' ids, for messages.
 
     Raises:
         XcompatError: vectors are not finite, all zero or unreadable, or the file changes meanwhile.
@@ -320,7 +320,7 @@ def _require_first(index: FaissIndex, look: IndexFacts, segment: Segment, versio
 
 
 def _all_names(gallery: Snapshot, segment: Segment, ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -> list[str]:
-    """Return all ids of a grown index; known vectors keep theirs."""
+    """Return all ids in a grown index; known vectors keep theirs."""
     old_ids, more = segment.ids(np.arange(segment.record.rows)), rows - segment.record.rows
     if ids is None and own.names_N is not None:
         own_names = [str(name) for name in own.names_N.tolist()]

@@ -1,4 +1,4 @@
-"""Argument checks of ``xcompat gallery``, before heavy imports."""
+"""Argument checks for ``xcompat gallery``, before heavy imports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xcompat.encoders.model_files import is_xcompat_model
 
 
 def require_one_search(query: str | None, queries: str | None, two_forms: bool, lacks_fallback: bool) -> None:
-    """Raise unless a search has one kind of query and one output format.
+    """Raise unless a search has a single kind of query and a single output format.
 
     Args:
-        query: one query.
-        queries: a source of many.
+        query: a single query.
+        queries: a source with many queries.
         two_forms: whether JSON and CSV are requested.
         lacks_fallback: whether a confidence is set without an old model.
     """
@@ -63,7 +63,7 @@ def require_of_stores(of_galleries: bool, where: list[str]) -> None:
 
 
 def require_query_files(query: str | None, queries: str | None) -> None:
-    """Raise if a picture or a source of queries does not exist."""
+    """Raise if a picture or a query source does not exist."""
     if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
         raise XcompatError(f"there is no picture {query}; {nearest_path(query)}")
     if queries is not None:
@@ -90,7 +90,7 @@ def require_inputs(source: Path, model: str) -> None:
 
 
 def require_map(model: str) -> str:
-    """Return the location of a map; Hub names are not checked.
+    """Return a map's location; Hub names are not checked.
 
     Raises:
         XcompatError: it is not set, or not a map.
@@ -103,7 +103,7 @@ def require_map(model: str) -> str:
 
 
 def refuse_encoder(model: str) -> NoReturn:
-    """Raise for a model that is not a map of this library."""
+    """Raise for a model that is not an xcompat map."""
     raise XcompatError(
         f"{model} is a plain encoder and maps nothing; to re-embed with it, use a map or run of it with --backfill"
     )

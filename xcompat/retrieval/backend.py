@@ -21,7 +21,7 @@ INDEX_FILE = "index.faiss"
 
 
 class VectorIndex(Protocol):
-    """Vectors of one segment, numbered from 0."""
+    """Vectors in a segment, numbered from 0."""
 
     @property
     def rows(self) -> int:
@@ -29,7 +29,7 @@ class VectorIndex(Protocol):
 
     @property
     def dim(self) -> int:
-        """Dimension of the vectors."""
+        """Vector dimension."""
 
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
         """Return (Q, k) scores, best first, and (Q, k) kept rows padded with -1."""
@@ -46,15 +46,15 @@ class VectorIndex(Protocol):
 
 
 class Backend(Protocol):
-    """Factory of a gallery's vector indexes."""
+    """Factory for a gallery's vector indexes."""
 
     metric: Metric
 
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """Store the vectors of a segment; return the name of the index type."""
+        """Store a segment's vectors; return the name of the index type."""
 
     def open(self, record: SegmentRecord, folder: Path, as_added: ReadRows | None) -> VectorIndex:
-        """Open the vectors of a segment; ``as_added`` reads vectors not stored in the index."""
+        """Open a segment's vectors; ``as_added`` reads vectors not stored in the index."""
 
     def fewest(self, dim: int) -> int:
         """Return the minimum number of vectors for the gallery's index type."""
@@ -66,11 +66,11 @@ class Backend(Protocol):
         """Delete an unused segment's vectors outside its folder."""
 
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """Return one line if vectors outside the segment's files are missing."""
+        """Return a line if vectors outside the segment's files are missing."""
 
 
 class FaissBackend(Backend):
-    """Index files in the gallery folder; ``factory`` is the faiss string of new ones."""
+    """Index files in the gallery folder; ``factory`` is the faiss string for new files."""
 
     def __init__(self, metric: Metric, factory: str) -> None:
         self.metric, self.factory = metric, factory
@@ -112,7 +112,7 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
         metric: how vectors are compared.
         index: faiss factory string.
         dim: d.
-        milvus: URI of a Milvus; None for faiss.
+        milvus: Milvus URI; None to use faiss.
 
     Returns:
         The URI from :func:`milvus_uri`; None for faiss.
@@ -151,7 +151,7 @@ def milvus_uri(place: str) -> str:
 
 
 def open_backend(manifest: Manifest) -> Backend:
-    """Return the backend of a manifest."""
+    """Return a manifest's backend."""
     if manifest.milvus is not None:
         from xcompat.retrieval.milvus_index import MilvusBackend
 

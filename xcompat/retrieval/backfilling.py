@@ -97,10 +97,9 @@ class Backfill:
 def remaining_rows(
     gallery: Gallery, originals: Originals, embedder: Embedder, kept: NewEmbeddings | None = None
 ) -> NDArray[np.int64]:
-    """Return the rows of originals that another model embedded, in demand order, then random order.
+    """Return the rows of originals embedded by another model, in demand order, then random order.
 
-    Re-ranked searches can record demand. The rest is sorted by id hashes, equal in every call, so that the next call continues.
-    Other
+    Re-ranked searches can record demand. The rest is sorted by id hashes, equal in every call, so the next call continues. Other
     orders find less during the backfill (``benchmarks/studies/mixed_gallery.py``).
 
     Args:
@@ -110,7 +109,7 @@ def remaining_rows(
         kept: cache with the recorded demand.
 
     Raises:
-        XcompatError: none of them is in the gallery.
+        XcompatError: no original is in the gallery.
     """
     rows = np.flatnonzero([origin not in (None, embedder.fingerprint) for origin in origins_of(gallery, originals)])
     ids = [originals.ids[row] for row in rows.tolist()]
@@ -119,7 +118,7 @@ def remaining_rows(
 
 
 def existing_embeddings(gallery: Path, embedder: Embedder) -> NewEmbeddings | None:
-    """Return the new embeddings that re-ranked searches cached for a model, if any."""
+    """Return the new embeddings that re-ranked searches cached for a model, or None."""
     model = query_model(embedder)
     if isinstance(model, CompatModel):
         return NewEmbeddings.find(gallery, model.embeds_fingerprint(), model.config.embedding_dim)

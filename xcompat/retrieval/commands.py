@@ -78,7 +78,7 @@ def read_ids(file: Path) -> list[str]:
 
 
 def resync(gallery: Gallery, ids: Path | None) -> None:
-    """Accept vectors that were added to an adopted index."""
+    """Accept vectors added to an adopted index."""
     before, items = gallery.generation, len(gallery)
     now = gallery.resync(read_ids(ids) if ids is not None else None)
     done = "unchanged" if now == before else f"synchronized: {len(gallery) - items:,} more items, generation {now}"
@@ -145,7 +145,7 @@ def search(
     group_by: str | None = None,
     rerank: Reranker | None = None,
 ) -> None:
-    """Show the nearest items of each query, with the confidence if available."""
+    """Show each query's nearest items, with the confidence if available."""
     for found in search_in_blocks(gallery, queries, embedder, top_k, where, fallback, group_by, rerank):
         show(found)
     if rerank is not None:
@@ -200,7 +200,7 @@ def search_in_blocks(
 
 
 def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Executor | None = None) -> None:
-    """Map stored embeddings to a newer model's space; all processes map, the main one reads and writes.
+    """Map stored embeddings to a newer model's space; all processes map, the main process reads and writes.
 
     Args:
         gallery: the gallery.
@@ -253,7 +253,7 @@ def backfill(
 
 
 def info(gallery: Gallery, embedder: Embedder | None) -> None:
-    """Print the versions, matching queries and history of a gallery."""
+    """Print a gallery's versions, matching queries and history."""
     table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
@@ -270,20 +270,20 @@ def info(gallery: Gallery, embedder: Embedder | None) -> None:
 
 
 def _describe_shared_models(gallery: Gallery, record: VersionRecord) -> list[str]:
-    """Name models whose queries fit a version's shared spaces."""
+    """Name models if their queries fit a version's shared spaces."""
     named = {version.digest: short(version.fingerprint) for version in gallery.manifest.versions}
     return [f"those of {named.get(digest, f'the model with the fingerprint {digest[:12]}')}" for digest in record.shares]
 
 
 def alias(gallery: Gallery, name: str) -> None:
-    """Record another fingerprint of the model that made the embeddings."""
+    """Record another fingerprint for the model that made the embeddings."""
     model = find_alias(name)
     version = gallery.add_alias(model)
     console.print(f"[green]✓[/] maps for {literal(model)} fit the {literal(version)} embeddings of {literal(gallery.path)}")
 
 
 def find_alias(name: str) -> Fingerprint:
-    """Return the fingerprint of a loadable model, or of a name."""
+    """Return the fingerprint of a loadable model or of a name."""
     from xcompat.encoders import is_loadable
 
     if not is_loadable(name):
@@ -308,14 +308,14 @@ def verify(gallery: Gallery) -> bool:
 
 
 def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> bool:
-    """Print which embeddings a model made; return whether it made all of its version."""
+    """Print which embeddings a model made; return whether it made its whole version."""
     from xcompat.retrieval.doctor import examine
 
     return print_findings(examine(gallery, originals, embedder, sample))
 
 
 def print_findings(findings: list[Finding]) -> bool:
-    """Print findings of the doctor; return whether there are no foreign embeddings."""
+    """Print the doctor's findings; return whether there are no foreign embeddings."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_lines(finding) for finding in findings]
     for name in rows[0] if rows else ():

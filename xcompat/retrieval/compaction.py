@@ -1,4 +1,4 @@
-"""Compaction of a gallery."""
+"""Compaction of galleries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xcompat.retrieval.staging import FLUSH_BYTES, Staging
 def compact_gallery(staging: Staging) -> None:
     """Join small segments, drop removed rows, and delete earlier generations.
 
-    Memory holds one new segment: ``FLUSH_BYTES``, or up to twice the number that trains the index.
+    Memory holds one new segment: ``FLUSH_BYTES``, or up to twice the number of vectors that trains the index.
     """
     gallery = staging.base
     untidy = {version.digest: _untidy(gallery, version) for version in gallery.manifest.versions}
@@ -62,5 +62,5 @@ def _untidy(gallery: Snapshot, version: VersionRecord) -> list[Segment]:
 
 
 def folder_size(folder: Path) -> int:
-    """Return the total file size of a gallery in bytes."""
+    """Return a gallery's total file size in bytes."""
     return sum(path.stat().st_size for path in files_below(folder) if path.is_file())

@@ -1,4 +1,4 @@
-"""Check of the origin of stored embeddings, by re-embedding a sample."""
+"""Origin check for stored embeddings, by re-embedding a sample."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _95 = 1.959964
 
 @dataclass(frozen=True)
 class Finding:
-    """Result for one stored version.
+    """Result for a stored version.
 
     Args:
         version: model of the stored version.
         items: number of its embeddings.
         looked_at: number of re-embedded originals.
-        claimed: whether the examined model has that fingerprint.
-        made: preprocessing ("" for the model's own) -> number of embeddings that the model made with it.
+        claimed: whether the examined model has this fingerprint.
+        made: preprocessing ("" for the model's own) -> number of embeddings the model made with it.
         cosine: median cosine of these to new embeddings; NaN if none.
-        limit: smallest cosine of the model's embeddings.
-        foreign: ids of embeddings of another origin.
+        limit: smallest cosine among the model's embeddings.
+        foreign: ids of embeddings with another origin.
         length: median length of the stored embeddings.
         note: further information.
     """
@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the share of foreign embeddings in the version."""
+        """95 % interval for the version's share of foreign embeddings."""
         return wilson(len(self.foreign), self.looked_at)
 
 
@@ -76,7 +76,7 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 
     Args:
         count: number of hits.
-        total: size of the sample.
+        total: sample size.
 
     Example:
         >>> [round(end, 3) for end in wilson(0, 100)], [round(end, 3) for end in wilson(50, 100)]
@@ -91,7 +91,7 @@ def wilson(count: int, total: int) -> tuple[float, float]:
 
 
 def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: int = SAMPLE) -> list[Finding]:
-    """Re-embed a sample of each stored version, and find the embeddings that the model made.
+    """Re-embed a sample from each stored version, and find the embeddings made by the model.
 
     Args:
         gallery: the gallery.
@@ -100,7 +100,7 @@ def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: 
         sample: originals per version.
 
     Returns:
-        One finding per version.
+        A finding per version.
 
     Raises:
         XcompatError: no original is in the gallery, or the model cannot embed them.
@@ -141,7 +141,7 @@ class StoredSample:
 
     @classmethod
     def of_gallery(cls, gallery: Gallery, version: Fingerprint, originals: Originals, rows: NDArray[np.int64]) -> Self:
-        """Read the embeddings of some originals in one version."""
+        """Read some originals' embeddings in a version."""
         record, ids = gallery.manifest.version(version.digest), [originals.ids[row] for row in rows.tolist()]
         vectors_nd, adopted, hashes_n = np.empty((len(rows), record.dim), np.float32), [], id_hashes(ids)
         for segment in gallery.segments:
@@ -154,7 +154,7 @@ class StoredSample:
 
     @property
     def ids(self) -> list[str]:
-        """Return the ids of the rows."""
+        """Return the rows' ids."""
         return [self.originals.ids[row] for row in self.rows.tolist()]
 
     def to_stored_form(self, parts: Parts, places: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -272,11 +272,10 @@ def find_dividing_cosine(cosines_n: NDArray[np.float64], chance: float) -> float
     """Return the cosine that separates the model's embeddings from others.
 
     If the upper tenth matches exactly, the limit is ``OTHER``, or the middle between chance and 1 if higher. If it matches only
-    nearly
-    (unknown preprocessing), the limit is the middle between the upper tenth and chance.
+    nearly (unknown preprocessing), the limit is the middle between the upper tenth and chance.
 
     Args:
-        cosines_n: (n,) between stored and new embeddings of the same item.
+        cosines_n: (n,) between the same item's stored and new embeddings.
         chance: median cosine between different items.
 
     Example:

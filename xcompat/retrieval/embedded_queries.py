@@ -38,7 +38,7 @@ class EmbeddedQueries:
     Args:
         source: a ``.npy`` file, a table with ids (Parquet, JSON lines, a folder of these), or a folder with ``query_embeds``,
             ``text_embeds`` or ``image_embeds``. The ids of ``q.npy`` are in ``q_ids.txt``, else row numbers.
-        max_bad_share: largest share of rows without a usable embedding, which are printed and skipped.
+        max_bad_share: largest share of rows without a usable embedding; these rows are printed and skipped.
 
     Raises:
         XcompatError: the file is damaged, without embeddings, or too many rows are unusable.
@@ -62,14 +62,14 @@ class EmbeddedQueries:
         self.ids = ids
 
     def __len__(self) -> int:
-        """Return the number of usable embeddings."""
+        """Count usable embeddings."""
         return len(self.rows_Q)
 
     def require_fit(self, model: Model) -> None:
         """Raise if the embeddings have another dimension than the model outputs.
 
         Raises:
-            XcompatError: both dimensions, and a model that outputs the right one.
+            XcompatError: names both dimensions, and a model that outputs the right dimension.
         """
         require_dim(model, self.embeds_QD.shape[1], self.file)
 
@@ -92,12 +92,12 @@ def require_dim(model: Model, have: int, where: object) -> None:
     """Raise if embeddings have another dimension than the model outputs.
 
     Args:
-        model: the model that made them; a fingerprint is not checked.
+        model: the model that made them; fingerprints are not checked.
         have: their dimension.
         where: their file, for the message.
 
     Raises:
-        XcompatError: both dimensions, and a model that outputs the right one.
+        XcompatError: names both dimensions, and a model that outputs the right dimension.
     """
     expected = _describe_dim(model)
     if expected is not None and have != expected[0]:
@@ -105,7 +105,7 @@ def require_dim(model: Model, have: int, where: object) -> None:
 
 
 def find_content(source: str | Path) -> Content:
-    """Return the content of a query source, judged by file and column names."""
+    """Return a query source's content, judged by file and column names."""
     path = Path(source)
     if path.name.endswith(ARRAY) or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS):
         return "embeddings"

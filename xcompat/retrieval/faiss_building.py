@@ -23,16 +23,15 @@ def build_faiss(
 ) -> tuple[FaissIndex, str]:
     """Build an index: train it on the first vectors, then add all.
 
-    With too few vectors to train, the index is exact until a compaction. With faiss for GPUs, GPUs find the centroids of an
-    inverted file
-    and assign vectors.
+    With too few vectors to train, the index is exact until a compaction. With faiss for GPUs, GPUs find an inverted file's
+    centroids and assign vectors.
 
     Args:
         factory: faiss factory string, e.g. ``Flat``, ``HNSW32``, ``IVF1024,Flat`` or ``IVF1024,PQ64``.
         dim: d.
         metric: how vectors are compared.
         chunks: blocks of vectors (n, d).
-        rows: number of all vectors.
+        rows: total number of vectors.
 
     Returns:
         The index and the factory string used.
@@ -61,7 +60,7 @@ def build_faiss(
 
 
 def _train(index: Any, vectors_nd: NDArray[np.float32]) -> None:  # noqa: ANN401 - faiss has no types
-    """Train an index; GPUs find the centroids of an inverted file."""
+    """Train an index; GPUs find an inverted file's centroids."""
     import faiss
 
     ivf = faiss.try_extract_index_ivf(index) if faiss.get_num_gpus() else None
@@ -121,7 +120,7 @@ def is_lossless(factory: str) -> bool:
 
 
 def fewest_vectors(index: Any) -> int:  # noqa: ANN401
-    """Return the minimum number of training vectors of an empty index."""
+    """Return an empty index's minimum number of training vectors."""
     import faiss
 
     if index.is_trained:

@@ -1,4 +1,4 @@
-"""Memory-mapped faiss index, the default index of a segment."""
+"""Memory-mapped faiss index, the default segment index."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class FaissIndex:
     Args:
         index: faiss index; an ``IndexIDMap`` is removed.
         metric: how vectors are compared.
-        as_added: reads the original vectors; None to read the index.
-        labels_N: (N,) id of each row in the index; None for 0, 1, 2 and so on.
+        as_added: reads the original vectors; None to read them from the index.
+        labels_N: (N,) each row's id in the index; None for 0, 1, 2 and so on.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FaissIndex:
 
     @property
     def dim(self) -> int:
-        """Dimension of the vectors."""
+        """Vector dimension."""
         return int(self.index.d)
 
     @property
@@ -83,7 +83,7 @@ class FaissIndex:
         """Set the search effort.
 
         Args:
-            parameters: in the syntax of faiss's ``ParameterSpace``, e.g. ``nprobe=32,efSearch=128``.
+            parameters: in faiss's ``ParameterSpace`` syntax, e.g. ``nprobe=32,efSearch=128``.
 
         Raises:
             XcompatError: faiss does not know them for this index.
@@ -102,7 +102,7 @@ class FaissIndex:
         Args:
             queries_Qd: (Q, d) float32.
             k: rows per query.
-            kept_N: (N,) bool, rows that may be returned; None for all.
+            kept_N: (N,) bool, the allowed rows; None to allow all.
 
         Returns:
             (Q, k) scores, best first, and (Q, k) rows, padded with -1. Ties are sorted by row.
@@ -159,7 +159,7 @@ class FaissIndex:
 
     @cached_property
     def _own_vectors(self) -> ReadRows | None:
-        """Reader of the index's vectors; None if unsupported or not needed."""
+        """Reader for the index's vectors; None if unsupported or not needed."""
         if self.is_exact:
             return None
         try:
@@ -267,7 +267,7 @@ def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no 
 
 @cache
 def _say_if_overwritten() -> None:
-    """Print that no GPU is used if faiss-cpu has overwritten faiss-gpu."""
+    """Print a notice about unused GPUs if faiss-cpu has overwritten faiss-gpu."""
     import faiss
 
     if find_spec("faiss._gpu_build") is not None and not hasattr(faiss, "StandardGpuResources"):

@@ -37,7 +37,7 @@ def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
 
 
 def check_index(path: str, vectors: bool) -> str:
-    """Read an index, check that its parts are consistent, and search it.
+    """Read an index, check its parts for consistency, and search it.
 
     Args:
         path: the file.
@@ -94,7 +94,7 @@ def _take_out(index: Any) -> str:  # noqa: ANN401
 
 
 def _take_out_of_lists(ivf: Any) -> str:  # noqa: ANN401
-    """Reconstruct the first and last vector of each list."""
+    """Reconstruct each list's first and last vector."""
     import faiss
     import numpy as np
 

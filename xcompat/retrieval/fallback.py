@@ -1,4 +1,4 @@
-"""Search with queries of the old model, instead of or mixed with new ones."""
+"""Searches with the old model's queries, instead of or mixed with new queries."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OldQueries(NamedTuple):
 
     Args:
         model: the old model.
-        embeds_Qd: (Q, d) its queries; NaN rows where only the new query searches.
-        share: weight of the old query on the arc between both (:func:`xcompat.heads.slerp`).
+        embeds_Qd: (Q, d) its queries; NaN in rows that search only with the new query.
+        share: the old query's weight on the arc between both (:func:`xcompat.heads.slerp`).
     """
 
     model: Model
@@ -43,15 +43,15 @@ class OldQueries(NamedTuple):
     share: float = 1.0
 
     def old_query_mask(self) -> NDArray[np.bool_]:
-        """Return the mask (Q,) of queries with an old one."""
+        """Return the mask (Q,) for queries with an old query."""
         return np.isfinite(as_float32(self.embeds_Qd).sum(axis=1))
 
     def replace_or_mix(self, model: Model, version: VersionRecord, queries_Qd: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Replace new queries by old ones, or mix both, if old queries can search the version.
+        """Replace new queries by old queries, or mix both, if old queries can search the version.
 
         Args:
             model: the new model.
-            version: version of the stored embeddings.
+            version: the stored embeddings' version.
             queries_Qd: (Q, d) new queries in the version's space.
 
         Returns:
@@ -81,12 +81,12 @@ class OldQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class Fallback:
-    """Settings of searches with the old model.
+    """Settings for searches with the old model.
 
     Args:
         model: the old model, which embedded the gallery.
-        below: use the old query below this confidence; None for always.
-        share: weight of the old query, as in :class:`OldQueries`.
+        below: use the old query below this confidence; None to always use it.
+        share: the old query's weight, as in :class:`OldQueries`.
     """
 
     model: Embedder
@@ -123,8 +123,8 @@ class Fallback:
 
         Args:
             model: the query model, e.g. a map.
-            device: the device of the old model.
-            given: options of :meth:`from_options`, which override those of the map.
+            device: the old model's device.
+            given: options for :meth:`from_options`, which override the map's.
 
         Raises:
             XcompatError: the old model cannot be loaded.
@@ -178,7 +178,7 @@ class Fallback:
 
 
 def _options_of(model: object) -> dict[str, Any]:
-    """Return the options of a map that searches together with its old model."""
+    """Return the options of a map that uses its old model in searches."""
     config: Any = getattr(getattr(model, "model", model), "config", None)
     if (share := getattr(config, "old_share", None)) is None:
         return {}

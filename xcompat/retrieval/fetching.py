@@ -24,9 +24,8 @@ _HEADERS = {"User-Agent": "xcompat", "Accept-Encoding": "identity"}  # some site
 def fetch(url: str, allow_private_addresses: bool = False) -> bytes:
     """Download a URL.
 
-    The host is resolved once, its addresses are checked, and the connection uses one of them; the same holds for redirects.
-    Proxies,
-    cookies and passwords of the environment are ignored.
+    The host is resolved once, its addresses are checked, and the connection uses a checked address; the same holds for redirects.
+    Proxies, cookies and passwords from the environment are ignored.
 
     Args:
         url: ``http://`` or ``https://``.
@@ -36,7 +35,7 @@ def fetch(url: str, allow_private_addresses: bool = False) -> bytes:
         At most `MOST_BYTES` bytes.
 
     Raises:
-        UnusableSampleError: the download failed or was refused; without secrets of the URL.
+        UnusableSampleError: the download failed or was refused; without the URL's secrets.
     """
     with ThreadPoolExecutor(1) as thread:  # a notebook's main thread already runs an event loop
         return thread.submit(asyncio.run, _read_in_time(url, allow_private_addresses)).result()

@@ -1,8 +1,7 @@
 """Filtered search in a faiss index.
 
-Few rows are compared one by one. For more rows, the search effort grows with the share of excluded rows. If an approximate
-index
-returns too few rows, all are compared.
+If few rows remain, they are compared one by one. For more rows, the search effort grows with the share of excluded rows. If an
+approximate index returns too few rows, all are compared.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def search_kept(
     vectors: ReadRows | None,
     labels: RowLabels | None = None,
 ) -> Found:
-    """Find the nearest kept rows of each query.
+    """Find each query's nearest kept rows.
 
     Args:
         index: faiss index.
         queries_Qd: (Q, d) float32.
         k: rows per query.
-        kept_N: (N,) bool, rows that may be returned.
-        vectors: reads the vectors of rows; without it, fewer rows may be returned.
+        kept_N: (N,) bool, the allowed rows.
+        vectors: reads the vectors for rows; without it, fewer rows may be returned.
         labels: ids stored in the index; None for 0, 1, 2 and so on.
 
     Returns:
@@ -63,7 +62,7 @@ def search_kept(
 
 
 def find_incomplete(rows_Qk: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
-    """Return the mask (Q,) of queries that got fewer rows than exist."""
+    """Return the mask (Q,) for queries with fewer rows than exist."""
     return (rows_Qk >= 0).sum(axis=1) < min(rows_Qk.shape[1], kept)
 
 
@@ -84,7 +83,7 @@ def complete_results(
 
 
 def _as_cheap(index: Any, k: int, kept: int) -> float:  # noqa: ANN401
-    """Estimate how many one-by-one comparisons take as long as a filtered search."""
+    """Estimate the number of one-by-one comparisons that take as long as a filtered search."""
     import faiss
 
     outer, index = index, _searching(index)
@@ -147,7 +146,7 @@ def _search_and_drop(
 
 
 def _selecting(index: Any, k: int, kept_N: NDArray[np.bool_], labels: RowLabels | None) -> Any:  # noqa: ANN401
-    """Return search parameters that filter rows and increase the effort accordingly."""
+    """Return search parameters to filter rows, with a higher effort."""
     selector = select_bits(kept_N) if labels is None else labels.select(kept_N)
     return _parameters(index, selector, k, len(kept_N) / max(int(kept_N.sum()), 1))
 

@@ -1,4 +1,4 @@
-"""Embedding gallery on disk, searchable with any model that is compatible with all its embeddings."""
+"""Embedding gallery on disk. Use any model compatible with all its embeddings to search it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 class Gallery(Snapshot):
     """A folder of embeddings. Use :meth:`create` or :meth:`open`.
 
-    The object shows one committed state: the opened one, or that of its own last commit. A killed process leaves the last
-    committed
-    state. Many processes can read while one writes.
+    The object shows one committed state: the opened state, or the state after its own last commit. A killed process leaves
+    the last committed state. Many processes can read while another writes.
 
     Args:
         path: the folder.
@@ -79,11 +78,11 @@ class Gallery(Snapshot):
 
         Args:
             path: an empty or new folder.
-            model_or_fingerprint: the default model of :meth:`add`.
-            dim: dimension of its embeddings; required with a fingerprint.
+            model_or_fingerprint: the default model for :meth:`add`.
+            dim: its embedding dimension; required with a fingerprint.
             metric: ``cosine``, ``ip`` or ``l2``. By default the model's own, or cosine for a fingerprint.
             index: faiss factory string, e.g. ``Flat``, ``HNSW32``, ``IVF1024,Flat``, ``IVF1024,PQ64`` or ``SQ8``.
-            milvus: URI of a Milvus to store the vectors (a file for milvus-lite, or ``http://host:19530``); None for faiss.
+            milvus: Milvus URI to store the vectors (a file for milvus-lite, or ``http://host:19530``); None to use faiss.
 
         Raises:
             XcompatError: the folder is not empty, the dimension or index is unknown, or Milvus does not answer.
@@ -114,11 +113,10 @@ class Gallery(Snapshot):
         Args:
             path: the gallery folder, empty or new.
             index: the index file. After changes the gallery refuses it; :meth:`resync` accepts added vectors.
-            ids: one id per vector, in the order of addition; None for the ids in the index. For an inverted file with its own
-                ids, item N is
-                the vector with id N, and ids equal to the index's own go to their vectors.
+            ids: an id per vector, in the order of addition; None to use the ids in the index. For an inverted file with its own
+                ids, item N is the vector with id N. If the ids equal the index's own, each goes to its vector.
             model_or_fingerprint: the model that made the vectors.
-            metadata: one JSON object or None per vector.
+            metadata: a JSON object or None per vector.
 
         Raises:
             XcompatError: the index cannot be read, has another dimension or non-finite vectors, or ids are missing.
@@ -129,8 +127,8 @@ class Gallery(Snapshot):
         """Accept vectors added to the adopted index. Removed items stay removed.
 
         Args:
-            ids: ids of all its vectors, in order; None if none was added, e.g. for a copied file.
-            metadata: metadata of all its vectors; None to keep the known ones.
+            ids: ids for all its vectors, in order; None if none was added, e.g. for a copied file.
+            metadata: metadata for all its vectors; None to keep the known metadata.
 
         Returns:
             The generation number.
@@ -148,7 +146,7 @@ class Gallery(Snapshot):
 
         Args:
             path: its folder.
-            generation: number of an earlier state; None for the current one.
+            generation: number of an earlier state; None to use the current state.
         """
         return cls(path, read_state(Path(path), generation))
 
@@ -186,18 +184,17 @@ class Gallery(Snapshot):
 
         Args:
             embeds_ND: (N, D) embeddings as output by the model; with a fingerprint, as stored. Their model is not checked; use
-                `xcompat
-                gallery doctor`.
+                `xcompat gallery doctor`.
             ids: N new strings.
             metadata: N JSON objects or Nones, for filters and hits.
-            version: the model of the embeddings; by default the gallery's first.
+            version: the embeddings' model; by default the gallery's first.
             side_info_NS: (N, S) side-information, for methods that map galleries with it.
             replace: whether to replace items with the same id.
             side_info_by: the model of the side-information; maps for other models are then refused.
             same_originals: whether replaced items have the same originals, so that their cached new embeddings stay valid.
 
         Raises:
-            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id exists; side-information is incomplete or of
+            XcompatError: see :func:`~xcompat.retrieval.items.check_items`; an id exists; side-information is incomplete or from
                 different models; another process writes.
             FingerprintMismatchError: no single model could search all embeddings. With ``replace``, :meth:`commit` checks it.
         """
@@ -216,7 +213,7 @@ class Gallery(Snapshot):
         """Remove items after :meth:`commit`; a rollback restores them.
 
         Args:
-            ids: ids of the items.
+            ids: the items' ids.
 
         Raises:
             XcompatError: an id is not in the gallery, or another process writes.
@@ -236,7 +233,7 @@ class Gallery(Snapshot):
         """Publish all changes as one generation.
 
         Args:
-            by: name of the operation, shown by ``xcompat gallery info``.
+            by: operation name, shown by ``xcompat gallery info``.
 
         Returns:
             The generation number.
@@ -266,7 +263,7 @@ class Gallery(Snapshot):
         """Return to an earlier state as a new generation; later states are kept.
 
         Args:
-            generation: number of the state; None to undo the last change. Repeat to go further back.
+            generation: state number; None to undo the last change. Repeat to go further back.
 
         Returns:
             The new generation number.
@@ -280,13 +277,13 @@ class Gallery(Snapshot):
         return self.generation
 
     def add_alias(self, alias: Fingerprint) -> Fingerprint:
-        """Record another fingerprint of the stored embeddings' model, so that maps for either fit.
+        """Record another fingerprint for the stored embeddings' model, so maps for either fit.
 
         Args:
             alias: the other fingerprint, e.g. ``Fingerprint.from_string("clip-b32")``.
 
         Returns:
-            The version that has the alias.
+            The version with the alias.
 
         Raises:
             XcompatError: the alias fits several versions, the weights differ, or another process writes.
@@ -302,7 +299,7 @@ class Gallery(Snapshot):
     def upgrade(self, model: CompatModel, batch_size: int = 65536, spread: Executor = run_locally) -> int:
         """Map stored embeddings to a newer model's space, without images. A rollback undoes it until a compaction.
 
-        It maps embeddings of the old model, and those that compatible models stored in its space.
+        It maps the old model's embeddings, and embeddings that compatible models stored in its space.
 
         Args:
             model: a model that maps galleries, e.g. FCT.

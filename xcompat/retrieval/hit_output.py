@@ -1,4 +1,4 @@
-"""Output of hits as a table, JSON lines or CSV."""
+"""Hit output as a table, JSON lines or CSV."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class QueryResult(NamedTuple):
 
 
 def make_printer(form: Form, group_by: str | None = None, several: bool = False) -> Callable[[QueryResult], None]:
-    """Return a function that shows one query; JSON lines and CSV go to stdout.
+    """Return a function that shows a query; JSON lines and CSV go to stdout.
 
     Args:
         form: output format.
-        group_by: metadata key used for grouping.
+        group_by: metadata key to use for grouping.
         several: whether to print the query above its table.
     """
     if form == "json":
@@ -103,7 +103,7 @@ def _print(found: QueryResult, group_by: str | None, several: bool) -> None:
 
 
 def hit_table(hits: list[Hit], group_by: str | None) -> Table:
-    """Return a table of hits, without empty columns."""
+    """Return a hit table, without empty columns."""
     with_text = any(TEXT in (hit.metadata or {}) for hit in hits)
     apart = {group_by, TEXT if with_text else None}
     abouts = [", ".join(f"{key}: {value}" for key, value in (hit.metadata or {}).items() if key not in apart) for hit in hits]
@@ -129,7 +129,7 @@ def hit_table(hits: list[Hit], group_by: str | None) -> Table:
 
 
 def short(version: Fingerprint) -> str:
-    """Return a fingerprint with only the last part of its name."""
+    """Shorten a fingerprint to the last part of its name."""
     return str(Fingerprint(version.digest, public_name(version.name)))
 
 

@@ -1,4 +1,4 @@
-"""Galleries of bare faiss indexes, kept in a cache folder and made again after the index has changed."""
+"""Galleries of bare faiss indexes, cached and rebuilt after the index has changed."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def open_index(
 ) -> Gallery:
     """Open a faiss index as a gallery. The index stays as it is.
 
-    The gallery holds ids and metadata in the user's cache folder. It is used again until the index, its ids or the model change.
+    The user's cache folder stores ids and metadata, for use until the index, its ids or the model change.
 
     Args:
         index: the index file.
         model: the query model: a map for this index, or the model that made the vectors.
-        ids: file with one id per line; None for a file of :data:`IDS_BESIDE`, or else the ids in the index.
-        old: the model that made the vectors; None for the old model of the map.
-        originals: pictures or texts of the vectors, see :func:`~xcompat.retrieval.own_ids.name_rows`.
+        ids: file with an id per line; None to use a file in :data:`IDS_BESIDE`, or else the ids in the index.
+        old: the model that made the vectors; None to use the map's old model.
+        originals: the vectors' pictures or texts, see :func:`~xcompat.retrieval.own_ids.name_rows`.
 
     Raises:
         XcompatError: the index cannot be adopted, or the map belongs to another dimension.
@@ -78,13 +78,13 @@ def open_index(
 
 
 def find_ids(index: Path) -> Path | None:
-    """Return the file with the ids of an index that lies beside it, if there is one."""
+    """Return the ids file beside an index, or None."""
     names = (name.format(index.stem) for name in IDS_BESIDE)
     return next((file for name in names if (file := index.with_name(name)).is_file()), None)
 
 
 def _model_of_vectors(index: Path, model: Model, old: Embedder | None) -> tuple[Model, Fingerprint | None]:
-    """Return the model that made the vectors, and the name by which the map calls it, if it knows only a name."""
+    """Return the model that made the vectors, and the map's name for it if the map knows only a name."""
     if not isinstance(model, CompatModel):
         return (model if old is None else old), None
     if model.maps_galleries:
@@ -107,7 +107,7 @@ def _model_of_vectors(index: Path, model: Model, old: Embedder | None) -> tuple[
 
 
 def _folder(index: Path, names: list[str] | None, models: Iterable[Fingerprint | None], originals: Originals | None) -> Path:
-    """Return the folder in the cache for an index with these ids, models and originals."""
+    """Return the cache folder for an index with these ids, models and originals."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     known = originals.ids if originals is not None else None
     content = [str(index.resolve()), names, known, *(model.digest for model in models if model is not None)]
@@ -116,7 +116,7 @@ def _folder(index: Path, names: list[str] | None, models: Iterable[Fingerprint |
 
 
 def _metadata_of(originals: Originals, ids: Sequence[str]) -> list[dict[str, Any] | None]:
-    """Return the metadata of each item, None for items without an original."""
+    """Return each item's metadata, None for items without an original."""
     rows = {name: row for row, name in enumerate(originals.ids)}
     places_n = np.array([place for place, name in enumerate(ids) if name in rows], np.int64)
     metadata: list[dict[str, Any] | None] = [None] * len(ids)
@@ -128,7 +128,7 @@ def _metadata_of(originals: Originals, ids: Sequence[str]) -> list[dict[str, Any
 
 
 def _is_current(folder: Path) -> bool:
-    """Return whether a gallery exists whose index has not changed since."""
+    """Return whether a gallery exists and its index has not changed since."""
     if not (folder / CURRENT).is_file():
         return False
     try:

@@ -61,17 +61,17 @@ def ingest(
     by: str = "add",
     same_originals: bool = False,
 ) -> IngestCounts:
-    """Embed originals on all processes, add them on the main one, and skip known ones.
+    """Embed originals on all processes, add them on the main process, and skip known originals.
 
     Args:
         gallery: the gallery; other processes must open it again.
         originals: pictures or texts.
         embedder: the model.
-        replace: whether to replace embeddings of other models, and of changed originals.
-        rows: rows to embed, in this order; None for all.
+        replace: whether to replace other models' embeddings, and those of changed originals.
+        rows: rows to embed, in this order; None to embed all.
         spread: engine workers that embed instead of the processes.
-        side_info: the model of side-information to store.
-        by: name of the operation in the history.
+        side_info: the model for side-information to store.
+        by: operation name in the history.
         same_originals: as in :meth:`~xcompat.retrieval.gallery.Gallery.add`.
 
     Returns:
@@ -120,7 +120,7 @@ def _missing(
     replace: bool,
     side_info: Embedder | None,
 ) -> NDArray[np.int64]:
-    """Return rows that this model has not embedded; with ``replace`` also changed originals."""
+    """Return rows not embedded by this model; with ``replace`` also changed originals."""
     originals.require_same(gallery)
     ids = originals.ids
     place = gallery.find([ids[row] for row in wanted.tolist()])
@@ -186,7 +186,7 @@ def _embedded(
 
 
 def _with_sides(originals: Originals, parts: Parts, side_info: Embedder | None) -> Iterator[_Part]:
-    """Also embed the rows with the model of side-information."""
+    """Also embed the rows with the side-information model."""
     for kept, embeds in parts:
         if side_info is None:
             yield _Part(kept, embeds, None)

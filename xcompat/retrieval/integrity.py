@@ -1,12 +1,10 @@
-"""Checksum check of gallery files before a parser reads them.
+"""Checksum check for gallery files before a parser reads them.
 
 Native parsers (faiss, Arrow) crash on damaged files, and a flipped bit silently gives wrong results. Each file is read in full
-before
-first use and after changes. A process remembers the stamps (size, inode, times) of checked files; ``checked.json`` stores those
-of large
-files for all processes.
+before first use and after changes. A process remembers the stamps (size, inode, times) of checked files; ``checked.json`` stores
+large files' stamps for all processes.
 
-Bit rot changes no stamp. `xcompat gallery verify` reads every file and finds it.
+Bit rot changes no stamp. Use `xcompat gallery verify` to read every file and find it.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def _stamp(path: Path, record: FileRecord) -> _Stamp | None:
 
 
 def _read_stamps(gallery: Path) -> dict[str, _Stamp]:
-    """Return the stamps of large files by path; empty if unreadable."""
+    """Return large files' stamps by path; empty if unreadable."""
     try:
         found = json.loads((gallery / CHECKED).read_bytes())
         return {str(name): tuple(stamp) for name, stamp in found.items()}

@@ -28,8 +28,8 @@ class Items:
 
     Args:
         embeds: blocks (n, d) float32.
-        ids: one per embedding.
-        metadata: one JSON text or None per embedding.
+        ids: an id per embedding.
+        metadata: a JSON text or None per embedding.
         side_info: blocks (n, S) float32, possibly none.
     """
 
@@ -67,10 +67,10 @@ def check_items(
         ids: N strings.
         metadata: N JSON objects or Nones; None for no metadata.
         side_info_NS: (N, S) side-information, for methods that map galleries.
-        metric: metric of the gallery.
+        metric: the gallery's metric.
 
     Returns:
-        One block of items.
+        A block of items.
 
     Raises:
         XcompatError: counts differ, an embedding is zero or not finite, an id is empty or repeated, or metadata are not JSON.
@@ -94,7 +94,7 @@ def checked_embeddings(embeds_ND: NDArray[np.float32], metric: Metric, name: Cal
 
     Args:
         embeds_ND: (N, d) float32.
-        metric: metric of the gallery.
+        metric: the gallery's metric.
         name: names a row in the error message.
 
     Returns:

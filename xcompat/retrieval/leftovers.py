@@ -1,4 +1,4 @@
-"""Cleanup of files that killed writers leave in a gallery."""
+"""Cleanup of gallery files left by killed writers."""
 
 from __future__ import annotations
 
@@ -90,11 +90,10 @@ def _clear_begun(folder: Path) -> None:
 
 
 def clear(folder: Path, backend: Backend) -> None:
-    """Delete files that no state of a gallery needs; the caller holds the writer lock.
+    """Delete files that no gallery state needs; the caller holds the writer lock.
 
-    These are temporary files, invalid upgrade journals, and segments and removal files that no generation or valid journal
-    mentions. Links
-    and files with unknown names stay.
+    These are temporary files, invalid upgrade journals, and segments and removal files without a mention in any generation or
+    valid journal. Links and files with unknown names stay.
 
     Raises:
         XcompatError: its Milvus does not answer.
@@ -118,7 +117,6 @@ def clear(folder: Path, backend: Backend) -> None:
 
 
 def _can_continue(folder: Path, journal: Path) -> bool:
-    """Return whether an upgrade can continue."""
     try:
         return bool(read_json(journal)["generation"] == read_manifest(folder).generation)
     except (XcompatError, KeyError, TypeError):
@@ -126,7 +124,7 @@ def _can_continue(folder: Path, journal: Path) -> bool:
 
 
 def _unnamed(folder: Path, names: set[str]) -> set[str]:
-    """Return names that occur in no generation and no journal."""
+    """Return names without a mention in any generation or journal."""
     generations = sorted(_ours(folder / GENERATIONS, _GENERATION), reverse=True)
     for file in (folder / CURRENT, *_ours(folder, _JOURNAL), *generations):
         if not names:
@@ -151,7 +149,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _ours(folder: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return entries whose name matches, without links."""
+    """Return entries with matching names, without links."""
     return [path for path in _inside(folder) if name.fullmatch(path.name) and not path.is_symlink()]
 
 

@@ -21,7 +21,7 @@ def packs_codes(ivf: Any) -> bool:  # noqa: ANN401 - faiss has no types
 
 
 def find_places(ivf: Any, labels: RowLabels) -> NDArray[np.int64]:  # noqa: ANN401
-    """Return the place of each row in an inverted file."""
+    """Return each row's place in an inverted file."""
     places_N = np.full(len(labels.labels_N), -1, np.int64)
     for number in range(ivf.nlist):
         rows_n = labels.find_rows(list_ids(ivf, number))
@@ -39,7 +39,7 @@ def use_places(ivf: Any, places_N: NDArray[np.int64]) -> None:  # noqa: ANN401
 
 
 def read_packed(ivf: Any, places_n: NDArray[np.int64]) -> NDArray[np.float32]:  # noqa: ANN401
-    """Decode vectors (n, d) of an inverted file with fast-scan codes."""
+    """Decode vectors (n, d) from an inverted file with fast-scan codes."""
     import faiss
 
     packer = ivf.get_CodePacker()

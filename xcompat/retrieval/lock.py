@@ -1,4 +1,4 @@
-"""Writer lock of a gallery, also for storage without ``flock``."""
+"""Writer lock for a gallery, also on storage without ``flock``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def lock_writer(folder: Path) -> BaseFileLock:
     """Take the writer lock, which ends with the process at the latest.
 
     Without ``flock``, a file names the owner. If the owner has died, the next writer on the same machine takes it over, if the
-    storage can
-    swap two names. Otherwise delete the file that the error names.
+    storage can swap two names. Otherwise delete the file named in the error.
 
     Returns:
         The lock; the caller releases it.

@@ -1,4 +1,4 @@
-"""Manifest of a gallery: one small file per generation, with the checksums of all other files."""
+"""Gallery manifest: a small file per generation, with the checksums of all other files."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class VersionRecord(_Record):
     """A model with embeddings in the gallery.
 
     Args:
-        digest: digest of its fingerprint.
+        digest: its fingerprint's digest.
         name: its readable name.
-        dim: dimension of its embeddings.
-        shares: digests of other models whose queries can search them: older models of a compatible one, or a map's encoder.
-        length: median length, to which queries and new embeddings are scaled; 1 except for adopted unnormalised vectors.
-        side_info: digest of the model of their side-information; None for none or unknown.
-        scaled_to: digest of the version to which scores are scaled; None for unscaled.
+        dim: its embedding dimension.
+        shares: digests of other models with queries for it: a compatible model's older models, or a map's encoder.
+        length: median length, the target length for queries and new embeddings; 1 except for adopted unnormalised vectors.
+        side_info: digest of the model for their side-information; None for none or unknown.
+        scaled_to: digest of the version that scores are scaled to; None for unscaled.
         score_scale: slope and offset for other models' queries (:class:`~xcompat.score_scale.ScoreScale`); None if unknown.
     """
 
@@ -65,9 +65,9 @@ class AdoptedRecord(_Record):
     """Facts to recognise an adopted index quickly.
 
     Args:
-        mtime_ns: time of its last write.
-        sample: XXH3-128 of some of its bytes.
-        rows: number of its vectors; a segment may use the first ones only.
+        mtime_ns: last write time.
+        sample: XXH3-128 of sampled bytes.
+        rows: number of its vectors; a segment may use only the first vectors.
     """
 
     mtime_ns: int
@@ -76,20 +76,20 @@ class AdoptedRecord(_Record):
 
 
 class SegmentRecord(_Record):
-    """Embeddings of one version added together, in immutable files.
+    """A version's embeddings added together, in immutable files.
 
     Args:
-        name: name of its folder.
-        version: digest of the model.
+        name: folder name.
+        version: the model's digest.
         rows: number of embeddings, including removed ones.
-        index: faiss factory string of its index.
+        index: its faiss factory string.
         files: file name -> size and checksum.
         adopted: path of a faiss index outside the gallery.
-        adopted_file: size and checksum of that index at adoption.
+        adopted_file: the index's size and checksum at adoption.
         adopted_seen: facts to recognise it; None in old galleries.
-        extends: XXH3-128 of earlier states of the index, whose rows come first.
-        removed: name of the file that marks removed rows.
-        removed_file: size and checksum of that file.
+        extends: XXH3-128 of the index's earlier states, whose rows come first.
+        removed: name of the file to mark removed rows.
+        removed_file: the removal file's size and checksum.
         n_removed: number of removed rows.
     """
 
@@ -108,7 +108,7 @@ class SegmentRecord(_Record):
 
 
 class Manifest(_Record):
-    """A committed state of the gallery.
+    """A committed gallery state.
 
     Args:
         generation: number of commits; 0 for the empty gallery.
@@ -117,7 +117,7 @@ class Manifest(_Record):
         milvus: URI of the Milvus with the vectors; None for faiss.
         versions: in order of appearance.
         segments: in order of appearance.
-        made: time of the commit in UTC.
+        made: commit time in UTC.
         by: the operation, e.g. ``add``.
         schema_version: version of this format.
         checksum: of all other fields; empty before the first write, and in old files.
@@ -139,7 +139,7 @@ class Manifest(_Record):
         return next(version for version in self.versions if version.digest == digest)
 
     def present(self) -> list[VersionRecord]:
-        """Return the versions that have embeddings."""
+        """Return the versions with embeddings."""
         digests = {segment.version for segment in self.segments}  # segments without remaining rows are dropped
         return [version for version in self.versions if version.digest in digests]
 
@@ -156,11 +156,11 @@ class Manifest(_Record):
 
 
 def read_manifest(folder: Path, generation: int | None = None) -> Manifest:
-    """Read the current state of a gallery, or an earlier one.
+    """Read a gallery's current state, or an earlier state.
 
     Args:
         folder: the gallery folder.
-        generation: number of the state; None for the current one.
+        generation: state number; None to use the current state.
 
     Raises:
         XcompatError: the gallery or generation does not exist, or the file is damaged or has another format.
@@ -201,7 +201,7 @@ def _damaged(path: Path, reason: str) -> XcompatError:
 
 
 def json_checksum(fields: dict[str, Any]) -> str:
-    """Return the checksum of a JSON object without ``checksum``, independent of layout and key order."""
+    """Return a JSON object's checksum without ``checksum``, independent of layout and key order."""
     import xxhash
 
     rest = {key: value for key, value in fields.items() if key != "checksum"}
@@ -231,14 +231,14 @@ def is_current_whole(folder: Path) -> bool:
 
 
 def known_generations(folder: Path) -> list[int]:
-    """Return the generations that can be restored, oldest first, without interrupted commits."""
+    """Return the generations to restore, oldest first, without interrupted commits."""
     current = read_manifest(folder).generation
     found = sorted(int(path.stem) for path in list_entries(folder / GENERATIONS, "*.json") if _GENERATION.fullmatch(path.name))
     return [number for number in found if number <= current]
 
 
 def kept_manifests(folder: Path) -> list[Manifest]:
-    """Return the states that can be restored, oldest first, even while another process writes."""
+    """Return the states to restore, oldest first, even while another process writes."""
     while True:
         current = read_manifest(folder).generation
         found = []
@@ -250,9 +250,9 @@ def kept_manifests(folder: Path) -> list[Manifest]:
 
 
 def previous_generation(kept: Sequence[Manifest]) -> int | None:
-    """Return the target of the next rollback: the state before the current one was made.
+    """Return the next rollback's target: the state before the current state was made.
 
-    After a rollback, this is the state before the restored one.
+    After a rollback, this is the state before the restored state.
 
     Args:
         kept: available states, oldest first.

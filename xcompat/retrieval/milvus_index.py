@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def _answered(asking: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors of pymilvus into a one-line :class:`XcompatError`."""
+    """Turn pymilvus errors into a one-line :class:`XcompatError`."""
 
     @wraps(asking)
     def asked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,7 +45,7 @@ def _answered(asking: Callable[P, R]) -> Callable[P, R]:
 
 
 class MilvusBackend:
-    """Backend with one collection per segment; ids and metadata stay in the gallery folder.
+    """Backend with a collection per segment; ids and metadata stay in the gallery folder.
 
     Args:
         metric: how vectors are compared.
@@ -57,7 +57,7 @@ class MilvusBackend:
 
     @_answered
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
-        """Store the vectors of a segment in a new collection; return the index name."""
+        """Store a segment's vectors in a new collection; return the index name."""
         from pymilvus import DataType, MilvusClient
 
         client = connect(self.uri)
@@ -79,7 +79,7 @@ class MilvusBackend:
 
     @_answered
     def open(self, record: SegmentRecord, folder: Path, as_added: ReadRows | None) -> MilvusIndex:
-        """Open the collection of a segment."""
+        """Open a segment's collection."""
         return MilvusIndex(self.uri, record, self.metric)
 
     def fewest(self, dim: int) -> int:
@@ -92,13 +92,13 @@ class MilvusBackend:
 
     @_answered
     def drop(self, name: str) -> None:
-        """Drop the collection of a segment that no generation uses."""
+        """Drop a segment's collection that no generation uses."""
         client, collection = connect(self.uri), _collection(name)
         if client.has_collection(collection):
             client.drop_collection(collection)
 
     def damaged(self, record: SegmentRecord) -> list[str]:
-        """Return one line if a collection is missing or has a wrong number of vectors."""
+        """Return a line if a collection is missing or has a wrong number of vectors."""
         try:
             rows = MilvusIndex(self.uri, record, self.metric).rows
         except XcompatError as error:
@@ -108,7 +108,7 @@ class MilvusBackend:
 
 
 class MilvusIndex:
-    """Collection of one segment.
+    """A segment's collection.
 
     Raises:
         XcompatError: the collection does not exist.
@@ -131,7 +131,7 @@ class MilvusIndex:
     @property
     @_answered
     def dim(self) -> int:
-        """Dimension of the vectors."""
+        """Vector dimension."""
         fields = self.client.describe_collection(self.collection)["fields"]
         return int(next(field for field in fields if field["name"] == "vector")["params"]["dim"])
 
@@ -176,7 +176,7 @@ class MilvusIndex:
 
 @cache
 def connect(uri: str) -> Any:  # noqa: ANN401 - pymilvus has no types
-    """Return the client of a URI, one per process, because milvus-lite cannot open a file twice.
+    """Return a URI's client, one per process, because milvus-lite cannot open a file twice.
 
     Credentials come from ``MILVUS_TOKEN``, or in old galleries from the URI.
 

@@ -10,14 +10,13 @@ if TYPE_CHECKING:
 
 
 def load_collection(client: MilvusClient, collection: str, file: Path | None) -> None:
-    """Load a collection; rebuild indexes that Milvus Lite cannot read.
+    """Load a collection; rebuild indexes if Milvus Lite cannot read them.
 
     Milvus Lite writes indexes in the background. If the process dies meanwhile, a partial index file prevents loading. The
-    vectors are
-    intact, and Milvus Lite rebuilds missing indexes.
+    vectors are intact, and Milvus Lite rebuilds missing indexes.
 
     Args:
-        client: client of the file or server.
+        client: client for the file or server.
         collection: name or alias.
         file: the Milvus Lite file; None for a server.
 

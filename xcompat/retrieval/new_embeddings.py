@@ -1,4 +1,4 @@
-"""Cache of new embeddings for items of an old gallery."""
+"""Cache of new embeddings for an old gallery's items."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ PRAGMA user_version = {SCHEMA};
 
 
 class NewEmbeddings:
-    """Cache of one new model's embeddings for items of a gallery, in an SQLite file.
+    """Cache of a new model's embeddings for gallery items, in an SQLite file.
 
-    Re-ranked searches fill it and a backfill uses it, from any number of processes. A killed process loses only uncommitted
-    data. Changing
-    or removing an item invalidates its embedding. Ids are stored as hashes, which reveal no names.
+    Re-ranked searches fill it and a backfill uses it, from any number of processes. A killed process loses only uncommitted data.
+    Changing or removing an item invalidates its embedding. Ids are stored as hashes, which reveal no names.
 
     Args:
         gallery: the gallery folder.
         model: fingerprint of the model's own embeddings.
         dim: their dimension.
-        max_bytes: size limit, at which the oldest embeddings are deleted.
-        max_days: age at which an embedding expires.
+        max_bytes: size limit; beyond it, the oldest embeddings are deleted.
+        max_days: maximum age before an embedding expires.
 
     Raises:
         XcompatError: the file is damaged, or cannot be written.
@@ -100,11 +99,11 @@ class NewEmbeddings:
             return int(connection.execute("SELECT COUNT(*) FROM items WHERE embedding IS NOT NULL").fetchone()[0])
 
     def get(self, ids: Sequence[str], generation: int) -> dict[str, NDArray[np.float32]]:
-        """Return the valid embeddings of items.
+        """Return the items' valid embeddings.
 
         Args:
-            ids: ids of items.
-            generation: number of the searched state.
+            ids: item ids.
+            generation: the searched state's number.
 
         Returns:
             Id -> (D,) float32, without damaged embeddings.
@@ -143,7 +142,7 @@ class NewEmbeddings:
 
         Args:
             embeds: id -> (D,).
-            generation: number of the searched state; items replaced since are skipped.
+            generation: the searched state's number; items replaced since are skipped.
         """
         now = time.time()
         rows = []
@@ -172,7 +171,7 @@ class NewEmbeddings:
             connection.executemany("UPDATE items SET embedding = NULL WHERE id = ?", oldest)
 
     def count_demand(self, ids: Iterable[str]) -> None:
-        """Count candidates of a query, without storing the query."""
+        """Count a query's candidates, without storing the query."""
         with self._explained(), self._writing() as connection:
             connection.executemany(
                 "INSERT INTO items (id, demand) VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET demand = demand + 1",
@@ -201,7 +200,7 @@ class NewEmbeddings:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of SQLite and the file system into one line."""
+        """Turn errors from SQLite and the file system into one line."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -209,12 +208,12 @@ class NewEmbeddings:
 
 
 def forget_items(gallery: Path, ids: Sequence[str], generation: int) -> None:
-    """Invalidate embeddings of items before a commit that removes or replaces them.
+    """Invalidate items' embeddings before a commit removes or replaces them.
 
     Args:
         gallery: the gallery folder.
-        ids: ids of the items.
-        generation: number of the next commit.
+        ids: the items' ids.
+        generation: the next commit's number.
     """
     for connection in _all_files(gallery):
         connection.executemany(
@@ -224,19 +223,19 @@ def forget_items(gallery: Path, ids: Sequence[str], generation: int) -> None:
 
 
 def forget_since(gallery: Path, restored: int, generation: int) -> None:
-    """Invalidate embeddings of items that changed after a restored state.
+    """Invalidate embeddings of items changed after a restored state.
 
     Args:
         gallery: the gallery folder.
-        restored: number of the restored state.
-        generation: number of the next commit.
+        restored: the restored state's number.
+        generation: the next commit's number.
     """
     for connection in _all_files(gallery):
         connection.execute("UPDATE items SET embedding = NULL, valid_from = ? WHERE valid_from > ?", (generation, restored))
 
 
 def _all_files(gallery: Path) -> Iterator[sqlite3.Connection]:
-    """Yield a transaction for the file of every model."""
+    """Yield a transaction for every model's file."""
     for path in sorted((gallery / FOLDER).glob("*.sqlite")):
         try:
             with closing(_connect(path)) as connection, _transaction(connection):

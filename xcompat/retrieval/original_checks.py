@@ -1,4 +1,4 @@
-"""Check that originals with known ids are those that the gallery embedded."""
+"""Check of originals with known ids against the originals that the gallery embedded."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class ChangedOriginals(NamedTuple):
 def find_changed_originals(
     gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder
 ) -> ChangedOriginals | None:
-    """Find originals that differ from the embedded ones, by stored texts or by re-embedding a sample.
+    """Find originals that differ from the embedded originals, by stored texts or by re-embedding a sample.
 
     Args:
         gallery: the gallery.
         originals: pictures or texts.
-        rows: (n,) rows that the model embedded.
+        rows: (n,) rows embedded by the model.
         embedder: the model.
 
     Returns:
-        The originals that differ; None if none are known to.
+        The changed originals; None if none are known to differ.
     """
     differing_n, kept_n = _by_text(gallery, originals, rows)
     if differing_n.any():
@@ -61,7 +61,7 @@ def find_changed_originals(
 
 
 def _by_text(gallery: Gallery, originals: Originals, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return masks of texts that differ from stored ones, and of texts with a stored one."""
+    """Return masks for texts that differ from the stored text, and for texts with a stored text."""
     differing_n, kept_n = np.zeros((2, len(rows)), bool)
     for start in range(0, len(rows) if TEXT in originals.dataset.column_names else 0, BLOCK):
         block = rows[start : start + BLOCK]
@@ -74,7 +74,7 @@ def _by_text(gallery: Gallery, originals: Originals, rows: NDArray[np.int64]) ->
 
 
 def _by_embedding(gallery: Gallery, originals: Originals, rows: NDArray[np.int64], embedder: Embedder) -> NDArray[np.int64]:
-    """Return readable originals whose embedding differs from the stored one."""
+    """Return readable originals if their embedding differs from the stored embedding."""
     if not len(rows):
         return rows
     stored, every = StoredSample.of_gallery(gallery, embedder.fingerprint, originals, rows), np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Originals of embeddings: pictures or texts behind one interface."""
+"""Originals of embeddings: pictures or texts behind a single interface."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Originals(Protocol):
         """Raise if the gallery has other parts of these originals under the same ids."""
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
-        """Return the metadata that a gallery stores for rows."""
+        """Return the rows' metadata to store in a gallery."""
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
         """Read rows, for a worker to embed."""
@@ -66,13 +66,13 @@ class Originals(Protocol):
     def embed(
         self, embedder: Embedder, rows: NDArray[np.int64], bad: BadSamples | None = None, waiting: Waiting | None = None
     ) -> Parts:
-        """Embed rows, in parts of :meth:`part`, and skip unreadable ones.
+        """Embed rows, in parts of :meth:`part`, and skip unreadable rows.
 
         Args:
             embedder: the model.
             rows: the rows to embed, in this order.
             bad: counts unreadable rows.
-            waiting: counts the seconds that the model waits for data.
+            waiting: counts the seconds the model waits for data.
         """
 
 
@@ -81,7 +81,7 @@ class Pictures:
 
     Args:
         dataset: from :func:`load_pictures`.
-        max_bad_share: largest share that may be unreadable.
+        max_bad_share: largest unreadable share.
     """
 
     kind: ClassVar[str] = "pictures"
@@ -100,7 +100,7 @@ class Pictures:
         """Do nothing: pictures have no parts."""
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
-        """Return caption and further columns of rows."""
+        """Return the rows' caption and further columns."""
         columns = [name for name in (CAPTION, METADATA) if name in self.dataset.column_names]
         held = self.dataset.select_columns(columns)[rows] if columns else {}
         nothing = [None] * len(rows)
@@ -112,7 +112,7 @@ class Pictures:
         return Contents(self.dataset.select_columns([IMAGE])[rows][IMAGE], [self.ids[row] for row in rows.tolist()])
 
     def part(self, embedder: Embedder) -> int:
-        """Return a number of rows in whole batches."""
+        """Return the row count of whole batches."""
         size = images_per_batch(embedder.processor, embedder.device)
         return size * -(-(PICTURES_AT_ONCE if embedder.device.type == "cpu" else PICTURES_OF_A_GPU) // size)
 
@@ -160,7 +160,8 @@ class Texts:
     def require_same(self, gallery: Gallery) -> None:
         """Raise if the gallery's passages were cut differently.
 
-        An interrupted build leaves one partial document. Several, or passages that these documents lack, show another length.
+        An interrupted build leaves one partial document. Several, or passages missing from these documents, show another
+        length.
         """
         counts = self._passages()
         others = [name for document, count in counts.items() for name in _ids_if_cut_differently(document, count)]
@@ -184,16 +185,16 @@ class Texts:
         return {document: int(place) + 1 for document, _, place in parts}  # the last passage wins
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
-        """Return the stored metadata of rows."""
+        """Return the rows' stored metadata."""
         found = self.dataset.select_columns([METADATA])[rows][METADATA]
         return [None if about is None else json.loads(about) for about in found]
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
-        """Return the texts of rows."""
+        """Return the rows' texts."""
         return Contents(self.dataset.select_columns([TEXT])[rows][TEXT])
 
     def part(self, embedder: Embedder) -> int:
-        """Return a number of texts to sort at once."""
+        """Return the number of texts to sort at once."""
         return TEXTS_AT_ONCE if embedder.device.type == "cpu" else TEXTS_OF_A_GPU
 
     def embed(
@@ -225,7 +226,7 @@ def load_originals(
         path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`.
         max_bad_share: largest share of unreadable pictures; by default :data:`UNREADABLE`.
         metadata: table columns to store with each item; True for all, False for none.
-        options: fields of a text source; any of them selects texts.
+        options: text source fields; any of them selects texts.
 
     Returns:
         Pictures if there are any, else texts.
@@ -246,7 +247,7 @@ def load_originals(
 
 
 def merge_originals(parts: Sequence[Originals]) -> Originals:
-    """Merge several sources into one. If ids repeat, the first source wins.
+    """Merge several sources into a single source. If ids repeat, the first source wins.
 
     Args:
         parts: results of :func:`load_originals`.
@@ -282,7 +283,7 @@ def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE, metadata:
     Args:
         path: as in :class:`~xcompat.data.PairSource`.
         max_bad_share: largest share of unreadable shards, or of their samples.
-        metadata: further columns of a captions file; True for all.
+        metadata: further columns in a captions file; True to use all.
 
     Returns:
         A data set with the columns ``image`` and ``id``, optionally ``caption`` and ``metadata``.
@@ -299,7 +300,7 @@ def origins_of(gallery: Gallery, originals: Originals, remedy: str = "") -> list
     """Return the model that embedded each original.
 
     Raises:
-        XcompatError: none of the originals is in the gallery, followed by ``remedy``.
+        XcompatError: no original is in the gallery, followed by ``remedy``.
     """
     originals.require_same(gallery)
     origins = gallery.find(originals.ids)

@@ -1,4 +1,4 @@
-"""Ids stored inside a faiss index, and the gallery rows that they stand for."""
+"""Ids stored inside a faiss index, and their gallery rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RowLabels:
     """Translation between rows and ids stored in a faiss index.
 
     Args:
-        labels_N: (N,) int64, the id of each row.
+        labels_N: (N,) int64, each row's id.
 
     Example:
         >>> labels = RowLabels(np.array([70, 10, 40]))
@@ -36,12 +36,12 @@ class RowLabels:
         self._sorted_N = self.labels_N[self._order_N]
 
     def find_rows(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of each id, of any shape; -1 for unknown ids."""
+        """Return each id's row, for any shape; -1 for unknown ids."""
         places = np.minimum(np.searchsorted(self._sorted_N, labels), len(self._sorted_N) - 1)
         return np.where(self._sorted_N[places] == labels, self._order_N[places], -1)
 
     def select(self, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - faiss has no types
-        """Return a faiss selector of the kept rows."""
+        """Return a faiss selector for the kept rows."""
         import faiss
 
         labels_n = self.labels_N[: len(kept_N)][kept_N]
@@ -53,7 +53,7 @@ class RowLabels:
 
 
 def select_bits(bits: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - faiss has no types
-    """Return a faiss selector of the ids whose bit is set."""
+    """Return a faiss selector for the ids whose bit is set."""
     import faiss
 
     packed = np.packbits(bits, bitorder="little")
@@ -66,8 +66,8 @@ class OwnIds(NamedTuple):
     """Ids inside an index; None for 0, 1, 2 and so on.
 
     Args:
-        names_N: (N,) ids that a search returns.
-        labels_N: (N,) ids of the same rows without the id map.
+        names_N: (N,) ids returned by a search.
+        labels_N: (N,) the same rows' ids without the id map.
         has_map: whether an id map holds the names, in the order of addition.
         is_ordered: whether ascending ids are certainly the order of addition.
     """
@@ -134,14 +134,13 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
 
 
 def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -> list[str]:
-    """Return the id of each row: given ids, or those in the index.
+    """Return each row's id: the given id, or the id in the index.
 
-    Given ids that equal the index's own go to their vectors. Others are read in index order, or, for an inverted file with its
-    own ids,
-    id N is line N (from 0).
+    If given ids equal the index's own, each goes to its vector. Others are read in index order, or, for an inverted file with its
+    own ids, id N is line N (from 0).
 
     Args:
-        ids: given ids; None for the index's own.
+        ids: given ids; None to use the index's own.
         own: ids inside the index.
         rows: number of its vectors.
         path: its file, for messages.
@@ -175,15 +174,15 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
 def name_rows(
     ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path, known: Sequence[str], numbers_rows: bool
 ) -> list[str]:
-    """Return the id of each row as :func:`match_names` does, with the ids of originals where they are known.
+    """Return each row's id as :func:`match_names` does, with the originals' ids if known.
 
     Args:
         ids: see :func:`match_names`.
         own: see :func:`match_names`.
         rows: see :func:`match_names`.
         path: see :func:`match_names`.
-        known: ids of the originals. Ids are matched to paths of pictures by file names; without ids, rows are in this order.
-        numbers_rows: whether row numbers are the ids if there are no others.
+        known: the originals' ids. Ids are matched to picture paths by file names; without ids, rows are in this order.
+        numbers_rows: whether to use row numbers as ids if there are no others.
 
     Raises:
         XcompatError: see :func:`match_names`; or there are no ids, and the number of originals differs.
@@ -208,7 +207,7 @@ def _counted(ids: Sequence[str], rows: int, path: Path) -> list[str]:
 
 
 def _id_map(index: Any) -> NDArray[np.int64] | None:  # noqa: ANN401
-    """Return the ids of an id map around an index or below its transforms."""
+    """Return the ids in an id map around an index or below its transforms."""
     import faiss
 
     index = faiss.downcast_index(index)
@@ -218,7 +217,7 @@ def _id_map(index: Any) -> NDArray[np.int64] | None:  # noqa: ANN401
 
 
 def list_ids(ivf: Any, number: int) -> NDArray[np.int64]:  # noqa: ANN401
-    """Return a copy of the ids in one inverted list."""
+    """Copy the ids in an inverted list."""
     import faiss
 
     size = ivf.invlists.list_size(number)

@@ -56,28 +56,23 @@ class Found(dict[str, Any]):
 
 
 class CompatibleRetrievalPipeline(Pipeline):
-    """Pipeline that searches a gallery with texts and pictures, for any compatible model.
+    """Pipeline to search a gallery with texts and pictures, for any compatible model.
 
-    A query is a text, a picture (PIL, array, path or URL), or a vector: a query embedding of the model, as an array, tensor or
-    list of
-    floats. Lists of queries and matrices of vectors are searched in batches of ``batch_size``. Hits are dictionaries with
-    attributes
-    (:class:`Found`): ``id``, ``score``, ``version``, ``metadata``, ``confidence``, ``group``, ``standing``.
+    A query is a text, a picture (PIL, array, path or URL), or a vector: the model's query embedding as an array, tensor or list
+    of floats. Lists of queries and matrices of vectors are searched in batches of ``batch_size``. Hits are dictionaries with
+    attributes (:class:`Found`): ``id``, ``score``, ``version``, ``metadata``, ``confidence``, ``group``, ``standing``.
 
     Args:
         gallery: a gallery, or its folder.
-        fallback: options ``model``, ``below`` and ``share`` of :class:`~xcompat.retrieval.fallback.Fallback`: the old model,
-            used
+        fallback: options ``model``, ``below`` and ``share`` for :class:`~xcompat.retrieval.fallback.Fallback`: use this old model
             for queries with low confidence.
-        allow_private_addresses: whether URLs can point to this machine or private networks. Leave it off for untrusted URLs;
-            see
+        allow_private_addresses: whether URLs can point to this machine or private networks. Leave it off for untrusted URLs; see
             :func:`~xcompat.retrieval.fetching.fetch`.
-        embed_with: embeds texts for a map of a service's embeddings: a function, its name, or a
+        embed_with: embeds texts if the map is for a service's embeddings: a function, its name, or a
             :class:`~xcompat.embeddings.provider.Provider`.
         rerank: number of hits to re-rank, e.g. 20; or a :class:`~xcompat.retrieval.reranking.Reranker`.
-        originals: path of the gallery's originals for ``rerank``; None for the texts in its metadata.
-        kwargs: arguments of every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by``
-            become
+        originals: path to the gallery's originals for ``rerank``; None to use the texts in its metadata.
+        kwargs: arguments for every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by`` become
             defaults for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
     Example:
@@ -129,15 +124,15 @@ class CompatibleRetrievalPipeline(Pipeline):
         return {}, {}, kwargs
 
     def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see the class
-        """Search for one query, or for each of a list.
+        """Search for a single query, or for each query in a list.
 
         Args:
             inputs: a query, or a list of queries.
             args: none.
-            kwargs: ``batch_size``, and arguments of :meth:`~xcompat.retrieval.gallery.Gallery.search`.
+            kwargs: ``batch_size``, and arguments for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 
         Returns:
-            A list of hits, per query for a list of queries.
+            A hit list, per query for a list of queries.
         """
         batch_size = kwargs.pop("batch_size", None) or self._batch_size or 1
         inputs = as_vectors(inputs)
@@ -153,7 +148,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         return self.postprocess(embedded, **{**self._postprocess_params, **searching})
 
     def preprocess(self, input_: Any, **_: Any) -> dict[str, Any]:  # noqa: ANN401 - one query
-        """Read one query."""
+        """Read a query."""
         return {"query": self._read(input_)}
 
     def _forward(self, input_tensors: dict[str, Any], **_: Any) -> ModelOutput:  # noqa: ANN401
@@ -237,7 +232,7 @@ def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches fo
     """Convert a vector to float32, and a matrix to a list of vectors; return anything else unchanged.
 
     Args:
-        query: floats as an array or tensor of one or two dimensions, or as a list.
+        query: floats as an array or tensor with one or two dimensions, or as a list.
     """
     if isinstance(query, list) and query and all(isinstance(number, int | float) for number in query):
         return np.array(query, np.float32)

@@ -1,4 +1,4 @@
-"""Preprocessing variants of pictures, and search for the one behind stored embeddings."""
+"""Picture preprocessing variants, and a search for the variant behind stored embeddings."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Preparation:
 
     Args:
         size: height and width in pixels.
-        normalised: a name of :data:`NORMALISED`, or a phrase for the model's own.
-        mean: mean per channel of pixels between 0 and 1.
+        normalised: a name in :data:`NORMALISED`, or a phrase for the model's own.
+        mean: pixel mean per channel, between 0 and 1.
         std: standard deviation per channel.
-        shape: a name of :data:`SHAPES`.
-        filter: interpolation, one of :data:`FILTERS`.
-        backend: library that resizes, one of :data:`BACKENDS`.
+        shape: a name in :data:`SHAPES`.
+        filter: interpolation, from :data:`FILTERS`.
+        backend: library to use for resizing, from :data:`BACKENDS`.
     """
 
     size: tuple[int, int]
@@ -96,7 +96,7 @@ def nearest_preparation(own: Preparation, agreement: Callable[[Preparation], flo
 
     Args:
         own: the model's own variant, the start.
-        agreement: score of a variant; higher is better.
+        agreement: a variant's score; higher is better.
     """
     best, value = own, agreement(own)
     seen = {own: value}

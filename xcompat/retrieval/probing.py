@@ -63,7 +63,7 @@ def _require_floats(path: Path) -> None:
 
 
 def _probe_in_subprocess(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
-    """Return the exit code of the probe, and the last line of its stderr."""
+    """Return the probe's exit code, and its last stderr line."""
     command = [sys.executable, str(_SCRIPT), str(path.resolve()), *["vectors"] * vectors]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False)
     return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]

@@ -1,4 +1,4 @@
-"""Search queries: one text or picture, or a source of many."""
+"""Search queries: a single text or picture, or a source of many."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class QueryBlock(NamedTuple):
     """A block of embedded queries.
 
     Args:
-        ids: id of each query in its source, or the typed query.
-        texts: text of each; None for pictures and embeddings.
+        ids: each query's id in its source, or the typed query.
+        texts: each query's text; None for pictures and embeddings.
         embeds_QD: (Q, D) in the model's own space.
     """
 
@@ -60,14 +60,14 @@ class Queries(Protocol):
         """Embed the queries in the model's own space, in blocks; print and skip unreadable pictures."""
 
     def re_embed(self, old: Embedder, places: Sequence[int]) -> Tensor | NDArray[np.float32]:
-        """Embed rows of the last block with another model, in its galleries' space."""
+        """Embed rows from the last block with another model, in its galleries' space."""
 
 
 class TypedQuery:
     """A single typed query.
 
     Args:
-        query: a text, or the path of a picture.
+        query: a text, or a picture path.
 
     Raises:
         XcompatError: it is empty.
@@ -91,7 +91,7 @@ class TypedQuery:
 
 
 class SourceQueries:
-    """All texts or pictures of a source.
+    """All texts or pictures in a source.
 
     Args:
         originals: the texts or pictures.
@@ -112,7 +112,7 @@ class SourceQueries:
             yield QueryBlock([self.originals.ids[row] for row in block.tolist()], texts or [None] * len(block), embeds_QD)
 
     def one_by_one(self) -> list[str]:
-        """Return each text, or the path of each picture.
+        """Return each text, or each picture's path.
 
         Raises:
             XcompatError: the pictures are in an archive or a table.
@@ -125,7 +125,7 @@ class SourceQueries:
         return paths
 
     def re_embed(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
-        """Embed rows of the last block with another model."""
+        """Embed rows from the last block with another model."""
         asking = replace(old, processor=old.processor.for_queries())
         return np.concatenate([embeds for _, embeds in self.originals.embed(asking, self._block[list(places)])])
 
@@ -147,10 +147,10 @@ class SourceQueries:
 
 
 def load_queries(source: str) -> SourceQueries:
-    """Read a source of many queries.
+    """Read a source with many queries.
 
     Args:
-        source: a ``.txt`` file with one text or picture path per line, decided by its first line, or a source of
+        source: a ``.txt`` file with a text or picture path per line, decided by its first line, or a source for
             :func:`~xcompat.retrieval.originals.load_originals`.
 
     Raises:

@@ -24,10 +24,10 @@ def load_embedded(
 
     Args:
         queries: the source.
-        model: value of ``--model``: a map, a model, or a name that the gallery knows.
-        known: the models of the searched embeddings.
-        conflict: an option that embeds texts, if set.
-        max_bad_share: largest share of unusable rows; None for the default.
+        model: value of ``--model``: a map, a model, or a name known to the gallery.
+        known: the searched embeddings' models.
+        conflict: an option to embed texts, if set.
+        max_bad_share: largest share of unusable rows; None to use the default.
 
     Returns:
         Both; None if the queries, or their texts for a model that embeds texts, must be embedded.
@@ -58,11 +58,11 @@ def load_queries_and_model(
     embed_with: str | None = None,
     max_bad_share: float | None = None,
 ) -> tuple[Queries, Source]:
-    """Load queries and the model that embeds them.
+    """Load queries and the model to embed them.
 
     Args:
-        query: one query.
-        queries: a source of many.
+        query: a single query.
+        queries: a source with many queries.
         model: see :func:`load_embedded`.
         known: see :func:`load_embedded`.
         fallback: the old model.
@@ -91,7 +91,7 @@ def load_queries_and_model(
 
 
 def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel | Embedder | Fingerprint:
-    """Load the model that made embeddings: a map without its encoder, or a name that the gallery knows."""
+    """Load the model that made embeddings: a map without its encoder, or a name known to the gallery."""
     if (name := Fingerprint.from_string(model)) in known:
         return name
     argument_checks.require_models(model)

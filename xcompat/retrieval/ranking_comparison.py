@@ -1,4 +1,4 @@
-"""Comparison of rankings by several models for one query."""
+"""Comparison of several models' rankings for a query."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class PlacedHit(NamedTuple):
 
 
 def pair_places(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -> list[PlacedHit]:
-    """Return the first hits of a ranking with their places in another.
+    """Return a ranking's first hits with their places in another ranking.
 
     Args:
         hits: best first.
-        others: hits of the other ranking, if any.
+        others: the other ranking's hits, if any.
         top_k: number of hits to return.
 
     Example:
@@ -66,7 +66,7 @@ def pair_places(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -
 
 
 def embed_query(embedder: Embedder, query: str | Image, space: Space = "own") -> Tensor:
-    """Embed a text or picture, in the model's own space or that of its galleries: (1, D).
+    """Embed a text or picture, in the model's own space or its galleries' space: (1, D).
 
     Raises:
         XcompatError: the model embeds no texts, or no pictures.
@@ -104,12 +104,12 @@ def find(
 
 @lru_cache(maxsize=4)
 def _old_model(model: CompatModel) -> Fallback | None:
-    """Load the old model of a map that searches together with it."""
+    """Load the old model if a map uses it in searches."""
     return Fallback.for_model(model, device())
 
 
 def searchable_state(path: Path, embedder: Embedder) -> Gallery:
-    """Open the newest state that a model can search, e.g. the one before an upgrade for the old model.
+    """Open the newest state that a model can search, e.g. the state before an upgrade for the old model.
 
     Raises:
         FingerprintMismatchError: the model can search none.

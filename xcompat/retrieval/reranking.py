@@ -39,7 +39,7 @@ COMPARED, ALIKE = 8, 0.9
 
 @dataclass
 class Counts:
-    """Candidates of all searches, by the source of their embeddings.
+    """Candidates in all searches, by the source of their embeddings.
 
     Args:
         stored: in the gallery.
@@ -77,22 +77,21 @@ def require_source(source: Source) -> Embedder | ServedMap:
 class Reranker:
     """Reordering of the first hits by new-model embeddings of their originals.
 
-    A candidate's score becomes ``(1 - w) · new + w · old``, with ``new`` the similarity of query and original in the new
-    model's own space.
-    If an original is unreadable, its old score is shifted by the mean difference of the query's other candidates.
+    A candidate's score becomes ``(1 - w) · new + w · old``, with ``new`` the similarity between query and original in the new
+    model's own space. If an original is unreadable, its old score is shifted by the mean difference of the query's other
+    candidates.
 
-    Each embedding is computed once and cached (:class:`~xcompat.retrieval.new_embeddings.NewEmbeddings`), for later searches
-    and
-    ``xcompat gallery upgrade --backfill``.
+    Each embedding is computed once and cached (:class:`~xcompat.retrieval.new_embeddings.NewEmbeddings`), for use in later
+    searches and ``xcompat gallery upgrade --backfill``.
 
     Args:
         model: the new model, alone or with its map.
-        originals: pictures or texts of the gallery; None for the texts in its metadata.
+        originals: the gallery's pictures or texts; None to use the texts in its metadata.
         candidates: hits to re-rank per query; more if a search asks for more hits.
-        old_weight: w; None for the value fitted with the model, or 1/3.
+        old_weight: w; None to use the value fitted with the model, or 1/3.
         budget: largest number of embeddings to compute; further candidates keep their old scores.
         keep: whether to cache embeddings.
-        record_demand: whether to count candidates, so that a backfill starts with frequent ones.
+        record_demand: whether to count candidates, so a backfill starts with frequent candidates.
 
     Raises:
         XcompatError: a number is out of range, or the model cannot embed the originals.
@@ -145,11 +144,11 @@ class Reranker:
 
         Args:
             queries: their source.
-            asked: the last block of them.
+            asked: their last block.
             source: the model that embedded them.
 
         Raises:
-            XcompatError: they are embeddings of another model.
+            XcompatError: they are another model's embeddings.
         """
         if source is self.source or (isinstance(source, CompatModel) and source.embeds_in_memory):
             return None
@@ -185,16 +184,16 @@ class Reranker:
         gallery: SearchedGallery | None = None,
         metric: Metric = "cosine",
     ) -> list[list[Hit]]:
-        """Return the hits of each query in their new order.
+        """Return each query's hits in their new order.
 
         Args:
             queries_QD: (Q, D) queries as output by the new model.
-            hits_Q: hits of each query, best first.
+            hits_Q: each query's hits, best first.
             gallery: the searched gallery with the cache; None for a store.
-            metric: metric of a store.
+            metric: a store's metric.
 
         Raises:
-            XcompatError: the queries have another dimension than the model's embeddings.
+            XcompatError: the queries and the model's embeddings have different dimensions.
         """
         queries = as_float32(queries_QD)
         if queries.shape[1] != self.dim:
@@ -239,10 +238,10 @@ class Reranker:
         return [hits[place]._replace(score=float(score_k[place]), standing=None) for place in np.argsort(-score_k, kind="stable")]
 
     def notice_other_originals(self, source: Source, gallery: SearchedGallery, hits: Sequence[Hit]) -> None:
-        """Print a notice if originals differ from those that the gallery stores.
+        """Print a notice if originals differ from the gallery's stored originals.
 
         Args:
-            source: the query model; only the model of the stored embeddings can check this.
+            source: the query model; only the stored embeddings' model can check this.
             gallery: the searched gallery.
             hits: some hits; the first :data:`COMPARED` are checked.
         """
@@ -265,7 +264,7 @@ class Reranker:
     # ------------------------------------------------------------------------------------------------ new embeddings
 
     def _new_embeddings(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
-        """Return new embeddings of items: stored, cached, or computed now."""
+        """Return items' new embeddings: stored, cached, or computed now."""
         known, kept = self._stored(gallery, wanted), self._cache(gallery)
         self.counts.stored += len(known)
         generation = 0 if gallery is None else gallery.generation
@@ -301,7 +300,7 @@ class Reranker:
             return {}
 
     def _stored(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
-        """Return embeddings that the gallery stores as this model outputs them."""
+        """Return the gallery's embeddings that this model made, as output by it."""
         model = query_model(self.source)
         if gallery is None or (isinstance(model, CompatModel) and model.stores_view):
             return {}

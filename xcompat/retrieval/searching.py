@@ -1,4 +1,4 @@
-"""Search across versions of a gallery, with one merged ranking."""
+"""Search across a gallery's versions, with one merged ranking."""
 
 from __future__ import annotations
 
@@ -49,15 +49,13 @@ class Hit(NamedTuple):
 
     Args:
         id: the item's id.
-        score: cosine, inner product, or negative squared distance: higher is nearer. Scores of several versions are scaled to
-            the
-            oldest, so that one threshold works for all.
+        score: cosine, inner product, or negative squared distance: higher is nearer. Scores from several versions are scaled to
+            the oldest, so a single threshold works for all.
         version: the model that made the item's embedding.
         metadata: the item's metadata.
         confidence: probability that the query finds no less than the old model's; None if unknown.
         group: value of the metadata key used for grouping.
-        standing: ranking key if score scales are unknown: deviations by which the score exceeds the query's mean in that
-            version
+        standing: ranking key if score scales are unknown: deviations by which the score exceeds the query's mean in this version
             (:func:`merge_candidates`). None if the score ranks the hits.
     """
 
@@ -78,14 +76,14 @@ class SearchedGallery(Protocol):
 
     @property
     def generation(self) -> int:
-        """Number of the state."""
+        """State number."""
 
     @property
     def metric(self) -> Metric:
         """How embeddings are compared."""
 
     def vectors(self, ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the stored vectors of items."""
+        """Return the items' stored vectors."""
 
 
 class HitOrder(Protocol):
@@ -97,11 +95,11 @@ class HitOrder(Protocol):
     def order(
         self, queries_QD: ArrayLike, hits_Q: Sequence[Sequence[Hit]], gallery: SearchedGallery | None = None
     ) -> list[list[Hit]]:
-        """Return the hits of each query in their new order."""
+        """Return each query's hits in their new order."""
 
 
 class Candidates(NamedTuple):
-    """The nearest stored embeddings of one version.
+    """A version's nearest stored embeddings.
 
     Args:
         scores_Qk: (Q, k) scores, best first, padded with -inf.
@@ -117,7 +115,7 @@ class Candidates(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The nearest stored embeddings of all versions.
+    """The nearest stored embeddings in all versions.
 
     Args:
         scores_Qk: (Q, k) computed scores.
@@ -133,13 +131,13 @@ class Ranked(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries in the space of one version.
+    """Queries in a version's space.
 
     Args:
         version: the version.
         embeds_Qd: (Q, d) float32, checked.
         sample_QS: as in :class:`Candidates`.
-        scale_Q2: (Q, 2) slopes and offsets of scores; None for raw scores.
+        scale_Q2: (Q, 2) slopes and offsets for scores; None to use raw scores.
     """
 
     version: VersionRecord
@@ -158,7 +156,7 @@ class Queries(NamedTuple):
 
 
 class Search:
-    """Search engine of one gallery state; caches samples of its versions."""
+    """Search engine for a gallery state; caches samples from its versions."""
 
     def __init__(self, segments: Sequence[Segment], manifest: Manifest, place: object = "GALLERY") -> None:
         self.segments, self.manifest, self.place = segments, manifest, place
@@ -241,7 +239,7 @@ class Search:
     def _grouped(
         self, ranked: Callable[[list[Queries], int], list[list[Hit]]], asked: list[Queries], top_k: int, key: str
     ) -> list[list[Hit]]:
-        """Return each query's best hits of different groups; search deeper until there are enough."""
+        """Return each query's best hits from different groups; search deeper until there are enough."""
         best: list[list[Hit]] = [[] for _ in asked[0].embeds_Qd]
         open_n, k, most = np.arange(len(best)), top_k, max(top_k, GROUPED_AT_MOST)
         while len(open_n):
@@ -268,7 +266,7 @@ class Search:
         where: dict[str, Any] | None,
         parameters: str | None,
     ) -> Candidates:
-        """Find the nearest items of one version; parameters apply to approximate indexes."""
+        """Find a version's nearest items; parameters apply to approximate indexes."""
         parts = []
         all_exact = parameters is not None and all(segment.index.is_exact for segment in self.segments)  # then they raise
         for number, segment in enumerate(self.segments):
@@ -319,7 +317,7 @@ class Search:
 
 
 def best_of_groups(hits: Sequence[Hit], key: str) -> list[Hit]:
-    """Return the first hit of each group; an item without the key is its own group.
+    """Return each group's first hit; an item without the key is its own group.
 
     Args:
         hits: best first.
@@ -343,17 +341,16 @@ def best_of_groups(hits: Sequence[Hit], key: str) -> list[Hit]:
 
 
 def merge_candidates(found: Sequence[Candidates], k: int, merge: Merge) -> Ranked:
-    """Merge the candidates of several versions into one ranking.
+    """Merge several versions' candidates into a single ranking.
 
-    - ``calibrated`` compares scores that are already on one scale (:func:`~xcompat.retrieval.versions.score_scale`).
+    - ``calibrated`` compares scores already on a common scale (:func:`~xcompat.retrieval.versions.score_scale`).
     - ``raw`` compares scores unchanged.
     - ``standardised`` subtracts the mean of the query's scores against a sample of the version, and divides by their deviation.
-      It assumes
-      similar items in all versions. With n < 64 sampled scores, their statistics weigh n / 64, and those of all versions the
-      rest.
+      It assumes similar items in all versions. With n < 64 sampled scores, their statistics weigh n / 64, and all versions'
+      statistics the rest.
 
     Args:
-        found: candidates, one per version.
+        found: candidates per version.
         k: number of hits to keep.
         merge: ``calibrated``, ``standardised`` or ``raw``.
 
@@ -389,9 +386,9 @@ def _keys(found: Sequence[Candidates], merge: Merge) -> list[NDArray[np.float32]
 
 
 def _means_and_deviations(samples: Sequence[NDArray[np.float32]]) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Return mean and deviation (Q, 1) of each sample (Q, S), shrunk towards all samples if small.
+    """Return each sample's (Q, S) mean and deviation (Q, 1), shrunk towards all samples if small.
 
-    No score of n exceeds the mean by more than sqrt(n - 1) deviations, so that a version's only item would always score 0.
+    No score among n exceeds the mean by more than sqrt(n - 1) deviations, so a version's only item would always score 0.
     """
     own = [(sample_QS.mean(1, keepdims=True), sample_QS.std(1, keepdims=True)) for sample_QS in samples]
     weights = [min(sample_QS.shape[1] / FEWEST_SAMPLED, 1.0) for sample_QS in samples]

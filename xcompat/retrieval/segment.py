@@ -1,4 +1,4 @@
-"""Segment of a gallery: embeddings added together, in immutable files."""
+"""Gallery segment: embeddings added together, in immutable files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Segment:
     Args:
         folder: the gallery folder.
         record: the segment's record in the manifest.
-        backend: storage and search of the vectors.
+        backend: stores and searches the vectors.
     """
 
     def __init__(self, folder: Path, record: SegmentRecord, backend: Backend) -> None:
@@ -90,12 +90,12 @@ class Segment:
         self._last_tuned: tuple[str, VectorIndex] | None = None
 
     def __len__(self) -> int:
-        """Return the number of embeddings that are not removed."""
+        """Count the embeddings, without removed rows."""
         return self.record.rows - self.record.n_removed
 
     @cached_property
     def index(self) -> VectorIndex:
-        """Search index of the vectors."""
+        """Search index for the vectors."""
         return self._open()
 
     def _open(self) -> VectorIndex:
@@ -105,7 +105,7 @@ class Segment:
 
     @property
     def _as_added(self) -> ReadRows | None:
-        """Reader of the original vectors, if stored outside the index."""
+        """Reader for the original vectors, if stored outside the index."""
         file = self.record.files.get(VECTORS_FILE)
         return None if file is None else partial(_read_rows, self.gallery, self.folder / VECTORS_FILE, file)
 
@@ -132,7 +132,7 @@ class Segment:
 
     @cached_property
     def kept(self) -> NDArray[np.bool_] | None:
-        """Mask of rows that are not removed, (rows,) bool; None if none is removed."""
+        """Mask of rows not removed, (rows,) bool; None if none is removed."""
         if self.record.removed is None:
             return None
         file = self.gallery / REMOVED / self.record.removed
@@ -142,19 +142,19 @@ class Segment:
         return ~np.unpackbits(packed, count=self.record.rows, bitorder="little").astype(bool)
 
     def present(self) -> NDArray[np.int64]:
-        """Return the row numbers that are not removed."""
+        """Return the numbers of rows not removed."""
         return np.arange(self.record.rows) if self.kept is None else np.flatnonzero(self.kept)
 
     def ids(self, rows_n: NDArray[np.int64]) -> list[str]:
-        """Return the ids of rows."""
+        """Return the rows' ids."""
         return self._rows.column("id").take(_indices(rows_n)).to_pylist()
 
     def metadata(self, rows_n: NDArray[np.int64]) -> list[dict[str, Any] | None]:
-        """Return the metadata of rows."""
+        """Return the rows' metadata."""
         return [None if text is None else json.loads(text) for text in self.metadata_text(rows_n)]
 
     def metadata_text(self, rows_n: NDArray[np.int64]) -> list[str | None]:
-        """Return the metadata of rows as JSON texts."""
+        """Return the rows' metadata as JSON texts."""
         return self._rows.column("metadata").take(_indices(rows_n)).to_pylist()
 
     def search(
@@ -165,8 +165,8 @@ class Segment:
         Args:
             queries_Qd: (Q, d) float32.
             k: largest number of rows per query.
-            where: as in :meth:`matching`; None for all.
-            parameters: search effort; None for the default.
+            where: as in :meth:`matching`; None to use all rows.
+            parameters: search effort; None to use the default.
 
         Returns:
             (Q, k) scores, best first, and (Q, k) rows, padded with -1; k is at most the segment's rows.
@@ -176,7 +176,7 @@ class Segment:
         return index.search(queries_Qd, min(k, self.record.rows), kept_N)
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
-        """Return the mask (rows,) of rows that match a filter and are not removed; caches the last few.
+        """Return the mask (rows,) for rows that match a filter and are not removed; caches the last few.
 
         Args:
             where: key -> required value, or list of accepted values, from :func:`plain_filter`.
@@ -196,7 +196,7 @@ class Segment:
         return found_N if self.kept is None else found_N & self.kept
 
     def keys(self) -> set[str]:
-        """Return the metadata keys of all rows that are not removed."""
+        """Return all rows' metadata keys, without removed rows."""
         rows = self.present()
         blocks = (rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK))
         return {key for block in blocks for about in self.metadata(block) for key in about or ()}
@@ -209,7 +209,7 @@ class Segment:
             hashes_N: their :func:`id_hashes`.
 
         Returns:
-            Positions in ``ids`` that were found, and their rows.
+            Positions found in ``ids``, and their rows.
         """
         sorted_H, order_H = _mapped(self._file(HASHES_FILE)), _mapped(self._file(ORDER_FILE))
         first_N, last_N = np.searchsorted(sorted_H, hashes_N), np.searchsorted(sorted_H, hashes_N, side="right")
@@ -240,7 +240,7 @@ class Segment:
 
         Args:
             size: rows read at a time.
-            rows: the rows to read; None for all that are not removed.
+            rows: the rows to read; None to read all rows not removed.
 
         Yields:
             Row numbers and items.
@@ -253,12 +253,12 @@ class Segment:
             yield rows_n, Items([self.vectors(rows_n)], self.ids(rows_n), self.metadata_text(rows_n), sides)
 
     def missing(self) -> list[str]:
-        """Return one line for each missing or truncated file, and for lost Milvus vectors."""
+        """Return a line for each missing or truncated file, and for lost Milvus vectors."""
         gone = [path for path, record in self._written() if not path.is_file() or path.stat().st_size != record.size]
         return self._backend.damaged(self.record) + [f"{path} is missing or truncated" for path in gone]
 
     def damaged(self) -> list[str]:
-        """Compare every file with its checksum; return one line per difference."""
+        """Compare every file with its checksum; return a line per difference."""
         wrong = [line for path, record in self._written() for line in difference(path, record)]
         return self._backend.damaged(self.record) + wrong
 
@@ -284,7 +284,7 @@ def removed_rows(segment: Segment, generation: int, rows_n: NDArray[np.int64]) -
 
 
 def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
-    """Return a hash of each id, equal in every process."""
+    """Return each id's hash, equal in every process."""
     import pandas as pd
 
     try:
@@ -295,7 +295,7 @@ def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
 
 
 def _read_rows(gallery: Path, path: Path, record: FileRecord, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Read vectors. A module-level function, so that an index does not hold a reference to its segment."""
+    """Read vectors. A module-level function, so an index does not hold a reference to its segment."""
     return _mapped(require_whole(gallery, path, record))[rows_n]
 
 
@@ -314,7 +314,7 @@ def _indices(rows_n: NDArray[np.int64]) -> pa.Array:
 
 
 def plain_filter(where: object) -> dict[str, Any]:
-    """Return a metadata filter with plain JSON values instead of tuples, sets, arrays and NumPy values.
+    """Convert a metadata filter to plain JSON values instead of tuples, sets, arrays and NumPy values.
 
     Args:
         where: key -> required value, or accepted values.

@@ -1,4 +1,4 @@
-"""Read-only view of one committed gallery state."""
+"""Read-only view of a committed gallery state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLED, FACET_VALUES = 2000, 50
 
 
 class Snapshot:
-    """One committed state of a gallery. It never changes, but a compaction may delete it.
+    """A committed gallery state. It never changes, but a compaction may delete it.
 
     Args:
         path: the gallery folder.
@@ -62,7 +62,7 @@ class Snapshot:
         return [version.fingerprint for version in self.manifest.present() or self.manifest.versions[:1]]
 
     def counts(self) -> dict[Fingerprint, int]:
-        """Return the number of items per version."""
+        """Count the items per version."""
         totals = dict.fromkeys(self.versions, 0)
         for record in self.manifest.segments:
             totals[self.manifest.version(record.version).fingerprint] += record.rows - record.n_removed
@@ -80,7 +80,7 @@ class Snapshot:
         return found
 
     def metadata(self, ids: Sequence[str]) -> list[dict[str, Any] | None]:
-        """Return the metadata of items; None if unknown."""
+        """Return the items' metadata; None if unknown."""
         found: list[dict[str, Any] | None] = [None] * len(ids)
         hashes_N = id_hashes(ids)
         for segment in self.segments:
@@ -120,10 +120,10 @@ class Snapshot:
         return {key: [json.loads(value) for value, _ in counts.most_common()] for key, counts in sorted(kept.items())}
 
     def require_keys(self, wanted: Iterable[str]) -> None:
-        """Raise for filter keys that no item has. It reads every item.
+        """Raise for filter keys missing from all items. It reads every item.
 
         Raises:
-            XcompatError: with the key and the nearest existing keys.
+            XcompatError: names the key and the nearest existing keys.
         """
         known: set[str] = set()
         for segment in self.segments:
@@ -156,29 +156,27 @@ class Snapshot:
         rerank: HitOrder | None = None,
         rerank_queries: ArrayLike | None = None,
     ) -> list[list[Hit]]:
-        """Find the nearest items of each query, in every stored version.
+        """Find each query's nearest items, in every stored version.
 
         Args:
             embeds_QD: (Q, D) query embeddings as output by the model.
             model_or_fingerprint: the query model; with a fingerprint, embeddings are compared unchanged.
             top_k: largest number of hits per query.
             where: metadata filter: key -> value, or accepted values (list, tuple, set or array).
-            merge: how to rank hits of several versions (:func:`~xcompat.retrieval.searching.merge_candidates`).
-            parameters: search effort of approximate indexes, e.g. ``nprobe=32,efSearch=128``.
-            old_queries: queries of the old model, for low confidence.
+            merge: how to rank several versions' hits (:func:`~xcompat.retrieval.searching.merge_candidates`).
+            parameters: search effort for approximate indexes, e.g. ``nprobe=32,efSearch=128``.
+            old_queries: the old model's queries, to use for low confidence.
             group_by: metadata key, e.g. ``document``: only the best item per value is a hit; items without the key are single
-                hits. At most
-                the 16,384 nearest items are grouped.
+                hits. At most the 16,384 nearest items are grouped.
             rerank: a :class:`~xcompat.retrieval.reranking.Reranker`, which rescores the first hits.
-            rerank_queries: (Q, E) queries as output by the re-ranking model; None if that is the query model.
+            rerank_queries: (Q, E) queries as output by the re-ranking model; None if it is the query model.
 
         Returns:
             Hits for each query, best first.
 
         Raises:
             FingerprintMismatchError: the model is not compatible with a stored version.
-            XcompatError: a query is zero, not finite or of another dimension, ``top_k`` is less than 1, or ``where`` is
-                invalid.
+            XcompatError: a query is zero, not finite or has another dimension, ``top_k`` is less than 1, or ``where`` is invalid.
         """
         depth = top_k if rerank is None else max(top_k, rerank.candidates)
         with self.reading():
@@ -198,7 +196,7 @@ class Snapshot:
             raise XcompatError(f"{self.path} is damaged: {'; '.join(wrong)}; roll back, or restore these files from a copy")
 
     def damage(self) -> list[str]:
-        """Return one line per damaged file, even while other processes write.
+        """Return a line per damaged file, even while other processes write.
 
         Raises:
             GenerationGoneError: a compaction deleted this state meanwhile.

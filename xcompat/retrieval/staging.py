@@ -72,7 +72,7 @@ class Staging:
         return not (self._pending_ids or self._written or self._removed)
 
     def present(self) -> list[VersionRecord]:
-        """Return the versions that will have embeddings after a commit."""
+        """Return the versions with embeddings after a commit."""
         left = {
             segment.record.version
             for name, segment in self._segments.items()
@@ -96,17 +96,16 @@ class Staging:
         """Prepare checked items.
 
         Args:
-            version: the model of their embeddings.
-            items: one block.
+            version: their embeddings' model.
+            items: a block of items.
             replace: whether to replace items with the same id.
-            model: that model, to check that it can search the remaining gallery; None for no check.
-            same_originals: whether replaced items have the same originals, so that their new embeddings stay valid.
+            model: the same model, to check if it can search the remaining gallery; None to skip the check.
+            same_originals: whether replaced items have the same originals, so their new embeddings stay valid.
 
         Raises:
             XcompatError: an id exists, or the version has another dimension.
             FingerprintMismatchError: without ``replace``, the model cannot search all embeddings. With ``replace``,
-                :meth:`commit`
-                checks it.
+                :meth:`commit` checks it.
         """
         if model is not None and not replace:
             present = self.present()
@@ -141,7 +140,7 @@ class Staging:
             require_like_sides(known, have, items.side_dim, version.side_info)
 
     def put(self, version: VersionRecord, items: Items) -> None:
-        """Prepare items with free ids, e.g. of rows that the same commit drops."""
+        """Prepare items with free ids, e.g. for rows that the same commit drops."""
         self._versions.setdefault(version.digest, version)
         waiting = self._pending.setdefault(version.digest, Items())
         waiting.embeds += items.embeds
@@ -170,7 +169,7 @@ class Staging:
         return found
 
     def remove(self, ids: Sequence[str]) -> None:
-        """Prepare the removal of items.
+        """Prepare to remove items.
 
         Raises:
             XcompatError: an id is not in the gallery.
@@ -184,7 +183,7 @@ class Staging:
         self._other_originals += ids
 
     def remove_rows(self, segment: str, rows_n: NDArray[np.int64]) -> None:
-        """Prepare the removal of rows of a segment."""
+        """Prepare to remove a segment's rows."""
         self._removed[segment] = np.union1d(self._removed.get(segment, np.empty(0, np.int64)), rows_n)
 
     def flush(self) -> list[SegmentRecord]:
@@ -197,7 +196,7 @@ class Staging:
         return written
 
     def take(self, records: Iterable[SegmentRecord], versions: Iterable[VersionRecord] = ()) -> None:
-        """Prepare segments that are already on disk."""
+        """Prepare segments already on disk."""
         self._versions.update({version.digest: version for version in versions})
         for record in records:
             self._written.append(record)
@@ -207,7 +206,7 @@ class Staging:
         """Publish all changes as the next generation.
 
         Args:
-            by: name of the operation.
+            by: operation name.
             dropped: names of segments to drop.
 
         Returns:
@@ -250,10 +249,10 @@ class Staging:
         """Publish an earlier state as the next generation; return its manifest.
 
         Args:
-            generation: number of the state; None for the previous one.
+            generation: state number; None to use the previous state.
 
         Raises:
-            XcompatError: the state, or a file of it, no longer exists.
+            XcompatError: the state, or a file it needs, no longer exists.
         """
         if generation is None:
             generation = previous_generation(kept_manifests(self.folder))

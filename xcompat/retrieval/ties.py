@@ -16,13 +16,13 @@ COMPARED_BYTES = 2**27
 
 
 class Scored(NamedTuple):
-    """Nearest rows of some queries.
+    """Nearest rows for some queries.
 
     Args:
-        scores_Qk: (Q, k) scores of the index, best first.
+        scores_Qk: (Q, k) the index's scores, best first.
         rows_Qk: (Q, k) rows, padded with -1.
         exact_Qk: (Q, k) batch-independent scores, for ranking.
-        slack_Q: (Q,) largest rounding difference of equal vectors' scores.
+        slack_Q: (Q,) largest rounding difference between equal vectors' scores.
     """
 
     scores_Qk: NDArray[np.float32]
@@ -37,15 +37,15 @@ Find: TypeAlias = Callable[[NDArray[np.float32], int], Scored]
 def search_with_ties(
     find: Find, queries_Qd: NDArray[np.float32], k: int, rows: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Find the k nearest rows of each query, with ties sorted by row.
+    """Find each query's k nearest rows, with ties sorted by row.
 
-    An index returns any of equal scores, so the search is repeated with more hits until a lower score follows.
+    An index returns any rows among equal scores, so the search is repeated with more hits until a lower score follows.
 
     Args:
-        find: returns the k nearest rows of queries.
+        find: returns the k nearest rows for queries.
         queries_Qd: (Q, d) float32.
         k: rows per query.
-        rows: rows of the index.
+        rows: the index's rows.
 
     Returns:
         (Q, k) scores, best first, and (Q, k) rows, padded with -1.
@@ -79,13 +79,13 @@ def compare_exactly(
     vectors: Callable[[NDArray[np.int64]], NDArray[np.float32]],
     metric: str,
 ) -> Scored:
-    """Recompute scores in float64, so that equal vectors get equal scores in every batch.
+    """Recompute scores in float64, so equal vectors get equal scores in every batch.
 
     Args:
         queries_Qd: (Q, d) float32.
         rows_Qk: (Q, k) rows, padded with -1.
-        scores_Qk: (Q, k) scores of the index.
-        vectors: returns the vectors of rows.
+        scores_Qk: (Q, k) the index's scores.
+        vectors: returns the rows' vectors.
         metric: ``l2`` for squared distances, else inner products.
     """
     exact_Qk, slack_Q = scores_Qk.copy(), np.empty(len(queries_Qd), np.float32)

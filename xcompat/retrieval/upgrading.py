@@ -1,4 +1,4 @@
-"""Upgrade of a gallery to a newer model's space, in bounded memory and with restarts."""
+"""Gallery upgrade to a newer model's space, in bounded memory and with restarts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ROWS_TRIED = 4096
 
 
 class Plan(NamedTuple):
-    """Cost of an upgrade.
+    """Upgrade cost.
 
     Args:
         items: number of embeddings to map.
         seconds: estimated time.
-        nbytes: estimated bytes of the new segments; the old ones stay until a compaction.
+        nbytes: estimated bytes for the new segments; the old segments stay until a compaction.
     """
 
     items: int
@@ -47,9 +47,9 @@ class Plan(NamedTuple):
 
 
 class _Progress(BaseModel):
-    """Journal of an upgrade: source segment -> first unmapped row, and the new segments.
+    """Upgrade journal: source segment -> first unmapped row, and the new segments.
 
-    Valid only in the generation in which it began, because mapped rows could be removed later.
+    Valid only in its first generation, because mapped rows could be removed later.
     """
 
     generation: int
@@ -59,7 +59,7 @@ class _Progress(BaseModel):
 
 
 def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
-    """Estimate the cost of an upgrade without changing anything.
+    """Estimate an upgrade's cost without changing anything.
 
     Raises:
         XcompatError: as :func:`segments_to_map`.
@@ -75,7 +75,7 @@ def plan_upgrade(gallery: Snapshot, model: CompatModel) -> Plan:
 
 
 def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, spread: Executor = run_locally) -> int:
-    """Map all embeddings of the old space, ``batch_size`` at a time, and commit; return their number.
+    """Map all embeddings in the old space, ``batch_size`` at a time, and commit; return their number.
 
     Raises:
         XcompatError: as :func:`segments_to_map`.
@@ -211,7 +211,7 @@ def _record(journal: Path, progress: _Progress, segment: Segment, row: int, writ
 
 
 def _load_progress(gallery: Snapshot, journal: Path) -> _Progress:
-    """Read a valid journal of an upgrade, or start a new one."""
+    """Read a valid upgrade journal, or start a new journal."""
     fresh = _Progress(generation=gallery.generation)
     try:
         told = read_json(journal)

@@ -1,4 +1,4 @@
-"""Compatibility of query models with stored embeddings."""
+"""Compatibility between query models and stored embeddings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stored_version(model: Model, dim: int | None) -> VersionRecord:
         dim: dimension of the stored embeddings; required with a fingerprint.
 
     Raises:
-        XcompatError: the dimension of a fingerprint is missing or below 1.
+        XcompatError: a fingerprint's dimension is missing or below 1.
     """
     compat = _compat(model)
     if compat is not None:
@@ -100,7 +100,7 @@ def identity(model: Model) -> Fingerprint:
 
 
 def require_like_sides(known: VersionRecord, have: set[int], side_dim: int, by: str | None) -> None:
-    """Raise if a version's side-information is incomplete, of two models, or of two dimensions.
+    """Raise if a version's side-information is incomplete, or from two models or with two dimensions.
 
     Args:
         known: the stored version.
@@ -166,12 +166,12 @@ def stored_embeddings(
 
 
 def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> NDArray[np.float32] | None:
-    """Convert queries to the space of stored embeddings.
+    """Convert queries to the stored embeddings' space.
 
     Args:
         model: the query model; with a fingerprint, queries are unchanged.
         embeds_QD: (Q, D) query embeddings as output by the model.
-        version: version of the stored embeddings.
+        version: the stored embeddings' version.
 
     Returns:
         (Q, d) float32; None if not comparable.
@@ -191,7 +191,7 @@ def query_view(model: Model, embeds_QD: ArrayLike, version: VersionRecord) -> ND
 
 
 def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Normalise inputs of a map fitted on unit vectors; zero queries become NaN."""
+    """Normalise inputs if a map was fitted on unit vectors; zero queries become NaN."""
     if not model.embeds_in_memory or model.metric != "cosine":
         return embeds_QD
     lengths_Q = row_lengths(embeds_QD)
@@ -222,7 +222,7 @@ def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionReco
 def query_views(
     model: Model, embeds_QD: ArrayLike, manifest: Manifest, place: object = "GALLERY"
 ) -> list[tuple[VersionRecord, NDArray[np.float32]]]:
-    """Convert queries to the space of each version in a gallery.
+    """Convert queries to each version's space in a gallery.
 
     Args:
         model: the query model.
@@ -250,7 +250,7 @@ def query_views(
 
 
 def scale_to_length(model: Model, embeds_ND: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32]:
-    """Scale a model's embeddings to the length of unnormalised stored ones."""
+    """Scale a model's embeddings to the length of unnormalised stored embeddings."""
     if version.length == 1 or isinstance(model, Fingerprint):
         return embeds_ND
     return normalise_rows(embeds_ND) * np.float32(version.length)
@@ -272,7 +272,7 @@ def takes_old_queries(model: Model, version: VersionRecord) -> bool:
 
 
 def notice_missing_old(model: Model) -> None:
-    """Print a notice if a map that needs old queries searches without them."""
+    """Print a notice if a map needs old queries but searches without them."""
     compat = _compat(model)
     if compat is not None and compat.config.old_share is not None:
         notice_once(
@@ -282,11 +282,11 @@ def notice_missing_old(model: Model) -> None:
 
 
 def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
-    """Return the scale of a model's scores against a version.
+    """Return the scale for a model's scores against a version.
 
     Args:
         model: the query model.
-        version: version of the stored embeddings.
+        version: the stored embeddings' version.
 
     Returns:
         The scale to scores against ``version.scaled_to``; None if unknown.
@@ -301,15 +301,15 @@ def score_scale(model: Model, version: VersionRecord) -> ScoreScale | None:
 
 
 def gallery_scales(model: Model, versions: Sequence[VersionRecord], metric: Metric) -> list[ScoreScale] | None:
-    """Return the scales from each version's scores to those of the oldest.
+    """Return the scales from each version's scores to the oldest version's.
 
     Args:
         model: the query model.
         versions: versions with embeddings, oldest first.
-        metric: metric of the gallery.
+        metric: the gallery's metric.
 
     Returns:
-        A scale per version, in units of the gallery's scores; None if one is unknown.
+        A scale per version, in the gallery's score units; None if any is unknown.
     """
     known = {version.digest: version for version in versions}
 
@@ -332,7 +332,7 @@ def gallery_scales(model: Model, versions: Sequence[VersionRecord], metric: Metr
 
 
 def _in_units(scale: ScoreScale, length: float, length_of_oldest: float, metric: Metric) -> ScoreScale:
-    """Convert a scale of cosines to the gallery's scores."""
+    """Convert a cosine scale to the gallery's scores."""
     unit = length_of_oldest**2
     slope = scale.slope * unit / length**2
     if metric == "l2":  # a score is 2·length²·(cosine - 1)
@@ -399,7 +399,7 @@ def alias_advice(model: Model, version: VersionRecord, place: object) -> str | N
     Args:
         model: the query model.
         version: stored embeddings that do not match its queries.
-        place: the gallery folder, or the address of a store.
+        place: the gallery folder, or a store's address.
     """
     compat, own = _compat(model), version.fingerprint
     if compat is not None and compat.maps_galleries:
@@ -416,7 +416,7 @@ def alias_advice(model: Model, version: VersionRecord, place: object) -> str | N
 
 
 def aliased_version(versions: Sequence[VersionRecord], alias: Fingerprint) -> VersionRecord:
-    """Return the version of an alias: the only one, or the only one known by name.
+    """Return an alias's version: the only version, or the only version known by name.
 
     Raises:
         XcompatError: there is no such version, or it has other weights.
@@ -461,7 +461,7 @@ def _compat(model: Model) -> CompatModel | None:
 
 
 def as_float32(embeds: ArrayLike) -> NDArray[np.float32]:
-    """Return embeddings as a float32 matrix; a single embedding becomes one row."""
+    """Convert embeddings to a float32 matrix; a single embedding becomes a row."""
     if hasattr(embeds, "detach"):
         embeds = embeds.detach().cpu().float().numpy()
     array = np.ascontiguousarray(embeds, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Web page that searches with old and new queries side by side."""
+"""Web page to search with old and new queries side by side."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def serve_target(
 
     Args:
         target: a gallery, an index or a run, as for :func:`~xcompat.serve.site_loading.load_site`.
-        options: address and password of the page.
+        options: the page's address and password.
         model: the new model.
         old: the old model.
-        sources: the pictures or texts of a gallery.
+        sources: a gallery's pictures or texts.
         allow_changes: whether the page may change galleries.
-        ids: file with the ids of an index.
+        ids: file with an index's ids.
 
     Raises:
         XcompatError: the target, a model or a library is missing, or the page cannot be served.

@@ -1,4 +1,4 @@
-"""Web application of the page: routes, and queues for their work."""
+"""Web application for the page: routes, and queues for their work."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _address_of(connection: Any) -> str:  # noqa: ANN401 - any protocol of uvico
 
 
 def make_server(app: ASGIApp) -> Server:
-    """Return the HTTP server of an application, without websockets, trust in proxy headers, or a server header."""
+    """Return an application's HTTP server, without websockets, trust in proxy headers, or a server header."""
     return Server(
         Config(
             app,

@@ -1,4 +1,4 @@
-"""Test queries that differ most between two models, page by page."""
+"""Test queries with the largest differences between two models, page by page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PER_PAGE, HITS = 10, 5
 
 
 def pages(judged: TestResults) -> int:
-    """Return the number of pages for a direction."""
+    """Return a direction's page count."""
     return max(1, -(-int(((judged.old_Q >= 0) & (judged.new_Q >= 0)).sum()) // PER_PAGE))
 
 
 def page(site: Site, direction: str, order: Order, number: int) -> str:
-    """Return a page of queries with the hits of both models."""
+    """Return a page of queries with both models' hits."""
     if direction not in site.judged:
         raise XcompatError("this page has no queries for that direction")
     judged = site.judged[direction]

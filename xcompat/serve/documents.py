@@ -1,4 +1,4 @@
-"""HTML documents of the page with inline scripts and styles, and their content security policies."""
+"""HTML documents with inline scripts and styles, and their content security policies."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def main_page(site: Site, query: SearchQuery) -> HTMLResponse:
     """Return the page.
 
     Args:
-        site: content of the page.
-        query: initial values of the search form.
+        site: the page's content.
+        query: the search form's initial values.
     """
     values = {"site": site, "query": query, "kinds": list_kinds(site), "upload_bytes": UPLOAD_BYTES}
     return _document("page.html.j2", "page.js", **values, longest=LONGEST, longest_filter=LONGEST_FILTER, most=MOST)
@@ -49,7 +49,7 @@ def report_page(folder: Path) -> HTMLResponse:
     """Return a run's report, for a frame.
 
     Args:
-        folder: folder of the report.
+        folder: the report's folder.
     """
     report = load_report(folder)
     page = render_html(report, {name: figure_png(figure) for name, figure in draw_plots(report).items()})

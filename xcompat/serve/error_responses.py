@@ -17,7 +17,7 @@ FAILED = "something went wrong on the server; its terminal shows the details"
 
 
 def hide_folders(line: str) -> str:
-    """Return a line without the folders of absolute paths, which visitors should not see.
+    """Remove the folders from a line's absolute paths, because visitors should not see them.
 
     Example:
         >>> hide_folders("/home/me/photos/a.png is missing; see https://example.org/a/b")
@@ -30,7 +30,7 @@ def answer_failure(error: Exception) -> PlainTextResponse:
     """Return the answer to a failed request.
 
     Args:
-        error: the reason. Visitors see their own mistakes, and the terminal shows faults of the server.
+        error: the reason. Visitors see their own mistakes, and the terminal shows server faults.
     """
     if isinstance(error, BusyError):
         return PlainTextResponse(error.line, error.status, headers={"retry-after": "1"})

@@ -46,7 +46,7 @@ def describe_gallery(site: Site, title: str) -> str:
 
 
 def prepare_work(site: Site, query: WorkQuery) -> Callable[[], object]:
-    """Return the function of a job on a gallery.
+    """Return the function for a gallery job.
 
     Args:
         site: the page.
@@ -77,7 +77,7 @@ def prepare_work(site: Site, query: WorkQuery) -> Callable[[], object]:
 
 @dataclass
 class Job:
-    """State of a job on a gallery.
+    """State of a gallery job.
 
     Args:
         said: its progress, and at the end its result.

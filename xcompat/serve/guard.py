@@ -1,4 +1,4 @@
-"""Checks of each request before the application: host, origin, login, size and time."""
+"""Request checks before the application: host, origin, login, size and time."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Access:
-    """Host names and login of the page.
+    """The page's host names and login.
 
     Args:
-        host: address that the server listens at.
+        host: the server's listening address.
         names: further host names.
         login: None for a page without a password.
-        cookie: name of the cookie. Browsers share cookies between the ports of a machine.
+        cookie: cookie name. Browsers share cookies between a machine's ports.
     """
 
     host: str = "127.0.0.1"
@@ -69,7 +69,7 @@ class Guard:
         self._held: Counter[str] = Counter()  # bytes of bodies by address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer a request."""
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return

@@ -1,4 +1,4 @@
-"""Host names of the page, and addresses of its visitors."""
+"""The page's host names, and its visitors' addresses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def is_own_host(header: str, host: str, names: Sequence[str] = ()) -> bool:
     """Return whether a `Host` header names this page, to reject foreign names that point at this machine.
 
     Args:
-        header: value of the header.
-        host: address that the server listens at. If it listens at all addresses, any IP address is valid.
-        names: further host names of the page.
+        header: the header's value.
+        host: the server's listening address. If it listens at all addresses, any IP address is valid.
+        names: the page's further host names.
 
     Example:
         >>> names = ["photos.example"]
@@ -44,7 +44,7 @@ def _is_address(name: str) -> bool:
 
 
 def client_address(host: str) -> str:
-    """Return the address to count a client by: the 64-bit network for IPv6, where a client has many addresses.
+    """Return the address to count a client by. Use the 64-bit network for IPv6, because a client has many addresses there.
 
     Example:
         >>> client_address("203.0.113.7"), client_address("2001:db8::1:2"), client_address("::ffff:203.0.113.7")

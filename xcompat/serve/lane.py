@@ -17,7 +17,7 @@ class BusyError(Exception):
     """The server has no room or no time for a request.
 
     Args:
-        status: HTTP status of the answer.
+        status: the answer's HTTP status.
         line: the reason, in one line.
     """
 
@@ -27,10 +27,10 @@ class BusyError(Exception):
 
 
 class Client(NamedTuple):
-    """Sender of a request.
+    """A request's sender.
 
     Args:
-        address: network address. An IPv6 network of 64 bits counts as one address.
+        address: network address. A 64-bit IPv6 network counts as a single address.
         visitor: session or browser at that address.
     """
 
@@ -39,14 +39,14 @@ class Client(NamedTuple):
 
 
 class Worker:
-    """Thread that runs tasks sequentially and does not delay the exit of an interrupted server."""
+    """Thread that runs tasks sequentially and does not delay an interrupted server's exit."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._thread: Thread | None = None
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Return the future result of a task."""
+        """Return a task's future result."""
         if self._thread is None:
             self._thread = Thread(target=self._work_forever, daemon=True)
             self._thread.start()
@@ -65,12 +65,12 @@ class Worker:
 
 
 class Lane:
-    """Queue for a worker thread. Addresses take turns, and so do visitors of an address.
+    """Queue for a worker thread. Addresses take turns, and so do visitors at an address.
 
     Args:
         capacity: maximum waiting requests. When full, the client with the most waiting requests loses its newest.
-        wait_seconds: maximum wait for a turn. None for no limit.
-        work_seconds: maximum wait for a result. None for no limit.
+        wait_seconds: maximum wait for a turn. None to wait without limit.
+        work_seconds: maximum wait for a result. None to wait without limit.
     """
 
     def __init__(self, capacity: int, wait_seconds: float | None = None, work_seconds: float | None = None) -> None:
@@ -83,7 +83,7 @@ class Lane:
         """Run a task at the client's turn.
 
         Args:
-            client: sender of the request.
+            client: the request's sender.
             work: called in the lane's thread.
             is_gone: tells whether the client has left, to skip its work.
 
@@ -133,7 +133,7 @@ class Lane:
         turn.result()
 
     def _make_room(self, client: Client) -> None:
-        """Refuse the newest request of the client with the most waiting requests, which may be this client."""
+        """Refuse the newest request from the client with the most waiting requests, possibly this client."""
         address = max(self._waiting, key=self._count)
         visitors = self._waiting[address]
         visitor = max(visitors, key=lambda name: len(visitors[name]))
@@ -164,7 +164,7 @@ class Lane:
         self._start_next()
 
     def _start_next(self) -> None:
-        """Give the next visitor of the next address a turn, and move both to the end of their queues."""
+        """Give the next address's next visitor a turn, and move both to the end of their queues."""
         if not self._waiting:
             self._is_busy = False
             return

@@ -22,7 +22,7 @@ ADDRESSES = 10_000
 
 
 class Login:
-    """Password and sessions of visitors.
+    """Visitors' password and sessions.
 
     Args:
         password: the password.
@@ -35,7 +35,7 @@ class Login:
         self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def start_session(self, password: str, address: str) -> str | None:
-        """Return the token of a new session, or None for a wrong password.
+        """Return a new session's token, or None for a wrong password.
 
         Args:
             password: the visitor's input.

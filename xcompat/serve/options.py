@@ -1,4 +1,4 @@
-"""Address and password of the page."""
+"""The page's address and password."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ VARIABLE = "XCOMPAT_SERVE_PASSWORD"
 
 
 class Options(NamedTuple):
-    """Address and password of the page.
+    """The page's address and password.
 
     Args:
         host: address to listen at. Other machines can reach it unless it is a loopback address.
-        port: port to listen at. 0 for any free port.
+        port: port to listen at. 0 to use any free port.
         password: required for a host that other machines can reach.
         browser: whether to open the page in a browser.
-        names: further host names of the page.
+        names: the page's further host names.
     """
 
     host: str = "127.0.0.1"
@@ -42,7 +42,7 @@ class Options(NamedTuple):
 
 
 def read_password(file: Path | None) -> str | None:
-    """Return the password from a file or the environment, and remove it from the environment of child processes.
+    """Return the password from a file or the environment, and remove it from child processes' environment.
 
     Args:
         file: file with the password in its first line.

@@ -1,4 +1,4 @@
-"""Request models of the page's API: strictly typed, limited fields."""
+"""Request models for the page's API: strictly typed, limited fields."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class _Strict(BaseModel):
 
 
 class SearchQuery(_Strict):
-    """Search of a gallery.
+    """A gallery search.
 
     Args:
-        kind: type of the query. The bytes of a picture are sent separately.
+        kind: query type. A picture's bytes are sent separately.
         text: query text.
         item: id of the gallery item to search with.
-        gallery: title of the gallery. Empty for the first.
+        gallery: the gallery's title. Empty to use the first.
         where: filters `KEY=VALUE`.
         k: number of hits.
         rerank: whether to show a further column, re-ranked by the new model from the hits' originals.
@@ -47,7 +47,7 @@ class SearchQuery(_Strict):
 
 
 class DifferingQuery(_Strict):
-    """Request for a page of the test queries that differ most between the two models."""
+    """Request for a page of the test queries with the largest differences between the two models."""
 
     direction: Title
     order: Literal["lost", "gained"]
@@ -64,9 +64,9 @@ class WorkQuery(_Strict):
     """Job on a whole gallery.
 
     Args:
-        gallery: title of the gallery.
+        gallery: the gallery's title.
         verb: the job.
-        side: label of the model, for the doctor.
+        side: the model's label, for the doctor.
         budget: number of items to backfill.
         generation: state to return to.
         dry_run: whether to report only the effort.
@@ -93,7 +93,7 @@ class PasswordQuery(_Strict):
 
 
 class OldCall(_Strict):
-    """Search request of earlier versions: the values of the form, in order."""
+    """Search request in earlier versions: the form's values, in order."""
 
     data: list[Any] = Field(min_length=7, max_length=7)
 
@@ -114,7 +114,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def read_json(request: Request, model: type[M]) -> M:
-    """Parse the body of a request.
+    """Parse a request's body.
 
     Raises:
         HTTPException: the body is not JSON (415) or does not fit the model (422).
@@ -128,7 +128,7 @@ async def read_json(request: Request, model: type[M]) -> M:
 
 
 def read_parameters(request: Request) -> SearchQuery:
-    """Return the search in the parameters of a picture request.
+    """Return the search in a picture request's parameters.
 
     Raises:
         HTTPException: a parameter does not fit (422).

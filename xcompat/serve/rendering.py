@@ -1,4 +1,4 @@
-"""Templates of the page. All values are text and never HTML."""
+"""Page templates. All values are text and never HTML."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _shown(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
 
 
 def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the template fills in
-    """Fill in a template of this package."""
+    """Fill in a template from this package."""
     return _environment().get_template(template).render(**values)
 
 
 def read(name: str) -> str:
-    """Return the content of a file of this package."""
+    """Return the content of a file in this package."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
@@ -66,7 +66,7 @@ def picture_uri(image: Image) -> str:
 
 
 def link(values: dict[str, Any]) -> str:
-    """Return the address that restores the given values. Empty values are dropped.
+    """Return the address to restore the given values. Empty values are dropped.
 
     Example:
         >>> link({"kind": "text", "text": "a red shoe", "where": ["colour=red"], "item": ""})
@@ -76,7 +76,7 @@ def link(values: dict[str, Any]) -> str:
 
 
 def words_of(metadata: dict[str, Any] | None) -> str:
-    """Return the text or caption of an item, or an empty string."""
+    """Return an item's text or caption, or an empty string."""
     about = metadata or {}
     return next((str(about[key]) for key in (TEXT, CAPTION) if about.get(key)), "")
 

@@ -1,4 +1,4 @@
-"""Search of a gallery with the old and the new model, side by side."""
+"""Gallery search with the old and the new model, side by side."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ FACETS_SHOWN, ABOUT = 300, 4
 
 
 def list_kinds(site: Site) -> list[str]:
-    """Return the query types that any model supports."""
+    """Return the query types supported by any model."""
     texts = any(side.reads_texts for side in site.sides)
     pictures = any(side.reads_pictures for side in site.sides)
     return [*(["text"] if texts else []), *(["picture"] if pictures else []), "item"]
 
 
 def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
-    """Return the search of a link. Invalid values are dropped.
+    """Return a link's search. Invalid values are dropped.
 
     Args:
         site: the page.
-        given: names and values of the link.
+        given: the link's names and values.
     """
     values = dict(given)
     kinds, titles = list_kinds(site), list(site.shelves)
@@ -54,7 +54,7 @@ def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
 
 
 def link_to(query: SearchQuery) -> str:
-    """Return the link that restores a search. Empty for a picture, which is not stored."""
+    """Return the link to restore a search. Empty for a picture, which is not stored."""
     if query.kind == "picture":
         return ""
     values = {"kind": query.kind, query.kind: getattr(query, query.kind), "gallery": query.gallery}
@@ -79,7 +79,7 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
     Args:
         site: the page.
         asked: the search.
-        picture: the bytes of a query picture.
+        picture: a query picture's bytes.
 
     Raises:
         XcompatError: the query is empty, unknown or unreadable, or a filter does not fit.
@@ -126,7 +126,7 @@ def _search_side(shelf: Shelf, side: Side, query: str | Image, where: dict[str, 
 
 
 def result_values(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str, list[Hit] | str]) -> dict[str, Any]:
-    """Return the template values of the results."""
+    """Return the results' template values."""
     newest = shelf.gallery().generation
     lists = {label: hits for label, hits in found.items() if isinstance(hits, list)}
     columns: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Content of a page: galleries with their pictures, both models, and a run's report."""
+"""Page content: galleries with their pictures, both models, and a run's report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Side:
 
 @dataclass
 class Source:
-    """Pictures or texts that a gallery was built from.
+    """Pictures or texts used to build a gallery.
 
     Args:
         path: a folder, or any other input of ``gallery build``.
@@ -93,13 +93,13 @@ class Source:
 
 @dataclass
 class Shelf:
-    """A gallery with the originals of its items.
+    """A gallery with its items' originals.
 
     Args:
-        title: title on the page.
+        title: page title.
         path: its folder.
-        sources: known pictures or texts that it was built from, searched in order.
-        show: returns the picture of an item by its id, for runs. None to use ``sources`` and metadata.
+        sources: known pictures or texts it was built from, searched in order.
+        show: returns an item's picture by its id, for runs. None to use ``sources`` and metadata.
     """
 
     title: str
@@ -110,7 +110,7 @@ class Shelf:
     _generation: int = -1
 
     def gallery(self, side: Side | None = None) -> Gallery:
-        """Return the newest state, or the newest that a model can search. It follows commits of other processes."""
+        """Return the newest state, or the newest state that a model can search. It follows other processes' commits."""
         newest = Gallery.open(self.path)
         if newest.generation != self._generation:
             self._states, self._generation = {}, newest.generation
@@ -130,7 +130,7 @@ class Shelf:
             query: a text or a picture.
             top_k: maximum hits.
             where: filters.
-            keep: whether to save new embeddings of a re-ranking in the gallery's folder.
+            keep: whether to save a re-ranking's new embeddings in the gallery's folder.
         """
         rerank = None
         if side.label == RERANKED:
@@ -143,7 +143,7 @@ class Shelf:
 
     @cached_property
     def originals(self) -> Originals:
-        """Originals of the gallery's items.
+        """The gallery items' originals.
 
         Raises:
             XcompatError: they are unknown or cannot be read.
@@ -189,7 +189,7 @@ def _lies_in(file: Path, folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class TestResults:
-    """Test queries of a direction, with their results on the old gallery.
+    """A direction's test queries, with their results on the old gallery.
 
     Args:
         questions: the queries.
@@ -206,13 +206,13 @@ class TestResults:
 
 @dataclass
 class Site:
-    """Content of a page.
+    """A page's content.
 
     Args:
-        title: title of the page.
+        title: page title.
         shelves: the galleries by title.
-        sides: the searching models: the old one, if any, and the new one.
-        report: folder of a run's report. None without a report.
+        sides: the searching models: the old model, if any, and the new model.
+        report: a run's report folder. None without a report.
         judged: test queries by direction.
         examples: suggested texts.
         allow_changes: whether the page may upgrade, backfill and roll back.
@@ -240,7 +240,7 @@ class Site:
 
     @property
     def knows_originals(self) -> bool:
-        """Whether the originals of any gallery are known."""
+        """Whether any gallery's originals are known."""
         return any(shelf.sources for shelf in self.shelves.values())
 
     def sides_for_search(self, rerank: bool) -> list[Side]:

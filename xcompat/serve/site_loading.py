@@ -1,4 +1,4 @@
-"""Loading of a page from a gallery or faiss index with models, or from a run."""
+"""Page loading from a gallery or faiss index with models, or from a run."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def load_site(
     allow_changes: bool,
     ids: Path | None = None,
 ) -> Site:
-    """Load the content of a page.
+    """Load a page's content.
 
     Args:
         target: folder of a gallery, or of a run with a report, or a faiss index.
         model: the new model. Required for a gallery or an index, default is the run's model.
         old: the old model. None to search a gallery only with the new model.
-        sources: known pictures or texts that a gallery was built from.
+        sources: known pictures or texts used to build a gallery.
         allow_changes: whether the page may change galleries.
-        ids: file with the ids of an index, see :func:`~xcompat.retrieval.index_gallery.open_index`.
+        ids: file with an index's ids, see :func:`~xcompat.retrieval.index_gallery.open_index`.
 
     Raises:
         XcompatError: the target or a model is missing, or a model cannot search the gallery.
@@ -92,7 +92,7 @@ def _sides(model: str | None, old: str | None) -> list[Side]:
 
 
 def _adopt(index: Path, ids: Path | None, sides: Sequence[Side], sources: Sequence[Source]) -> Path:
-    """Return the folder of the gallery of an index."""
+    """Return the gallery folder for an index."""
     from xcompat.retrieval.index_gallery import open_index
 
     old = sides[0].embedder if len(sides) > 1 else None

@@ -20,13 +20,13 @@ def read_upload(data: bytes) -> Image.Image:
     """Decode a picture.
 
     Args:
-        data: the bytes of its file.
+        data: its file's bytes.
 
     Returns:
         The picture in mode RGB.
 
     Raises:
-        XcompatError: the picture is too large, damaged, or of an unsupported format.
+        XcompatError: the picture is too large, damaged, or in an unsupported format.
     """
     if len(data) > UPLOAD_BYTES:
         raise XcompatError(f"the picture is larger than {decimal(UPLOAD_BYTES)}; make it smaller")

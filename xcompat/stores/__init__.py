@@ -26,7 +26,7 @@ def require_kind(uri: str) -> str:
     """Return the scheme of an address, up to ``+``. The client is not imported.
 
     Raises:
-        XcompatError: the address is invalid, or the kind of store is unknown.
+        XcompatError: the address is invalid, or the store kind is unknown.
     """
     scheme = split(uri).scheme.partition("+")[0]
     if "://" not in uri and scheme in KINDS:
@@ -44,7 +44,7 @@ def open(uri: str, where: str | None = None) -> Store:  # noqa: A001 - as shelve
         uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
             ``qdrant://host:6333/items``, ``milvus://host/db?collection=items``, ``chroma:///folder?collection=items``: a
             collection; ``lancedb:///folder?table=items``: a table; ``file:///folder``: a gallery. See docs/stores.md.
-        where: SQL condition of a PostgreSQL table. The store then reads, searches and migrates only these rows.
+        where: SQL condition for a PostgreSQL table. The store then reads, searches and migrates only these rows.
 
     Returns:
         The store. Opening it reads only the schema and changes nothing.

@@ -1,4 +1,4 @@
-"""Base class of stores, and their spaces and rows."""
+"""Base class for stores, and their spaces and rows."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ UNKNOWN = Fingerprint.from_string("unknown")
 
 @dataclass(frozen=True)
 class Space:
-    """Set of vectors: a column, named vector or collection.
+    """A set of vectors: a column, named vector or collection.
 
     Args:
         name: name in the store.
         dim: dimension, None if empty and undeclared.
         dtype: stored number type, e.g. ``float32``.
-        fingerprint: model of the vectors, None if unknown.
+        fingerprint: the vectors' model, None if unknown.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Space:
 
 
 class Rows(NamedTuple):
-    """Rows of a space.
+    """Rows in a space.
 
     Args:
         ids: item ids as text.
@@ -89,13 +89,13 @@ class Store(ABC):
 
     Args:
         uri: address.
-        space: name of the searched space.
-        metric: metric of searches.
+        space: the searched space's name.
+        metric: search metric.
         supports_locking: whether it can keep other clients out.
         reports_version: whether ``version`` in hits is the searched version. Else it is the version last seen, and another
             process can have switched since.
-        condition: condition of the rows that the store is limited to, None for all rows.
-        models_record: key of the record with the models of the spaces.
+        condition: condition to limit the store's rows, None for all rows.
+        models_record: key of the record with the spaces' models.
     """
 
     uri: StoreUri
@@ -110,10 +110,10 @@ class Store(ABC):
     """Space with padded vectors, and their dimension without padding."""
 
     def restrict(self, condition: str | None) -> None:
-        """Limit the store to the rows of a condition, e.g. one collection of a shared table.
+        """Limit the store to the rows of a condition, e.g. one collection in a shared table.
 
         Args:
-            condition: condition in the store's language, None for all rows.
+            condition: condition in the store's language, None to use all rows.
 
         Raises:
             XcompatError: the store does not support it, or the condition is invalid.
@@ -122,7 +122,7 @@ class Store(ABC):
             raise XcompatError(f"{self.uri}: --where works only with PostgreSQL tables; remove it to migrate all rows")
 
     def restrict_to_part(self, condition: str) -> None:
-        """Limit the store to the rows of a condition, if their model is recorded apart. Else do nothing."""
+        """Limit the store to a condition's rows, if their model is recorded apart. Else do nothing."""
         return
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -133,7 +133,7 @@ class Store(ABC):
 
     @abstractmethod
     def count(self, space: str | None = None, without: str | None = None) -> int:
-        """Return the number of rows.
+        """Count rows.
 
         Args:
             space: count only rows with a vector in this space.
@@ -141,7 +141,7 @@ class Store(ABC):
         """
 
     def count_zeros(self, space: str) -> int:
-        """Return the number of zero vectors in a space."""
+        """Count the zero vectors in a space."""
         return sum(int((~rows.vectors_ND.any(1)).sum()) for rows in self.rows(10_000, space=space))
 
     def ids_without_vector(self, count: int) -> list[str]:
@@ -181,10 +181,10 @@ class Store(ABC):
         space: str | None = None,
         content: str | None = None,
     ) -> Iterator[Rows]:
-        """Read the rows of a space in a fixed order.
+        """Read a space's rows in a fixed order.
 
-        Vectors that services wrote into the ``without`` space are current if that space is searched. Else they predate a rollback
-        and count as missing.
+        Vectors that services wrote into the ``without`` space are current if it is searched. Else they predate a rollback and
+        count as missing.
 
         Args:
             batch: rows per block.
@@ -205,7 +205,7 @@ class Store(ABC):
         """
 
     def stream(self, batch: int = 10_000) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
-        """Read ids and vectors (n, D) float32 of the searched space."""
+        """Read ids and vectors (n, D) float32 in the searched space."""
         return ((rows.ids, rows.vectors_ND) for rows in self.rows(batch))
 
     def describe(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Store(ABC):
         rerank: Reranker | None = None,
         rerank_queries: ArrayLike | None = None,
     ) -> list[list[Hit]]:
-        """Search with the embeddings of a compatible model.
+        """Search with a compatible model's embeddings.
 
         Args:
             embeds_QD: (Q, D) model outputs.
@@ -245,7 +245,7 @@ class Store(ABC):
             Hits per query, best first.
 
         Raises:
-            XcompatError: the model of the stored vectors is unknown.
+            XcompatError: the stored vectors' model is unknown.
             FingerprintMismatchError: the models are not compatible.
         """
         if rerank is not None:
@@ -322,19 +322,19 @@ class Store(ABC):
 
     @abstractmethod
     def record(self, key: str) -> dict[str, Any] | None:
-        """Read a record of xcompat from the store, or None."""
+        """Read an xcompat record from the store, or None."""
 
     @abstractmethod
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:
         """Write a record, or delete it with None."""
 
     def added_spaces(self) -> set[str]:
-        """Return the names of spaces that a migration adds."""
+        """Return the names of spaces added by a migration."""
         known = self.record("migration") or {}
         return {known["into"], known["space"] + BEFORE} if known else set()
 
     def name_model(self, space: str, model: Fingerprint) -> None:
-        """Record the model of a space in the store.
+        """Record a space's model in the store.
 
         Raises:
             XcompatError: the space does not exist.
@@ -345,11 +345,11 @@ class Store(ABC):
         self.set_record(self.models_record, {**known_models, space: {"digest": model.digest, "name": model.name}})
 
     def aliases(self) -> tuple[str, ...]:
-        """Return the digests of other names of the searched space's model."""
+        """Return the digests of other names for the searched space's model."""
         return tuple((self.record("aliases") or {}).get(self.space, ()))
 
     def add_alias(self, alias: Fingerprint) -> Fingerprint:
-        """Record another identity of the searched space's model, and return the model.
+        """Record another identity for the searched space's model, and return the model.
 
         Raises:
             XcompatError: the model is unknown, or the identities are different weights.
@@ -369,9 +369,9 @@ class Store(ABC):
         Rows whose searched vector changes later count as missing here.
 
         Args:
-            name: name of the new space.
+            name: the new space's name.
             dim: dimension.
-            model: model of its vectors.
+            model: its vectors' model.
             dtype: stored number type.
 
         Raises:
@@ -387,7 +387,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, space: str, rows: Rows) -> int:
-        """Write vectors into a space, except for rows that changed since they were read.
+        """Write vectors into a space, except for rows changed since they were read.
 
         Args:
             space: space from :meth:`add_space`.
@@ -398,7 +398,7 @@ class Store(ABC):
         """
 
     def delete_orphans(self, space: str, like: str) -> int:
-        """Delete rows that another space no longer has, and return their number.
+        """Delete rows missing from another space, and return their number.
 
         Rows that services added to the searched space stay. Stores with one row for all spaces do nothing.
         """
@@ -409,14 +409,14 @@ class Store(ABC):
         """Copy the searched space's approximate indexes to another space. Return the names."""
 
     def missing_indexes(self, space: str, like: str) -> list[str]:
-        """Return the indexes of ``like`` that a space lacks."""
+        """Return the indexes in ``like`` that a space lacks."""
         return []
 
     @abstractmethod
     def switch(self, space: str) -> None:
         """Give a space the searched name, atomically for all clients. The old space becomes ``…_before``.
 
-        A repeated call completes an interrupted one.
+        Repeat the call to complete an interrupted switch.
         """
 
     @abstractmethod
@@ -424,7 +424,7 @@ class Store(ABC):
         """Undo a complete or interrupted :meth:`switch`. Can be repeated."""
 
     def finish_switch(self) -> None:  # noqa: B027 - most stores finish at once
-        """Finish slow parts of a switch while clients work. Can be repeated."""
+        """Finish a switch's slow parts while clients work. Can be repeated."""
 
     @abstractmethod
     def drop_space(self, name: str) -> None:

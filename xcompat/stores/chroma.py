@@ -89,7 +89,7 @@ class ChromaStore(Store):
         return Space(name, dim, "float32", Fingerprint(model["digest"], model["name"]) if model else None)
 
     def _model(self, collection: chromadb.Collection) -> dict[str, Any] | None:
-        """Return the record of a collection: its model and its source collection."""
+        """Return a collection's record: its model and its source collection."""
         return self._row(str(collection.id))
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -177,7 +177,7 @@ class ChromaStore(Store):
         return Rows(page["ids"], vectors_ND, states, contents, copies)
 
     def _lacking(self, other: chromadb.Collection, own: chromadb.Collection, rows: Rows, newer: bool) -> Rows:
-        """Return the rows that are missing or outdated in another collection. Services can have newer ones."""
+        """Return the rows missing or outdated in another collection. Services can have newer rows."""
         held = self._held(other, rows.ids)
         copied = (self._model(other) or {}).get("source") == str(own.id)  # else its states belong to other rows
         known = {None} if newer else set()

@@ -44,7 +44,7 @@ def connect(uri: StoreUri) -> Any:  # noqa: ANN401 - chromadb's ClientAPI lacks 
 
 @contextmanager
 def plain_errors(uri: StoreUri) -> Iterator[None]:
-    """Raise errors of Chroma as one line."""
+    """Raise Chroma's errors as one line."""
     try:
         yield
     except XcompatError:

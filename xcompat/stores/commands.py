@@ -36,7 +36,7 @@ def search(
     old: Fallback | None = None,
     rerank: Reranker | None = None,
 ) -> None:
-    """Show the nearest items for each query. Nothing is written."""
+    """Show each query's nearest items. Nothing is written."""
     for found in answers(store, queries, embedder, top_k, where, old, rerank):
         show(found)
     if rerank is not None:
@@ -52,7 +52,7 @@ def answers(
     old: Fallback | None = None,
     rerank: Reranker | None = None,
 ) -> Iterator[QueryResult]:
-    """Yield each query with its nearest items, with the arguments of :func:`search`."""
+    """Yield each query with its nearest items. Use the arguments of :func:`search`."""
     from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.fallback import OldQueries
     from xcompat.retrieval.queries import embed_with_progress
@@ -68,7 +68,7 @@ def answers(
 
 
 def alias(store: Store, name: str) -> None:
-    """Record another name of the stored vectors' model."""
+    """Record another name for the stored vectors' model."""
     from xcompat.retrieval.commands import find_alias
 
     model = find_alias(name)
@@ -85,12 +85,12 @@ def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> bool
 
 
 def name_model(store: Store, name: str | None, held: SourceField | None = None) -> None:
-    """Check a sample, then record the model. A model that cannot be loaded is recorded by name.
+    """Check a sample, then record the model. Record it by name if it cannot be loaded.
 
     Args:
         store: the store.
         name: model name, or None to do nothing.
-        held: source data of the vectors.
+        held: the vectors' source data.
 
     Raises:
         XcompatError: another model is recorded, or the sample does not match.
@@ -141,7 +141,7 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
 
 
 def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: float | None = None) -> dict[str, Any]:
-    """Print the size and duration of a migration, and return them."""
+    """Print a migration's size and duration, and return them."""
     found = migration.plan(store, mapping, dtype, max_bad_share)
     own = store.spaces()[store.space]
     table = Table("", "rows", "vectors", "dimensions", "numbers", "bytes", show_header=True)
@@ -215,7 +215,7 @@ def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: A
 
 
 def status(store: Store) -> dict[str, Any]:
-    """Print the progress of a migration, and return it."""
+    """Print a migration's progress, and return it."""
     found, lacking = migration.status(store)
     done = f"{found.written:,} rows written, {lacking:,} lack a new vector"
     where = f" where {found.where}" if found.where is not None else ""

@@ -24,18 +24,18 @@ from xcompat.stores.padding import is_padded
 
 @dataclass(frozen=True)
 class SourceField:
-    """Source data of the vectors.
+    """Source data for the vectors.
 
     Args:
         content: field with a text, image bytes or an image path.
-        pictures: base folder of image paths, or None for texts.
+        pictures: base folder for image paths, or None for texts.
     """
 
     content: str
     pictures: Path | None = None
 
     def originals(self, rows: Rows) -> tuple[Originals, list[int]]:
-        """Return the contents of rows, and the numbers of the rows that have some."""
+        """Return the rows' contents, and the numbers of rows with contents."""
         kept, values = list[int](), list[Any]()
         for row, value in enumerate(rows.contents or []):
             try:
@@ -49,11 +49,11 @@ class SourceField:
 
 
 def examine_store(store: Store, embedder: Embedder, held: SourceField | None, sample: int = SAMPLE) -> Finding:
-    """Embed a sample of a store again, and find the vectors of the model.
+    """Re-embed a sample from a store, and find the model's vectors.
 
     Args:
         store: the store.
-        embedder: the model. It is the expected one if the store records none.
+        embedder: the model. If the store records none, it is the expected model.
         held: source data, or None to compare only dimensions.
         sample: number of rows.
 

@@ -1,4 +1,4 @@
-"""New vectors from the texts or images of the rows."""
+"""New vectors from the rows' texts or images."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from xcompat.stores.vector_source import VectorSource
 
 @dataclass(frozen=True)
 class FieldSource(VectorSource[Contents, Embedded]):
-    """Source of new vectors that reads a field of the rows.
+    """Source that computes new vectors from a field in the rows.
 
     Args:
         model: the new model, or its service.
         content: field with a text, image bytes or an image path.
-        pictures: base folder of image paths, or None for texts.
+        pictures: base folder for image paths, or None for texts.
     """
 
     model: Any
@@ -37,7 +37,7 @@ class FieldSource(VectorSource[Contents, Embedded]):
 
     @property
     def digest(self) -> str:
-        """Digest of the model."""
+        """The model's digest."""
         digest: str = self.model.fingerprint.digest
         return digest
 
@@ -97,8 +97,8 @@ def parse_content(value: Any, pictures: Path | None) -> Any:  # noqa: ANN401
     """Return a text, or an image as in ``datasets``.
 
     Args:
-        value: value of a field.
-        pictures: base folder of image paths, or None for texts.
+        value: a field's value.
+        pictures: base folder for image paths, or None for texts.
 
     Raises:
         UnusableSampleError: the value is unusable.

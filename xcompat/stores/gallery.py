@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GalleryStore(Store):
-    """Gallery in its state at opening. Its spaces are its versions, one per model. The newest is searched."""
+    """Gallery in its state at opening. Its spaces are its versions, a space per model. The newest is searched."""
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
@@ -50,7 +50,7 @@ class GalleryStore(Store):
         return len(self.gallery) if space is None else len(self._of(self.versions[space]))
 
     def _of(self, version: VersionRecord) -> Snapshot:
-        """Return the vectors of one model."""
+        """Return one model's vectors."""
         manifest = self.gallery.manifest
         own = tuple(segment for segment in manifest.segments if segment.version == version.digest)
         return Snapshot(self.gallery.path, manifest.model_copy(update={"segments": own}))
@@ -63,7 +63,7 @@ class GalleryStore(Store):
         filter: dict[str, Any] | str | None = None,
         space: str | None = None,
     ) -> list[list[Hit]]:
-        """Find the nearest vectors of one model. :meth:`find` searches all models.
+        """Find the nearest vectors of one model. Use :meth:`find` to search all models.
 
         Args:
             vectors_QD: (Q, D) queries in the space.
@@ -145,5 +145,5 @@ def _wanted(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def open_store(uri: str) -> GalleryStore:
-    """Open a gallery by the address of its folder."""
+    """Open a gallery by its folder's address."""
     return GalleryStore(StoreUri.parse(uri, ()))

@@ -1,4 +1,4 @@
-"""Store for LanceDB, on disk or object storage. Spaces are vector columns of one table."""
+"""Store for LanceDB, on disk or object storage. Spaces are vector columns in one table."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALWAYS = timedelta(days=36_500)
 
 
 class LanceStore(Store):
-    """LanceDB table. Each write is one version. Concurrent changes are detected by row states."""
+    """LanceDB table. Each write is one version. Row states detect concurrent changes."""
 
     reports_version = True
 
@@ -88,7 +88,7 @@ class LanceStore(Store):
 
     @property
     def _row_key(self) -> str:
-        """Column that identifies the rows during a migration."""
+        """Column to identify rows during a migration."""
         return ROW_ID if ROW_ID in self.table.schema.names else self.key
 
     def _has_unique_ids(self) -> bool:
@@ -100,7 +100,7 @@ class LanceStore(Store):
         return not ids.null_count and pc.count_distinct(ids).as_py() == len(ids)
 
     def _set_row_ids(self) -> None:
-        """Give new rows of services an id, if the table has such ids."""
+        """Give services' new rows an id, if the table has such ids."""
         if ROW_ID in self.table.schema.names:
             with plain_errors(self.uri):
                 lacking = self.table.count_rows(f"{ROW_ID} IS NULL")
@@ -329,7 +329,7 @@ class LanceStore(Store):
             lock.release()
 
     def _clear(self) -> None:
-        """Delete an empty records table of a killed process."""
+        """Delete a killed process's empty records table."""
         records = self._open(self.name + RECORDS)
         with plain_errors(self.uri):
             if records is None or not records.count_rows():
@@ -408,9 +408,9 @@ def _lacks(table: pa.Table) -> list[bool]:
     """Return for each row whether the other space lacks its vector.
 
     Args:
-        table: columns ``state`` (of the vector) and ``there`` (whether the other vector exists). Optionally ``was`` (hashes at
-            the last write) and ``now`` (current other vector, if searched). A vector that differs from ``was`` came from a
-            service and is newer.
+        table: columns ``state`` (the vector's) and ``there`` (whether the other vector exists). Optionally ``was`` (hashes at the
+            last write) and ``now`` (current other vector, if searched). If a vector differs from ``was``, a service wrote it and
+            it is newer.
     """
     there, states = table["there"].to_pylist(), table["state"].to_pylist()
     if "was" not in table.column_names:

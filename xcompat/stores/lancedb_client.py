@@ -42,7 +42,7 @@ def resolve_location(uri: StoreUri) -> tuple[str, Path | None]:
 
 @contextmanager
 def plain_errors(uri: StoreUri | str) -> Iterator[None]:
-    """Raise errors of LanceDB as one line."""
+    """Raise LanceDB's errors as one line."""
     try:
         yield
     except XcompatError:
@@ -56,7 +56,7 @@ def plain_errors(uri: StoreUri | str) -> Iterator[None]:
 
 
 def copy_index_config(index: Any, distance: str, dim: int | None) -> Any:  # noqa: ANN401
-    """Return the settings of an index. LanceDB chooses the number of partitions."""
+    """Return an index's settings. LanceDB chooses the number of partitions."""
     known = index.index_details or {}
     graph, compression = known.get("hnsw") or {}, known.get("compression") or {}
     options = {

@@ -25,7 +25,7 @@ _HELD: set[str] = set()
 class Lease:
     """Lease on a store.
 
-    Two processes that start at the same instant can both get it, and write the same vectors. The next renewal stops one.
+    If two processes start at the same instant, both can get it, and write the same vectors. The next renewal stops the loser.
 
     Args:
         store: holds the record.
@@ -75,7 +75,7 @@ class Lease:
         self.store.set_record(RECORD, {**who, "until": self.clock() + SECONDS})
 
     def _lives(self, found: dict[str, Any]) -> bool:
-        """Return whether the owner can be alive. Processes of this machine are checked."""
+        """Return whether the owner can be alive. Only processes on this machine are checked."""
         if found["host"] != socket.gethostname():
             return bool(self.clock() < found["until"])
         if found["pid"] == os.getpid():  # or an older process with the same number

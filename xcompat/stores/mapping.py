@@ -1,4 +1,4 @@
-"""Maps of stored vectors."""
+"""Maps for stored vectors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNIT = 1e-2
 
 @dataclass(frozen=True)
 class Mapping(VectorSource[Block, Block]):
-    """Source of new vectors that maps the stored ones.
+    """Source that computes new vectors by mapping the stored vectors.
 
     Args:
         model: model that maps galleries (``direction: old_to_new``, fct, …).
@@ -61,7 +61,7 @@ class Mapping(VectorSource[Block, Block]):
 
     @property
     def digest(self) -> str:
-        """Digest of the model."""
+        """The model's digest."""
         return identity(self.model).digest
 
     def require_fit(self, store: Store, dtype: str) -> None:
@@ -85,17 +85,17 @@ class Mapping(VectorSource[Block, Block]):
         return int(self.model.config.old["dim"])
 
     def _width(self, store: Store) -> int | None:
-        """Return the dimension of stored vectors with padding, or None if there are none."""
+        """Return the stored vectors' dimension with padding, or None if there are none."""
         own = store.spaces()[store.space]
         return own.dim or next((rows.vectors_ND.shape[1] for rows in store.rows(1)), None)
 
     @override
     def dim_for(self, store: Store) -> int:
-        """Return the dimension of the new space. Padded vectors stay padded, because services expect it."""
+        """Return the new space's dimension. Padded vectors stay padded, because services expect it."""
         return self._dim_beside(self._width(store) or self.old_dim)
 
     def _dim_beside(self, width: int) -> int:
-        """Return the new dimension for an old one."""
+        """Return the new dimension for an old dimension."""
         return max(self.target[1], width if width > self.old_dim else 0)
 
     @property

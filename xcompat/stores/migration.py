@@ -1,4 +1,4 @@
-"""Migrations of a store in place. Every step can be interrupted, checked and undone."""
+"""In-place store migrations. Every step can be interrupted, checked and undone."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
 
 
 class Migration(BaseModel):
-    """Record of a migration in the store.
+    """Migration record in the store.
 
     Args:
         space: searched space.
-        into: name of the new space before the switch or after a rollback.
-        model: digest of the map.
-        state: ``filling``, later ``switched``. The others mark an interrupted switch or rollback.
+        into: the new space's name before the switch or after a rollback.
+        model: the map's digest.
+        state: ``filling``, later ``switched``. Other states mark an interrupted switch or rollback.
         filled: whether the last ``start`` finished.
-        verified: result of the last ``verify``, or None. Later writes of services do not change it.
-        after: last id of the current round.
+        verified: result of the last ``verify``, or None. Services' later writes do not change it.
+        after: last id in the current round.
         written: rows written in all rounds.
-        skipped: rows with an unusable old vector, which get zeros.
-        named: first of these rows, with reasons.
+        skipped: rows with an unusable old vector; they get zeros.
+        named: first skipped rows, with reasons.
         max_bad_share: maximum share of rows without a usable vector.
-        where: condition of the migrated rows, None for all rows.
-        sketch: sketch of the service's model, None for other models.
+        where: condition for the migrated rows, None for all rows.
+        sketch: the service model's sketch, None for other models.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -73,12 +73,12 @@ class Migration(BaseModel):
 
     @property
     def before(self) -> str:
-        """Name of the old space after the switch."""
+        """The old space's name after the switch."""
         return self.space + BEFORE
 
 
 class Plan(NamedTuple):
-    """Estimate of a migration.
+    """Migration estimate.
 
     Args:
         rows: number of rows.
@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """Result of a verification.
+    """Verification result.
 
     Args:
         rows: rows with an old vector.
@@ -116,7 +116,7 @@ class Verification(NamedTuple):
         overlap: mean overlap of their top 10 hits, or None.
         skipped: rows with an unusable old vector.
         filled: whether ``start`` finished.
-        unindexed: missing indexes of the new space.
+        unindexed: indexes missing from the new space.
     """
 
     rows: int
@@ -142,7 +142,7 @@ def plan(store: Store, mapping: AnyVectorSource, dtype: str = "float32", max_bad
     Args:
         store: the store.
         mapping: map or embedding model.
-        dtype: dtype of the new vectors.
+        dtype: the new vectors' dtype.
         max_bad_share: maximum share of rows without a usable vector, default :data:`MAX_BAD_SHARE`.
 
     Raises:
@@ -166,7 +166,7 @@ def plan(store: Store, mapping: AnyVectorSource, dtype: str = "float32", max_bad
 
 
 def describe_cost(store: Store, mapping: AnyVectorSource) -> str:
-    """Return the estimated price of the missing vectors at a service, or an empty string for other models."""
+    """Return the missing vectors' estimated price at a service, or an empty string for other models."""
     if not mapping.is_service:
         return ""
     resume(store)
@@ -187,20 +187,20 @@ def start(
     max_bad_share: float | None = None,
     spread: Executor = run_locally,
 ) -> Migration:
-    """Fill a new space until every row has its vector. Another call continues.
+    """Fill a new space until every row has its vector. Repeat the call to continue.
 
     Rows that change meanwhile are filled in the next round.
 
     Args:
         store: the store.
         mapping: map or embedding model.
-        into: name of the new space, default ``…_new``.
+        into: the new space's name, default ``…_new``.
         batch: rows per transaction.
         rows_per_second: write limit, or None.
         dtype: ``float32`` or ``float16``.
         max_bad_share: maximum share of rows without a usable vector (missing, zero, not finite or badly padded). Default
-            :data:`MAX_BAD_SHARE`, or the value of the first call.
-        spread: executor for the model. Only this process reads and writes.
+            :data:`MAX_BAD_SHARE`, or the first call's value.
+        spread: executor to use for the model. Only this process reads and writes.
 
     Returns:
         The migration.
@@ -431,7 +431,7 @@ def rollback(store: Store) -> tuple[Migration, int]:
         store: the store.
 
     Returns:
-        The migration, and the number of rows that changed after the switch and lack an old vector.
+        The migration, and the number of rows changed after the switch without an old vector.
     """
     with store.migration_lease():
         migration = migration_of(store)
@@ -454,7 +454,7 @@ def finish(store: Store) -> Migration:
         store: the store.
 
     Raises:
-        XcompatError: the store is not switched, or the new space lacks an index of the old one.
+        XcompatError: the store is not switched, or the new space lacks an index of the old space.
     """
     with store.migration_lease():
         migration = migration_of(store)
@@ -478,7 +478,7 @@ def _drop(store: Store, space: str) -> None:
 
 
 def migration_of(store: Store) -> Migration:
-    """Return the migration of a store, and limit the store to its rows.
+    """Return a store's migration, and limit the store to its rows.
 
     Raises:
         XcompatError: there is none, or the store is limited to other rows.
@@ -489,7 +489,7 @@ def migration_of(store: Store) -> Migration:
 
 
 def resume(store: Store) -> bool:
-    """Limit the store to the rows of its migration, and return whether there is one.
+    """Limit the store to its migration's rows, and return whether there is a migration.
 
     Raises:
         XcompatError: the store is limited to other rows.

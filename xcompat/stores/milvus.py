@@ -114,11 +114,11 @@ class MilvusStore(Store):
         return Space(name, int(fields[self.field]["params"]["dim"]), "float32", known)
 
     def _identity(self, name: str) -> str:
-        """Return a permanent name: the mark of a copy, else the name before a switch."""
+        """Return a permanent name: a copy's mark, else the name before a switch."""
         return mark_of(self._described(name)) or name.removesuffix(BEFORE)
 
     def _model(self, name: str) -> dict[str, Any] | None:
-        """Return the record of a collection: its model and its source collection."""
+        """Return a collection's record: its model and its source collection."""
         return self.record(f"model/{self._identity(name)}")
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -184,7 +184,7 @@ class MilvusStore(Store):
                 yield rows
 
     def _pages(self, name: str, limit: int, fields: list[str], after: str | None = None, where: str = "") -> Iterator[list[Any]]:
-        """Read rows in the order of their ids.
+        """Read rows in id order.
 
         Each page has its own iterator, because pymilvus does not quote the id to continue from.
         """
@@ -209,7 +209,7 @@ class MilvusStore(Store):
         return Rows(ids, vectors_ND, states, contents, copies)
 
     def _lacking(self, other: str, own: str, rows: Rows) -> Rows:
-        """Return the rows that are missing or outdated in another collection."""
+        """Return the rows missing or outdated in another collection."""
         copied = (self._model(other) or {}).get("source") == self._identity(own)  # else its states belong to other rows
         held = self._get(other, [copy[self.key] for copy in rows.copies or []], [self.key, *[STATE] * copied])
         kept = {str(item): row.get(STATE) for item, row in held.items()}

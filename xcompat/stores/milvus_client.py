@@ -20,7 +20,7 @@ LOST = 2
 
 
 def lite_file(uri: StoreUri) -> Path | None:
-    """Return the file of Milvus Lite, or None for a server."""
+    """Return Milvus Lite's file, or None for a server."""
     return None if uri.parts.hostname is not None else Path(uri.parts.path).resolve()
 
 
@@ -44,7 +44,7 @@ def connect(uri: StoreUri) -> MilvusClient:
 
 @contextmanager
 def plain_errors(uri: StoreUri) -> Iterator[None]:
-    """Raise errors of Milvus as one line."""
+    """Raise Milvus's errors as one line."""
     try:
         yield
     except MilvusException as error:

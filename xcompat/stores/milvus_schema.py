@@ -1,4 +1,4 @@
-"""Schemas of Milvus collections that copy another collection."""
+"""Schemas for Milvus collections that copy another collection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX = {"index_type", "metric_type", "field_name", "index_name", "total_rows", 
 
 
 def mark_of(made: dict[str, Any]) -> str | None:
-    """Return the mark of a collection, or None if xcompat did not create it."""
+    """Return a collection's mark, or None if xcompat did not create it."""
     return made.get("properties", {}).get(MARK)
 
 

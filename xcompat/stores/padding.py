@@ -16,16 +16,16 @@ class ReadsRows(Protocol):
     """Store with readable rows."""
 
     def rows(self, size: int, *, space: str | None = None) -> Iterator[Any]:
-        """Yield blocks of rows with ``vectors_ND``."""
+        """Yield row blocks with ``vectors_ND``."""
 
 
 def is_padded(store: ReadsRows, dim: int, space: str | None = None) -> bool:
-    """Return whether most vectors of a space have only zeros after their first ``dim`` numbers.
+    """Return whether most vectors in a space have only zeros after their first ``dim`` numbers.
 
     Args:
         store: the store. Its first rows are read.
-        dim: dimension of the model, smaller than the space's.
-        space: space to read, by default the searched one.
+        dim: the model's dimension, smaller than the space's.
+        space: space to read, by default the searched space.
     """
     for rows in store.rows(SAMPLE, space=space):
         vectors_ND = rows.vectors_ND[rows.vectors_ND.any(1)]

@@ -1,4 +1,4 @@
-"""Store for PostgreSQL with pgvector. Spaces are ``vector`` or ``halfvec`` columns of one table."""
+"""Store for PostgreSQL with pgvector. Spaces are ``vector`` or ``halfvec`` columns in one table."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class PgVectorStore(Store):
         return dict(self.client.ask(asked, self.table.as_string(self.connection)))
 
     def _kind(self, column: str) -> str:
-        """Return the type of a column without its size."""
+        """Return a column's type without its size."""
         return self._columns()[column].partition("(")[0]
 
     def _key(self, columns: dict[str, str]) -> Key:
@@ -201,7 +201,7 @@ class PgVectorStore(Store):
         space: str | None = None,
         content: str | None = None,
     ) -> Iterator[Rows]:
-        """Read on a separate connection, unless this one holds the lock."""
+        """Use a separate connection to read, unless this connection holds the lock."""
         own = space or self.space
         lacks = sql.SQL("AND {} IS NULL").format(sql.Identifier(without)) if without is not None else sql.SQL("")
 
@@ -297,7 +297,7 @@ class PgVectorStore(Store):
             self._exchange(space, self.space + BEFORE, is_back=True)
 
     def _exchange(self, aside: str, incoming: str, is_back: bool) -> None:
-        """Exchange the searched column and another one, with their properties. In a part, exchange the vectors."""
+        """Exchange the searched column and another column, with their properties. In a part, exchange the vectors."""
         if self.condition is not None:
             self._exchange_part(self.condition, aside, incoming, is_back)
             return
@@ -373,7 +373,7 @@ class PgVectorStore(Store):
     # ------------------------------------------------------------------------------------------------- records
 
     def _models(self) -> dict[str, Any]:
-        """Return the recorded models by column. A part falls back to those of the whole table."""
+        """Return the recorded models by column. A part falls back to the whole table's models."""
         return {**(self.record("spaces") or {}), **(self.record(self.models_record) or {})}
 
     @override
@@ -392,7 +392,7 @@ class PgVectorStore(Store):
 
     @property
     def _is_own(self) -> sql.Composable:
-        """Condition of the rows that the store is limited to."""
+        """Condition to limit the store's rows."""
         return sql.SQL("({})").format(sql.SQL(escape_condition(self.condition or "TRUE")))
 
     @property

@@ -57,7 +57,7 @@ class Block:
 
     Args:
         vectors_ND: (N, D) float32.
-        kind: type of the vectors.
+        kind: the vectors' type.
         oid: its OID in the database.
     """
 
@@ -67,7 +67,7 @@ class Block:
 
 
 class BlockDumper(Dumper):
-    """Binary encoder of blocks. One vector at a time would take longer than PostgreSQL itself."""
+    """Binary encoder for blocks. Sending vectors one by one would take longer than PostgreSQL itself."""
 
     format = Format.BINARY
 
@@ -108,7 +108,7 @@ class Client:
         return self._attempt(work) if self.in_transaction else retry_with_backoff(lambda: self._attempt(work))
 
     def ask(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
-        """Return the rows of a query, and retry after a reconnect."""
+        """Return a query's rows, and retry after a reconnect."""
         return self.retry(lambda: self.execute(asked, *given))
 
     def execute(self, asked: LiteralString | sql.SQL | sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
@@ -127,14 +127,14 @@ class Client:
             self.connection.execute(sql.SQL(statement))
 
     def lock(self, table: sql.SQL, mode: LiteralString = "ACCESS EXCLUSIVE", first: Sequence[str] = ()) -> None:
-        """Lock a table until the end of the transaction, and print the holders of other locks.
+        """Lock a table until the transaction ends, and print the holders of other locks.
 
         It waits in short attempts, because a waiting lock blocks all later queries.
 
         Args:
             table: name with the schema.
             mode: lock mode.
-            first: statements that lock e.g. views, which their readers lock before the table.
+            first: statements to lock e.g. views, which their readers lock before the table.
         """
         patience = f"{max(TOGETHER // (len(first) + 1), 1)}ms" if first else PATIENCE
         asked = sql.SQL("LOCK TABLE {} IN {} MODE").format(table, sql.SQL(mode))
@@ -173,7 +173,7 @@ class Client:
         return Block(vectors_ND, kind, self.oids[kind])
 
     def rows_of_bytes(self, asked: sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401
-        """Return the rows of a query with vectors as bytes, for :func:`array`."""
+        """Return a query's rows with vectors as bytes, for :func:`array`."""
 
         def ask() -> list[Any]:
             cursor = self.connection.cursor(binary=True)
@@ -210,7 +210,7 @@ def connect(uri: StoreUri) -> psycopg.Connection[Any]:
 
 @contextmanager
 def plain_errors(uri: StoreUri) -> Iterator[None]:
-    """Raise errors of PostgreSQL as one line."""
+    """Raise PostgreSQL's errors as one line."""
     try:
         yield
     except psycopg.Error as error:

@@ -1,4 +1,4 @@
-"""Exchange of two vector columns of a PostgreSQL table, with their properties."""
+"""Exchange of two vector columns in a PostgreSQL table, with their properties."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PLAIN_BYTES = 8_000
 
 
 class Properties(NamedTuple):
-    """Constraints and default of a column.
+    """A column's constraints and default.
 
     Args:
         required: whether it is NOT NULL.
-        constraint: name of this constraint as SQL, None before PostgreSQL 18.
+        constraint: the NOT NULL constraint's name as SQL, None before PostgreSQL 18.
         default: default expression as SQL, or None.
     """
 
@@ -39,12 +39,12 @@ class Exchange(NamedTuple):
 
     Args:
         client: connection with a transaction and the table lock.
-        records: records of the table.
-        schema: schema of the table.
+        records: the table's records.
+        schema: the table's schema.
         table: name with the schema.
         live: searched column, before and after.
         aside: its later name.
-        incoming: earlier name of the other column.
+        incoming: the other column's earlier name.
         dtype: its number type.
         resize: adjusts casts to its dimension.
     """
@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
     resize: Resize
 
     def run(self, is_back: bool) -> None:
-        """Exchange the columns. Checks of all rows are recorded for :func:`settle`.
+        """Exchange the columns. Checks on all rows are recorded for :func:`settle`.
 
         Args:
             is_back: whether it undoes an earlier exchange.
@@ -147,11 +147,11 @@ class Exchange(NamedTuple):
 
 
 def settle(client: Client, records: Records, table: sql.SQL, column: str) -> None:
-    """Run the recorded checks of an exchange, while others write.
+    """Run an exchange's recorded checks, while others write.
 
     Args:
         client: connection for writes.
-        records: records of the table.
+        records: the table's records.
         table: name with the schema.
         column: searched column.
     """
@@ -193,14 +193,14 @@ def restore_not_null(client: Client, records: Records, table: sql.SQL, column: s
 
 
 def copy_settings(client: Client, table: sql.SQL, source: str, target: str) -> None:
-    """Copy privileges, comment and settings of a column, in all partitions."""
+    """Copy a column's privileges, comment and settings, in all partitions."""
     for own, other in zip(find_columns(client, table, source), find_columns(client, table, target), strict=True):
         for (statement,) in client.ask(_SETTINGS, PLAIN_BYTES, own.relation, own.number, other.number):
             client.run(statement)
 
 
 def resized_default(client: Client, default: str | None, dtype: str, dim: int | None) -> str | None:
-    """Return the default of a column for another dimension, or None."""
+    """Return a column's default for another dimension, or None."""
     if default is None or dim is None:
         return None
     kind = "halfvec" if dtype == "float16" else "vector"

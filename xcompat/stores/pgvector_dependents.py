@@ -1,4 +1,4 @@
-"""SQL to drop and recreate the objects that depend on a column: views, rules, triggers and others."""
+"""SQL to drop and recreate a column's dependents: views, rules, triggers and others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NOT_NULL = "xcompat_not_null"
 
 
 class Column(NamedTuple):
-    """Column of a table or partition.
+    """Column in a table or partition.
 
     Args:
-        relation: OID of the relation.
+        relation: the relation's OID.
         number: attribute number.
         table: relation as SQL.
         name: column as SQL.
@@ -43,7 +43,7 @@ class Dependent:
         validate: statements to run later, without blocking others.
         lock: statement to lock it. Empty if it cannot be read.
         obstacle: reason why it cannot be recreated.
-        note: cost of recreating it.
+        note: cost to recreate it.
     """
 
     name: str
@@ -85,7 +85,7 @@ WHERE attname = %s AND NOT attisdropped ORDER BY level, c.oid
 
 
 def find_dependents(client: Client, columns: list[Column], resize: Resize) -> list[Dependent]:
-    """Return the objects that depend on a column, in the order to drop them. Indexes are excluded.
+    """Return a column's dependents, in the order to drop them. Indexes are excluded.
 
     Args:
         client: connection for writes.
@@ -96,7 +96,7 @@ def find_dependents(client: Client, columns: list[Column], resize: Resize) -> li
 
 
 class _Search:
-    """Search for direct and indirect dependents of a column."""
+    """Search for a column's direct and indirect dependents."""
 
     def __init__(self, client: Client, columns: list[Column], resize: Resize) -> None:
         self.client, self.columns, self.resize = client, columns, resize
@@ -128,7 +128,7 @@ class _Search:
         )
 
     def _above(self, kind: str, number: int) -> Iterator[tuple[str, int]]:
-        """Return the dependents of an object that is dropped."""
+        """Return a dropped object's dependents."""
         if kind == "pg_attrdef":
             yield from self._bound(*self.client.ask("SELECT adrelid::int8, adnum FROM pg_attrdef WHERE oid = %s", number)[0])
         if kind == "view":
@@ -139,7 +139,7 @@ class _Search:
             yield from self._resolved(_ABOVE, "pg_proc", number)
 
     def _resolved(self, asked: LiteralString, *given: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401
-        """Yield objects as kind and OID, with views in place of their rules."""
+        """Yield objects as kind and OID. Use views in place of their rules."""
         for kind, number in self.client.ask(asked, *given):
             if kind == "pg_rewrite":
                 ((view, relkind),) = self.client.ask(_RULED, number)

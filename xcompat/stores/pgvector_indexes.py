@@ -1,4 +1,4 @@
-"""Indexes of a PostgreSQL column, and copies for another column."""
+"""Indexes on a PostgreSQL column, and copies for another column."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Index(NamedTuple):
         name: name with the schema, as SQL.
         plain: name without the schema.
         table: its table or partition, as SQL.
-        made: end of its CREATE statement: kind, keys and options.
-        spans: whether it only contains the indexes of partitions.
+        made: the end of its CREATE statement: kind, keys and options.
+        spans: whether it only contains the partitions' indexes.
         valid: whether its build finished.
         unique: whether it is unique.
-        space: tablespace as SQL, None for the default.
+        space: tablespace as SQL, None to use the default.
         comment: comment as SQL.
     """
 
@@ -47,7 +47,7 @@ class Index(NamedTuple):
         return resize(rename_column(_explicit(self.made, old), old, new, dtype))
 
     def create(self, like: str, concurrently: bool) -> str:
-        """Return the CREATE statement of a similar index."""
+        """Return a similar index's CREATE statement."""
         head, where, condition = like.partition(" WHERE ")
         made = f"{head} TABLESPACE {self.space}{where}{condition}" if self.space else like
         return f"CREATE{' UNIQUE' * self.unique} INDEX{' CONCURRENTLY' * concurrently} ON {self.table} USING {made}"
@@ -60,7 +60,7 @@ def rename_column(made: str, old: str, new: str, dtype: str) -> str:
         made: statement from PostgreSQL, with columns unqualified.
         old: old column as SQL.
         new: new column as SQL.
-        dtype: number type of the new column, which selects the operator class.
+        dtype: the new column's number type, which selects the operator class.
 
     Example:
         >>> rename_column("hnsw (a vector_ip_ops) WHERE (a IS NOT NULL)", "a", '"New"', "float16")
@@ -99,7 +99,7 @@ ORDER BY c.relkind = 'I', indexrelid
 
 
 def indexes(client: Client, table: sql.SQL, column: str) -> list[Index]:
-    """Return a column's indexes, those of partitions first."""
+    """Return a column's indexes, those on partitions first."""
     quoted, found = client.quote(column), client.ask(_ASKED, table.as_string(client.connection), column)
     return [
         Index(name, plain, of, _explicit(made.split(" USING ", 1)[1], quoted), *rest) for name, plain, of, made, *rest in found
@@ -142,7 +142,7 @@ class Copies(NamedTuple):
         return [index.plain for index, _, same in self.pairs() if index.valid and not any(one.valid for one in same)]
 
     def build(self) -> list[str]:
-        """Build missing indexes without blocking writers. Return the names of all."""
+        """Build missing indexes without blocking writers. Return all names."""
         for index, how, same in self.pairs():
             if not index.valid or any(one.valid for one in same):
                 continue
@@ -157,7 +157,7 @@ class Copies(NamedTuple):
         return [index.name for index in indexes(self.client, self.table, self.new)]
 
     def exchange_names(self, suffix: str) -> None:
-        """Give copies the names and comments of their originals, which get a suffix."""
+        """Give copies their originals' names and comments, and add a suffix to the originals."""
         used: set[str] = set()
         for index, _, same in list(self.pairs()):
             copy = next((one for one in same if one.valid and one.name not in used), None)

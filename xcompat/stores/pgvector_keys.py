@@ -1,4 +1,4 @@
-"""Row keys of a PostgreSQL table as text."""
+"""Row keys in a PostgreSQL table as text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from psycopg import sql
 
 
 class Key(NamedTuple):
-    """Columns that identify a row together.
+    """Columns that together identify a row.
 
-    The text of one column is its value. The text of several is a JSON list, e.g. ``["shop-1", "17"]``.
+    A single column's text is its value. Several columns' text is a JSON list, e.g. ``["shop-1", "17"]``.
 
     Args:
-        columns: names of the columns.
+        columns: column names.
         types: types as SQL.
     """
 
@@ -22,7 +22,7 @@ class Key(NamedTuple):
 
     @property
     def text(self) -> sql.Composable:
-        """Key of a row as text."""
+        """A row's key as text."""
         each = [sql.SQL("{}::text").format(sql.Identifier(name)) for name in self.columns]
         return each[0] if len(each) == 1 else sql.SQL("jsonb_build_array({})::text").format(sql.SQL(", ").join(each))
 

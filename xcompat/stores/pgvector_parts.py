@@ -1,4 +1,4 @@
-"""Part of a PostgreSQL table: the rows of a condition. A switch exchanges their vectors, not the columns."""
+"""Part of a PostgreSQL table: a condition's rows. A switch exchanges their vectors, not the columns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from xcompat.stores.pgvector_triggers import follow, unfollow
 
 
 class Part(NamedTuple):
-    """Rows of a condition.
+    """A condition's rows.
 
     Args:
         client: connection for writes.
-        schema: schema of the table.
+        schema: the table's schema.
         table: name with the schema.
         column: searched column.
         condition: SQL condition.
@@ -29,12 +29,12 @@ class Part(NamedTuple):
     condition: str
 
     def refuse(self, dim: int, dtype: str, old_dim: int | None, old_dtype: str) -> None:
-        """Raise if the searched column cannot hold the new vectors in these rows. Tries it on a row, and undoes that.
+        """Raise if the searched column cannot hold the new vectors in these rows. Try it on a row, and undo the try.
 
         Args:
-            dim: dimension of the new vectors.
+            dim: the new vectors' dimension.
             dtype: their number type.
-            old_dim: declared dimension of the searched column, or None.
+            old_dim: the searched column's declared dimension, or None.
             old_dtype: its number type.
 
         Raises:
@@ -72,13 +72,13 @@ class Part(NamedTuple):
         ]
 
     def exchange(self, live: str, incoming: str, aside: str, is_back: bool) -> None:
-        """Exchange the vectors of two columns, and rename the column without searches.
+        """Exchange two columns' vectors, and rename the column without searches.
 
         Args:
             live: searched column.
             incoming: other column.
             aside: its later name.
-            is_back: whether it undoes an earlier exchange. Rows without an old vector lose their new one.
+            is_back: whether it undoes an earlier exchange. Rows without an old vector lose their new vector.
         """
         names = {name: sql.Identifier(value) for name, value in (("live", live), ("new", incoming), ("aside", aside))}
         unfollow(self.client, self.table)

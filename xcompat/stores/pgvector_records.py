@@ -1,4 +1,4 @@
-"""Records of xcompat in PostgreSQL, and the migration lock."""
+"""xcompat's records in PostgreSQL, and the migration lock."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LOCK = "(hashtext('xcompat'), to_regclass(%s)::oid::int)"
 
 
 class Records:
-    """Records of one table.
+    """A table's records.
 
     Args:
         client: connection for writes.
-        schema: schema of the user's table.
+        schema: the user table's schema.
         relation: user's table with its schema, as SQL.
     """
 
@@ -68,7 +68,7 @@ class Records:
                 self.client.execute(put, self.relation, key, Jsonb(value))
 
     def delete_prefix(self, prefix: str) -> None:
-        """Delete all records whose keys have a prefix."""
+        """Delete all records by key prefix."""
         asked = sql.SQL("DELETE FROM {} WHERE relation = %s AND starts_with(key, %s)").format(self.table)
         self.client.execute(asked, self.relation, prefix)
 

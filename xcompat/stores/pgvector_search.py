@@ -1,4 +1,4 @@
-"""Searches in PostgreSQL in one round trip, with a check that the column is unchanged."""
+"""Searches in PostgreSQL in one round trip, with a check for column changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ORDER BY away + 0
 
 
 class _Seen(NamedTuple):
-    """Column in its last known state, with its record and the support of iterative scans."""
+    """A column in its last known state, with its record and the support for iterative scans."""
 
     said: str | None
     space: Space
@@ -43,17 +43,17 @@ class _Seen(NamedTuple):
 
 
 class Searches:
-    """Searches of one table.
+    """Searches in a table.
 
-    Two queries to check the column first would cost as much as a search. So each search returns the record of the columns with
-    its hits, and is repeated after a change.
+    Two queries to check the column first would cost as much as a search. So each search returns the columns' record with its
+    hits, and is repeated after a change.
 
     Args:
         client: connection.
-        records: records of the table.
-        table: name of the table.
-        key: key of a row.
-        metric: metric of the searches.
+        records: the table's records.
+        table: table name.
+        key: a row's key.
+        metric: search metric.
         look: returns all vector columns.
     """
 
@@ -65,7 +65,7 @@ class Searches:
         self._seen: dict[str, _Seen] = {}
 
     def use_record(self, key: str) -> None:
-        """Read the models of the columns from another record."""
+        """Read the columns' models from another record."""
         self.models_record, self._seen = key, {}
 
     def __call__(
@@ -75,10 +75,10 @@ class Searches:
         top_k: int,
         filter: str | None,  # noqa: A002
     ) -> list[list[Hit]]:
-        """Find the nearest vectors of a column.
+        """Find a column's nearest vectors.
 
         Args:
-            name: name of the column.
+            name: column name.
             queries: returns the queries (Q, D) for the current column, or raises.
             top_k: maximum hits per query.
             filter: SQL condition.

@@ -32,8 +32,8 @@ class Survey(NamedTuple):
         table: name with the schema.
         column: searched column.
         old_dim: its dimension, or None if undeclared.
-        dim: dimension of the new vectors.
-        dtype: number type of the new column.
+        dim: the new vectors' dimension.
+        dtype: the new column's number type.
     """
 
     client: Client
@@ -47,7 +47,7 @@ class Survey(NamedTuple):
         """Raise if the column cannot be migrated.
 
         Raises:
-            XcompatError: the table or an object that uses the column prevents it.
+            XcompatError: the table, or an object that uses the column, prevents it.
         """
         self.refuse_table()
         self._refuse_indexes()

@@ -1,4 +1,4 @@
-"""Triggers that keep two vector columns consistent during writes."""
+"""Triggers to keep two vector columns consistent during writes."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _FOUND = (
 def follow(
     client: Client, schema: str, table: sql.SQL, space: str, old: str, receive: bool = False, require: bool = False
 ) -> None:
-    """Create triggers that clear a space's vector when the searched vector of the row changes.
+    """Create triggers to clear a space's vector when the row's searched vector changes.
 
     Args:
         client: connection for writes.
-        schema: schema of the table.
+        schema: the table's schema.
         table: name with the schema.
         space: column to clear.
         old: searched column.
         receive: move vectors that INSERT without a column list puts into the other column.
-        require: reject rows that lose the searched vector or arrive without one.
+        require: reject rows that lose the searched vector or arrive without it.
     """
     number = client.execute("SELECT to_regclass(%s)::oid", table.as_string(client.connection))[0][0]
     for trigger, wanted in zip(TRIGGERS, (True, receive, require), strict=True):

@@ -46,7 +46,7 @@ POINTS, NUMBERS = 64, 1_000_000
 class QdrantStore(Store):
     """Qdrant alias and its collection.
 
-    The records are metadata of the old collection, ``<alias>_before`` after the switch. So a switch only changes aliases.
+    The records are in the old collection's metadata, ``<alias>_before`` after the switch. So a switch only changes aliases.
     """
 
     def __init__(self, uri: StoreUri) -> None:
@@ -70,7 +70,7 @@ class QdrantStore(Store):
             return {found.name for found in self.client.get_collections().collections}
 
     def _real(self, name: str) -> str:
-        """Return the collection of a name."""
+        """Return a name's collection."""
         known = self._aliases()
         if name not in known and name not in (others := self._names()):
             raise XcompatError(f"{self.uri}: there is no collection {name!r}; {nearest(name, sorted({*known, *others}))}")
@@ -86,7 +86,7 @@ class QdrantStore(Store):
             return self.client.get_collection(collection)
 
     def _noted(self, collection: str) -> dict[str, Any]:
-        """Return the metadata of xcompat in a collection."""
+        """Return xcompat's metadata in a collection."""
         found = self._info(collection).config.metadata or {}
         return {key.removeprefix(MARK): value for key, value in found.items() if key.startswith(MARK)}
 
@@ -95,7 +95,7 @@ class QdrantStore(Store):
             self.client.update_collection(collection, metadata={MARK + key: value for key, value in values.items()})
 
     def _is_copy(self, name: str, of: str) -> bool:
-        """Return whether a migration copied a collection from another one."""
+        """Return whether a migration copied a collection from another collection."""
         real = self._real(name)
         return real != of and self._noted(real).get("copies") == of
 
@@ -165,13 +165,13 @@ class QdrantStore(Store):
         return [[Hit(str(hit.id), self._score(hit.score), version, None) for hit in each.points] for each in found]
 
     def _score(self, score: float) -> float:
-        """Return a score in the convention of :class:`~xcompat.retrieval.Hit`: higher is better."""
+        """Return a score in :class:`~xcompat.retrieval.Hit`'s convention: higher is better."""
         return -(score**2) if self.metric == "l2" else score
 
     def _points(
         self, space: str, page: int, after: str | None = None, without: str | None = None, has_vector: bool = True
     ) -> Iterator[list[Point]]:
-        """Yield points in the order of their ids, page by page."""
+        """Yield points in id order, page by page."""
         lacking = self._lacking(without, space) if without is not None else list
         wanted, offset = self._filter(has_vector), point_id(after)
         while True:
@@ -185,7 +185,7 @@ class QdrantStore(Store):
         return point_of(found, self.vector, self.metric)
 
     def _lacking(self, space: str, other: str) -> Callable[[list[Point]], list[Point]]:
-        """Return a filter for points that are missing or outdated in a space."""
+        """Return a filter for points missing or outdated in a space."""
         is_copy = self._is_copy(space, self._real(other))
         newer = {None} if space == self.space else set()
 
@@ -293,7 +293,7 @@ class QdrantStore(Store):
 
     @override
     def delete_orphans(self, space: str, like: str) -> int:
-        """Delete points that another space no longer has, and copy points without the searched vector."""
+        """Delete points missing from another space, and copy points without the searched vector."""
         for points in self._points(like, PAGE, without=space, has_vector=False):
             self._upload(space, points, None)
         gone, offset = 0, None

@@ -42,7 +42,7 @@ def connect(uri: StoreUri) -> tuple[QdrantClient, str, bool]:
         uri: ``qdrant://host:6333/items``, ``qdrants://…`` for https, or ``qdrant:///folder/items`` for the local mode.
 
     Returns:
-        The client, the name of the collection or alias, and whether it is a local folder.
+        The client, the collection's or alias's name, and whether it is a local folder.
     """
     folder, _, name = unquote(uri.parts.path).rpartition("/")
     if not name or (uri.parts.hostname and folder):
@@ -75,7 +75,7 @@ def _local(uri: StoreUri, folder: Path) -> QdrantClient:
 
 @contextmanager
 def plain_errors(uri: StoreUri) -> Iterator[None]:
-    """Raise errors of the client as one line."""
+    """Raise the client's errors as one line."""
     try:
         yield
     except ResponseHandlingException as error:
@@ -88,7 +88,7 @@ def plain_errors(uri: StoreUri) -> Iterator[None]:
 
 
 def _said(error: UnexpectedResponse) -> str:
-    """Return the message of the server or of a proxy."""
+    """Return the message from the server or a proxy."""
     try:
         return str(error.structured()["status"]["error"])
     except (ValueError, KeyError, TypeError):
@@ -96,7 +96,7 @@ def _said(error: UnexpectedResponse) -> str:
 
 
 def vector_of(uri: StoreUri, info: models.CollectionInfo) -> str:
-    """Return the vector name in the address, or the only one. It can be empty."""
+    """Return the vector name in the address, or the only vector's name. It can be empty."""
     found = dense_vectors(info)
     given = uri.options.get("vector")
     if given is None and len(found) == 1:
@@ -109,7 +109,7 @@ def vector_of(uri: StoreUri, info: models.CollectionInfo) -> str:
 
 
 def dense_vectors(info: models.CollectionInfo) -> dict[str, models.VectorParams]:
-    """Return the single dense vectors of a collection by name."""
+    """Return a collection's single dense vectors by name."""
     known = info.config.params.vectors or {}
     named = {"": known} if isinstance(known, models.VectorParams) else known
     return {name: params for name, params in named.items() if params.multivector_config is None}
@@ -151,7 +151,7 @@ def made_like(info: models.CollectionInfo, vector: str, dim: int, dtype: str) ->
 
 
 class Point(NamedTuple):
-    """Point of a collection.
+    """A collection's point.
 
     Args:
         rest: the point without the searched vector and our own key, to copy unchanged.
@@ -185,7 +185,7 @@ def point_id(text: str | None) -> models.ExtendedPointId | None:
 
 
 def with_vector(point: Point, vector: str, vector_D: NDArray[np.float32] | None) -> models.PointStruct:
-    """Return a point to write, with a new vector and the state of its source."""
+    """Return a point to write, with a new vector and its source's state."""
     others = dict(point.rest.vector or {})  # type: ignore[arg-type]
     vectors = others if vector_D is None else {**others, vector: vector_D.tolist()}
     return models.PointStruct(id=point.rest.id, vector=vectors, payload={**(point.rest.payload or {}), STATE: point.state})

@@ -1,4 +1,4 @@
-"""New vectors from a service that embeds the texts of the rows."""
+"""New vectors from a service that embeds the rows' texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTINUE = "run the command again to continue"
 
 
 def embed_by_service(provider: Provider, contents: Contents) -> Embedded:
-    """Embed texts in batches of a service.
+    """Embed texts in a service's batches.
 
     Args:
         provider: the service.

@@ -45,7 +45,7 @@ class SearchSetup:
     rerank: Reranker | None = None
 
     def answer(self, searched: Gallery | Store, query: str, top_k: int) -> tuple[list[Hit], float]:
-        """Return the hits of a text or an image path, and the seconds."""
+        """Return the hits for a text or an image path, and the seconds."""
         started = time.perf_counter()
         if isinstance(searched, Gallery):
             found = gallery_answers(searched, TypedQuery(query), self.source, top_k, [], self.old, rerank=self.rerank)
@@ -55,13 +55,13 @@ class SearchSetup:
 
 
 class Pair(NamedTuple):
-    """Results of both configurations for one query.
+    """Both configurations' results for a query.
 
     Args:
         query: text or image path.
         old: current hits, best first.
         new: new hits.
-        seconds: time of each.
+        seconds: each configuration's time.
     """
 
     query: str
@@ -71,7 +71,7 @@ class Pair(NamedTuple):
 
     @property
     def overlap(self) -> float:
-        """Share of the current hits among the new ones."""
+        """Share of the current hits among the new hits."""
         return len({hit.id for hit in self.old} & {hit.id for hit in self.new}) / max(1, len(self.old))
 
     @property
@@ -94,14 +94,14 @@ class Decision(NamedTuple):
 
 @dataclass
 class Shadow:
-    """Comparison of two configurations.
+    """Comparison between two configurations.
 
     Args:
         top_k: hits per query.
         items: number of searched items.
         pairs: queries with both results.
-        failed: queries that only the new one failed, with reasons.
-        unread: queries that the current one failed, with reasons.
+        failed: queries that only the new configuration failed, with reasons.
+        unread: queries that the current configuration failed, with reasons.
     """
 
     top_k: int
@@ -112,17 +112,17 @@ class Shadow:
 
     @property
     def overlap(self) -> tuple[float, float, float]:
-        """Mean share of the current hits among the new ones, and its 95 % interval over queries."""
+        """Mean share of the current hits among the new hits, and its 95 % interval over queries."""
         shares_Q = np.array([pair.overlap for pair in self.pairs])
         return float(shares_Q.mean()), *bootstrap_interval(shares_Q)
 
     @property
     def same_first(self) -> float:
-        """Share of the queries with the same first hit."""
+        """Share of queries with the same first hit."""
         return float(np.mean([pair.keeps_first for pair in self.pairs]))
 
     def milliseconds(self, side: int) -> tuple[float, float]:
-        """Return the median and 95th percentile of the current (0) or new (1) configuration."""
+        """Return the current (0) or new (1) configuration's median and 95th percentile."""
         times = sorted(1000 * pair.seconds[side] for pair in self.pairs[WARM_UP:] or self.pairs)
         return statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))]
 
@@ -134,7 +134,7 @@ class Shadow:
         """Return the decision.
 
         Args:
-            limit_ms: limit of the 95th percentile in milliseconds, or None.
+            limit_ms: limit for the 95th percentile in milliseconds, or None.
         """
         if self.failed:
             return Decision(False, f"the new configuration failed {len(self.failed):,} queries, e.g. {self.failed[0][0]!r}")

@@ -1,4 +1,4 @@
-"""Reports of a shadow test, as text and JSON."""
+"""Shadow test reports, as text and JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show_shadow(
         ways: current and new configuration.
         queries: texts or image paths.
         top_k: hits per query.
-        limit_ms: limit of the 95th percentile in milliseconds, or None.
+        limit_ms: limit for the 95th percentile in milliseconds, or None.
         out: JSON file for all results, or None.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Addresses of stores: URIs with the table or collection and the space in the query."""
+"""Store addresses: URIs with the table or collection and the space in the query."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class StoreUri:
     """Parsed address.
 
     Args:
-        parts: parts of the URI without its query.
-        options: query options of the store.
-        rest: query options of its client.
+        parts: the URI's parts without its query.
+        options: the store's query options.
+        rest: its client's query options.
     """
 
     parts: SplitResult
@@ -32,7 +32,7 @@ class StoreUri:
 
         Args:
             uri: e.g. ``postgresql://user@host/db?table=items&column=embedding``.
-            known: options of the store.
+            known: the store's options.
             passes_on: whether other options go to the client. Else they raise.
 
         Raises:
@@ -55,7 +55,7 @@ class StoreUri:
         return self.parts._replace(query=query).geturl()
 
     def scrub(self, text: str) -> str:
-        """Remove passwords from a message of the client."""
+        """Remove passwords from a client message."""
         query = [value for name, value in self.rest.items() if _is_secret(name)]
         password = self.parts.netloc.rpartition("@")[0].partition(":")[2]
         for secret in (self.client, password, unquote(password), *query):
@@ -77,7 +77,7 @@ class StoreUri:
         return value
 
     def choose(self, option: str, known: Sequence[str], what: str) -> str:
-        """Return the column in an option, or the only suitable one.
+        """Return the column in an option, or the only suitable column.
 
         Args:
             option: option name.

@@ -1,4 +1,4 @@
-"""Source of the new vectors in a migration."""
+"""Source for the new vectors in a migration."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ModelOutput = TypeVar("ModelOutput")
 
 
 class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
-    """Source of new vectors, computed in blocks.
+    """Source that computes new vectors in blocks.
 
     Args:
         model: embedding model or map.
         content: input field, None to map the vectors.
         tried: rows for a time estimate.
-        function: applies :attr:`model` to a block. Module-level for workers.
+        function: applies :attr:`model` to a block. Module-level, for use on workers.
         max_batch: maximum rows per block, None for no limit.
         tolerance: expected difference between two computations of a number, beside rounding.
         is_service: whether a service makes the vectors, possibly for a price.
@@ -43,7 +43,7 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Digest of the model."""
+        """The model's digest."""
 
     @abstractmethod
     def require_fit(self, store: Store, dtype: str) -> None:
@@ -55,25 +55,25 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
         return None
 
     def dim_for(self, store: Store) -> int:
-        """Return the dimension of the new space."""
+        """Return the new space's dimension."""
         return self.target[1]
 
     def describe_cost(self, rows: Rows, total: int) -> str:
-        """Return the estimated price of the new vectors of all rows, or an empty string.
+        """Return the estimated price for all rows' new vectors, or an empty string.
 
         Args:
-            rows: sample of rows.
+            rows: a row sample.
             total: number of rows.
         """
         return ""
 
     @property
     def sketch(self) -> list[list[float]] | None:
-        """Sketch of a service's model, None for other models."""
+        """Sketch for a service's model, None for other models."""
         return None
 
     def require_same_service(self, sketch: list[list[float]]) -> None:
-        """Raise if the service's model is not the one of a sketch."""
+        """Raise if the service's model does not match a sketch."""
 
     def find_unusable(self, rows: Rows) -> dict[str, str]:
         """Return rows with unusable vectors and the reasons. They get zeros."""
@@ -81,7 +81,7 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
 
     @abstractmethod
     def prepare(self, store: Store, rows: Rows) -> tuple[Rows, ModelInput]:
-        """Return the rows that get a new vector, and the model's input.
+        """Return the rows to give a new vector, and the model's input.
 
         Raises:
             XcompatError: a vector cannot be mapped.
@@ -95,7 +95,7 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
         """Compute new vectors block by block, in order.
 
         Args:
-            store: store of the rows.
+            store: the rows' store.
             blocks: blocks from :meth:`~xcompat.stores.Store.rows`, with :attr:`content`.
             spread: executor for the model.
 
@@ -112,5 +112,5 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
             yield rows, self.attach(store, kept, made)
 
     def map_rows(self, store: Store, rows: Rows) -> Rows:
-        """Compute the new vectors of rows in this process."""
+        """Compute the rows' new vectors in this process."""
         return next(self.map_blocks(store, [rows]))[1]
