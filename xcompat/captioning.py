@@ -43,9 +43,9 @@ class Captioner:
 
     Args:
         name: folder or Hub name, also ``NAME@REVISION``.
-        revision: revision on the Hub. None for the newest.
+        revision: revision on the Hub. None to use the newest.
         max_tokens: maximum tokens of a caption. Decoding is greedy, so captions are reproducible.
-        prompt: question to a chat model (default :data:`PROMPT`). Other models continue it as a prefix that is not part of the
+        prompt: question to a chat model (default :data:`PROMPT`). Other models continue it as a prefix outside the
             caption (default none).
 
     Raises:
@@ -89,7 +89,7 @@ class Captioner:
             images: B pictures in RGB.
 
         Returns:
-            B captions, each in one line.
+            B single-line captions.
 
         Raises:
             XcompatError: the model rejects the input, e.g. because it needs a prompt.
@@ -120,7 +120,6 @@ class Captioner:
         return {**found, **{key: each.to(dtype) if each.is_floating_point() else each for key, each in tensors.items()}}
 
     def _prefix(self, asked: Mapping[str, Any]) -> str | None:
-        """Return the name of the decoder's prefix tokens."""
         names = ["decoder_input_ids", *(() if self.config.is_encoder_decoder else ("input_ids",))]
         return next((name for name in names if name in asked), None)
 
@@ -133,7 +132,7 @@ class Captioner:
         return {key: each[:, :-1] if key in cut else each for key, each in found.items()}
 
     def _count_prompt_tokens(self, tokens_BT: torch.Tensor, asked: Mapping[str, Any]) -> int:
-        """Return the number of prompt tokens at the start of the output."""
+        """Return the number of prompt tokens at the output's start."""
         if (name := self._prefix(asked)) is None:
             return 0
         given_BP = asked[name]
@@ -149,9 +148,9 @@ def _digest_of(folder: Path) -> str:
 
 
 def write_captions(source: PairSource, captioner: Captioner, out: Path, batch_size: int = 16, overwrite: bool = False) -> int:
-    """Write a caption for every image as JSON lines ``{"id": ..., "caption": ...}``, in the order of the images.
+    """Write a caption for every image as JSON lines ``{"id": ..., "caption": ...}``, in image order.
 
-    Finished parts are kept in a folder beside the file, so that another run continues. Processes of ``accelerate launch`` share
+    Finished parts are kept in a folder beside the file, so another run continues. Processes of ``accelerate launch`` share
     the parts and write the same file as a single process.
 
     Args:

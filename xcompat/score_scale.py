@@ -1,4 +1,4 @@
-"""Score scales that make two models comparable in a gallery, and their weighted sum for re-ranking."""
+"""Score scales to make two models comparable in a gallery, and their weighted sum for re-ranking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLD_WEIGHT = 1 / 3
 
 
 def combine_scores(old: Any, new: Any, old_weight: float = OLD_WEIGHT) -> Any:  # noqa: ANN401 - arrays or tensors
-    """Return ``(1 - w) · new + w · old``, the scores that order candidates, for arrays or tensors.
+    """Return ``(1 - w) · new + w · old``, the scores to order candidates by, for arrays or tensors.
 
     Example:
         >>> import numpy as np
@@ -41,7 +41,7 @@ class ScoreScale(NamedTuple):
     offset: float = 0.0
 
     def after(self, first: ScoreScale) -> ScoreScale:
-        """Return the scale that applies another scale first."""
+        """Return a scale that applies another scale first."""
         return ScoreScale(self.slope * first.slope, self.slope * first.offset + self.offset)
 
 
@@ -117,8 +117,8 @@ class Thresholds(NamedTuple):
 class ScoreScales(NamedTuple):
     """Score scales of a model, as stored in ``config.score_scales``.
 
-    A query map adds its own embeddings to a gallery of the old model. A gallery map puts mapped old embeddings beside those of
-    the new model.
+    A query map adds its own embeddings to the old model's gallery. A gallery map puts mapped old embeddings beside the new
+    model's.
 
     Args:
         new: for queries of the model itself.

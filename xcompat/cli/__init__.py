@@ -1,4 +1,4 @@
-"""Command line: one module per group of verbs, without any computation."""
+"""Command line: a module per verb group, without any computation."""
 
 from xcompat.cli.app import app as app
 from xcompat.cli.app import main as main

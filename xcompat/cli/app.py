@@ -118,18 +118,18 @@ def train(
             raise typer.Exit(1)
 
 
-SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids. Needed if --old or --new is a model.")]
+SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids. Needed with a model as --old or --new.")]
 EmbedWith = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds a list of texts for --new, for example with an API."),
 ]
 Activation = Annotated[
     Literal["relu", "gelu"] | None,
-    typer.Option(help="Activation function of --start-from, if the file does not record it."),
+    typer.Option(help="Activation function for --start-from. Needed with files that do not record it."),
 ]
 StartFrom = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Another map to compare: a checkpoint, or a .npz or .safetensors file of another tool."),
+    typer.Option(metavar="NAME", help="Another map to compare: a checkpoint, or another tool's .npz or .safetensors file."),
 ]
 SearchedVectors = Annotated[
     Path | None,
@@ -137,25 +137,25 @@ SearchedVectors = Annotated[
 ]
 MemoryCodec = Annotated[
     str | None,
-    typer.Option(help="Storage of memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. Default: by their number."),
+    typer.Option(help="Storage format for memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. Default: by their number."),
 ]
 OldIds = Annotated[
     Path | None,
-    typer.Option(help="Ids of --old, one per line, if it has none: names of the pictures of --images."),
+    typer.Option(help="Text file with ids for --old, in row order. With --images: picture names. Needed when --old has no ids."),
 ]
-OriginalImages = Annotated[Path | None, typer.Option(help="Pictures that a side that is a model embeds: a folder or shards.")]
+OriginalImages = Annotated[Path | None, typer.Option(help="Pictures for a model as --old or --new: a folder or shards.")]
 SearchedClasses = Annotated[
     Literal["known", "open", "unknown"],
-    typer.Option(help="Classes of future searches: all known here, some new (open), or unknown."),
+    typer.Option(help="Classes that users will search: all known here, some new (open), or unknown."),
 ]
 RememberItems = Annotated[
-    bool, typer.Option("--remember-items", help="Add a memory of all items. Use it if they are most of the gallery.")
+    bool, typer.Option("--remember-items", help="Add a memory of all items. Use it when they are most of the gallery.")
 ]
-PricePerMillion = Annotated[float | None, typer.Option(help="Price of --embed-with. Prints an estimate first.")]
+PricePerMillion = Annotated[float | None, typer.Option(help="Price for --embed-with. Prints an estimate first.")]
 VectorName = Annotated[
     str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")
 ]
-AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best map even if it may find less than old queries.")]
+AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best map, even if it can find less than old queries.")]
 
 
 @app.command("map")
@@ -170,7 +170,7 @@ def map_(
     texts: SideTexts = None,
     out: Annotated[Path, typer.Option(help="Output folder for the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
-        str | None, typer.Option(help="Old model, or its name in the gallery. Default: the one recorded in --old.")
+        str | None, typer.Option(help="Old model, or its name in the gallery. Default: the model recorded in --old.")
     ] = None,
     new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and pictures.")] = None,
     searched_classes: SearchedClasses = "unknown",
@@ -181,7 +181,7 @@ def map_(
     start_from: StartFrom = None,
     activation: Activation = None,
     embed_with: EmbedWith = None,
-    requests_per_minute: Annotated[float | None, typer.Option(help="Maximum number of --embed-with calls per minute.")] = None,
+    requests_per_minute: Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")] = None,
     price_per_million_tokens: PricePerMillion = None,
     max_bad_share: BadVectorShare = None,
     allow_worse: AllowWorse = False,
@@ -192,13 +192,13 @@ def map_(
     """Fit a map from new queries to an old gallery, from embeddings alone.
 
     --old and --new are files with id and embedding (Parquet, Arrow, CSV, JSON, exports of databases and embedding APIs),
-    arrays (.npy, .npz), or folders with image_embeds.npy and image_ids.txt (one id per line).
-    Optional files: labels.txt (one class per line), text_embeds.npy and text_ids.txt (captions, with the id of their image), or
+    arrays (.npy, .npz), or folders with image_embeds.npy and image_ids.txt (an id per line).
+    Optional files: labels.txt (a class per line), text_embeds.npy and text_ids.txt (captions, with the id of their image), or
     query_embeds.npy and query_ids.txt (questions, with the id of their text).
 
     With --texts or --images, --old and --new may be models.
 
-    Use a random sample of the gallery. --gallery checks it.
+    Use a random gallery sample. --gallery checks it.
 
     The best map on held-out items is written. Exit code 1, and no output, if no map is surely as good as old queries.
     """
@@ -225,7 +225,7 @@ def embed(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE_OR_SOURCE", help="Recipe, folder of pictures, or address of a Parquet, Lance or Iceberg table."
+            metavar="RECIPE_OR_SOURCE", help="Recipe, picture folder, or address of a Parquet, Lance or Iceberg table."
         ),
     ],
     overrides: Overrides = None,
@@ -234,7 +234,7 @@ def embed(
     column: Annotated[str | None, typer.Option(help="Column to embed or map. Default: found by its name.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column with the id. Default: id.")] = None,
     dtype: Annotated[
-        Literal["float32", "float16"] | None, typer.Option(help="Number format of vectors of a table. Default: float32.")
+        Literal["float32", "float16"] | None, typer.Option(help="Number format for table vectors. Default: float32.")
     ] = None,
     engine: Engine = None,
     workers: WorkerCount = None,
@@ -302,7 +302,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
     threshold: OldThreshold = None,
-    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 if the verdict is no.")] = False,
+    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 after the verdict no.")] = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
     """Evaluate a recipe, a checkpoint, or embeddings, and write a report.
@@ -384,11 +384,11 @@ def push(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model in the repository.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Merge LoRA into the weights.")] = False,
     adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Upload adapters without the base model.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch. Created if missing.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, created when missing.")] = None,
     license: Annotated[str | None, typer.Option(help="License, e.g. apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
         Literal["all", "metric", "none"],
-        typer.Option(help="Parts of the memory to upload. The memory contains embeddings of training data."),
+        typer.Option(help="Memory parts to upload. The memory contains training embeddings."),
     ] = "all",
 ) -> None:
     """Push a model to the Hub, with a card of its results and compatible galleries."""
@@ -423,7 +423,7 @@ def find(
 def lineage(
     name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="Checkpoint on the Hub, or a folder.")],
 ) -> None:
-    """Show the chain of older models that a checkpoint is compatible with."""
+    """Show a checkpoint's chain of compatible older models."""
     from rich.console import Console
 
     from xcompat.hub.lineage import draw, require_whole, trace_lineage
@@ -440,24 +440,24 @@ def serve(
     old: Annotated[str | None, typer.Option(help="Old model, to show its results side by side.")] = None,
     images: Annotated[
         list[Path] | None,
-        typer.Option("--images", "--texts", help="Pictures or texts of the gallery. Repeatable."),
+        typer.Option("--images", "--texts", help="Gallery pictures or texts. Repeatable."),
     ] = None,
     ids: IndexIds = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Addresses beyond this machine need a password.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 selects a free port.")] = 7860,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. Use 0 for a free port.")] = 7860,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in a browser.")] = False,
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Let the page upgrade, backfill and roll back the gallery.")
     ] = False,
     password_file: Annotated[
-        Path | None, typer.Option(help="File with the password. Alternative: XCOMPAT_SERVE_PASSWORD.")
+        Path | None, typer.Option(help="File with the password. You can also use XCOMPAT_SERVE_PASSWORD.")
     ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Allowed host name, e.g. behind a proxy. Repeatable.")
     ] = None,
     auth: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Open a web page that searches with old and new queries side by side."""
+    """Open a web page to search with old and new queries side by side."""
     from xcompat.serve import serve_target
     from xcompat.serve.options import Options, read_password, refuse_auth
     from xcompat.training.preflight import require_served
@@ -482,7 +482,7 @@ def help_(verb: Annotated[list[str] | None, typer.Argument(help="Command, e.g. g
 
 
 def main() -> None:
-    """Run the command line; an error that a user can fix prints one line and exits with 2, a bug prints facts for its report."""
+    """Run the command line. A user error prints a line and exits with code 2. A bug prints facts for its report."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may be undecodable
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow warns below the limit of data.images
@@ -506,7 +506,7 @@ def main() -> None:
 
 
 def _fail(line: str) -> NoReturn:
-    """Print one line, with the process's number on all but the first, and exit with code 2; be quiet if nobody lost anything."""
+    """Print a line and exit with code 2. All but the first process add their number. Stay quiet if the output has no reader."""
     who = "xcompat" if (rank := os.environ.get("RANK", "0")) == "0" else f"xcompat (process {rank})"
     enough = line == failures.BROKEN_PIPE and failures.only_prints(sys.argv[1:])
     if not enough:

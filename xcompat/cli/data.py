@@ -1,4 +1,4 @@
-"""Verbs that write what others read: captions, class files, recipes. Nothing is computed here."""
+"""Verbs for input files: captions, class files, recipes. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def caption(
         str | None,
         typer.Option(help="Question for a chat model, or the start of a caption for BLIP or GIT.", show_default=False),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per caption.")] = 30,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per caption.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 16,
     max_bad_share: Annotated[float, typer.Option(min=0, max=1, help="Maximum share of unreadable images.")] = 0.01,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
@@ -35,7 +35,7 @@ def caption(
 def classes(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name, e.g. imagenet-r. Default: list all.")] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Output file, one name per line. Existing files are not replaced.")
+        Path | None, typer.Option(metavar="FILE", help="Output file, with a name per line. Existing files are not replaced.")
     ] = None,
 ) -> None:
     """Write the class names of a public data set for zero-shot classification (data.zero_shot.classes)."""

@@ -1,4 +1,4 @@
-"""``xcompat shadow`` and ``xcompat plan``: what to know before anything is switched. Nothing is computed here."""
+"""``xcompat shadow`` and ``xcompat plan``: facts to know before a switch. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def shadow(
-    searched: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
+    searched: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or store address.")],
     queries: Annotated[
-        str, typer.Option(metavar="SOURCE", help="Real queries: text file, folder of pictures, table, or - for standard input.")
+        str, typer.Option(metavar="SOURCE", help="Real queries: text file, picture folder, table, or - for standard input.")
     ],
     old: Annotated[str, typer.Option(help="Current model.")],
-    model: Annotated[str, typer.Option(help="Map or compatible model. For re-ranking only: the current model.")],
-    top_k: Annotated[int, typer.Option(min=1, help="Number of hits to compare per query.")] = 10,
+    model: Annotated[str, typer.Option(help="Map or compatible model. Use the current model for re-ranking only.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Hits to compare per query.")] = 10,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of queries.")] = None,
     limit_ms: Annotated[
         float | None, typer.Option(min=0, metavar="MS", help="No-go if more than 5 % of the queries take longer.")
     ] = None,
     rerank: Annotated[int | None, typer.Option(min=1, metavar="K", help="Re-rank the first K hits with the new model.")] = None,
-    originals: Annotated[Path | None, typer.Option(help="Pictures or texts of the gallery, for --rerank.")] = None,
+    originals: Annotated[Path | None, typer.Option(help="Gallery pictures or texts, for --rerank.")] = None,
     rerank_with: Annotated[
-        str, typer.Option(metavar="MODEL", help="New model for --rerank, if --model is the current model.")
+        str, typer.Option(metavar="MODEL", help="New model for --rerank. Needed when --model is the current model.")
     ] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file for all queries and hits.")] = None,
 ) -> None:
@@ -57,12 +57,12 @@ def shadow(
 
 def plan(
     report: Annotated[Path, typer.Argument(metavar="REPORT", help="Run folder, or output folder of `xcompat evaluate`.")],
-    items: Annotated[int, typer.Option(min=1, help="Number of items in the index.")],
+    items: Annotated[int, typer.Option(min=1, help="Items in the index.")],
     queries_per_day: Annotated[int, typer.Option(min=0, metavar="N", help="Queries per day.")],
     embeds_per_second: Annotated[
-        float | None, typer.Option(min=1e-9, metavar="R", help="Throughput of the new model, to estimate hours and milliseconds.")
+        float | None, typer.Option(min=1e-9, metavar="R", help="The new model's throughput, to estimate hours and milliseconds.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price of 1,000 embeddings.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price per 1,000 embeddings.")] = None,
     days: Annotated[int, typer.Option(min=1, help="Period for total costs, in days.")] = 30,
     metric: Annotated[str | None, typer.Option(help="Metric, e.g. map. Default: the first in the report.")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality over embeddings.")] = None,
@@ -89,7 +89,7 @@ def plan(
 
 
 def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
-    """Return texts, or paths of pictures; those of stdin come as they are written."""
+    """Return texts or picture paths. Lines from stdin are read as they arrive."""
     from itertools import islice
 
     if source == "-":

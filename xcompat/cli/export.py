@@ -10,19 +10,19 @@ import typer
 app = typer.Typer(help="Export models for other software.", no_args_is_help=True)
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.")]
-Folder = Annotated[Path, typer.Option(help="Output folder. Replaced if this command wrote it.")]
+Folder = Annotated[Path, typer.Option(help="Output folder. Only this command's own output is replaced.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
-Space = Annotated[Literal["old", "own"], typer.Option(help="Whose index is searched: the old model's, or one of its own.")]
+Space = Annotated[Literal["old", "own"], typer.Option(help="Index to search: the old model's, or the model's own.")]
 
 
 @app.command(name="faiss")
 def to_faiss(
-    index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index of old embeddings, or a gallery.")],
+    index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index with old embeddings, or a gallery.")],
     model: Annotated[str, typer.Option(help="Run or checkpoint with a linear map, e.g. procrustes, ridge, whitened.")],
-    out: Annotated[Path, typer.Option(help="Output index. Replaced if this command wrote it.")],
+    out: Annotated[Path, typer.Option(help="Output index. Only this command's own output is replaced.")],
     memory: Annotated[
         Literal["all", "metric", "none"],
-        typer.Option(help="Parts of the map's memory to keep. A faiss index can hold its metric, but no entries."),
+        typer.Option(help="Memory parts to keep. A faiss index can hold its metric, but no entries."),
     ] = "all",
     overwrite: Overwrite = False,
 ) -> None:
@@ -53,8 +53,8 @@ def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = 
 
 @app.command(name="atlas")
 def to_atlas(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run or stage.")],
-    out: Annotated[Path, typer.Option(help="Output Parquet file. Replaced if this command wrote it.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Finished run or stage folder.")],
+    out: Annotated[Path, typer.Option(help="Output Parquet file. Only this command's own output is replaced.")],
     items: Annotated[int, typer.Option(min=5, help="Maximum number of test items, or image-text pairs, drawn at random.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     overwrite: Overwrite = False,

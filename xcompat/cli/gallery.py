@@ -32,7 +32,7 @@ Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.
 ModelName = Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
 EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model.")]
-Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder of pictures, shards, table, or text file.")]
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Picture folder, shards, table, or text file.")]
 TextColumns = Annotated[
     list[str] | None,
     typer.Option("--text-column", help="Column to embed. Repeat it to join several.", rich_help_panel="Texts"),
@@ -42,9 +42,7 @@ Words = Annotated[
     int | None,
     typer.Option(min=1, help="Split texts into passages of N words, with ids ID#0, ID#1 and so on.", rich_help_panel="Texts"),
 ]
-Overlap = Annotated[
-    int | None, typer.Option(min=0, help="Number of words shared by consecutive passages.", rich_help_panel="Texts")
-]
+Overlap = Annotated[int | None, typer.Option(min=0, help="Words shared by consecutive passages.", rich_help_panel="Texts")]
 MaxBadShare = Annotated[float | None, typer.Option(min=0, max=1, help="Maximum share of unreadable pictures. Default: 0.1.")]
 SideInfo = Annotated[
     str | None, typer.Option(metavar="MODEL", help="Model for side-information, stored for maps with side-information (FCT).")
@@ -79,12 +77,15 @@ Candidates = Annotated[
 OriginalsOf = Annotated[
     Path | None,
     typer.Option(
-        help="Pictures or texts of the gallery, for --rerank. Default: texts in the metadata.",
+        help="Gallery pictures or texts, for --rerank. Default: texts in the metadata.",
         rich_help_panel=RERANKING,
     ),
 ]
 RerankModel = Annotated[
-    str, typer.Option(metavar="MODEL", help="New model for --rerank, if --model is the old model.", rich_help_panel=RERANKING)
+    str,
+    typer.Option(
+        metavar="MODEL", help="New model for --rerank. Needed when --model is the old model.", rich_help_panel=RERANKING
+    ),
 ]
 RerankBudget = Annotated[
     int | None,
@@ -94,7 +95,7 @@ RecordDemand = Annotated[
     bool,
     typer.Option(
         "--record-demand",
-        help="Count the candidates of --rerank, so that a backfill starts with them. Queries are not stored.",
+        help="Count the --rerank candidates, so that a backfill starts with them. Queries are not stored.",
         rich_help_panel=RERANKING,
     ),
 ]
@@ -106,16 +107,14 @@ ManyQueries = Annotated[
     str | None,
     typer.Option(
         metavar="SOURCE",
-        help="Many queries: texts (one per line or row), pictures, or embeddings (.npy, Parquet, JSON lines).",
+        help="Many queries: texts (a text per line or row), pictures, or embeddings (.npy, Parquet, JSON lines).",
     ),
 ]
 
 
 @app.command()
 def build(
-    source: Annotated[
-        Path | None, typer.Argument(metavar="SOURCE", help="Folder of pictures, shards, table, or text file.")
-    ] = None,
+    source: Annotated[Path | None, typer.Argument(metavar="SOURCE", help="Picture folder, shards, table, or text file.")] = None,
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
     index: Annotated[str | None, typer.Option(help="faiss factory string, e.g. HNSW32 or IVF1024,PQ64. Default: Flat.")] = None,
@@ -123,7 +122,7 @@ def build(
     from_faiss: Annotated[Path | None, typer.Option(help="faiss index to adopt without copying vectors.")] = None,
     ids: Annotated[
         Path | None,
-        typer.Option(help="Ids for --from-faiss, one per line in index order. Default: the ids in the index."),
+        typer.Option(help="Text file with ids for --from-faiss, in index order. Default: the ids in the index."),
     ] = None,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
@@ -165,9 +164,9 @@ def adopt(
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index. It is neither copied nor changed.")],
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
-    ids: Annotated[Path | None, typer.Option(help="Ids, one per line in index order. Default: the ids in the index.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="Text file with ids, in index order. Default: the ids in the index.")] = None,
 ) -> None:
-    """Make a gallery of a faiss index without copying its vectors. --model is the model that made them."""
+    """Make a gallery from a faiss index without copying its vectors. --model is the model behind the vectors."""
     from xcompat.retrieval import argument_checks, commands
 
     argument_checks.require_named(model)
@@ -175,14 +174,13 @@ def adopt(
 
 
 def _printing_results(is_printing: bool) -> AbstractContextManager[object]:
-    """Keep stdout for results that programs read."""
     from xcompat.core.progress import results_on_stdout
 
     return results_on_stdout() if is_printing else nullcontext()
 
 
 def _versions_of(opened: Gallery | Store) -> Sequence[Fingerprint | None]:
-    """Return the models whose embeddings a gallery or a store holds."""
+    """Return the models with embeddings in a gallery or a store."""
     from xcompat.retrieval import Gallery
 
     return opened.versions if isinstance(opened, Gallery) else [space.fingerprint for space in opened.spaces().values()]
@@ -202,7 +200,7 @@ def search(
         typer.Option(metavar="KEY", help="Show the best hit per value of a metadata key, e.g. per document."),
     ] = None,
     fallback: Annotated[str, typer.Option(help="Old model for queries with low confidence.")] = "",
-    fallback_below: Annotated[float | None, typer.Option(help="Confidence below which --fallback is used. Default: 0.5.")] = None,
+    fallback_below: Annotated[float | None, typer.Option(help="Use --fallback below this confidence. Default: 0.5.")] = None,
     embed_with: EmbedWith = None,
     rerank: Candidates = None,
     originals: OriginalsOf = None,
@@ -212,8 +210,8 @@ def search(
     queries: ManyQueries = None,
     max_bad_share: BadVectorShare = None,
     ids: IndexIds = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per query.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one row per hit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per query.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row per hit.")] = False,
 ) -> None:
     """Search with a text, a picture, or many queries."""
     from xcompat.retrieval import argument_checks
@@ -271,7 +269,7 @@ def add(
     source: Source,
     model: ModelName = "",
     replace: Annotated[
-        bool, typer.Option("--replace", help="Re-embed items of another model and items with changed content.")
+        bool, typer.Option("--replace", help="Re-embed items of other models and items with changed content.")
     ] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
@@ -284,7 +282,7 @@ def add(
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
-    """Add pictures or texts, embedded by the gallery's model or a newer one."""
+    """Add pictures or texts, embedded by the gallery's model or a newer model."""
     from xcompat.retrieval import argument_checks, commands
 
     texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
@@ -345,7 +343,7 @@ def upgrade(
 
 
 def _warn_of_backfill(gallery: Gallery, model: str) -> None:
-    """Print a warning, before anything is embedded, if the model's report says that re-embedded items find less."""
+    """Warn before anything is embedded if the model's report shows a loss after re-embedding."""
     from xcompat.core.progress import notice
     from xcompat.report import recorded_backfill_losses
     from xcompat.report.wording import backfill_warning
@@ -365,7 +363,7 @@ def info(gallery: Folder, model: ModelName = "") -> None:
 
 @app.command()
 def alias(
-    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or store address.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Another name of the gallery's model.")],
 ) -> None:
     """Record another name of a gallery's model, for maps made with --old-model NAME."""
@@ -381,7 +379,7 @@ def alias(
 
 @app.command()
 def verify(gallery: Folder) -> None:
-    """Check every file against its checksum. Exit code 1 if one has changed."""
+    """Check every file against its checksum. Exit code 1 if a file has changed."""
     from xcompat.retrieval import commands
 
     if not commands.verify(_open(gallery)):
@@ -390,18 +388,18 @@ def verify(gallery: Folder) -> None:
 
 @app.command()
 def doctor(
-    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or address of a store.")],
+    gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or store address.")],
     model: ModelName = "",
     images: Annotated[
         str | None,
         typer.Option(
             "--images",
             "--texts",
-            help="Pictures or texts of the gallery. For a store: the field with them.",
+            help="Gallery pictures or texts. For a store: the field with them.",
         ),
     ] = None,
-    pictures: Annotated[str | None, typer.Option(help="Base folder for paths of pictures in a store.")] = None,
-    sample: Annotated[int, typer.Option(min=1, help="Number of items per version to re-embed.")] = 400,
+    pictures: Annotated[str | None, typer.Option(help="Base folder for picture paths in a store.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Items per version to re-embed.")] = 400,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
     words: Words = None,
@@ -445,7 +443,7 @@ def rollback(
     ] = None,
     list_states: Annotated[bool, typer.Option("--list", help="List earlier states.")] = False,
 ) -> None:
-    """Return to an earlier state. Each call goes one state further back."""
+    """Return to an earlier state. Each call goes a state further back."""
     from xcompat.retrieval import commands
 
     wanted = to if to is not None else generation
@@ -462,7 +460,7 @@ def rollback(
 @app.command()
 def resync(
     gallery: Folder,
-    ids: Annotated[Path | None, typer.Option(help="Ids of all vectors of the index, one per line.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="Text file with the ids of all vectors in the index.")] = None,
 ) -> None:
     """Add new vectors of an adopted faiss index. Known vectors must be unchanged."""
     from xcompat.retrieval import commands
@@ -479,12 +477,11 @@ def compact(gallery: Folder) -> None:
 
 
 def _given(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of options
-    """Return the options that were given."""
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 
 def _kept_columns(metadata: list[str] | None, no_metadata: bool) -> bool | list[str]:
-    """Return the columns that are kept beside items; True for all, False for none."""
+    """Return the columns to keep beside items; True for all, False for none."""
     if metadata and no_metadata:
         raise XcompatError("--metadata and --no-metadata exclude each other; remove one of them")
     return metadata or not no_metadata
@@ -499,7 +496,7 @@ def _originals(
 
 
 def _is_address(text: str) -> bool:
-    """Whether a text means a database, also if a slash is missing: a password in it is not for messages about paths."""
+    """Return whether a text is a database address, even without a slash. Messages about paths would show its password."""
     return "://" in text or re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE) is not None
 
 
@@ -581,7 +578,7 @@ def _load(model: str, dtype: Dtype = "float32") -> Embedder:
 
 
 def _load_map(model: str) -> CompatModel:
-    """Load a model that may map what is stored, without the encoder that it belongs to."""
+    """Load a model that can map stored vectors, without its encoder."""
     from xcompat.retrieval import argument_checks
 
     folder = argument_checks.require_map(model)

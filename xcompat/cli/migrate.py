@@ -18,20 +18,18 @@ if TYPE_CHECKING:
     from xcompat.stores.doctor import SourceField
     from xcompat.stores.migration import AnyVectorSource
 
-app = typer.Typer(help="Migrate the vectors of a database to a new model, in place.", no_args_is_help=True)
+app = typer.Typer(help="Migrate a database's vectors to a new model, in place.", no_args_is_help=True)
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="Address, e.g. postgresql://user@host/db?table=items&column=embedding.")]
 Model = Annotated[str, typer.Option(help="Run or checkpoint with a gallery map. With --embed: any model.")]
 Embed = Annotated[
-    str | None, typer.Option("--embed", help="Re-embed rows from this field, which contains texts or paths of pictures.")
+    str | None, typer.Option("--embed", help="Re-embed rows from this field, which contains texts or picture paths.")
 ]
-Pictures = Annotated[str | None, typer.Option("--pictures", help="Base folder for paths of pictures.")]
+Pictures = Annotated[str | None, typer.Option("--pictures", help="Base folder for picture paths.")]
 Into = Annotated[str | None, typer.Option(help="Name of the new vectors. Default: the old name with _new.")]
-Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="Number format of new vectors.")]
-From = Annotated[str | None, typer.Option("--from", help="Model of the stored vectors, if the store does not record it.")]
-Texts = Annotated[
-    str | None, typer.Option("--texts", help="Field with the texts of the stored vectors. Checks a sample of --from.")
-]
+Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="Number format for new vectors.")]
+From = Annotated[str | None, typer.Option("--from", help="Model of the stored vectors. Default: the recorded model.")]
+Texts = Annotated[str | None, typer.Option("--texts", help="Field with the stored vectors' texts. Checks a sample of --from.")]
 Images = Annotated[
     str | None,
     typer.Option("--images", help="Field with their pictures, or with paths below --pictures. Checks a sample of --from."),
@@ -42,14 +40,14 @@ EmbedWith = Annotated[
         metavar="MODULE:FUNCTION", help="Function that embeds a list of texts, for example with an API. --model is its name."
     ),
 ]
-RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum number of --embed-with calls per minute.")]
+RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")]
 Price = Annotated[
-    float | None, typer.Option("--price-per-million-tokens", help="Price of --embed-with. Prints an estimate first.")
+    float | None, typer.Option("--price-per-million-tokens", help="Price for --embed-with. Prints an estimate first.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]
 Where = Annotated[
     str | None,
-    typer.Option(help='SQL condition of the rows to migrate, e.g. "collection_id = 7". PostgreSQL only. Default: all rows.'),
+    typer.Option(help='SQL condition for the rows to migrate, e.g. "collection_id = 7". PostgreSQL only. Default: all rows.'),
 ]
 
 MaxBadShare = Annotated[
@@ -231,7 +229,7 @@ def _open(uri: str, where: str | None = None) -> Store:
 def _held(
     from_: str | None, texts: str | None, images: str | None, embed: str | None, pictures: str | None
 ) -> SourceField | None:
-    """Return where rows hold what their vectors were made of, if that was said."""
+    """Return the field with the source texts or pictures of the stored vectors, if given."""
     if from_ is None and (texts or images):
         raise XcompatError("--texts and --images are to look whether a model made the stored vectors: name it with --from")
     if texts and images:
@@ -255,7 +253,7 @@ class _Service(NamedTuple):
     price: float | None = None
 
     def refuse(self, model: str, embed: str | None, pictures: str | None, engine: str | None) -> None:
-        """Raise if the options do not fit the others."""
+        """Raise if the service options do not fit the others."""
         if self.function is None:
             if self.requests_per_minute is not None or self.price is not None:
                 raise XcompatError(
@@ -272,7 +270,7 @@ class _Service(NamedTuple):
 
 
 def _require(uri: str, model: str, embed: str | None, pictures: str | None, service: _Service, engine: str | None = None) -> None:
-    """Refuse what is missing or is not there, before anything that embeds or maps is imported."""
+    """Reject missing options and inputs before importing model code."""
     from xcompat.encoders import require_model, require_xcompat_model
     from xcompat.stores import require_kind
 

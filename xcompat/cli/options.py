@@ -1,4 +1,4 @@
-"""Options of the command line that several verbs have."""
+"""Command-line options for several verbs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 import typer
 
 Engine = Annotated[Literal["ray", "daft"] | None, typer.Option("--engine", help="Engine for several processes or machines.")]
-WorkerCount = Annotated[int | None, typer.Option("--workers", min=1, help="Processes of the engine; one a GPU, or else a core.")]
+WorkerCount = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Engine processes. Default: 1 per GPU, else 1 per core.")
+]
 BadVectorShare = Annotated[
     float | None,
     typer.Option("--max-bad-share", min=0, max=1, help="Maximum share of rows without a usable embedding. Default: 0.1."),
@@ -19,7 +21,7 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to override."),
 ]
 IndexIds = Annotated[
-    Path | None, typer.Option(help="Ids of a faiss index, one per line. Default: a file of ids beside it, or the ids in it.")
+    Path | None, typer.Option(help="Text file with the ids of a faiss index. Default: a file beside it, or the ids in it.")
 ]
 EmbedWith = Annotated[
     str | None, typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds texts, for maps of an API's embeddings.")

@@ -1,4 +1,4 @@
-"""``xcompat quickstart``: complete runs with one command. Nothing is computed here."""
+"""``xcompat quickstart``: complete runs with a single command. Nothing is computed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays and id lists from users. Errors name the file in one line."""
+"""Arrays and id lists from users. Error messages are single lines with the file name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def number_strings(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Number strings by their sorted order. ``np.unique`` would pad each to the length of the longest.
+    """Number strings by their sorted order. ``np.unique`` would pad each to the longest length.
 
     Args:
         names: N strings.
@@ -70,7 +70,7 @@ def number_strings(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
 
 
 def copy_rows(array: Any, rows_R: NDArray[np.int64]) -> NDArray[Any]:  # noqa: ANN401 - an array, or what is read like one
-    """Copy rows of an array. Mapped arrays are read in ascending order, with few pages in memory.
+    """Copy array rows. Mapped arrays are read in ascending order, with few pages in memory.
 
     Args:
         array: embeddings, read by row numbers.
@@ -111,12 +111,12 @@ class RowSelection:
         return len(self.rows_R)
 
     def __getitem__(self, rows: NDArray[np.int64] | slice, /) -> NDArray[Any]:
-        """Return rows by their number in the selection, in the given order."""
+        """Return the selection's rows by number, in the given order."""
         return copy_rows(self.array, self.rows_R[rows])
 
 
 def forget_pages(array: object) -> None:
-    """Release the pages of a mapped array, which count as memory of this process. The system may still cache them."""
+    """Release a mapped array's pages, which count as memory of this process. The system may still cache them."""
     mapped = getattr(array, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)

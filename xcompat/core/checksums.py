@@ -45,7 +45,7 @@ def file_record(path: Path) -> FileRecord:
 
 
 def difference(path: Path, record: FileRecord) -> list[str]:
-    """Compare a file with its record. Return one line if it differs, else an empty list."""
+    """Compare a file with its record. Return a line if it differs, else an empty list."""
     if not path.is_file():
         return [f"{path} is missing"]
     size = path.stat().st_size

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def process_state() -> PartialState:
     """Start the process group if a launcher set it up, and return accelerate's state with the device and rank.
 
-    Without an accelerator, accelerate needs ``cpu=True``. Otherwise every process behaves like the only one.
+    Without an accelerator, accelerate needs ``cpu=True``. Otherwise every process behaves like a single process.
     """
     import torch
     import torch.distributed
@@ -150,7 +150,7 @@ def my_share(rows_N: np.ndarray, shared: bool) -> np.ndarray:
 
     Args:
         rows_N: (N,) row numbers, the same on every process.
-        shared: whether all processes take part. If not, return all rows.
+        shared: whether all processes take part. Use False to return all rows.
     """
     if not (shared and is_distributed()):
         return rows_N
@@ -164,7 +164,7 @@ def gather_objects(mine: T, shared: bool) -> list[T]:
 
     Args:
         mine: this process's object.
-        shared: whether all processes take part. If not, return only this process's object.
+        shared: whether all processes take part. Use False to return only this process's object.
     """
     if not (shared and is_distributed()):
         return [mine]

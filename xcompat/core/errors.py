@@ -1,4 +1,4 @@
-"""Errors that users can fix: the place, the cause and the fix in one line."""
+"""Errors that users can fix: the place, the cause and the fix in a single line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CREDENTIALS = re.compile(r"([A-Za-z][\w+.-]+:/{1,2})[^/\s@]+@")  # one slash: P
 
 
 def visible(text: str) -> str:
-    r"""Escape control characters and marks that reverse the direction of text, because names and ids may come from strangers.
+    r"""Escape control characters and text direction marks, because names and ids can come from strangers.
 
     Args:
         text: any text. Line breaks and tabs stay.
@@ -53,7 +53,7 @@ class XcompatError(ValueError):
     """Mistake that the user can fix. The command line prints only its message and exits with code 2."""
 
     def __str__(self) -> str:
-        """Return the message in one line. Parts of it may come from a file or a server."""
+        """Return the message as a single line. Parts can come from a file or a server."""
         return without_secrets(visible_line(super().__str__()))
 
 
@@ -66,7 +66,7 @@ class FingerprintMismatchError(XcompatError):
 
 
 class GenerationGoneError(XcompatError):
-    """A gallery generation never existed or was deleted by a compaction. Open the gallery again for the newest one."""
+    """A gallery generation never existed or was deleted by a compaction. Open the gallery again to use the newest generation."""
 
 
 class NoValidationDataError(XcompatError):
@@ -78,7 +78,7 @@ class TrainingDivergedError(XcompatError):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of a library's error and the start of its message, in one line.
+    """Return a library error's type and the start of its message, as a single line.
 
     Example:
         >>> describe_error(KeyError("width"))

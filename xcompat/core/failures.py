@@ -1,4 +1,4 @@
-"""Explanations of failed commands: one line for user and machine faults, and report details for bugs."""
+"""Explanations of failed commands: a line for user and machine faults, and report details for bugs."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def only_prints(words: Sequence[str]) -> bool:
 
 
 def explain(error: BaseException) -> str | None:
-    """Explain an error that a user can fix, in one line.
+    """Explain a user error in a single line.
 
     Args:
-        error: exception of a command.
+        error: the command's exception.
 
     Returns:
         The line, or None for a bug.

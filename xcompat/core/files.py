@@ -38,15 +38,15 @@ _PREVIOUS = ".previous"
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path that durably replaces ``path`` if the block succeeds.
+    """Yield a temporary path, and durably replace ``path`` with it if the block succeeds.
 
-    Data are flushed before the rename. Leftovers of a killed writer of the same path are removed.
+    Data are flushed before the rename. Leftovers of a killed writer are removed.
 
     Args:
         path: the output file or folder. Missing parents are created.
 
     Yields:
-        A path that does not exist yet, on the same file system. Write a file or a folder there.
+        A new path on the same file system. Write a file or a folder there.
 
     Raises:
         OSError: a write fails. The old content stays.
@@ -75,7 +75,7 @@ def temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a folder beside ``path`` and remove it at the end. Leftovers of killed processes are removed first.
 
     Args:
-        path: path that the folder is for. Missing parents are created.
+        path: path to create the folder for. Missing parents are created.
 
     Yields:
         The empty folder.
@@ -123,9 +123,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove leftovers of killed writers from a folder, and restore a folder that a killed writer was replacing.
+    """Remove leftovers of killed writers from a folder, and restore a half-replaced folder.
 
-    Temporary folders of live writers and all other files stay. The folder may be missing.
+    Live writers' temporary folders and all other files stay. The folder may be missing.
     """
     if folder.is_dir():
         _clear(folder, ".")
@@ -171,7 +171,7 @@ def _lock(descriptor: int, wait: bool) -> bool:
 
 @contextmanager
 def _holder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, locked so that no process takes it for a leftover."""
+    """Yield a temporary folder, locked against cleanup by other processes."""
     holder, descriptor = _locked_holder(path)
     try:
         try:
@@ -210,7 +210,7 @@ def _follow_umask(path: Path, mode: int) -> None:
 
 
 def list_entries(folder: Path, pattern: str = "*") -> list[Path]:
-    """List the sorted entries of a folder. A missing folder has none.
+    """List a folder's entries, sorted. A missing folder has none.
 
     Unlike ``Path.glob`` it raises for a folder without read permission.
 
@@ -293,7 +293,7 @@ def write_json(path: str | Path, value: Any) -> None:  # noqa: ANN401 - any JSON
 
 
 def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value
-    """Read a JSON file. Raise an error with its name if it is missing or invalid."""
+    """Read a JSON file. Raise an error with the file name if it is missing or invalid."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -18,11 +18,11 @@ SAMPLED = 8
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hash of a model's architecture, weights and preprocessing. Fingerprints with equal digests are equal.
+    """Hash over a model's architecture, weights and preprocessing. Fingerprints with equal digests are equal.
 
     Args:
         digest: 64 hexadecimal digits (SHA-256).
-        name: display name of the model, not part of the identity.
+        name: the model's display name, not part of the identity.
 
     Example:
         >>> Fingerprint.from_string("clip-b32") == Fingerprint.from_string("clip-b32")
@@ -34,7 +34,7 @@ class Fingerprint:
 
     @classmethod
     def from_string(cls, name: str) -> Fingerprint:
-        """Return a fingerprint for a model known only by its name. It equals no fingerprint of weights.
+        """Return a fingerprint for a model known only by its name. It never equals a fingerprint of weights.
 
         Args:
             name: any name. Equal names give equal fingerprints.
@@ -43,17 +43,17 @@ class Fingerprint:
 
     @property
     def is_name_only(self) -> bool:
-        """Whether the fingerprint comes from the name alone, so that no loaded model can have it."""
+        """Whether the fingerprint comes from the name alone. No loaded model has such a fingerprint."""
         return self == Fingerprint.from_string(self.name)
 
     @classmethod
     def from_module(cls, module: nn.Module, parts: Mapping[str, Any], name: str = "", without: str | None = None) -> Fingerprint:
-        """Hash all parameters and persistent buffers of a module, together with a description of the rest.
+        """Hash a module's parameters and persistent buffers, together with a description of the rest.
 
         Args:
             module: the model. Its ``state_dict`` is hashed tensor by tensor, sorted by name.
             parts: JSON-like description of architecture and preprocessing.
-            name: display name of the model.
+            name: the model's display name.
             without: name of a submodule to skip.
         """
         import torch
@@ -69,7 +69,7 @@ class Fingerprint:
 
     @staticmethod
     def state(module: nn.Module) -> tuple[Any, ...]:
-        """Return a value that changes with the weights, from a few numbers of each tensor.
+        """Return a value that changes with the weights, from a few numbers per tensor.
 
         It is valid within a process. Addresses reveal replaced tensors, and version counters reveal in-place writes. Samples
         reveal writes that the counter misses (``parameter.data += delta``, as adapters are merged).
@@ -82,7 +82,7 @@ class Fingerprint:
         return tuple((tensor.data_ptr(), count) for tensor, count in zip(tensors, counts, strict=True)), samples
 
     def derive(self, what: str) -> Fingerprint:
-        """Return the fingerprint of embeddings derived from this model's, e.g. its view of an old space.
+        """Return the fingerprint for embeddings derived from this model's, e.g. its view of an old space.
 
         Args:
             what: name of the derivation.

@@ -17,13 +17,13 @@ _RECORDS = TypeAdapter(dict[str, FileRecord])
 
 
 def write_checksums(folder: Path, files: Iterable[Path]) -> None:
-    """Write the checksums of files below a folder into the folder."""
+    """Write a folder's file checksums into the folder."""
     records = {file.relative_to(folder).as_posix(): file_record(file) for file in sorted(files) if file.name != CHECKSUMS}
     write_json(folder / CHECKSUMS, _RECORDS.dump_python(records))
 
 
 def changes(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
-    """Compare the files of a folder with their checksums.
+    """Compare a folder's files with their checksums.
 
     Args:
         folder: any folder. Without recorded checksums nothing is compared.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM handling that lets work stop between two steps."""
+"""Ctrl-C and SIGTERM handling, to stop work between two steps."""
 
 from __future__ import annotations
 

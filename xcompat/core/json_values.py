@@ -26,18 +26,18 @@ class _NoJsonError(ValueError):
 
 @dataclass
 class JsonColumns:
-    """Converter of column values to JSON that records the columns it changed or dropped.
+    """Converter from column values to JSON, with a record of changed and dropped columns.
 
     Args:
-        as_text: column -> an example of a value that became text.
-        left_out: column -> the type of a dropped value.
+        as_text: column -> an example value, converted to text.
+        left_out: column -> a dropped value's type.
     """
 
     as_text: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def convert(self, row: Mapping[str, Any], keep_empty: bool = False) -> dict[str, Any]:
-        """Return the values of a row as JSON, without empty values unless ``keep_empty``.
+        """Return a row's values as JSON, without empty values unless ``keep_empty``.
 
         Timestamps, dates, times, decimals, UUIDs and infinities become text. Bytes and other objects are dropped.
 

@@ -18,11 +18,11 @@ _HTML = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")  # elsewhere these character
 
 
 class Markdown(str):
-    """Text that is already Markdown."""
+    """Text in Markdown format."""
 
 
 def one_line(text: str) -> str:
-    r"""Return a text in one line, with control characters escaped.
+    r"""Return a text as a single line, with control characters escaped.
 
     Example:
         >>> one_line("a name\n---\x1b[31m")
@@ -32,7 +32,7 @@ def one_line(text: str) -> str:
 
 
 def as_text(text: str) -> str:
-    r"""Return one line of Markdown that shows a text literally.
+    r"""Return a Markdown line that shows a text literally.
 
     Example:
         >>> as_text("query_map"), as_text("![](http://tracker) | *new*")
@@ -56,7 +56,7 @@ def as_code(text: str) -> Markdown:
 
 
 def as_block(text: str, language: str) -> Markdown:
-    """Return a fenced block of a language. The text cannot close it."""
+    """Return a fenced block in a language. The text cannot close it."""
     fence = _fence(text, 3)
     lines = "\n".join(visible(line) for line in text.rstrip().splitlines())
     return Markdown(f"{fence}{language}\n{lines}\n{fence}")
@@ -71,7 +71,7 @@ def templates(folder: Path, **how: Any) -> Environment:  # noqa: ANN401 - jinja2
 
     Args:
         folder: the folder.
-        how: other options of the environment. ``autoescape`` is required.
+        how: other environment options. ``autoescape`` is required.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -81,7 +81,7 @@ def templates(folder: Path, **how: Any) -> Environment:  # noqa: ANN401 - jinja2
 
 @cache  # compiling a template takes longer than filling it in
 def markdown_templates(folder: Path) -> Environment:
-    """Return the templates of a folder that escape texts with :func:`as_text`.
+    """Return a folder's templates, which escape texts with :func:`as_text`.
 
     In templates, ``| safe`` marks ready Markdown, and ``| code`` and ``| block("yaml")`` show a text as code.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def metric_name(metric: str) -> str:
-    """Return the display name of a metric of ``report.json``.
+    """Return the display name for a metric in ``report.json``.
 
     Example:
         >>> metric_name("recall@10"), metric_name("map"), metric_name("negative_flip_rate@1"), metric_name("tar@far=1e-4")

@@ -1,4 +1,4 @@
-"""EXIF orientation of photos. Cameras store the sensor's image and record how to rotate it."""
+"""EXIF orientation in photos. Cameras store the sensor's image and record how to rotate it."""
 
 from __future__ import annotations
 

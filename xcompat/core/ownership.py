@@ -39,17 +39,17 @@ class OwnershipMarker(BaseModel):
 def owned_path(
     path: str | Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = (), about: dict[str, str] | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary path that replaces a command's output on success, with a marker that names the command.
+    """Yield a temporary path that replaces a command's output on success, with a marker naming the command.
 
     Args:
         path: the file or folder.
         made_by: the command.
-        overwrite: whether to replace anything. None for a command without that option.
+        overwrite: whether to replace anything. None for a command without this option.
         read: inputs of the command, which are never replaced.
         about: see :class:`OwnershipMarker`.
 
     Yields:
-        A path that does not exist yet. Write a file or a folder there.
+        A new path. Write a file or a folder there.
 
     Raises:
         XcompatError: see :func:`require_replaceable`. Nothing is written then.
@@ -84,13 +84,13 @@ def owned_path(
 
 
 def require_replaceable(path: Path, made_by: str, overwrite: bool | None = False, read: Iterable[Path] = ()) -> None:
-    """Raise if a path contains anything that the command did not write, or that it reads.
+    """Raise if a path contains inputs of the command, or anything it did not write.
 
     Args:
         path: the file or folder to replace.
         made_by: the command.
-        overwrite: whether to replace anything but the inputs. None for a command without that option.
-        read: inputs of the command. In an input folder, output of other commands is never replaced.
+        overwrite: whether to replace anything but the inputs. None for a command without this option.
+        read: inputs of the command. In an input folder, other commands' output is never replaced.
 
     Raises:
         XcompatError: names the first file in the way.
@@ -137,7 +137,7 @@ def _marker(file: Path) -> Path:
 
 
 def _records(path: Path) -> dict[str, FileRecord | None]:
-    """Return the record of every file, and None for links and other entries."""
+    """Return every file's record, and None for links and other entries."""
     if not path.is_dir():
         return {path.name: file_record(path) if path.is_file() else None}
     inside = (file for file in files_below(path) if file != path / MARKER)

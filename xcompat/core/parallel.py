@@ -1,4 +1,4 @@
-"""Ordered processing of blocks with a model, in this process or on all processes of a launcher."""
+"""Ordered processing of blocks with a model, in this process or on all processes from a launcher."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Executor(Protocol):
         """Apply a function to a model and each block.
 
         Args:
-            function: module-level function, so that it pickles by name.
+            function: module-level function, which pickles by name.
             model: this process's model. A worker passes its own copy.
-            blocks: pairs of a local value and the block to send. Few are read ahead of their results.
+            blocks: pairs: a local value, and the block to send. Few are read ahead of their results.
 
         Yields:
             The local value and the result, in order.

@@ -1,4 +1,4 @@
-"""Kinds of paths that users type: local files, folders and Hub names. Also suggestions for misspelt paths."""
+"""Kinds of user paths: local files, folders and Hub names. Also suggestions for misspelt paths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_local(name: str) -> bool:
 
 
 def is_misspelt(name: str) -> bool:
-    """Return whether a name that does not exist looks like a misspelt local file. Hub names with an owner never do.
+    """Return whether a missing name looks like a misspelt local file. Hub names with an owner never do.
 
     Example:
         >>> is_misspelt("asked.tx"), is_misspelt("me/asked.tx"), is_misspelt("squad")
@@ -42,7 +42,7 @@ def is_misspelt(name: str) -> bool:
 
 
 def is_file(text: str) -> bool:
-    """Return whether a text is the path of a file. Any text works, also a very long one.
+    """Return whether a text is a file path. Any text works, also very long texts.
 
     Example:
         >>> is_file(__file__), is_file("a red shoe " * 1000)
@@ -55,7 +55,7 @@ def model_folder(name: str | os.PathLike[str]) -> str:
     """Return the ``model`` folder of a finished run, or the name unchanged.
 
     Args:
-        name: name of a model, its folder, or the folder of a run.
+        name: model name, model folder, or run folder.
 
     Example:
         >>> import tempfile
@@ -73,7 +73,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
     """Split ``NAME@REVISION`` of a model on the Hub. Local paths stay as they are.
 
     Args:
-        name: model name, with open_clip's or sentence-transformers' prefix if it has one.
+        name: model name, optionally with open_clip's or sentence-transformers' prefix.
 
     Returns:
         The name, and the branch, tag, commit or None.
@@ -90,7 +90,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Suggest an existing path for one that does not exist, for the end of an error message.
+    """Suggest an existing path in place of a missing path, for the end of an error message.
 
     Args:
         path: a file, a folder or a glob.

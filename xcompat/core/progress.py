@@ -55,7 +55,7 @@ console: Console = _Terminal(quiet=not is_main_process(), highlight=False)
 
 
 def literal(text: object) -> str:
-    r"""Escape a text for rich, so that brackets and control characters are shown and not interpreted.
+    r"""Escape a text for rich, to show brackets and control characters instead of interpreting them.
 
     Args:
         text: untrusted text, e.g. a name, an id or a path.
@@ -71,7 +71,7 @@ def literal(text: object) -> str:
 
 
 def snippet(text: object, longest: int = 80) -> str:
-    r"""Return the start of a text as one line.
+    r"""Return the start of a text as a single line.
 
     Args:
         text: of any length.
@@ -87,7 +87,7 @@ def snippet(text: object, longest: int = 80) -> str:
 
 @contextmanager
 def results_on_stdout() -> Iterator[None]:
-    """Send progress and notices to stderr, so that stdout contains only results."""
+    """Send progress and notices to stderr, to keep stdout for results."""
     before, console.stderr = console.stderr, True
     try:
         yield
@@ -138,10 +138,10 @@ _followed: ContextVar[Callable[[Task], None] | None] = ContextVar("followed", de
 
 @contextmanager
 def redirect_bars(show: Callable[[Task], None]) -> Iterator[None]:
-    """Send the tasks of progress bars to a function, for pages that draw their own bars.
+    """Send progress bar tasks to a function, for pages with their own bars.
 
     Args:
-        show: called with the task of a bar after each step.
+        show: called with a bar's task after each step.
     """
     before = _followed.set(show)
     try:
@@ -231,7 +231,7 @@ def advance_bar(bar: Progress, task: TaskID, done: float, unit: str, waiting: Wa
         bar: the display.
         task: its task, made with the field ``rate``.
         done: units done since the last call.
-        unit: plural of the unit, e.g. ``"texts"``.
+        unit: the unit in plural, e.g. ``"texts"``.
         waiting: waiting time to show as a share.
     """
     state = bar.tasks[bar.task_ids.index(task)]
@@ -245,7 +245,7 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
     """Print a stage's title at the start, and again with its duration at the end.
 
     Args:
-        title: title of the stage.
+        title: stage title.
         seconds: dictionary that receives the duration under ``title``.
     """
     started = time.perf_counter()

@@ -34,11 +34,11 @@ def decode_utf8(data: bytes) -> str:
 
 @dataclass
 class Surrogates:
-    """Replacer of surrogates in the rows of a file, with a count of changed rows.
+    """Replacer of surrogates in a file's rows, with a count of changed rows.
 
     Args:
         count: number of changed rows.
-        first: place of the first changed row.
+        first: location of the first changed row.
     """
 
     count: int = 0

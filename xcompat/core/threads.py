@@ -1,4 +1,4 @@
-"""Threads and memory of one process."""
+"""Threads and memory of a process."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
     """Apply a function in threads. Threads run ahead of the consumer by at most ``threads + 1`` items.
 
     Args:
-        function: must spend most of its time outside Python's global lock.
-        items: read one by one in the consumer's thread.
+        function: must spend most time outside Python's global lock.
+        items: read singly in the consumer's thread.
         threads: number of threads.
 
     Yields:
@@ -71,7 +71,7 @@ def map_in_rounds(function: Callable[[T], R], items: Iterable[T], threads: int) 
     Use it if the consumer runs a model on the same cores: parallel threads would slow its matrix products.
 
     Args:
-        function: must spend most of its time outside Python's global lock.
+        function: must spend most time outside Python's global lock.
         items: read in the consumer's thread, ``threads`` at a time.
         threads: number of threads.
 
@@ -89,12 +89,12 @@ def map_in_rounds(function: Callable[[T], R], items: Iterable[T], threads: int) 
 
 
 def cores(device: torch.device) -> int:
-    """Return the number of threads of :func:`map_over_cores`: torch's setting on a CPU, else 1."""
+    """Return the thread count for :func:`map_over_cores`: torch's setting on a CPU, else 1."""
     return min(torch.get_num_threads(), MOST_THREADS) if device.type == "cpu" else 1
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

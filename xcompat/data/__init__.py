@@ -1,4 +1,4 @@
-"""Data loading, from the user's files to batches, with one set of column names."""
+"""Data loading, from the user's files to batches, with a single set of column names."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def is_address(path: object) -> TypeGuard[str]:
 
 
 def list_addresses(path: str | list[str]) -> list[str] | None:
-    """List the remote shards of a path.
+    """List a path's remote shards.
 
     Args:
         path: an address, optionally with a brace range or (on the Hub) a glob, or a list of addresses.
@@ -153,7 +153,7 @@ def open_address(address: str) -> Iterator[Any]:
 
 @contextmanager
 def download_address(address: str, folder: Path) -> Iterator[Path]:
-    """Download an address to a temporary file of the same name, for readers that need a file.
+    """Download an address to a temporary file with the same name, for readers that need a file.
 
     Args:
         address: from :func:`list_addresses`.

@@ -16,7 +16,7 @@ MIN_SAMPLES = 100  # before the end, shares of fewer samples are unreliable
 
 @dataclass
 class Problems:
-    """Unusable shards and samples in one pass over the data.
+    """Unusable shards and samples in a pass over the data.
 
     Args:
         max_bad_share: largest tolerated share of unusable shards or samples.
@@ -25,7 +25,7 @@ class Problems:
         samples: ``id: reason`` of the first unusable samples.
         n_bad: number of unusable samples.
         n_good: number of usable samples.
-        members: members of unusable samples.
+        members: unusable samples' members.
         notes: further lines to print.
     """
 
@@ -102,7 +102,7 @@ class BadSamples:
         reasons: id -> reason.
         seen: samples of a stream so far.
         quiet: print no notices.
-        what: noun in messages.
+        what: noun to use in messages.
         raised_by: setting or option of the limit, for messages; can be empty.
     """
 

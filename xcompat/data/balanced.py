@@ -33,7 +33,7 @@ class ClassBalancedSampler(Sampler[int]):
         samples_per_class: K; smaller classes repeat samples.
         classes: class names for messages.
         seed: random seed.
-        num_replicas: number of processes that share the batches.
+        num_replicas: number of processes sharing the batches.
         rank: this process, which gets every ``num_replicas``-th batch.
 
     Raises:

@@ -58,12 +58,12 @@ def cached_dataset(
 ) -> tuple[datasets.Dataset, dict[str, Any]]:
     """Open a memory-mapped data set, and build it first if it is not in the cache.
 
-    Concurrent processes are safe: one writes, the others wait. If the size or time of a file has changed, its checksum is
-    compared, and a damaged file is rebuilt. Damage that changes neither is not detected.
+    Concurrent processes are safe: the first writes, the others wait. If the size or time of a file has changed, its checksum is
+    compared, and a damaged file is rebuilt. Damage without such a change is not detected.
 
     Args:
         kind: kind of content, used as file name prefix.
-        key: everything that the content depends on, JSON-like.
+        key: all inputs of the content, JSON-like.
         features: the columns.
         build: fills an empty record (JSON-like, stored with the data) and yields batches.
 

@@ -42,7 +42,7 @@ _MARKET = re.compile(r"(-1|\d+)_c(\d+)")
 def read_captions(
     file: Path, source: PairSource, metadata: bool | list[str] = False, problems: Problems | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Read a captions file into one row per image.
+    """Read a captions file into a row per image.
 
     Args:
         file: ``.csv``, ``.tsv`` or ``.jsonl``, optionally gzip, or captions in Flickr8k or COCO format. Image paths are relative
@@ -100,7 +100,7 @@ def _metadata_columns(metadata: bool | list[str], others: list[str], where: str)
 
 
 def read_list_rows(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
-    """Read one row per line of an image list.
+    """Read a row per line of an image list.
 
     Args:
         file: the list. Image paths are relative as in :func:`read_captions`.
@@ -122,7 +122,7 @@ def read_list_rows(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
 
 
 def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source: PairSource) -> Iterator[dict[str, Any]]:
-    """Read one row per image file, with its folder name as label.
+    """Read a row per image file, with its folder name as label.
 
     Args:
         listed: files and their ids.
@@ -164,9 +164,9 @@ def require_class_folder(file: Path, folders: list[Path]) -> None:
 
 
 def read_market1501(listed: Iterable[tuple[Path, str]], source: PairSource) -> Iterator[dict[str, Any]]:
-    """Read one row per image named as in Market-1501: ``0002_c1s1_000451_03.jpg`` is person 0002 from camera 1.
+    """Read a row per image named as in Market-1501: ``0002_c1s1_000451_03.jpg`` is person 0002 from camera 1.
 
-    Images of person -1 (junk) are skipped. Each image of person 0000 (distractors) gets its own class, so that no query finds it.
+    Images of person -1 (junk) are skipped. Each image of person 0000 (distractors) gets its own class, and no query finds it.
     DukeMTMC-reID and VeRi-776 use the same names.
 
     Args:
@@ -224,7 +224,6 @@ def _own_ids(file: Path, column: str, names: list[str], values: pd.Series[Any]) 
 
 
 def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
-    """Return the single label or camera of an image."""
     found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN differs from itself
     if not found:
         raise XcompatError(f"{where} has no {what}; add one or delete the row")
@@ -260,7 +259,7 @@ def _read_table(file: Path) -> pd.DataFrame:
 
 
 def _folder_of(file: Path, names: list[str]) -> Path:
-    """Return the base folder of image paths: the file's own, or one next to it with the first image."""
+    """Return the base folder for image paths: the file's folder, or a folder next to it with the first image."""
     folder = file.parent
     if not _exists(folder / names[0]):
         # Flickr8k: captions.txt and Images/; COCO: annotations/captions_val2014.json and val2014/

@@ -1,4 +1,4 @@
-"""Binary version of CIFAR-10 and CIFAR-100: records of one or two label bytes and 3,072 pixel bytes."""
+"""Binary version of CIFAR-10 and CIFAR-100: records with 1 or 2 label bytes and 3,072 pixel bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CifarVersion:
     """Record layout of a CIFAR version.
 
     Args:
-        name: name of the data set.
+        name: data set name.
         labels: label bytes in order, with their numbers of classes. The last is the default.
         name_files: file with the class names of each label.
     """
@@ -43,11 +43,11 @@ class CifarVersion:
         return len(self.labels) + PIXELS
 
     def label(self, given: str | None) -> str:
-        """Return the given label, or the usual one."""
+        """Return the given label, or the usual label."""
         return pick_column(given, tuple(reversed(self.labels)), list(self.labels), "label_column", self.name)
 
     def class_names(self, file: Path, label: str) -> list[str] | None:
-        """Return class names in label order from the file next to the data, or None without one.
+        """Return class names in label order from the file next to the data, or None without a file.
 
         Raises:
             XcompatError: the file has the wrong number of names.
@@ -91,7 +91,7 @@ def read_cifar(files: Sequence[Path], version: CifarVersion, label: str) -> Iter
     """Read records in file order.
 
     Args:
-        files: files of one version.
+        files: files of the same version.
         version: from :func:`cifar_version`.
         label: label to read.
 

@@ -22,7 +22,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
     """Read class names in label order.
 
     Args:
-        path: text file with one name per line (line 1 is label 0), or name and label (``/a/airfield 0``, Places-365). Or a
+        path: text file with a name per line (line 1 is label 0), or name and label (``/a/airfield 0``, Places-365). Or a
             ``.tsv`` or ``.csv`` table with a header and an optional label column ``index``.
         column: table column with the names, detected by default. If a table with ``index`` has no usual name, leading columns
             that are unique together are joined (``alphabet, character`` gives "Balinese character01").

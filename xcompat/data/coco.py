@@ -1,4 +1,4 @@
-"""Captions in the format of COCO and nocaps: one JSON file with images and annotations."""
+"""Captions in the format of COCO and nocaps: a JSON file with images and annotations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_coco_captions(file: Path) -> pd.DataFrame:
         file: an object with ``images`` (``id``, ``file_name``) and ``annotations`` (``image_id``, ``caption``).
 
     Returns:
-        One row per caption, in image order, with columns ``image`` and ``caption``.
+        A row per caption, in image order, with columns ``image`` and ``caption``.
 
     Raises:
         XcompatError: the file has another format, or a caption names an unlisted image.

@@ -44,7 +44,7 @@ class PairCollator:
     Args:
         processor: the model's preprocessing.
         augmentation: random changes. With None or zero strengths, images are prepared as for evaluation.
-        views: further views of each image that the method compares.
+        views: further views per image for the method.
 
     Raises:
         XcompatError: several views are requested without augmentation.
@@ -107,10 +107,10 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
     """Cached embeddings of the same items by two models, read in batches.
 
     Args:
-        new_ND: new embeddings, one row per sample, usually a float16 memory map.
+        new_ND: new embeddings, a row per sample, usually a float16 memory map.
         old_Nd: old embeddings in the same order.
-        rows_N: rows to use; None for all.
-        extra: further columns, one row per sample.
+        rows_N: rows to use; None to use all.
+        extra: further columns, a row per sample.
 
     Raises:
         XcompatError: the numbers of embeddings differ or are zero.
@@ -139,11 +139,11 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
         return len(self.arrays[NEW_EMBEDS] if self.rows_N is None else self.rows_N)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample without batch dimension."""
+        """Return a sample without batch dimension."""
         return {name: embeds[0] for name, embeds in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return ``new_embeds`` (B, D) and ``old_embeds`` (B, d) as float32, with one read each."""
+        """Return ``new_embeds`` (B, D) and ``old_embeds`` (B, d) as float32, with a single read each."""
         index = np.asarray(indices, dtype=np.int64)
         index = index if self.rows_N is None else self.rows_N[index]
         return {name: _floats(array[index]) for name, array in self.arrays.items()}

@@ -1,4 +1,4 @@
-"""Content type of a source of items: images or texts."""
+"""Content type of an item source: images or texts."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def load_texts(
     probability 1e-4.
 
     Args:
-        sources: one or more paths or sources; a `PairSource` contributes captions.
+        sources: paths or sources, at least 1; a `PairSource` contributes captions.
         exclude: captions to drop, e.g. of the test set; compared after `normalise`.
         limit: maximum number of texts.
 
@@ -125,7 +125,7 @@ def load_texts(
 
 
 class HashSet:
-    """Set of 64-bit hashes at 8 bytes each, stored as sorted runs that merge at similar length."""
+    """Set of 64-bit hashes at 8 bytes each, stored as sorted runs. Runs of similar length merge."""
 
     def __init__(self) -> None:
         self.runs: list[NDArray[np.uint64]] = []
@@ -155,7 +155,7 @@ class HashSet:
 
 
 def _keep_new_texts(texts: Iterator[str], held_out: set[str], limit: int | None, record: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield batches of new texts that are not held out; count them in ``record``."""
+    """Yield batches of new texts, without held-out texts; count them in ``record``."""
     from pandas.util import hash_array
 
     seen = HashSet()
@@ -189,7 +189,7 @@ def first_texts(source: CorpusSource, count: int) -> list[str]:
 
 
 class _Texts(NamedTuple):
-    """Texts of one source, with its name for messages and its cache key."""
+    """A source's texts, with its name for messages and its cache key."""
 
     where: str
     key: Any
@@ -223,7 +223,7 @@ def _open_remote_source(source: CorpusSource | PairSource, found: list[str]) -> 
 
 
 def require_readable(source: CorpusSource, found: Sequence[str]) -> None:
-    """Raise if a remote source has settings that do not apply.
+    """Raise if a remote source has inapplicable settings.
 
     Args:
         source: remote source.

@@ -44,9 +44,9 @@ def csv_options(file: Path) -> dict[str, Any]:
 
 
 def _quotes_are_text(file: Path, encoding: str) -> bool:
-    """Return whether quotes in a tab-separated table are plain text: one is unclosed at a line end, and every line is a full row.
+    """Return whether quotes in a tab-separated table are text: a quote stays open at a line end, and all lines are full rows.
 
-    pandas would read rows up to the next quote as one field. Lines with different numbers of tabs indicate multi-line fields.
+    pandas would read rows up to the next quote as a single field. Varying numbers of tabs per line indicate multi-line fields.
     """
     lines = (line for line in table_lines(file, encoding) if line)
     tabs = next(lines, "").count("\t")

@@ -1,4 +1,4 @@
-"""Built-in data: an image and a caption of each named character in matplotlib's fonts."""
+"""Built-in data: an image and a caption per named character in matplotlib's fonts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Glyphs:
             faces: names of faces; None for all.
 
         Returns:
-            The selection in the same order, with all names in ``faces``, so that indices stay valid.
+            The selection in the same order, with all names in ``faces``, to keep indices valid.
 
         Raises:
             XcompatError: a face was not rendered.
@@ -177,9 +177,9 @@ def _render(font: ImageFont.FreeTypeFont, character: str, size: int) -> NDArray[
 
 
 def split_characters(glyphs: Glyphs, n_test: int = 1000, seed: int = 0) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Split by character, so that no test character is trained on in any face.
+    """Split by character. No test character is trained on in any face.
 
-    Test characters come from the regular faces, so that galleries of these contain each.
+    Test characters come from the regular faces, so galleries with these faces contain each.
 
     Args:
         glyphs: the renderings.
@@ -263,7 +263,7 @@ def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 3
     """Write a classification data set with characters as classes and faces as instances. No test face is in ``train``.
 
     ``train`` has eight faces, ``query`` and ``gallery`` four others each. To choose hyper-parameters, train on ``fit`` (six faces
-    of ``train``) and evaluate on ``validation`` (the other two) as queries and gallery, with one positive per query.
+    of ``train``) and evaluate on ``validation`` (the other two) as queries and gallery, with a single positive per query.
 
     Classes are ordered by code point, so ``Subset(scenario="extended-class", fraction=0.5, side="old")`` selects the first half.
     Images are ordered by the faces of `CLASS_FACES`, then by class.
@@ -310,7 +310,7 @@ def glyph_classes(part: str) -> Path:
 def choose_characters(glyphs: Glyphs, n_classes: int) -> list[int]:
     """Choose distinguishable characters with as many faces as possible.
 
-    Candidates are in all twelve DejaVu faces; those in more STIX faces come first. Skips characters that two faces draw
+    Candidates are in all twelve DejaVu faces; those in more STIX faces come first. Skips characters which two faces draw
     identically (e.g. most arrows), as a test image would be a training image. Of characters with an identical image (Latin A,
     Greek Alpha), only the first is kept.
 

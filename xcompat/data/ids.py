@@ -24,9 +24,9 @@ BATCH = 65536
 
 
 def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> None:
-    """Raise if a row has no id. Print a notice if a detected column gives two images one id.
+    """Raise if a row has no id. Print a notice if a detected column gives two images the same id.
 
-    Rows may share an id: captions of one image or, in a column named by the user, images of one object.
+    Rows may share an id: captions of the same image or, in a column named by the user, images of the same object.
 
     Args:
         dataset: columns ``id`` (any type), ``image`` (undecoded) and optionally ``caption``.
@@ -58,7 +58,7 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
 
 
 def _notice_duplicate_id(dataset: datasets.Dataset, hashes_N: np.ndarray, column: str, source: PairSource) -> None:
-    """Report the first repeated id if image and caption differ. Equal captions mean one object."""
+    """Report the first repeated id if image and caption differ. Equal captions mean the same object."""
     _, first, codes_N = np.unique(hashes_N, return_index=True, return_inverse=True)
     again_n = np.flatnonzero(first[codes_N] != np.arange(len(codes_N)))
     if not len(again_n):
@@ -109,7 +109,7 @@ def match_file_names(ids: Sequence[str], paths: Sequence[str]) -> list[str] | No
         paths: ids of pictures, as relative paths.
 
     Returns:
-        The ids, renamed where exactly one path has the name; None if an id is a path already, or no name matches.
+        The ids, renamed where exactly 1 path has the name; None if an id is a path already, or no name matches.
 
     Example:
         >>> match_file_names(["7", "8"], ["a/7.jpg", "a/9.jpg"])

@@ -1,4 +1,4 @@
-"""Image lists: one path per line, optionally with its class."""
+"""Image lists: a path per line, optionally with its class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_image_list(file: Path) -> Iterator[tuple[str, str | None]]:
     """Read an image list.
 
     Args:
-        file: one image path per line, optionally followed by its class.
+        file: an image path per line, optionally followed by its class.
 
     Yields:
         The path without leading slash, and the class as written, else the image's folder, else None.

@@ -21,7 +21,7 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
     """Read judgements in BEIR (query, item, gain), TREC (query, iteration, item, gain) or MTEB (JSON lines) format.
 
     Args:
-        file: one judgement per line, separated by tabs or spaces, optionally with a header; gzip if it ends in ``.gz``. Higher
+        file: a judgement per line, separated by tabs or spaces, optionally with a header; gzip if it ends in ``.gz``. Higher
             gains are better; 0 and below are not relevant.
 
     Returns:

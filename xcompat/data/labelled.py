@@ -31,11 +31,11 @@ class LabelledSource(ImageSource):
     """Source of labelled images: :class:`ImageSource` plus these fields. ``label_column`` is detected by default.
 
     Args:
-        caption_column: column with captions, for an old model that embeds texts; detected by default.
+        caption_column: column with captions, for an old text model; detected by default.
         caption_file: JSON lines with ``id`` and ``caption`` (from ``xcompat caption``) instead. Images with caption null are
             skipped.
         classes: class order: names, or a file for `xcompat.data.load_classes`.
-        class_column: column with the names in that file, or in the ``classes.tsv`` next to the data.
+        class_column: column with the names in this file, or in the ``classes.tsv`` next to the data.
 
     Example:
         >>> LabelledSource(path="photos/train", classes=["cat", "dog"]).classes
@@ -81,11 +81,11 @@ class LabelledImages:
         return list(self.dataset[CAMERA]) if CAMERA in self.dataset.column_names else None
 
     def present_classes(self) -> list[str]:
-        """Return the names of classes that have images, in class order."""
+        """Return the names of classes with images, in class order."""
         return [self.classes[index] for index in np.unique(self.labels()).tolist()]
 
     def reindex_labels(self) -> LabelledImages:
-        """Return the same images with labels renumbered over the classes that have images."""
+        """Return the same images with labels renumbered over the classes with images."""
         _, labels_N = np.unique(self.labels(), return_inverse=True)
         return replace(self, dataset=_with_labels(self.dataset, labels_N), classes=self.present_classes())
 
@@ -173,7 +173,7 @@ def _add_captions(dataset: datasets.Dataset, file: Path, max_bad_share: float) -
 
 
 def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[int] | list[str]:
-    """Return the labels, or raise if one is missing. -1 marks unlabelled test sets."""
+    """Return the labels, or raise if a label is missing. -1 marks unlabelled test sets."""
     values = dataset[LABEL][:]
     bad = [row for row, value in enumerate(values) if value is None or value == "" or value == -1]
     if bad:

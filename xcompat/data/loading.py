@@ -1,4 +1,4 @@
-"""Images with captions from any file format, as one data set with fixed columns."""
+"""Images with captions from any file format, as a data set with fixed columns."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def load_raw(source: DataSource, paths: list[Path], streaming: bool = False) -> 
         streaming: read without random access.
 
     Returns:
-        One split.
+        A single split.
 
     Raises:
         XcompatError: it does not exist, or has several splits and none is chosen.

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
-    """Count test rows with an image that is also in the training set, byte by byte.
+    """Count test rows with images from the training set, compared byte by byte.
 
-    Sizes are compared first, so that few images are read.
+    Sizes are compared first, so few images are read.
 
     Args:
         test: column ``image`` (undecoded), from `xcompat.data.load_pairs`.
@@ -37,7 +37,7 @@ def same_pictures(
 ) -> Iterator[bool]:
     """Compare images of two data sets row by row, byte by byte. A missing image equals any other.
 
-    Reads only images of equal size that are not the same file.
+    Reads only different files of equal size.
 
     Args:
         one: column ``image`` (undecoded).

@@ -43,7 +43,7 @@ class DrawnDataset(Dataset[dict[str, Any]]):
 
     Args:
         dataset: the rows.
-        one_per_id: whether an index is an id, of which one row is drawn.
+        one_per_id: whether an index is an id, and a row is drawn for it.
         seed: random seed.
     """
 
@@ -57,7 +57,7 @@ class DrawnDataset(Dataset[dict[str, Any]]):
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
-        """Return the number of rows, or of ids."""
+        """Return the number of rows or ids."""
         return len(self.dataset if self._rows_of_id is None else self._rows_of_id)
 
     def draw_rows(self, indices: Sequence[int]) -> tuple[list[int], list[np.random.Generator]]:
@@ -69,19 +69,19 @@ class DrawnDataset(Dataset[dict[str, Any]]):
 
 
 class PairDataset(DrawnDataset):
-    """Images with one caption each.
+    """Images with a single caption each.
 
     Captions and augmentation seeds are drawn as in :class:`DrawnDataset`.
 
     Args:
         dataset: from `xcompat.data.load_pairs`.
-        image_extra: further columns, one row per row of ``dataset``, e.g. memory-mapped old embeddings.
-        caption_extra: further columns, one row per caption in the order of `flatten_captions`.
+        image_extra: further columns, a row per ``dataset`` row, e.g. memory-mapped old embeddings.
+        caption_extra: further columns, a row per caption in `flatten_captions` order.
         embedded: (N,) bool, rows with an embedding in ``image_extra``; None for all. Other rows are unusable.
-        one_per_id: draw one row per id in each pass. Two rows of one id (e.g. faces of a character) in a contrastive batch would
-            be false negatives.
+        one_per_id: draw a single row per id in each pass. Two rows with the same id (e.g. faces of a character) in a
+            contrastive batch would be false negatives.
         seed: random seed.
-        bad: counts unusable samples, which are replaced by the next usable one.
+        bad: counts unusable samples, which are replaced by the next usable sample.
 
     Raises:
         XcompatError: a column is missing, or a further column has the wrong number of rows.
@@ -114,7 +114,7 @@ class PairDataset(DrawnDataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the items of a batch with one read, for data loaders."""
+        """Return the items of a batch with a single read, for data loaders."""
         rows, draws = self.draw_rows(indices)
         columns = self.dataset[rows]
         items = [
@@ -204,7 +204,7 @@ def iterate_images(
     Args:
         dataset: from `xcompat.data.load_pairs`.
         batch_size: rows per read. Unreadable images shorten a batch.
-        rows: row numbers, in this order; None for all.
+        rows: row numbers, in this order; None to use all.
         bad: counts skipped images.
         draw: applied in threads to each RGB image and its id, e.g. to draw a view.
         prepare: applied in threads to a batch of RGB or drawn images, e.g. a processor's ``images``.
@@ -247,7 +247,7 @@ def iterate_images(
 
 
 def flatten_captions(dataset: datasets.Dataset) -> tuple[list[str], list[str]]:
-    """Return all captions of all images, for evaluation.
+    """Return all images' captions, for evaluation.
 
     Args:
         dataset: from `xcompat.data.load_pairs`.
@@ -280,7 +280,7 @@ def stream_pairs(
     Args:
         dataset: streaming data set from `xcompat.data.load_pairs`.
         shuffle_buffer: size of the shuffle buffer; 0 keeps the order.
-        passes: number of passes, in one order with new draws; None for no limit.
+        passes: number of passes, in the same order with new draws; None for no limit.
         seed: random seed. Shuffling also depends on the epoch (``set_epoch``).
         bad: counts skipped images.
 

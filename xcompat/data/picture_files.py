@@ -93,11 +93,11 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
 
 
 def notice_unread(folder: Path, read: Iterable[Path]) -> None:
-    """Print a notice that counts and names the unread entries of a folder.
+    """Print a notice with the count and names of a folder's unread entries.
 
     Args:
         folder: the folder.
-        read: files in it that are read.
+        read: files in it that were read.
     """
     known = set(read)
     left_out = sorted(

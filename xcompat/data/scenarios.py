@@ -20,12 +20,12 @@ Scenario = Literal["extended-data", "extended-class", "open-data", "open-class"]
 
 
 class Subset(BaseModel):
-    """Part of the labelled images for one model.
+    """Part of the labelled images for a model.
 
     Args:
         scenario: how old and new data differ, see :func:`old_and_new_rows`.
         fraction: the old model's share of the classes, or of each class's samples.
-        side: part of the old or of the new model.
+        side: the old or the new model's part.
         classes: class names, or a file for `xcompat.data.load_classes`; alternative to a scenario.
         limit_per_class: first samples of each class to keep. With ``extended-data``, use a smaller limit for the old model, or
             both may keep the same samples.
@@ -58,7 +58,7 @@ def old_and_new_rows(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split samples between the old and the new model (MixBCT §4.2, Table 1).
 
-    - ``*-class``: the old model gets the first ``fraction`` of the classes, rounded down as in the paper, at least one.
+    - ``*-class``: the old model gets the first ``fraction`` of the classes, rounded down as in the paper, at least 1.
     - ``*-data``: it gets the first ``fraction`` of each class's samples, rounded up.
     - ``extended-*``: the new model gets everything.
     - ``open-*``: it gets only the rest, which is never empty.
@@ -125,7 +125,7 @@ def select_subset(labelled: LabelledImages, subset: Subset) -> LabelledImages:
 
 
 def compute_shared_fraction(labelled: LabelledImages, new: Subset, old: Subset) -> float:
-    """Return the share of the new model's images that the old model also trained on.
+    """Return the share of the new model's images in the old model's training data.
 
     Args:
         labelled: all images.

@@ -1,4 +1,4 @@
-"""Column names of data sets, and argument names of a model's ``forward``."""
+"""Data set column names, and argument names of a model's ``forward``."""
 
 from __future__ import annotations
 

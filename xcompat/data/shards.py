@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files with one sample per member stem. Damage is detected and reported."""
+"""WebDataset shards: tar files with a sample per member stem. Damage is detected and reported."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def stream_rows(
     """Stream rows as :func:`read_rows` does, and print skipped ones at the end.
 
     Args:
-        shards: shards of one worker, split by ``datasets``.
+        shards: a worker's shards, split by ``datasets``.
         columns: member of each column.
         total: number of shards of all workers.
         max_bad_share: largest tolerated share of unusable shards or samples.

@@ -87,7 +87,7 @@ class PairSource(ImageSource):
     """Source of images with captions: :class:`ImageSource` plus these fields.
 
     Args:
-        caption_column: column with one caption or a list. ``json.name`` reads a key of a webdataset JSON member or a nested
+        caption_column: column with a caption or a list. ``json.name`` reads a key of a webdataset JSON member or a nested
             column.
         captions: require captions.
         labels: require labels; ``label_column`` is by default detected by name or type.
@@ -118,7 +118,7 @@ class TextPairSource(DataSource):
     Args:
         query_column: column with the query.
         passage_column: column with the passage that answers it.
-        negative_column: column with mined negatives, one text or a list; each epoch draws one per query.
+        negative_column: column with mined negatives, a text or a list; each epoch draws a text per query.
         id_column: column with the id of a pair's subject, for ``one_per_id``.
         limit: number of pairs to use, from the start.
     """
@@ -146,7 +146,7 @@ def refuse_hub_fields(path: str | list[str], **fields: str | None) -> None:
 
 
 def has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file name ends in one of the suffixes, ignoring case."""
+    """Return whether a file name ends in any given suffix, ignoring case."""
     return Path(path).name.lower().endswith(suffixes)
 
 
@@ -188,7 +188,7 @@ def local_files(path: str | list[str]) -> list[Path] | None:
 def files_digest(path: str | list[str]) -> str | None:
     """Return a digest of names, sizes and text content of local files. A copy has the same digest.
 
-    Does not include images outside ``path`` that a captions file names.
+    Does not include a captions file's images outside ``path``.
 
     Args:
         path: as in `PairSource`.
@@ -222,7 +222,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _looks_like_hub(path: str) -> bool:
-    """Return whether a path has the form of a Hub name and resembles no local path."""
+    """Return whether a path looks like a Hub name and not like a local path."""
     known = (
         *SHARD_SUFFIXES,
         *CAPTION_SUFFIXES,
@@ -298,7 +298,7 @@ def expand_folders(paths: list[Path]) -> list[Path]:
 
 
 def files_with(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    """List files in paths and folders that end in one of the suffixes.
+    """List files in paths and folders by suffix.
 
     Raises:
         XcompatError: there are none.
@@ -312,7 +312,7 @@ def files_with(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
 def captions_files(paths: list[Path]) -> list[Path]:
     """List captions files: given files by suffix and first line; in folders ``captions.*``, ``metadata.*`` or ``labels.*``.
 
-    Lists only the first of several with one stem; :func:`require_one_captions_file` rejects such folders.
+    Lists only the first of several with the same stem; :func:`require_one_captions_file` rejects such folders.
     """
     files: list[Path] = []
     for path in paths:

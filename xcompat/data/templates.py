@@ -22,7 +22,7 @@ class Members(NamedTuple):
     Args:
         names: N image names; an image can be in several templates.
         templates_N: int64 ``(N,)`` template ids.
-        media_N: int64 ``(N,)`` media ids; frames of one video share theirs.
+        media_N: int64 ``(N,)`` media ids; frames of a video share theirs.
     """
 
     names: list[str]
@@ -36,7 +36,7 @@ class TemplatePairs(NamedTuple):
     Args:
         first_P: int64 ``(P,)`` ids of enrolled templates.
         second_P: int64 ``(P,)`` ids of the templates compared with them.
-        same_P: bool ``(P,)``, whether both show one subject.
+        same_P: bool ``(P,)``, whether both show the same subject.
     """
 
     first_P: NDArray[np.int64]
@@ -155,7 +155,7 @@ def require_images(ids: list[str], members: Members, path: str, members_file: st
         members_file: file of ``members``, for the message.
 
     Raises:
-        XcompatError: an image is missing; names the first one.
+        XcompatError: an image is missing; names the first missing image.
     """
     there = set(ids)
     if missing := [name for name in dict.fromkeys(members.names) if name not in there]:
@@ -170,7 +170,6 @@ def _more(count: int) -> str:
 
 
 def _read(file: str | Path, separator: str, header: int | None, columns: tuple[str, ...]) -> pd.DataFrame:
-    """Read the first columns of a table, named by their numbers."""
     import pandas as pd
 
     if not Path(file).is_file():

@@ -73,7 +73,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the objects of a JSON lines file. Lone surrogates become U+FFFD, with a notice.
 
     Args:
-        file: one object per line; gzip if it ends in ``.gz``.
+        file: an object per line; gzip if it ends in ``.gz``.
 
     Yields:
         The number, from 1, and object of each non-blank line.

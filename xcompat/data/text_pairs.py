@@ -103,8 +103,8 @@ class TextPairDataset(DrawnDataset):
 
     Args:
         dataset: from :func:`load_text_pairs`.
-        extra: further columns, one row per row of ``dataset``, e.g. old embeddings.
-        one_per_id: whether an index is an id, of which one row is drawn.
+        extra: further columns, a row per ``dataset`` row, e.g. old embeddings.
+        one_per_id: whether an index is an id, and a row is drawn for it.
         seed: random seed.
     """
 
@@ -119,7 +119,7 @@ class TextPairDataset(DrawnDataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the items of a batch with one read, for data loaders."""
+        """Return the items of a batch with a single read, for data loaders."""
         rows, draws = self.draw_rows(indices)
         columns = self.dataset[rows]
         items = []
@@ -151,7 +151,7 @@ class TextPairCollator:
 
         Returns:
             ``input_ids`` (B, L) of queries, ``passage_input_ids`` and optional ``negative_input_ids``, each with a mask if the
-            model takes one; ``passage_ids`` and ``negative_ids`` (B,) int64, equal for equal texts; extra columns stacked as
+            model takes masks; ``passage_ids`` and ``negative_ids`` (B,) int64, equal for equal texts; extra columns stacked as
             float32.
         """
         batch = dict(self.asking.texts([item[QUERY] for item in items]))

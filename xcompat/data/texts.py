@@ -37,9 +37,9 @@ BATCH = 8192
 class TextSource(DataSource):
     """Source of texts with ids: :class:`DataSource` plus these fields.
 
-    Files are JSON lines, CSV, TSV, Parquet, or plain text with one item per line. Columns are detected by their usual names
+    Files are JSON lines, CSV, TSV, Parquet, or plain text with an item per line. Columns are detected by their usual names
     (``text``, ``passage``, ``content`` ...; ``id``, ``_id``, ``doc_id`` ...). Without an id column, the row number is the id.
-    Passages are split by words, so that their ids do not depend on a tokeniser.
+    Passages are split by words, to keep their ids independent of a tokeniser.
 
     Args:
         text_column: column with the text, or several, joined by a space (``[title, text]``).

@@ -93,7 +93,7 @@ def build_transform(
     interpolation: str = "bicubic",
     scale: tuple[float, float] | None = None,
 ) -> Callable[[Image.Image], Tensor]:
-    """Return a function that turns an RGB image into an augmented one of the model's size.
+    """Return a function from an RGB image to its augmented version in the model's size.
 
     All randomness comes from torch's generator.
 
@@ -101,7 +101,7 @@ def build_transform(
         augmentation: the strengths.
         image_size: height and width in pixels.
         interpolation: resampling filter of the crop, e.g. ``bicubic``.
-        scale: smallest and largest area share of the crop; None for the augmentation's.
+        scale: smallest and largest area share of the crop; None to use the augmentation's.
 
     Returns:
         A function from an RGB PIL image to a uint8 tensor (3, H, W). The processor rescales and normalises it.
@@ -162,7 +162,7 @@ def augment_with_seed(transform: Callable[[Image.Image], Tensor], picture: Image
 
 
 class View(NamedTuple):
-    """One augmented view of a data set: the same crop, flip and colours for every model and process.
+    """An augmented view of a data set: the same crop, flip and colours for every model and process.
 
     Args:
         augmentation: the strengths.
@@ -180,7 +180,7 @@ class View(NamedTuple):
         return hashlib.sha256(json.dumps([images, strengths, self.seed, self.number]).encode()).hexdigest()
 
     def build_draw(self, processor: Processor) -> Callable[[Image.Image, str], Tensor]:
-        """Return a function that draws this view of an image at a model's size.
+        """Return a function to draw this view of an image at a model's size.
 
         Args:
             processor: the model's processor. It affects the resampling, not the draws.

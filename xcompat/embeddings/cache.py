@@ -35,7 +35,7 @@ class CacheInfo:
 
     Args:
         fingerprint: digest of the embedding model.
-        name: display name of that model.
+        name: the model's display name.
         data: digest of the embedded items, in order.
         kind: ``texts`` or ``images``.
         rows: number of embeddings.
@@ -146,7 +146,7 @@ class StackedCaches(EmbeddingCache):
     """Concatenation of caches with equally many rows, e.g. several views of each image.
 
     Args:
-        parts: one or more caches of N rows each. Row v · N + i is row i of part v.
+        parts: caches with N rows each, at least 1. Row v · N + i is row i of part v.
     """
 
     def __init__(self, parts: Sequence[EmbeddingCache]) -> None:

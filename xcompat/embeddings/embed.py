@@ -68,7 +68,7 @@ def embed_texts(
     Args:
         embedder: the frozen model.
         texts: any sequence that returns lists of strings for slices (a list, or a column of a ``datasets.Dataset``).
-        path: folder of the cache. A finished cache is opened, an unfinished one continued, and damaged shards are re-embedded.
+        path: cache folder. A finished cache is opened, an unfinished cache continued, and damaged shards are re-embedded.
         data_digest: identifies the texts and their order.
         shard_rows: texts per shard, the unit of resuming.
         tokens_per_batch: batch size in tokens, including padding. Shared prefixes count once.
@@ -162,8 +162,8 @@ def embed_images(
 
     Args:
         embedder: the frozen model.
-        dataset: as :func:`xcompat.data.load_pairs` returns it.
-        path: folder of the cache. A finished cache is opened, an unfinished one continued, and damaged shards are re-embedded.
+        dataset: a data set from :func:`xcompat.data.load_pairs`.
+        path: cache folder. A finished cache is opened, an unfinished cache continued, and damaged shards are re-embedded.
         data_digest: identifies the images and their order.
         shard_rows: images per shard, the unit of resuming. Use a multiple of 64, as no batch spans two shards.
         max_bad_share: maximum share of unreadable images.
@@ -209,12 +209,12 @@ def embed_rows(
 
     Args:
         embedder: the frozen model.
-        dataset: as :func:`xcompat.data.load_pairs` returns it.
+        dataset: a data set from :func:`xcompat.data.load_pairs`.
         rows: the rows to embed, in this order.
         batch_size: images per batch.
         bad: counts unreadable images, which are skipped.
         waiting: counts the seconds the model waits for images.
-        prepare: preprocessing from pictures to pixels. None for the model's own.
+        prepare: preprocessing from pictures to pixels. None to use the model's own.
         view: augmented view to embed. None for plain images.
 
     Yields:
@@ -279,7 +279,7 @@ def embed_contents(embedder: Embedder, contents: Contents) -> Embedded:
 
 
 def _embedded_pictures(embedder: Embedder, pictures: Contents, bad: BadSamples) -> Batches:
-    """Embed pictures in the batches of a single data set, in steps that fit into Arrow arrays."""
+    """Embed pictures in the batches of a single data set, in steps small enough for Arrow arrays."""
     import datasets
     import pyarrow as pa
 

@@ -46,10 +46,10 @@ Function = Callable[[list[str]], Any]
 
 @dataclass
 class Provider:
-    """Service that embeds texts, called through a function.
+    """Text embedding service, called through a function.
 
     Args:
-        embed: takes a list of texts and returns an array (or lists) of as many embeddings of length 1. Failed calls are retried,
+        embed: takes a list of texts and returns an array (or lists) of as many unit-length embeddings. Failed calls are retried,
             up to :data:`ATTEMPTS` in all.
         name: name of the service's model. Equal names stand for equal embeddings.
         requests_per_minute: maximum calls per minute. None for no limit.
@@ -74,7 +74,7 @@ class Provider:
 
         Args:
             texts: any sequence that returns lists of strings for slices.
-            path: folder of the cache. A finished cache is opened, an unfinished one continued.
+            path: cache folder. A finished cache is opened, an unfinished cache continued.
             data_digest: identifies the texts and their order.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Models as functions of Arrow tables, and engines that run them on many workers."""
+"""Models as functions over Arrow tables, and engines to run them on many workers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ MOST_UNREAD = 0.01
 
 
 class _ResumeState(NamedTuple):
-    """Parts to make, the number of images missing from the others, and the id of one."""
+    """Parts to make, the number of images missing from the others, and an example id."""
 
     todo: list[Part]
     unread: int

@@ -1,4 +1,4 @@
-"""Engine for Daft processes, on one machine or with Ray on a cluster."""
+"""Engine for Daft processes, on a single machine or with Ray on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
     Args:
         job: makes one file.
         parts: parts to make.
-        workers: processes, default one per GPU of this machine, else per core.
+        workers: processes, default 1 per GPU of this machine, else per core.
         gpus: GPUs per process, default 1 if available.
 
     Yields:

@@ -133,7 +133,7 @@ def state_of(uri: str, path: str) -> str:
 
 @contextmanager
 def write_to(uri: str, name: str) -> Iterator[IO[bytes]]:
-    """Open a new file that becomes visible when it is complete, by a rename or an upload."""
+    """Open a new file, which becomes visible when complete, by a rename or an upload."""
     system, path = resolve_filesystem(uri)[0], path_in(uri, name)
     if is_local(system):
         with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -147,7 +147,7 @@ def write_to(uri: str, name: str) -> Iterator[IO[bytes]]:
 
 
 def is_local(system: fs.FileSystem) -> bool:
-    """Return whether a file system is the local one."""
+    """Return whether a file system is local."""
     from pyarrow import fs
 
     return isinstance(system, fs.LocalFileSystem)

@@ -27,7 +27,7 @@ def require(uri: str) -> None:
 
 
 def read(uri: str) -> Source:
-    """Return one version of a table.
+    """Return a version of a table.
 
     Raises:
         XcompatError: it is unreadable, or has deleted rows, other file formats or renamed columns.

@@ -23,7 +23,7 @@ VERSION = "?version="
 
 @dataclass(frozen=True)
 class LanceRows:
-    """Reader for parts of one version.
+    """Reader for parts of a table version.
 
     Args:
         uri: address with the version.

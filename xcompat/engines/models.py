@@ -1,4 +1,4 @@
-"""Models that workers load by name."""
+"""Models for workers, loaded by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NamedModel:
         )
 
     def load(self) -> CompatModel | Embedder:
-        """Load the model on this process's device, or return the loaded one.
+        """Load the model on this process's device, or return the loaded model.
 
         Raises:
             XcompatError: the model does not exist.
@@ -58,7 +58,7 @@ class NamedModel:
 
 
 def with_absolute_path(source: EncoderSource) -> EncoderSource:
-    """Return a source that is valid in any working directory."""
+    """Return a source for use in any working directory."""
     if Path(source.name).exists():
         return source.model_copy(update={"name": str(Path(source.name).resolve())})
     return source

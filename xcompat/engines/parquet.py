@@ -59,7 +59,7 @@ def read(uri: str) -> Source:
 
 
 def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.Schema], None] | None = None) -> Source:
-    """Return files as one table.
+    """Return files as a single table.
 
     Args:
         uri: address of the table.

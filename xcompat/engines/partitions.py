@@ -35,7 +35,7 @@ class PartResult:
         unread: number of skipped images.
         example: id of a skipped image.
         cut: number of truncated texts.
-        error: reason of a failure, in one line.
+        error: reason of a failure, as a single line.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Job:
         reader: reads the rows.
         out: output folder.
         id_column: input column for the output column ``id``.
-        plan: digest of all settings. Each folder has one.
+        plan: digest of all settings. Each folder has a single plan.
     """
 
     model: TableModel
@@ -81,7 +81,7 @@ class Job:
     plan: str
 
     def __call__(self, part: Part) -> PartResult:
-        """Make one part. Errors are returned: engines wrap exceptions."""
+        """Make a part. Errors are returned: engines wrap exceptions."""
         import pyarrow as pa
 
         try:
@@ -91,7 +91,7 @@ class Job:
             return PartResult(part.number, error=f"{part.file}, {part.rows:,} rows from {part.first + 1:,} on: {said}")
 
     def answer(self, told: str) -> str:
-        """Make one part, from and to JSON."""
+        """Make a part, from and to JSON."""
         return json.dumps(asdict(self(Part(**json.loads(told)))))
 
     def inspect_part(self, part: Part) -> PartState | None:

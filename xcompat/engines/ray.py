@@ -1,4 +1,4 @@
-"""Engine for Ray actors, on one machine or a cluster."""
+"""Engine for Ray actors, on a single machine or a cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
     Args:
         job: makes one file.
         parts: parts to make.
-        workers: actors, default one per GPU, else per core.
+        workers: actors, default 1 per GPU, else per core.
         gpus: GPUs per actor, default 1 if available.
 
     Yields:
@@ -46,7 +46,7 @@ class Pool:
 
     Args:
         model: loaded by each actor.
-        workers: actors, default one per GPU, else per core.
+        workers: actors, default 1 per GPU, else per core.
         gpus: GPUs per actor, default 1 if available.
 
     Raises:
@@ -114,7 +114,7 @@ class _Worker:
 
 @contextmanager
 def _cluster(name: str, module: str) -> Iterator[dict[str, float]]:
-    """Connect to a cluster or start one, and yield its resources."""
+    """Connect to a cluster or start a new cluster, and yield its resources."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry unless the user enables it
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it logs actor restarts as errors
     try:

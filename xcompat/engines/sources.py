@@ -17,7 +17,7 @@ PART_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows for one output file.
+    """Consecutive rows for an output file.
 
     Args:
         number: part number, from 0.
@@ -66,7 +66,7 @@ class Source:
     """Table split into parts.
 
     Args:
-        uri: address, with the version if there is one.
+        uri: address, with the version if any.
         schema: schema of the rows.
         parts: parts in order.
         digest: identifies the rows, e.g. by file names, sizes and times.

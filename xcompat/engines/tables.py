@@ -35,7 +35,7 @@ ROWS: dict[Reads, int] = {"vectors": 8192, "texts": 8192, "images": 512}
 
 @dataclass(frozen=True)
 class TableModel:
-    """Function of Arrow tables that maps or embeds a column. It pickles as the model's name and loads it on first use.
+    """Function over Arrow tables that maps or embeds a column. It pickles as the model's name and loads it on first use.
 
     Args:
         source: the model, with the same files or Hub repository on every machine.

@@ -28,7 +28,7 @@ class Workers:
 
     Args:
         engine: name in :data:`ENGINES`, or None for this process or those of ``accelerate launch``.
-        count: workers, default one per GPU of the engine, else per core.
+        count: workers, default 1 per engine GPU, else per core.
         gpus: GPUs per worker, can be fractional. Default 1 if available.
 
     Raises:

@@ -69,7 +69,7 @@ def is_zero_shot(metric: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a report: queries of one model on the gallery of another, in one direction.
+    """A report row: a model's queries on another model's gallery, in a single direction.
 
     Args:
         query: model that embeds the queries.
@@ -128,8 +128,8 @@ class Difference:
 def overall_outcome(differences: Sequence[Difference]) -> Outcome:
     """Return the statistical outcome of all differences together.
 
-    "better" needs every interval above zero, "worse" a single one below. With many comparisons, chance causes that more often
-    than the 2.5 % of each.
+    "better" needs every interval above zero, "worse" a single interval below. With many comparisons, chance causes this more
+    often than the 2.5 % of each.
     """
     outcomes = {each.outcome for each in differences}
     return "worse" if "worse" in outcomes else "better" if outcomes == {"better"} else "cannot tell"
@@ -142,7 +142,7 @@ def find_deciding_difference(differences: Sequence[Difference]) -> Difference | 
     to show a gain.
 
     Returns:
-        The comparison; None if the outcome is settled, or a comparison that decides has no estimate.
+        The comparison; None if the outcome is settled, or a deciding comparison has no estimate.
     """
     if overall_outcome(differences) != "cannot tell":
         return None
@@ -161,7 +161,7 @@ class Criterion:
     Args:
         backward_compatible: ``new/old > old/old`` for every metric, direction and query population.
         new_model_not_hurt: ``new/new >= independent/independent`` over all queries; None if not measured.
-        failed: one line per failed comparison of either verdict.
+        failed: a line per failed comparison of either verdict.
         differences: ``new/old - old/old`` per direction, population and metric.
     """
 
@@ -216,7 +216,7 @@ def backfill_losses(cases: Iterable[Case]) -> list[BackfillLoss]:
     """Return the metrics on which ``new/backfilled`` (or else ``new/new``) is below ``new/old``.
 
     Args:
-        cases: cases of one evaluation.
+        cases: all cases of an evaluation.
     """
     table = {(case.label, case.direction): case.metrics for case in cases if case.population == ALL}
     losses = []
@@ -240,7 +240,7 @@ class FailedComparison(NamedTuple):
         case: ``new/old`` or ``new/new``.
         value: result of this case.
         than: case to compare with.
-        floor: result of that case.
+        floor: that case's result.
         population: as in :class:`Case`.
     """
 
@@ -262,7 +262,7 @@ def failed_comparisons(cases: Iterable[Case]) -> list[FailedComparison]:
     """Compare ``new/old`` with ``old/old``, then ``new/new`` with ``independent/independent``, metric by metric.
 
     Args:
-        cases: cases of one evaluation.
+        cases: all cases of an evaluation.
 
     Returns:
         The failures. Negative flips are not judged, as old/old has none to compare with.
@@ -289,13 +289,13 @@ class Evaluation:
     """Complete result of an evaluation.
 
     Args:
-        cases: one per (query, gallery, direction), zero-shot cases last.
+        cases: a case per (query, gallery, direction), zero-shot cases last.
         criterion: the verdict.
         ranks: (query, gallery, direction) -> int64 ``(Q,)`` of :func:`xcompat.evaluation.first_hit_ranks`, for recall curves.
         dropped: direction -> number of queries without a match, which are excluded.
-        notes: notes for the reader, one sentence each.
+        notes: notes for the reader, a sentence each.
         average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for excluded queries.
-        clusters: direction -> int64 ``(Q,)``, equal for queries about one item, which the bootstrap draws together; no entry
+        clusters: direction -> int64 ``(Q,)``, equal for queries about the same item, which the bootstrap draws together; no entry
             without clusters.
         confidence: direction -> float32 ``(Q,)`` confidence that new queries find no less than old ones; NaN for excluded
             queries. Empty without a confidence model.

@@ -1,4 +1,4 @@
-"""One model's embeddings of labelled images: queries and the gallery that they search."""
+"""A model's embeddings of labelled images: queries and their gallery."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LearnedItems:
 
 @dataclass(frozen=True)
 class EmbeddedImages:
-    """One model's embeddings of labelled queries and a labelled gallery.
+    """A model's embeddings of labelled queries and a labelled gallery.
 
     Args:
         name: display name.
@@ -56,7 +56,7 @@ class EmbeddedImages:
             cameras.
         gallery_cameras: G hashables, or None like ``query_cameras``.
         metric: ``cosine``, or ``l2`` for L2 distances.
-        learned: training images; None if unknown. Then no query counts as one of a new class.
+        learned: training images; None if unknown. Then no query counts as a new class.
     """
 
     name: str
@@ -160,7 +160,7 @@ class EmbeddedImages:
         )
 
     def _most_searched(self) -> int:
-        """Return the most gallery items that count for a query with a match."""
+        """Return the largest number of relevant gallery items for a query with a match."""
 
         def rows(side: str, n_rows: int, what: Sequence[str]) -> list[tuple[Any, ...]]:
             named = (f"{side}_{each}" for each in what)

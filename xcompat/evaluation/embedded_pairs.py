@@ -1,4 +1,4 @@
-"""One model's embeddings of captioned images, for retrieval in both directions and zero-shot classification."""
+"""A model's embeddings of captioned images, for retrieval in both directions and zero-shot classification."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIDES = {IMAGE_TO_TEXT: ("images", "texts"), TEXT_TO_IMAGE: ("texts", "images")
 
 @dataclass(frozen=True)
 class ZeroShot:
-    """One model's embeddings for zero-shot classification.
+    """A model's embeddings for zero-shot classification.
 
     Args:
         image_embeds_ND: ``(N, D)`` embeddings of labelled images.
@@ -41,7 +41,7 @@ class ZeroShot:
 
 @dataclass(frozen=True)
 class EmbeddedPairs:
-    """One model's embeddings of captioned images.
+    """A model's embeddings of captioned images.
 
     Args:
         name: display name.
@@ -49,7 +49,7 @@ class EmbeddedPairs:
         image_embeds_ND: ``(N, D)`` image embeddings.
         text_embeds_MD: ``(M, D)`` caption embeddings.
         image_ids: N hashables; images can share an id.
-        text_ids: M hashables: the id of the image or images that each caption describes.
+        text_ids: M hashables: each caption's image id, which several images can share.
         zero_shot: embeddings for zero-shot classification, or several by name; None if the test set has none.
     """
 
@@ -68,7 +68,7 @@ class EmbeddedPairs:
 
     @property
     def classified(self) -> dict[str, ZeroShot]:
-        """Zero-shot classifications by name; a single one has an empty name."""
+        """Zero-shot classifications by name; a single classification has an empty name."""
         if isinstance(self.zero_shot, ZeroShot):
             return {"": self.zero_shot}
         return dict(self.zero_shot or {})
@@ -117,7 +117,7 @@ class EmbeddedPairs:
         return self
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return masks of the images and texts that have an embedding."""
+        """Return masks of the images and texts with an embedding."""
         sides = ((self.image_embeds_ND, "images"), (self.text_embeds_MD, "texts"))
         return tuple(np.isfinite(as_rows(embeds, kind)[:, 0]) for embeds, kind in sides)
 
@@ -134,7 +134,7 @@ class EmbeddedPairs:
         return replace(self, image_embeds_ND=images_ND, text_embeds_MD=texts_MD, image_ids=image_ids, text_ids=text_ids)
 
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
-        """Return image-to-text, text-to-image and one direction per zero-shot classification."""
+        """Return image-to-text, text-to-image and a direction per zero-shot classification."""
         found = [self._direction(name, ks or _KS) for name in _SIDES]
         for name, shot in self.classified.items():
             found.append(Direction(IMAGE_TO_TEXT, zero_shot_metric(name), (1,), len(shot.class_embeds_CD)))

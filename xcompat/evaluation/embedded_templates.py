@@ -1,4 +1,4 @@
-"""One model's embeddings of image templates, for verification and identification of subjects (IJB-C)."""
+"""A model's embeddings of image templates, for verification and identification of subjects (IJB-C)."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class TemplateProtocol:
     """Templates of images, with the pairs to verify and the probes to identify.
 
     Args:
-        templates_N: int64 ``(N,)`` template of each image, from 0 to T - 1.
-        media_N: int64 ``(N,)`` medium of each image; frames of one video share theirs.
-        pairs_P2: int64 ``(P, 2)`` templates to verify, the enrolled one first; None for no verification.
-        same_P: bool ``(P,)``, True for pairs of one subject.
+        templates_N: int64 ``(N,)`` each image's template, from 0 to T - 1.
+        media_N: int64 ``(N,)`` each image's medium; frames of a video share theirs.
+        pairs_P2: int64 ``(P, 2)`` templates to verify, the enrolled template first; None for no verification.
+        same_P: bool ``(P,)``, True for pairs of the same subject.
         gallery_G: int64 ``(G,)`` gallery templates; None for no identification.
         gallery_subjects_G: int64 ``(G,)`` their subjects.
         probes_Q: int64 ``(Q,)`` probe templates.
         probe_subjects_Q: int64 ``(Q,)`` their subjects.
         is_open: whether some probes are impostors, i.e. their subject is not in the gallery. Without impostors, all wrong items
             set the threshold of identification.
-        n_lost: number of templates dropped because none of their images is readable.
+        n_lost: number of templates dropped for lack of readable images.
         names_T: int64 ``(T,)`` names of the templates in messages; None for their numbers.
     """
 
@@ -109,7 +109,7 @@ class TemplateProtocol:
         return found
 
     def subjects_of_pairs(self) -> NDArray[np.int64]:
-        """Return a cluster number per pair of one subject; pairs connected by templates share it."""
+        """Return a cluster number per pair of the same subject; pairs connected by templates share it."""
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
 
@@ -120,15 +120,15 @@ class TemplateProtocol:
 
 
 def pooled_templates(embeds_ND: Embeddings, templates_N: NDArray[np.int64], media_N: NDArray[np.int64]) -> np.ndarray:
-    """Pool image embeddings into one embedding per template, as IJB-C does (Whitelam et al. 2017, §5; InsightFace).
+    """Pool image embeddings into an embedding per template, as IJB-C does (Whitelam et al. 2017, §5; InsightFace).
 
-    Images are normalised. A medium is the mean of its images in the template, and frames of a video are one medium. A template is
-    the normalised sum of its media, so a long video weighs as much as a picture.
+    Images are normalised. A medium is the mean of its images in the template, and frames of a video are a single medium. A
+    template is the normalised sum of its media, so a long video weighs as much as a picture.
 
     Args:
         embeds_ND: ``(N, D)`` image embeddings, memory-mapped or not.
-        templates_N: ``(N,)`` template of each image, from 0 to T - 1.
-        media_N: ``(N,)`` medium of each image.
+        templates_N: ``(N,)`` each image's template, from 0 to T - 1.
+        media_N: ``(N,)`` each image's medium.
 
     Returns:
         float64 ``(T, D)``.
@@ -165,12 +165,12 @@ def _normalised(rows_BD: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EmbeddedTemplates:
-    """One model's embeddings of the images of templates.
+    """A model's embeddings of template images.
 
     Args:
         name: display name.
         fingerprint: model identity.
-        image_embeds_ND: ``(N, D)`` image embeddings, one row per image and template.
+        image_embeds_ND: ``(N, D)`` image embeddings, a row per image and template.
         image_ids: N hashables.
         protocol: the templates, pairs and probes.
     """

@@ -1,4 +1,4 @@
-"""One model's embeddings of queries and passages with relevance judgements."""
+"""A model's embeddings of queries and passages with relevance judgements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KS = (10,)
 
 @dataclass(frozen=True)
 class EmbeddedTexts:
-    """One model's embeddings of queries and judged passages.
+    """A model's embeddings of queries and judged passages.
 
     Args:
         name: display name.
@@ -71,7 +71,7 @@ class EmbeddedTexts:
         return replace(self, text_embeds_GD=None)
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return masks of the queries and passages that have an embedding."""
+        """Return masks of the queries and passages with an embedding."""
         known_Q = np.isfinite(as_rows(self.query_embeds_QD, "queries")[:, 0])
         if self.text_embeds_GD is None:
             return known_Q, np.ones(len(self.text_ids), bool)

@@ -1,4 +1,4 @@
-"""Models of an evaluation, as embeddings of one test set, and the cases to measure."""
+"""Models of an evaluation, as embeddings of the same test set, and the cases to measure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class EvaluationOptions:
         ks: cut-offs of recall or CMC. None: 1, 5, 10 and 50 for captions, 1 and 5 for classes.
         old_on_new: whether to measure ``old/new``, in the shared space.
         chunk_size: rows per block; affects memory only.
-        n_resamples: bootstrap draws; queries of one item are drawn together.
+        n_resamples: bootstrap draws; queries about the same item are drawn together.
         seed: random seed.
         shared: whether all processes share the work; all get the result.
         fars: false acceptance rates for TAR@FAR of labelled images.
         fpirs: false positive identification rates for TPIR@FPIR of labelled images.
-        rerank: hits per new query that the new model re-ranks (``new+rerank/old``); 0 for none.
+        rerank: hits per new query to re-rank with the new model (``new+rerank/old``); 0 for none.
         rerank_weight: weight of the old scores in it.
         threshold: cosine threshold of old queries, to carry over to new ones.
     """
@@ -58,9 +58,9 @@ class Direction:
         metric: metric of a match among the first k, e.g. ``recall``.
         ks: cut-offs k.
         n_gallery: gallery size.
-        clusters_Q: int64 ``(Q,)``, equal for queries about one item; None if independent.
+        clusters_Q: int64 ``(Q,)``, equal for queries about the same item; None if independent.
         without_match: description of the excluded queries, for a note.
-        notes: notes for the reader, one sentence each.
+        notes: notes for the reader, a sentence each.
         is_ranked: whether queries are ranked; otherwise there are no ranks and no flips.
         population: as in :class:`~xcompat.evaluation.cases.Case`.
         parts: population -> bool ``(Q,)`` mask of its queries, which are also reported separately.
@@ -81,14 +81,14 @@ class Direction:
 def select_cut_offs(
     name: str, metric: str, ks: Sequence[int], n_gallery: int, n_searched: int | None = None
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return the cut-offs that can tell two models apart, i.e. those below the number of searched items.
+    """Return the cut-offs below the number of searched items, which can tell two models apart.
 
     Args:
         name: direction.
         metric: metric of the cut-offs.
         ks: cut-offs.
         n_gallery: gallery size.
-        n_searched: most items that count for a query; None for all.
+        n_searched: largest number of relevant items per query; None to use all.
 
     Returns:
         The remaining cut-offs, and a note about the others.
@@ -107,7 +107,7 @@ def require_cut_offs(name: str, kept: Sequence[int], ks: Sequence[int], n_search
 
 
 class SearchResults(NamedTuple):
-    """Results of one model's queries on another model's gallery.
+    """Results of a model's queries on another model's gallery.
 
     Args:
         ranks_Q: int64 ``(Q,)`` of :func:`xcompat.evaluation.first_hit_ranks`.
@@ -130,7 +130,7 @@ class SearchResults(NamedTuple):
 
 
 class EvaluatedModel(Protocol):
-    """Protocol of one model's embeddings of a test set."""
+    """Protocol for a model's test set embeddings."""
 
     @property
     def name(self) -> str:
@@ -154,10 +154,10 @@ class EvaluatedModel(Protocol):
         """Return the same items with other embeddings."""
 
     def without_gallery(self) -> Self:
-        """Drop embeddings that only serve as gallery, if there are any."""
+        """Drop embeddings used only as gallery, if any."""
 
     def readable(self) -> tuple[np.ndarray, ...]:
-        """Return one mask per kind of item, False for unreadable items (rows of NaN)."""
+        """Return a mask per kind of item, False for unreadable items (rows of NaN)."""
 
     def keep(self, masks: tuple[np.ndarray, ...]) -> Self:
         """Keep the items selected by masks in the form of :meth:`readable`."""
@@ -166,12 +166,12 @@ class EvaluatedModel(Protocol):
         """Return the search directions with these cut-offs; classification comes last."""
 
     def compare(self, gallery: Self, direction: Direction, options: EvaluationOptions, own: Self | None = None) -> MatchedPairs:
-        """Return the query-gallery pairs of one direction; arguments as in :meth:`find`."""
+        """Return the query-gallery pairs of a direction; arguments as in :meth:`find`."""
 
     def find(
         self, gallery: Self, direction: Direction, options: EvaluationOptions, own: Self | None = None
     ) -> SearchResults | None:
-        """Search another model's gallery in one direction; return None if that cannot be measured.
+        """Search another model's gallery in a direction; return None if this cannot be measured.
 
         Args:
             gallery: gallery to search.
@@ -204,11 +204,11 @@ class Search(NamedTuple, Generic[C]):
 
 @dataclass(frozen=True)
 class EvaluatedModels(Generic[C]):
-    """All models of an evaluation, as embeddings of one test set.
+    """All models of an evaluation, as embeddings of the same test set.
 
     Args:
         old: old model; its gallery stays.
-        new_view: new model in the space of that gallery (``new/old``).
+        new_view: new model in the old gallery's space (``new/old``).
         new: new model in its own space (``new/new``).
         independent: new model without compatibility training. ``independent/old`` uses its first dimensions, zero-padded if it
             has fewer.
@@ -254,7 +254,7 @@ class EvaluatedModels(Generic[C]):
         return replace(self, extra=extra, **{role: model.keep(masks) for role, model in roles.items()})
 
     def searches(self, old_on_new: bool = False, rerank: bool = False) -> list[Search[C]]:
-        """Validate the models and list the cases in the order of the report.
+        """Validate the models and list the cases in report order.
 
         Args:
             old_on_new: whether old queries also search the new gallery.

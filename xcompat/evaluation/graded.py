@@ -48,7 +48,7 @@ class GradedQueries:
     Args:
         rows_J: int64 ``(J,)`` rows of the judged queries.
         values: metric -> float64 ``(J,)``.
-        first_hit_ranks_J: int64 ``(J,)`` items before the best relevant one, 0 for a first place; G if none can be found.
+        first_hit_ranks_J: int64 ``(J,)`` items before the best relevant item, 0 for a first place; G if none can be found.
         unusable: ids of unusable judgements and queries.
     """
 
@@ -72,7 +72,7 @@ def graded_metrics(
 ) -> dict[str, float]:
     """Return nDCG, MRR and Recall at each k and mAP over the judged queries, equal to trec_eval without ties.
 
-    nDCG@k is Σ gain/log2(1 + rank) divided by that of the best ranking (Järvelin and Kekäläinen 2002). The other metrics count
+    nDCG@k is Σ gain/log2(1 + rank) divided by the best ranking's value (Järvelin and Kekäläinen 2002). The other metrics count
     each gain above 0 as relevant. An item ranks after all others with its score and a lower gain.
 
     Args:
@@ -122,7 +122,7 @@ def graded_per_query(
         shared: whether all processes call this to share the work; all get the result.
 
     Returns:
-        One number of each metric per judged query.
+        A number of each metric per judged query.
 
     Raises:
         XcompatError: invalid input, or no query is judged.
@@ -134,7 +134,7 @@ def graded_per_query(
 def grade(
     pairs: LabelledPairs, query_ids: Ids, gallery_ids: Ids, qrels: Qrels, ks: Sequence[int], shared: bool = False
 ) -> GradedQueries:
-    """Return the metrics of :func:`graded_metrics` for the queries of given pairs.
+    """Return the metrics of :func:`graded_metrics` for given pairs.
 
     Args:
         pairs: queries and gallery.
@@ -189,7 +189,7 @@ def _rows(ids: Ids, what: str) -> dict[Hashable, int]:
 
 
 class _Judged:
-    """Judgements by row: relevant gallery items of each query, and gains of the best ranking."""
+    """Judgements by row: relevant gallery items of each query, and the best ranking's gains."""
 
     def __init__(self, qrels: Qrels, query_ids: Ids, gallery_ids: Ids) -> None:
         row_of, column_of = _rows(query_ids, "queries"), _rows(gallery_ids, "gallery")
@@ -221,7 +221,7 @@ class _Judged:
         self.unusable = UnusableIds(unjudged, without_relevant, unknown_queries, list(unknown_items))
 
     def blocks(self, chunk_size: int, shared: bool) -> Iterator[np.ndarray]:
-        """Yield rows of queries with relevant gallery items, in blocks that fit into memory."""
+        """Yield rows of queries with relevant gallery items, in blocks small enough for memory."""
         block, judged = list[int](), 0
         for row in my_share(np.array(sorted(self.columns), dtype=np.int64), shared).tolist():
             if block and (len(block) == chunk_size or judged + len(self.columns[row]) > _BLOCK_JUDGED):
@@ -240,7 +240,7 @@ def _metrics(ks: Sequence[int]) -> list[str]:
 def _measure(
     pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged, ks: Sequence[int]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return first-hit ranks and metrics of a block of queries."""
+    """Return first-hit ranks and metrics for a query block."""
     hits, gains_N = _rank(pairs, rows_B, judged)
     all_B = np.array([len(judged.ideal[row]) for row in rows_B.tolist()])
     discounted_N = gains_N / np.log2(1 + hits.ranks_N)

@@ -1,4 +1,4 @@
-"""Ids of queries and gallery items, one per row."""
+"""Query and gallery ids by row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ids: TypeAlias = "Sequence[Hashable] | np.ndarray | torch.Tensor"
 
 
 def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
-    """Return ids as a list of hashables, one per row.
+    """Return ids as a list with a hashable per row.
 
     Args:
         ids_N: N hashables (strings, integers, tuples), or a one-dimensional array.

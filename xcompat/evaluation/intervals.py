@@ -1,4 +1,4 @@
-"""Bootstrap intervals over queries or clusters of queries, and estimates of the number of queries needed."""
+"""Bootstrap intervals over queries or query clusters, and estimates of the queries needed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bootstrap_interval(
         n_resamples: draws.
         level: confidence level.
         seed: random seed. Equal seeds draw equal queries, so intervals over the same queries are comparable.
-        clusters_Q: cluster of each query, e.g. its item. Queries of one cluster depend on each other and are drawn together.
+        clusters_Q: cluster of each query, e.g. its item. Queries in the same cluster depend on each other and are drawn together.
 
     Returns:
         (low, high), equal for a single cluster.
@@ -95,7 +95,7 @@ def paired_bootstrap(
     """Return the mean of ``a - b`` with its interval, drawing the same queries for both.
 
     Args:
-        a_Q: ``(Q,)`` numbers of one model.
+        a_Q: ``(Q,)`` numbers of the first model.
         b_Q: ``(Q,)`` numbers of the other model for the same queries in the same order.
         n_resamples: draws.
         level: confidence level.
@@ -144,7 +144,7 @@ def queries_needed(
         level: confidence level.
         power: probability that the interval excludes zero.
         clusters_Q: as in :func:`bootstrap_interval`.
-        rounding: error of numbers of about 1; a mean up to it counts as zero.
+        rounding: error for numbers around 1; a mean up to it counts as zero.
 
     Returns:
         Number of queries; None for a mean of zero or a single cluster.
@@ -172,13 +172,13 @@ def queries_needed(
 def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters_Q: Ids | None = None) -> np.ndarray:
     """Return the means of K columns over resampled clusters.
 
-    A resample draws C of the C clusters with replacement. Its mean is over all queries of these clusters.
+    A resample draws C of the C clusters with replacement. Its mean is over all queries in these clusters.
 
     Args:
         values_QK: ``(Q, K)`` numbers.
         n_resamples: draws, at least 1.
         seed: random seed.
-        clusters_Q: one hashable per query; None if independent.
+        clusters_Q: a hashable per query; None if independent.
 
     Returns:
         float64 ``(n_resamples, K)``.
@@ -209,7 +209,7 @@ def resampled_means(values_QK: np.ndarray, n_resamples: int, seed: int, clusters
 
 
 def interval_bounds(means_RK: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the percentile interval of each column of resampled means.
+    """Return the percentile interval for each column of resampled means.
 
     Args:
         means_RK: ``(R, K)`` from :func:`resampled_means`.

@@ -73,7 +73,7 @@ class _Ranges(NamedTuple):
 
 
 class LabelledPairs:
-    """All pairs of a query and a gallery item, except pairs of one sample, or of one class and camera.
+    """All pairs of a query and a gallery item, except pairs of the same sample, or of the same class and camera.
 
     Pairs with equal labels are positive.
 
@@ -150,7 +150,7 @@ class LabelledPairs:
 
         Args:
             columns_Qk: int64 (Q, k) gallery rows.
-            scores_Qk: float64 (Q, k) cosines that rank these items; -inf for excluded pairs.
+            scores_Qk: float64 (Q, k) cosines to rank these items; -inf for excluded pairs.
         """
         pairs = copy.copy(self)
         # a quarter of the score range each: other items around 0, first items around 3/4
@@ -159,7 +159,7 @@ class LabelledPairs:
         return pairs
 
     def _rescore(self, scores_RC: torch.Tensor, rows_R: np.ndarray, start: int, places_G: np.ndarray | None = None) -> None:
-        """Apply the order of :meth:`with_first` in place; ``start`` is the position of the first column."""
+        """Apply the order of :meth:`with_first` in place; ``start`` is the first column's position."""
         if self._first is None:
             return
         scores_RC.copy_(torch.where(scores_RC > EXCLUDED_SCORE, (scores_RC / 4).floor(), EXCLUDED_SCORE))
@@ -177,7 +177,7 @@ class LabelledPairs:
         return torch.where(scores_RC > UNIT / 2 - UNIT / 8, scores_RC / (UNIT / 4) - 3, -torch.inf)
 
     def are_matches(self, rows_R: np.ndarray, columns: slice) -> torch.Tensor:
-        """Return bool (R, C), True for pairs of the same class that are not excluded."""
+        """Return bool (R, C), True for pairs of the same class, except excluded pairs."""
         of_class_RC = self.query_codes[rows_R][:, None] == self.gallery_codes[columns]
         left_R, left_G = self._excluded_pairs(rows_R)
         here_N = (left_G >= columns.start) & (left_G < columns.stop)
@@ -244,7 +244,7 @@ class LabelledPairs:
                 yield part, columns, scores_RC
 
     def class_tiles(self, rows_B: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the scores of some queries against the gallery items of their classes.
+        """Yield the scores of some queries against the gallery items in their classes.
 
         Args:
             rows_B: a few query rows (:data:`MATED_ROWS`), sorted by class as in :meth:`mated_blocks`.
@@ -266,7 +266,7 @@ class LabelledPairs:
             yield scores_BC, of_class_BC & (scores_BC > EXCLUDED_SCORE)
 
     def positives(self, rows_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of all positives of some queries.
+        """Return the scores of some queries' positives.
 
         Args:
             rows_B: query rows as in :meth:`class_tiles`.
@@ -289,7 +289,7 @@ class LabelledPairs:
 
 
 def _combine_codes(one: _Codes, other: _Codes) -> _Codes:
-    """Return codes that are equal only where both are equal."""
+    """Return codes that are equal only where both inputs are equal."""
     width = 1 + max(int(codes.max(initial=0)) for codes in other)
     return one[0] * width + other[0], one[1] * width + other[1]
 

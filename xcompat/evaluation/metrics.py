@@ -71,7 +71,7 @@ def first_hit_ranks(
     chunk_size: int = 1024,
     shared: bool = False,
 ) -> np.ndarray:
-    """Return the number of negatives that rank before each query's best positive.
+    """Return the number of negatives before each query's best positive.
 
     Ties count against the query: a positive ranks after every negative with the same cosine. Other positives do not count.
     Nothing is sorted: the rank counts negatives that score at least as high, up to rounding
@@ -158,7 +158,7 @@ def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch
 
 
 def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int = 1) -> float:
-    """Return the share of queries that the old model answers within the first k and the new one does not.
+    """Return the share of queries that the old model answers within the first k and the new model does not.
 
     Negative flip rate of positive-congruent training (Yan et al. 2021), for retrieval.
 
@@ -187,12 +187,12 @@ def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int 
 
 
 def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
-    """Return one embedding per class: the normalised mean of its normalised prompt embeddings.
+    """Return an embedding per class: the normalised mean of its normalised prompt embeddings.
 
     Prompt ensembling of CLIP (Radford et al. 2021, section 3.1.4).
 
     Args:
-        prompt_embeds_CTD: ``(C, T, D)`` embeddings of T prompts ("a photo of a …") for each of C classes.
+        prompt_embeds_CTD: ``(C, T, D)`` T prompt embeddings ("a photo of a …") for each of C classes.
 
     Returns:
         float64 ``(C, D)``, L2-normalised.
@@ -219,7 +219,7 @@ def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
 
 
 def zero_shot_accuracy(image_embeds_ND: Embeddings, class_embeds_CD: Embeddings, labels_N: Ids, chunk_size: int = 1024) -> float:
-    """Return the share of images whose nearest class embedding is the right one; ties count as wrong.
+    """Return the share of images nearest to their own class's embedding; ties count as wrong.
 
     Args:
         image_embeds_ND: ``(N, D)`` embeddings.

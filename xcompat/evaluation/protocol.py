@@ -34,8 +34,8 @@ def evaluate(contestants: EvaluatedModels[C], options: EvaluationOptions | None 
     The criterion follows BCT (Shen et al. 2020): new queries must score higher on the old gallery than old queries.
 
     Args:
-        contestants: models with readable embeddings of one test set, e.g. :class:`EmbeddedPairs` or :class:`EmbeddedImages`.
-        options: cut-offs and resampling; None for the defaults of :class:`EvaluationOptions`.
+        contestants: models with readable embeddings of the same test set, e.g. :class:`EmbeddedPairs` or :class:`EmbeddedImages`.
+        options: cut-offs and resampling; None to use the defaults in :class:`EvaluationOptions`.
 
     Returns:
         Cases, verdict and ranks of every query.
@@ -93,7 +93,7 @@ def _carry_over(searches: Sequence[Search[C]], measured: _DirectionResults, opti
 
 @dataclass(frozen=True)
 class _DirectionResults:
-    """Results of all cases in one direction; queries without a match are excluded."""
+    """Results of all cases in a direction; queries without a match are excluded."""
 
     direction: Direction
     found: Mapping[tuple[str, str], SearchResults]
@@ -150,7 +150,7 @@ class _DirectionResults:
         return Case(query, gallery, direction.name, len(values_QK), direction.n_gallery, metrics, ci95, direction.population)
 
     def differences(self, query: str, than: str) -> list[Difference]:
-        """Compare two kinds of queries on the old gallery by metric; return an empty list if one is not measured."""
+        """Compare two kinds of queries on the old gallery by metric; return an empty list if either is not measured."""
         if not {(query, "old"), (than, "old")} <= self.found.keys():
             return []
         values, floor = self._values(query, "old"), self._values(than, "old")

@@ -1,4 +1,4 @@
-"""Queries that gained or lost between two models, by the rank of their first match."""
+"""Queries with gains or losses between two models, by the rank of their first match."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SortedQueries(NamedTuple):
 
     Args:
         rows_q: int64 rows of the evaluated queries, largest loss or gain first.
-        flips: number of leading queries that are right at the first place with only one of the models.
+        flips: number of leading queries with a correct first hit from only one model.
     """
 
     rows_q: np.ndarray

@@ -31,7 +31,7 @@ class RankedQueries:
         average_precision_at_r_Q: float64 ``(Q,)`` over the first R places, R being the number of positives; NaN without
             positives.
         positives_Q: int64 ``(Q,)`` gallery items of the query's class, without excluded ones and the query itself.
-        best_scores_Q: float64 ``(Q,)`` exact score of the best positive, comparable within one dimension; NaN without positives.
+        best_scores_Q: float64 ``(Q,)`` the best positive's exact score, comparable within a dimension; NaN without positives.
     """
 
     first_hit_ranks_Q: np.ndarray
@@ -53,7 +53,7 @@ def cmc(
     query_cameras: Ids | None = None,
     gallery_cameras: Ids | None = None,
 ) -> dict[int, float]:
-    """Return the share of queries with an item of their class among the first k (cumulative match characteristic).
+    """Return the share of queries with an item from their class among the first k (cumulative match characteristic).
 
     Args:
         queries_QD: ``(Q, D)`` embeddings, compared by cosine.
@@ -68,7 +68,7 @@ def cmc(
         gallery_cameras: G hashables, or None like ``query_cameras``.
 
     Returns:
-        k -> fraction in [0, 1] of the queries that have a positive.
+        k -> fraction in [0, 1] of the queries with a positive.
 
     Raises:
         XcompatError: invalid input, or no query has a positive.
@@ -102,7 +102,7 @@ def mean_average_precision(
     """Return the mean average precision over queries.
 
     Average precision is the mean precision at the ranks of a query's positives. The j-th best positive has the rank j + the
-    number of negatives that score at least as high, and the precision j / rank. In a ranking cut after k places, later positives
+    number of negatives with at least its score, and the precision j / rank. In a ranking cut after k places, later positives
     count 0 and the divisor is min(k, R), with R positives. k = R gives mAP@R (Musgrave et al. 2020, section 3.2).
 
     Args:
@@ -117,7 +117,7 @@ def mean_average_precision(
         gallery_cameras: G hashables, or None like ``query_cameras``.
 
     Returns:
-        A fraction in [0, 1], over the queries that have a positive.
+        A fraction in [0, 1], over the queries with a positive.
 
     Raises:
         XcompatError: invalid input, or no query has a positive.
@@ -165,7 +165,7 @@ def ranking_per_query(
         shared: whether all processes call this to share the work; all get the result.
 
     Returns:
-        One number of each kind per query.
+        A number of each kind per query.
 
     Raises:
         XcompatError: invalid input, or no query has a positive.
@@ -188,7 +188,7 @@ def rank(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
         shared: whether all processes call this with the same pairs.
 
     Returns:
-        One number of each kind per query.
+        A number of each kind per query.
 
     Raises:
         XcompatError: no query has a positive.
@@ -215,7 +215,7 @@ def rank(pairs: LabelledPairs, shared: bool = False) -> RankedQueries:
 
 @dataclass(frozen=True)
 class Hits:
-    """Ranked positives of a block of queries, worst to best for each query.
+    """Ranked positives for a query block, worst to best for each query.
 
     Args:
         rows_B: rows of the queries; each has a positive.
@@ -246,7 +246,7 @@ class Hits:
 
 
 def ranked_hits(pairs: LabelledPairs, shared: bool = False) -> Iterator[Hits]:
-    """Rank the positives of all queries that have any, block by block.
+    """Rank all queries' positives, block by block.
 
     Args:
         pairs: queries and gallery.
@@ -288,14 +288,14 @@ def ranks_from_counts(
     at_least_N: np.ndarray,
     margin: float,
 ) -> Hits:
-    """Turn the counts of items at or above each positive into ranks; positives that tie do not lower each other.
+    """Turn the counts of items at or above each positive into ranks; tied positives do not lower each other.
 
     Args:
         rows_B: query rows.
         positives_B: positives per query, at least 1.
         owners_N: query of each positive, as a position in ``rows_B``, ascending.
         scores_N: exact scores of the positives, ascending for each query.
-        at_least_N: number of items that score at least as high as each positive minus the margin, including itself.
+        at_least_N: number of items with at least each positive's score minus the margin, including itself.
         margin: largest difference of tied scores.
 
     Returns:

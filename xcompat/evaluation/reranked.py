@@ -23,13 +23,13 @@ def rerank(
 ) -> LabelledPairs:
     """Re-rank the first hits of each query with the new model's embeddings.
 
-    The score of a candidate becomes ``(1 - w) · new + w · old``, its cosines in the new model's own space and in the old one, as
-    in :class:`xcompat.retrieval.Reranker`. Candidates stay before all other items.
+    The score of a candidate becomes ``(1 - w) · new + w · old``, its cosines in the new model's own space and in the old space,
+    as in :class:`xcompat.retrieval.Reranker`. Candidates stay before all other items.
 
     Args:
-        pairs: queries in the space of the old gallery, and that gallery.
+        pairs: queries in the old gallery's space, and the old gallery.
         queries_QE: (Q, E) the same queries in the new model's own space.
-        gallery_GE: (G, E) the same items in that space.
+        gallery_GE: (G, E) the same items in the new space.
         candidates: number k of re-ranked hits per query; the first rows win ties.
         old_weight: w.
 

@@ -1,6 +1,6 @@
 """Exact cosine scores: two vectors have the same score in every block, on every machine.
 
-The summation order of BLAS depends on the shapes of its operands. So the last bits of a float score depend on the chunk size, and
+BLAS sums in an order that depends on its operands' shapes. So the last bits of a float score depend on the chunk size, and
 copies of a gallery item may not tie. Here rows are L2-normalised and rounded to multiples of 2^-26, finer than float32 scores can
 resolve. As integers, their products and partial sums stay below 2^52 (Cauchy-Schwarz). float64 holds integers up to 2^53, so no
 summation order rounds.
@@ -63,7 +63,7 @@ def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
 
 
 def blocks(total: int, chunk_size: int) -> Iterator[slice]:
-    """Yield the slices that cut ``total`` rows into chunks of ``chunk_size``; the last may be smaller."""
+    """Yield slices that cut ``total`` rows into chunks of ``chunk_size``; the last may be smaller."""
     for start in range(0, total, chunk_size):
         yield slice(start, min(start + chunk_size, total))
 
@@ -163,7 +163,7 @@ def lift_rows(queries_QD: Embeddings, gallery_GD: Embeddings) -> tuple[np.ndarra
 def _require_no_outlier(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
     """Raise if an outlier makes the other rows too close together to rank.
 
-    A squared distance is rounded by about 2.7e-8 of the farthest row's: at :data:`_FARTHEST`, 0.7 % of the usual one.
+    A squared distance is rounded by about 2.7e-8 of the farthest row's. At :data:`_FARTHEST`, this is 0.7 % of the usual.
     """
     samples = [rows_ND[:: -(-len(rows_ND) // _SAMPLE)] for rows_ND in (queries_QD, gallery_GD)]
     middle_D = np.median(samples[1], axis=0)
@@ -181,25 +181,25 @@ def _require_no_outlier(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
 
 
 def copy_score(dim: int, are_lifted: bool = False) -> float:
-    """Return the lowest score of a row of D dimensions with its own copy.
+    """Return the lowest score between a row of D dimensions and its own copy.
 
     Rounding to the grid moves this score away from :data:`UNIT` by less than √D + 1 grid steps. So two pairs of copies can have
-    different scores. (Two copies of one item always tie for the same query.) Copies that are :func:`lift_rows` score 0, with the
+    different scores. (Two copies of an item always tie for the same query.) Copies that are :func:`lift_rows` score 0, with the
     same rounding.
     """
     return (0 if are_lifted else UNIT) - (math.sqrt(dim) + 1) * _GRID
 
 
 def tie_margin(dim: int, usual: float = 1.0) -> float:
-    """Return the largest difference between two scores of one query whose exact cosines are equal.
+    """Return the largest difference between two scores of a query with equal exact cosines.
 
     Rounding moves each number by at most half a grid step, and the score of a pair by less than √D + 1 steps. The difference of
-    two scores moves by less than twice as much. Scores that close count as a tie.
+    two scores moves by less than twice as much. Scores within this margin count as a tie.
 
     Args:
         dim: dimension D of the rows.
         usual: for :func:`lift_rows` rows, their usual distance from the centre, where the farthest is 1. Outliers shrink the
-            margin, so that it never spans different distances.
+            margin, which therefore never spans different distances.
 
     Example:
         >>> tie_margin(4) / UNIT < 1e-7
@@ -252,7 +252,7 @@ def pair_scores(queries_RD: torch.Tensor, items_CD: torch.Tensor, row_N: torch.T
 
 
 def sort_keys(scores_N: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``(N,)`` keys that sort by row, then by score.
+    """Return int64 ``(N,)`` keys to sort by row, then by score.
 
     Args:
         scores_N: float64 exact scores.
@@ -272,7 +272,7 @@ def sorted_keys(keys_N: torch.Tensor) -> torch.Tensor:
 
 
 def true_places(mask: torch.Tensor) -> torch.Tensor:
-    """Return the flat indices of the True entries of a mask, int64 ``(N,)``, ascending. On CPU, NumPy is faster.
+    """Return the flat indices of a mask's True entries, int64 ``(N,)``, ascending. On CPU, NumPy is faster.
 
     Example:
         >>> true_places(torch.tensor([[True, False], [False, True]])).tolist()

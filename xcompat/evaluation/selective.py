@@ -18,7 +18,7 @@ _NORMAL = 1.96
 
 
 class Area(NamedTuple):
-    """Area under the ROC curve: how often a better query scores higher than a worse one; 0.5 is chance.
+    """Area under the ROC curve: how often a better query scores higher than a worse query; 0.5 is chance.
 
     Args:
         value: in [0, 1].
@@ -53,9 +53,9 @@ def query_quality(
 
 
 def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids | None = None) -> Area:
-    """Return the area under the ROC curve (Hanley and McNeil 1982), with an interval that respects clusters of queries.
+    """Return the area under the ROC curve (Hanley and McNeil 1982), with an interval for clustered queries.
 
-    The interval is normal. Its variance is that of the Mann-Whitney statistic (DeLong et al. 1988), summed over clusters
+    The interval is normal. Its variance is the Mann-Whitney statistic's (DeLong et al. 1988), summed over clusters
     (Obuchowski 1997).
 
     Args:
@@ -106,11 +106,11 @@ def calibration_error(probabilities_Q: np.ndarray, happened_Q: np.ndarray) -> fl
 
 
 def risk_coverage(confidence_Q: np.ndarray, hurt_Q: np.ndarray) -> np.ndarray:
-    """Return the share of hurt queries among the most confident ones, by their number (El-Yaniv and Wiener 2010).
+    """Return the share of hurt queries among the most confident queries, by their number (El-Yaniv and Wiener 2010).
 
     Args:
         confidence_Q: ``(Q,)``, higher is more confident.
-        hurt_Q: ``(Q,)``, True for queries that find less than with the old model.
+        hurt_Q: ``(Q,)``, True for queries with worse results than the old model's.
 
     Returns:
         float64 ``(Q,)``: share among the 1, 2, … Q most confident queries.

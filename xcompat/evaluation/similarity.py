@@ -21,14 +21,14 @@ def linear_cka(x_ND: Embeddings, y_Ne: Embeddings) -> float:
     products.
 
     Args:
-        x_ND: ``(N, D)`` embeddings by one model.
+        x_ND: ``(N, D)`` embeddings by the first model.
         y_Ne: ``(N, e)`` embeddings of the same items by the other.
 
     Returns:
         A number in [0, 1], 1 for the same geometry.
 
     Raises:
-        XcompatError: invalid input, or all rows of one model are equal.
+        XcompatError: invalid input, or all rows of a model are equal.
 
     Example:
         >>> x = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])

@@ -1,4 +1,4 @@
-"""Score thresholds for new queries that replace an old threshold."""
+"""Score thresholds for new queries in place of an old threshold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_QUERIES = 5000
 
 
 class MatchedPairs(NamedTuple):
-    """Query-gallery pairs of one case.
+    """Query-gallery pairs of a case.
 
     Args:
         pairs: pairs with their scores.
@@ -102,7 +102,7 @@ class ThresholdTransfer:
         self._mean, self._draws = both_QK.mean(axis=0).reshape(2, -1), draws_RK.reshape(n_resamples, 2, -1)
 
     def transfer(self, threshold: float) -> tuple[float | None, tuple[float, float] | None]:
-        """Return the new threshold for an old one (an edge) and its 95 % interval; None if there is none."""
+        """Return the new threshold for an old one (an edge) and its 95 % interval; None if not found."""
         place = int(np.argmin(np.abs(self.edges_B - threshold)))
         score = _crossing(self._mean[1], self._mean[0, place], self.edges_B)
         if score is None:
@@ -145,8 +145,8 @@ def carry_over_threshold(
         seed: random seed.
 
     Returns:
-        The old threshold and its acceptance, then two thresholds per other kind of queries: one keeps the share of true matches,
-        one the number of hits.
+        The old threshold and its acceptance, then two thresholds per other kind of queries: the first keeps the share of
+        true matches, the second the number of hits.
 
     Raises:
         XcompatError: the threshold is not a cosine.

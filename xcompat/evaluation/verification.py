@@ -30,9 +30,9 @@ def tar_at_far(
 ) -> dict[float, float]:
     """Return the true acceptance rate of 1:1 verification at each false acceptance rate.
 
-    Pairs of one class are positive, others negative; pairs of equal ids are excluded. Each threshold is the lowest that accepts
-    at most a share ``far`` of the negatives. It is exact, and lies above negatives that tie. One pass keeps the highest
-    negatives, as many as the largest rate accepts, at some 35 bytes each.
+    Pairs of the same class are positive, others negative; pairs with equal ids are excluded. Each threshold is the lowest
+    that accepts at most a share ``far`` of the negatives. It is exact, and lies above tied negatives. A single pass keeps the
+    highest negatives, as many as the largest rate accepts, at some 35 bytes each.
 
     Args:
         queries_QD: ``(Q, D)`` embeddings, compared by cosine.
@@ -63,7 +63,7 @@ def tar_at_far(
 
 
 class VerificationCounts(NamedTuple):
-    """Counts of accepted pairs of one class.
+    """Counts of accepted pairs of the same class.
 
     Args:
         accepted: false acceptance rate -> int64 ``(Q,)`` accepted positive pairs per query.
@@ -126,7 +126,7 @@ def pair_thresholds(negatives_N: np.ndarray, fars: Sequence[float], dim: int) ->
 
 
 def search_thresholds(pairs: LabelledPairs, n_positives: int, rates: Sequence[float]) -> dict[float, float]:
-    """Return the score threshold of each rate of negatives per query.
+    """Return the score threshold for each rate of negatives per query.
 
     Args:
         pairs: queries and gallery.
@@ -145,10 +145,10 @@ def search_thresholds(pairs: LabelledPairs, n_positives: int, rates: Sequence[fl
 
 
 def share_per_query(accepted_Q: np.ndarray, positives_Q: np.ndarray) -> tuple[np.ndarray, float]:
-    """Turn a share of pairs into one number per query, with the same mean and spread.
+    """Turn a share of pairs into a number per query, with the same mean and spread.
 
     With a_q of query q's n_q pairs accepted, the share is r = Σa / Σn. The numbers are r + (a_q - r n_q) Q / Σn over the Q
-    queries that have pairs: the linearised ratio (Cochran 1977, §6.4). For large Q, its bootstrap is that of r.
+    queries with pairs: the linearised ratio (Cochran 1977, §6.4). For large Q, its bootstrap is that of r.
 
     Args:
         accepted_Q: ``(Q,)`` accepted pairs.

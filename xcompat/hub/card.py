@@ -36,7 +36,7 @@ class ModelFacts:
         remembers: number of memory entries, i.e. training embeddings or their means. 0 for only a metric, None for no memory.
         library: library of a plain encoder other than transformers.
         side_info: the model of side-information for the old embeddings, if needed.
-        embeds: digests of its own embeddings and of those in its galleries. For a map, digests of its inputs.
+        embeds: digests of its own and its galleries' embeddings. For a map, digests of its inputs.
         started_from: its initial map by ``name`` and ``revision``. None for none.
     """
 
@@ -58,7 +58,7 @@ class ModelFacts:
 
     @property
     def base_on_hub(self) -> str | None:
-        """Name of the base, if it has the form of a name on the Hub."""
+        """The base's name, if it has the form of a Hub name."""
         name = self.base["name"] if self.base is not None else ""
         return plain_name(name) if name != "from scratch" and is_hub_name(name) else None
 

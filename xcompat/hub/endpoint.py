@@ -1,4 +1,4 @@
-"""Access to the Hub: names, revisions, model facts, and errors in one line."""
+"""Access to the Hub: names, revisions, model facts, and single-line errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Repository(NamedTuple):
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Convert huggingface_hub's errors about a model into an :class:`XcompatError` of one line with the fix."""
+    """Convert huggingface_hub's errors about a model into a single-line :class:`XcompatError` with the fix."""
     try:
         yield
     except HFValidationError as error:
@@ -191,7 +191,7 @@ def read_repository(api: HfApi, repo: str, revision: str | None) -> Repository:
     Args:
         api: the Hub.
         repo: ``user/name``.
-        revision: branch, tag or commit. None for the default branch.
+        revision: branch, tag or commit. None to use the default branch.
     """
     info = api.model_info(repo, revision=revision)
     files = {sibling.rfilename for sibling in info.siblings or []}
@@ -208,8 +208,8 @@ def look_up(name: str, revision: str | None = None, token: str | bool | None = N
 
     Args:
         name: Hub name.
-        revision: branch, tag or commit. None for the default branch.
-        token: access token. None for the token of `hf auth login`.
+        revision: branch, tag or commit. None to use the default branch.
+        token: access token. None to use the token from `hf auth login`.
 
     Returns:
         Its facts, or None if the model does not exist or is hidden from this user.

@@ -30,7 +30,7 @@ class Ancestor:
         kind: its method, ``encoder`` or ``embeddings``. Empty if not found.
         fingerprint: its fingerprint according to the newer model. Empty for the first model.
         dim: dimension of its embeddings, or None if unknown.
-        broken: why the lineage breaks here, in one line. Empty if it does not.
+        broken: single-line reason why the lineage breaks here. Empty if it does not.
         older: compatible older models, nearest first.
     """
 
@@ -55,7 +55,7 @@ class _Found(NamedTuple):
 
 
 def trace_lineage(name: str) -> Ancestor:
-    """Trace all models that a checkpoint is compatible with.
+    """Trace a checkpoint's compatible older models.
 
     Args:
         name: Hub name, a checkpoint's folder, or the folder of a finished run.
@@ -93,7 +93,7 @@ def draw(first: Ancestor) -> Tree:
 
 
 def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
-    """Follow the compatible models that no nearer model leads to."""
+    """Follow the compatible models without a link from a nearer model."""
     old = newer.config.get("old") if _kind(newer.config) not in ("encoder", "embeddings") else None
     if not old:
         return []

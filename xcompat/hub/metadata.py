@@ -20,7 +20,7 @@ _Share = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Gain:
-    """Gain of new queries over old queries in the same old gallery, by one metric.
+    """Gain of new queries over old queries in the same old gallery, by a metric.
 
     Args:
         where: the direction of the search, or the validation split.

@@ -1,4 +1,4 @@
-"""Push of a model with its card to the Hub in one commit."""
+"""Push of a model with its card to the Hub in a single commit."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def push_model(
     Args:
         repo: ``user/name``, or a name in the user's own account.
         model: facts about the model for the card.
-        config: configuration of a compatible model, or of a plain encoder.
+        config: configuration of a compatible model or plain encoder.
         write: writes all files of the model but the card into a folder.
         run: facts about the run for the card.
         private: whether the repository is private. None for private only if the base is gated or private.
         overwrite: whether to replace another model in the repository, and delete its other files.
-        revision: the branch, created if missing. None for the default branch.
+        revision: the branch, created if missing. None to use the default branch.
         license: the license for the card.
         tags: further tags for the card.
-        token: access token. None for the token of `hf auth login`.
+        token: access token. None to use the token from `hf auth login`.
         commit: ``commit_message``, ``commit_description`` and ``create_pr`` of huggingface_hub.
 
     Returns:
@@ -85,7 +85,7 @@ def record_push(folder: str | Path, commit: CommitInfo, fingerprints: Sequence[s
 
 
 def _lineage_of(config: dict[str, Any], fingerprint: str | None) -> dict[str, Any]:
-    """Return the properties that stay the same when a model is trained further, merged or converted.
+    """Return the properties that do not change when a model is trained further, merged or converted.
 
     These are method, dimension, and the fingerprints of base and old model. For a plain encoder, its own fingerprint.
     """
@@ -167,9 +167,9 @@ def _upload(
     token: str | bool | None,
     **commit: Any,  # noqa: ANN401 - huggingface_hub's own
 ) -> CommitInfo:
-    """Push a folder in one commit. Files sent by an interrupted push are not sent again.
+    """Push a folder in a single commit. Files sent by an interrupted push are not sent again.
 
-    With ``replace``, files that are not in the folder are deleted. Otherwise only old weights are.
+    With ``replace``, other files are deleted. Otherwise only old weights are.
     """
     api = HfApi(library_name="xcompat", token=token)
     commit["commit_message"] = commit.get("commit_message") or "Upload model"

@@ -94,7 +94,7 @@ def search(wanted: Mapping[str, str], token: str | bool | None = None) -> Search
     Args:
         wanted: ``searches`` -> digest of the old model, ``embeds`` -> digest of the new model. Either may be missing, and the
             start of a digest is enough.
-        token: access token. None for the token of `hf auth login`.
+        token: access token. None to use the token from `hf auth login`.
 
     Returns:
         At most :data:`MOST` checkpoints.

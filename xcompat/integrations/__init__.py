@@ -1,1 +1,1 @@
-"""Integrations with LangChain, LlamaIndex and Haystack, one module each."""
+"""Integrations with LangChain, LlamaIndex and Haystack, a module each."""

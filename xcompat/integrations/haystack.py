@@ -60,7 +60,7 @@ class _Embedder:
 
 @component
 class CompatTextEmbedder(_Embedder):
-    """Embedder of queries with a new model for a document store of the old model.
+    """Embedder of queries with a new model for the old model's document store.
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
@@ -99,7 +99,7 @@ class CompatVectorMapper(_Embedder):
 
 @component
 class CompatDocumentEmbedder(_Embedder):
-    """Embedder of documents for a store that :class:`CompatTextEmbedder` searches.
+    """Embedder of documents for a store searched with :class:`CompatTextEmbedder`.
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.

@@ -46,13 +46,13 @@ Service: TypeAlias = str | Function | Provider
 
 
 class TextEmbedder:
-    """Embedder of queries in the space of one version, and of documents as in the model's galleries.
+    """Embedder of queries in a version's space, and of documents as in the model's galleries.
 
     Args:
         model: the new model.
-        version: the stored version to search, by name, digest or fingerprint: any that the model is compatible with, or its own.
-            None for the old model, or its own without an old model.
-        device: device for a model loaded here. None for an accelerator if available.
+        version: the stored version to search, by name, digest or fingerprint: any compatible version, or the model's own.
+            None to use the old model, or its own without an old model.
+        device: device for a model loaded here. None to use an accelerator if available.
         embed_with: embedding service, if the model is a map of a service's embeddings.
 
     Raises:
@@ -74,7 +74,7 @@ class TextEmbedder:
 
     @property
     def version(self) -> Fingerprint:
-        """Version that the queries search."""
+        """Version to search."""
         return self._version.fingerprint
 
     @property
@@ -89,7 +89,7 @@ class TextEmbedder:
             text: without a prompt. The model's own query prompt is added.
 
         Returns:
-            A vector of the version's dimension, of length 1.
+            A unit-length vector in the version's dimension.
         """
         _require_texts([text])
         return self._view(self.own(text), text)
@@ -101,7 +101,7 @@ class TextEmbedder:
             embedding: D numbers of any length above 0.
 
         Returns:
-            A vector of the version's dimension, of length 1.
+            A unit-length vector in the version's dimension.
 
         Raises:
             XcompatError: the embedding has another dimension or no direction.
@@ -124,7 +124,7 @@ class TextEmbedder:
 
     @cached_property
     def _old(self) -> Fallback | None:
-        """Old model of a map that searches together with it, loaded by the first query that needs it."""
+        """Old model to mix into a map's queries, loaded on first use."""
         return Fallback.for_model(self._asking, self._device or own_device())
 
     def documents(self, texts: Sequence[str]) -> list[list[float]]:
@@ -134,7 +134,7 @@ class TextEmbedder:
             texts: N strings.
 
         Returns:
-            N lists of floats, of length 1.
+            N unit-length lists of floats.
 
         Raises:
             XcompatError: the model stores more dimensions than the searched version.
@@ -180,7 +180,7 @@ class TextReranker:
 
     Args:
         model: the new model, or a map of its embeddings.
-        device: device for a model loaded here. None for an accelerator if available.
+        device: device for a model loaded here. None to use an accelerator if available.
         embed_with: embedding service, if the model is a map of a service's embeddings.
         old_weight: weight of the store's scores, if these are cosines.
 
@@ -287,7 +287,7 @@ def _names(version: VersionRecord) -> tuple[str, ...]:
 
 
 def _require_texts(texts: Sequence[object]) -> None:
-    """Reject anything but strings, as tokenizers take lists for texts that are already split."""
+    """Reject anything but strings, as tokenizers take lists for split texts."""
     wrong = [texts] if isinstance(texts, str) else [text for text in texts if not isinstance(text, str)]
     if wrong:
         raise XcompatError(f"pass a query as a string and documents as a list of strings, not {type(wrong[0]).__name__}")

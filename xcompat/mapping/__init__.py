@@ -1,4 +1,4 @@
-"""Choice of a query map from two folders of embeddings, by retrieval on held-out items and classes."""
+"""Choice of a query map from two embedding folders, by retrieval on held-out items and classes."""
 
 from __future__ import annotations
 

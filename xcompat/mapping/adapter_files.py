@@ -1,4 +1,4 @@
-"""Maps of other tools in ``.npz`` and ``.safetensors`` files: linear maps, or networks with one hidden layer."""
+"""Maps of other tools in ``.npz`` and ``.safetensors`` files: linear maps, or networks with a single hidden layer."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Adapter(NamedTuple):
 
 
 def read_adapters(path: Path, old: Described, new_dim: int, activation: Activation | None) -> list[Adapter]:
-    """Read a map of another tool, with all interpretations that its array shapes allow.
+    """Read another tool's map, in all interpretations allowed by its array shapes.
 
     Args:
         path: ``.npz`` or ``.safetensors`` file.
         old: old model, from ``describe_old``.
-        new_dim: D, dimension of the new embeddings.
+        new_dim: D, the new embedding dimension.
         activation: activation of a network, if its file does not record it.
 
     Returns:
-        One or more interpretations.
+        The interpretations, at least 1.
 
     Raises:
         XcompatError: the file is damaged, maps between other dimensions, or contains an unsupported map.
@@ -215,7 +215,7 @@ def _is_projection(arrays: Mapping[str, Tensor], new_dim: int, old_dim: int) -> 
 
 
 def _two_layers(path: Path, arrays: Mapping[str, Tensor]) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
-    """Return the weights and biases of a network with one hidden layer; reject any other network."""
+    """Return the weights and biases of a network with a single hidden layer; reject any other network."""
     layers = sorted({int(name.split(".")[0]) for name in arrays})
     for layer in layers:
         if arrays.get(f"{layer}.weight", torch.zeros(0)).ndim != 2:

@@ -37,7 +37,7 @@ class HeldOutItems(ValidationSplit):
     """Validation items whose mapped new embeddings search the old embeddings of other items.
 
     ``neighbours@10`` is the share of an item's 10 nearest neighbours, by the new model, among its 10 hits in the old embeddings.
-    The share that old queries reach is the baseline.
+    The old queries' share is the baseline.
     """
 
     sharpnesses, shares, powers = (), (), ()
@@ -71,7 +71,7 @@ class HeldOutItems(ValidationSplit):
         return parts
 
     def searched_folds(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Return the rows and old embeddings that each fold searches."""
+        """Return each fold's searched rows and old embeddings."""
         return list(zip(self.searched_rows, self.searched, strict=True))
 
     @override
@@ -93,20 +93,20 @@ def choose_by_agreement(
 ) -> Choice:
     """Choose a linear map without labels, and measure its agreement with the new model.
 
-    With texts, the map that finds most texts by one of their sentences wins. Without texts, the whitened map wins if it surely
+    With texts, the map that finds most texts by their sentences wins. Without texts, the whitened map wins if it surely
     agrees more than old queries do. It finds most in all labelled upgrades, but on photos agreement favours rotations
     (docs/results/lines.md). An imported map wins if it agrees more.
 
     Args:
         pairs: training set, used without classes.
-        seed: seed of folds and intervals.
-        lines: solver of each linear map, by name.
+        seed: random seed for folds and intervals.
+        lines: linear map name -> solver.
         with_old_model: whether to mix in old queries half-way. Agreement overrates maps alone if queries differ from stored items
             (docs/results/lines.md).
         texts: texts of the pairs, and the new model.
 
     Returns:
-        All trials, and the best one.
+        All trials, and the best trial.
 
     Raises:
         NoValidationDataError: too few items for a validation split.
@@ -141,7 +141,7 @@ def choose_by_agreement(
 
 
 def _preferred(trials: list[Trial]) -> Trial:
-    """Return the whitened map or a better imported one; if whitening does not surely beat old queries, the best of all."""
+    """Return the whitened map or a better imported map; if whitening does not surely beat old queries, the best of all."""
     own = next((trial for trial in trials if trial.candidate.line == WHITENED and trial.is_surely_better), None)
     if own is None:
         return select_conservative(trials)
@@ -161,8 +161,8 @@ def choose_by_labels_or_agreement(
     Args:
         pairs: training set.
         searched: classes that users will search.
-        seed: seed of folds and intervals.
-        lines: solver of each linear map, by name.
+        seed: random seed for folds and intervals.
+        lines: linear map name -> solver.
         with_old_model: whether the old model can embed queries.
         texts: as in :func:`choose_by_agreement`.
 
@@ -184,12 +184,12 @@ def choose_by_labels_or_agreement(
 
 
 def _unit(rows_ND: Rows, rows_G: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return rows divided by their lengths, so that long rows are not near to every query."""
+    """Return rows divided by their lengths, as long rows would be near to every query."""
     return normalise_rows(copy_rows(rows_ND, rows_G))
 
 
 def _nearest(asked_Qd: NDArray[np.float32], old_Gd: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the nearest entries of each query (Q, K), without its own item: entry i is that of query i."""
+    """Return the nearest entries of each query (Q, K), without its own item: entry i belongs to query i."""
     scores_QG = asked_Qd @ old_Gd.T
     np.fill_diagonal(scores_QG, -np.inf)
     return np.argpartition(-scores_QG, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]

@@ -66,7 +66,7 @@ def drop_unstable_ridge(lines: Mapping[str, Solver], learned: int, dim: int) -> 
     High-Dimensional Ridgeless Least Squares Interpolation). Results on fewer items then do not predict those on all items.
 
     Args:
-        lines: solver of each linear map, by name.
+        lines: linear map name -> solver.
         learned: items per fold.
         dim: dimension of the mapped embeddings.
 
@@ -81,7 +81,7 @@ class Candidate:
     """Map of queries and its settings.
 
     Args:
-        line: linear map from the new space to the old one.
+        line: linear map from the new space to the old space.
         power: α of the metric; None for no metric.
         damping: ε of the metric.
         sharpness: β of the memory.
@@ -123,8 +123,8 @@ class CandidateParts:
     Args:
         pairs: training set.
         old: old model, from ``describe_old``; a placeholder if None.
-        lines: solver of each linear map, by name.
-        codec: codec of the memory's entries (see :meth:`ClassMemoryContents.build_memory`).
+        lines: linear map name -> solver.
+        codec: codec for the memory's entries (see :meth:`ClassMemoryContents.build_memory`).
     """
 
     def __init__(

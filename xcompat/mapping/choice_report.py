@@ -1,4 +1,4 @@
-"""Output of a choice of maps: a table on the terminal, sentences, and JSON."""
+"""Output for a choice of maps: a table on the terminal, sentences, and JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xcompat.score_scale import CANDIDATES
 
 
 def choice_table(choice: Choice) -> Table:
-    """Return a table of the best candidates and their gains over old queries, with the chosen one marked."""
+    """Return a table of the best candidates and their gains over old queries, with the chosen candidate marked."""
     title = "gain over old queries on the validation split in points, with 95 % intervals"
     if choice.of_agreement:
         title = (

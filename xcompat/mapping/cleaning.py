@@ -29,7 +29,7 @@ class RightPairs(NamedTuple):
 
 
 def drop_wrong_pairs(pairs: Paired, seed: int = 0) -> RightPairs:
-    """Drop pairs of embeddings of different items (:func:`~xcompat.mapping.pair_checks.find_right_pairs`)."""
+    """Drop embedding pairs of different items (:func:`~xcompat.mapping.pair_checks.find_right_pairs`)."""
     if isinstance(pairs, CaptionedEmbeddings):
         images, texts = (drop_wrong_pairs(side, seed) for side in (pairs.images, pairs.texts))
         if not (dropped := images.dropped + texts.dropped):
@@ -47,7 +47,7 @@ def drop_wrong_pairs(pairs: Paired, seed: int = 0) -> RightPairs:
 
 
 def leave_out_copies(pairs: Paired, texts: Sequence[str] | None) -> tuple[Paired, Sequence[str] | None, int]:
-    """Keep one item of each group of exact copies, so that no fold searches items that it learned from.
+    """Keep a single item of each group of exact copies, as folds must not search items they learned from.
 
     Args:
         pairs: the pairs. Images with captions are unchanged, because a caption can describe several images.

@@ -1,4 +1,4 @@
-"""``xcompat map``: from two folders of embeddings to a model, a table of trials, and the verdict."""
+"""``xcompat map``: from two embedding folders to a model, a table of trials, and the verdict."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Decision(NamedTuple):
     Args:
         candidate: the chosen candidate.
         said: sentences for the user.
-        choice: all trials on the validation split; None without one.
+        choice: all trials on the validation split; None without a split.
         is_untried: whether a part of the candidate was not validated.
     """
 
@@ -70,7 +70,7 @@ class MemorySettings(NamedTuple):
     """Memory settings beyond the choice on classes or captions.
 
     Args:
-        codec: codec of the memory's entries, as in :meth:`ClassMemoryContents.build_memory`.
+        codec: codec for the memory's entries, as in :meth:`ClassMemoryContents.build_memory`.
         items: whether queries lean towards the old embeddings of all similar given items.
     """
 
@@ -106,7 +106,7 @@ def map_embeddings(asked: MapRequest) -> bool:
         asked: inputs and settings, checked by :meth:`~xcompat.mapping.request.MapRequest.require`.
 
     Returns:
-        Whether a model was written. It must be surely at or above old queries, unless a worse one is allowed.
+        Whether a model was written. It must be surely at or above old queries, unless a worse map is allowed.
 
     Raises:
         XcompatError: the embeddings are unusable, or something at ``out`` must not be replaced.
@@ -163,7 +163,6 @@ def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:
 
 
 def _require_classes(searched: Searched, pairs: Paired) -> None:
-    """Raise if ``searched`` needs classes and there are none."""
     if searched != "unknown" and (not isinstance(pairs, PairedEmbeddings) or pairs.labels_N is None):
         raise XcompatError(f"--searched-classes {searched} needs classes; add labels.txt, or remove --searched-classes")
 
@@ -227,7 +226,7 @@ def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
 
 
 def _named_old(name: str | None, path: Path, dim: int) -> dict[str, Any]:
-    """Describe the gallery's model by its name, as in galleries that adopted an index."""
+    """Describe the gallery's model by its name, as in galleries with an adopted index."""
     if name is None and is_gallery(path):
         return describe_gallery_model(path)
     if name is None:
@@ -255,7 +254,7 @@ def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
 
 
 def require_dim(model: Embedder, dim: int, option: str) -> None:
-    """Raise if a model's dimension differs from that of the given embeddings."""
+    """Raise if a model's dimension differs from the given embeddings' dimension."""
     if model.dim != dim:
         raise XcompatError(f"{option} {model.name} has {model.dim} dimensions, but the given embeddings have {dim}")
 

@@ -1,6 +1,6 @@
 """Confidence of queries: probability to find no less than the old model's query, calibrated on held-out items.
 
-The length of the recalled embedding predicts it best. It is the product of the gate (does the query resemble an entry?) and the
+The recalled embedding's length predicts it best. It is the product of the gate (does the query resemble an entry?) and the
 agreement of these entries. Two more features add nothing on other data (`benchmarks/studies/confidence.py`): the margin between
 the two nearest entries, and the distance from mapped query to recalled embedding.
 """

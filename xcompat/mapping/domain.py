@@ -22,11 +22,11 @@ def measure_shift(pairs_Nd: Rows, gallery_Gd: Rows) -> float:
     """Return the squared distance between the means of pairs and gallery, as a share of the gallery's variance.
 
     Args:
-        pairs_Nd: old embeddings of the pairs.
-        gallery_Gd: stored embeddings of the gallery.
+        pairs_Nd: the pairs' old embeddings.
+        gallery_Gd: stored gallery embeddings.
 
     Returns:
-        About 0 for a random sample of the gallery, because the expected distance of such a sample is subtracted.
+        About 0 for a random gallery sample, because the expected distance of such a sample is subtracted.
 
     Example:
         >>> gallery = np.array([[1.0, 0.2], [1.0, -0.2], [0.2, 1.0], [-0.2, 1.0]])
@@ -43,8 +43,8 @@ def describe_shift(pairs_Nd: Rows, gallery_Gd: Rows, name: str) -> tuple[str, ..
     """Return a warning if the pairs are unlike the gallery.
 
     Args:
-        pairs_Nd: old embeddings of the pairs.
-        gallery_Gd: stored embeddings of the gallery.
+        pairs_Nd: the pairs' old embeddings.
+        gallery_Gd: stored gallery embeddings.
         name: name of the gallery for the warning.
 
     Raises:
@@ -62,7 +62,7 @@ def describe_shift(pairs_Nd: Rows, gallery_Gd: Rows, name: str) -> tuple[str, ..
 
 
 def read_gallery_vectors(path: Path) -> NDArray[np.float32]:
-    """Read up to :data:`COMPARED` stored vectors of a gallery's oldest version, or of files of embeddings.
+    """Read up to :data:`COMPARED` stored vectors of a gallery's oldest version, or of embedding files.
 
     Raises:
         XcompatError: the gallery is empty, or there are no embeddings.
@@ -83,7 +83,7 @@ def read_gallery_vectors(path: Path) -> NDArray[np.float32]:
 
 
 def sample_side(side: Side) -> NDArray[np.float32]:
-    """Return up to :data:`COMPARED` usable embeddings of one side."""
+    """Return up to :data:`COMPARED` usable embeddings of a side."""
     return copy_rows(side.embeds_ND, _spread(np.flatnonzero(side.usable_N)))
 
 

@@ -77,7 +77,7 @@ class FittedMap:
         """Embed texts as queries of the old gallery, mixed with old queries if the chosen map does so.
 
         Args:
-            queries: one text or several.
+            queries: a text or several.
 
         Returns:
             (d,) or (B, d) float32, L2-normalised.
@@ -131,7 +131,7 @@ def fit_map(
         texts: N texts for validation by sentences, which needs ``new_model``.
         old_model: folder or Hub name of the old model, to mix in its queries if no map alone is safe; or its name in galleries.
         new_model: new model, to embed texts as queries.
-        seed: random seed of the validation split.
+        seed: random seed for the validation split.
         gallery: stored embeddings or their path. A notice warns if the pairs are unlike them.
 
     Returns:
@@ -182,7 +182,7 @@ def _path_of(side: Any) -> Path | None:  # noqa: ANN401 - see fit_map
 
 
 def _read_rows(side: Any) -> NDArray[np.float32]:  # noqa: ANN401 - see fit_map
-    """Return the vectors of one side in their order; NaN for unusable rows of a file."""
+    """Return a side's vectors in their order; NaN for unusable rows of a file."""
     if isinstance(side, np.ndarray | Tensor | Sequence) and not isinstance(side, str):
         return as_float32(side)
     if (path := _path_of(side)) is not None:

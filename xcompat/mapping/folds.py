@@ -47,7 +47,7 @@ class Fold:
 
     Args:
         fit_F: rows to learn from.
-        queries: protocol -> held-out rows that search.
+        queries: protocol -> held-out query rows.
         galleries: protocol -> searched rows; a query never finds itself.
     """
 
@@ -57,12 +57,12 @@ class Fold:
 
 
 def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int = 0) -> Iterator[Fold]:
-    """Split a training set twice, so that each half of the classes is held out once.
+    """Split a training set twice, holding out each half of the classes once.
 
     Args:
         labels_N: classes of the items.
         searched: classes that users will search; ``known`` holds out items but no classes.
-        seed: seed of the split.
+        seed: random seed for the split.
 
     Yields:
         Two folds.
@@ -100,8 +100,8 @@ def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int
     """Split captioned images twice; held-out groups share no image or caption with the training groups.
 
     Args:
-        n_groups: number of groups of images and captions.
-        seed: seed of the split.
+        n_groups: number of image and caption groups.
+        seed: random seed for the split.
 
     Yields:
         Training groups, and held-out groups that search each other, twice.

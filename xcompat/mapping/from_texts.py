@@ -66,24 +66,24 @@ class TextPairs:
 def pairs_of_texts(
     old: Path, new: Path, texts: TextInput, cache_dir: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
 ) -> TextPairs:
-    """Embed texts or pictures with each side that is a model, and join both sides by their ids.
+    """Embed texts or pictures with the sides that are models, and join both sides by ids.
 
     The new model embeds queries, because the map receives queries; the old model embeds gallery items.
 
-    Stored ids are those of the texts, or the paths of the pictures. If no path is an id, file names are compared, then file names
+    Stored ids are text ids or picture paths. If no path is an id, file names are compared, then file names
     without suffix.
 
     Args:
         old: old model, or its embeddings (see :func:`~xcompat.mapping.sides.read_sides`); rows without ids are in the order of
-            the texts, or of the sorted paths of the pictures.
+            the texts, or of the sorted picture paths.
         new: new model or its embeddings; with a service, the name of its model.
         texts: texts or pictures to embed, and optionally the service.
-        cache_dir: folder of cached embeddings; another call continues there.
-        max_bad_share: largest share of unusable stored rows, and of unreadable pictures.
-        reading: names of columns, and the file with the ids of the old side.
+        cache_dir: folder with cached embeddings; another call continues there.
+        max_bad_share: largest share of unusable stored rows or unreadable pictures.
+        reading: column names, and the file with the old side's ids.
 
     Returns:
-        Pairs in the order of the texts or pictures.
+        Pairs in text or picture order.
 
     Raises:
         XcompatError: both sides are embeddings, or they share no item.
@@ -139,7 +139,7 @@ def describe_service(provider: Provider, function: str, cache: Path) -> dict[str
     Args:
         provider: the service.
         function: name of its function.
-        cache: folder of cached embeddings. If this function has completed it, the service is not called.
+        cache: folder with cached embeddings. If this function has completed it, the service is not called.
 
     Raises:
         XcompatError: another model started the cache.
@@ -217,7 +217,7 @@ def _notes(source: Source, ids: list[str], kept_N: NDArray[np.int64], texts: Pat
 
 
 def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.int64], cache_dir: Path) -> Rows:
-    """Return stored embeddings of texts, or compute and cache them under the digests of model and texts."""
+    """Return stored embeddings of texts, or compute and cache them by the digests of model and texts."""
     if isinstance(source, Side):
         return select_rows(source.embeds_ND, places_N)
     digest = _digest(items)
@@ -254,7 +254,7 @@ def _with_ids_of(source: Source, ids: Sequence[str]) -> Source:
 
 
 def _digest(items: datasets.Dataset) -> str:
-    """Hash the texts, so that a touched or moved file is not re-embedded."""
+    """Hash the texts, so a touched or moved file is not re-embedded."""
     digest = hashlib.sha256()
     for start in range(0, len(items), DIGESTED):
         for text in items[start : start + DIGESTED][TEXT]:

@@ -1,4 +1,4 @@
-"""Validation splits of a training set, and results of candidates on them compared with the old model."""
+"""Validation splits of a training set, and candidates' results on them compared with the old model."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.f
 
 
 class FoldResult(NamedTuple):
-    """Results of one fold's queries with one protocol.
+    """Results of a fold's queries with a protocol.
 
     Args:
         fold: fold number.
         protocol: protocol name.
         found: metric -> value of each query.
-        quality_Q: one number per query: average precision, or for captions the reciprocal rank.
+        quality_Q: a number per query: average precision, or for captions the reciprocal rank.
         about_Q: item of each query.
-        clusters_Q: bootstrap cluster of each query: its class or its group of captions.
+        clusters_Q: each query's bootstrap cluster: its class or caption group.
         n_gallery: number of searched items.
     """
 
@@ -114,11 +114,11 @@ class Trial:
 
 
 class ValidationSplit(ABC):
-    """Folds of a training set, the parts of candidates learned from each, and the results of old queries.
+    """Folds of a training set, the candidate parts learned from each, and the results of old queries.
 
     Args:
-        lines: solver of each linear map, by name.
-        seed: seed of folds and intervals.
+        lines: linear map name -> solver.
+        seed: random seed for folds and intervals.
     """
 
     sharpnesses: Sequence[float]
@@ -149,7 +149,7 @@ class ValidationSplit(ABC):
         return {name: {metric: float(v.mean()) for metric, v in metrics.items()} for name, metrics in self.floor.items()}
 
     def cases(self, candidate: Candidate) -> tuple[Case, ...]:
-        """Return results of old queries and of a candidate by protocol, as cases of ``report.json``."""
+        """Return results for old queries and a candidate by protocol, as cases of ``report.json``."""
         sizes = {each.protocol: each.n_gallery for each in self.old}
         cases = []
         for query, found in (("old", self.floor), ("new", _merge_folds(self.measure(self.queries_of(candidate))))):
@@ -168,7 +168,7 @@ class ValidationSplit(ABC):
 
     @abstractmethod
     def training_pairs(self) -> Iterable[Paired]:
-        """Return the pairs that each fold learns from."""
+        """Return each fold's training pairs."""
 
     @abstractmethod
     def measure(self, queries: Queries) -> list[FoldResult]:
@@ -193,7 +193,7 @@ class ValidationSplit(ABC):
 
     @abstractmethod
     def with_old_queries(self) -> ValidationSplit:
-        """Return the same folds with the old model in place of the new one."""
+        """Return the same folds with the old model in place of the new model."""
 
     def backfill_losses(self, candidate: Candidate) -> tuple[BackfillLoss, ...]:
         """Return the metrics that fall after the new model has re-embedded the gallery."""
@@ -476,7 +476,6 @@ def _stored_embeddings(_: int, __: str, rows_Q: NDArray[np.int64], side: PairedE
 
 
 def _merge_folds(parts: Sequence[FoldResult]) -> Values:
-    """Concatenate the folds of each protocol."""
     return {
         protocol: {
             metric: np.concatenate([each.found[metric] for each in parts if each.protocol == protocol]).astype(np.float64)

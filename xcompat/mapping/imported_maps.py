@@ -28,10 +28,10 @@ _COMPARED = 4096  # rows that choose an interpretation of a file
 
 @dataclass(frozen=True)
 class ImportedMap:
-    """Existing map, tried like a solved one.
+    """Existing map, tried like a solved map.
 
     Args:
-        model: the map, with its own memory if it has one.
+        model: the map, with its own memory if any.
         source: its ``name``, ``revision`` and ``fingerprint`` (SHA-256 for a file).
         notes: sentences about it for the user.
     """
@@ -41,7 +41,7 @@ class ImportedMap:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return its name, and its commit if it has one."""
+        """Return its name, and its commit if any."""
         revision = self.source["revision"]
         return f"{self.source['name']} at {revision[:12]}" if revision else str(self.source["name"])
 
@@ -95,7 +95,7 @@ def _adapter(path: Path, pairs: Paired, old: Described, activation: Activation |
 
 
 def _best_reading(path: Path, readings: list[Adapter], pairs: Paired) -> tuple[Adapter, str]:
-    """Return the interpretation that maps new embeddings nearest to old ones, and a note about it."""
+    """Return the interpretation that maps new embeddings nearest to old embeddings, and a note about it."""
     if len(readings) == 1:
         return readings[0], f"{path.name} is read as {readings[0].how}, by its array shapes."
     new_BD, old_Bd = (each[:_COMPARED] for each in next(iter(pairs.batches())))

@@ -25,8 +25,8 @@ class Reading(NamedTuple):
     """How stored embeddings are read.
 
     Args:
-        ids: file with the id of each row, one per line; None for the ids in the file.
-        columns: names of the columns.
+        ids: file with a row id per line; None to use the ids in the file.
+        columns: column names.
     """
 
     ids: Path | None = None
@@ -53,11 +53,11 @@ def is_index(path: Path) -> bool:
 
 
 def read_index(path: Path, ids: Path | None) -> Vectors:
-    """Reconstruct the vectors of a faiss index.
+    """Reconstruct a faiss index's vectors.
 
     Args:
         path: any index from which faiss can reconstruct vectors.
-        ids: file with one id per line, in index order; None for the index's own ids, if it has any.
+        ids: file with an id per line, in index order; None to use the index's own ids, if any.
 
     Raises:
         XcompatError: faiss cannot read the index or reconstruct its vectors, or the ids do not match.
@@ -79,7 +79,7 @@ def read_index(path: Path, ids: Path | None) -> Vectors:
 
 
 def read_vectors_of_index(index: Any) -> NDArray[np.float32]:  # noqa: ANN401 - faiss has no types
-    """Reconstruct the vectors of a faiss index in memory, in the order of its ids or rows.
+    """Reconstruct a faiss index's vectors in memory, in the order of its ids or rows.
 
     Raises:
         XcompatError: the index is empty.

@@ -28,7 +28,7 @@ _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
 def find_maps(old: str | None, new: str | None) -> SearchResult:
-    """List Hub checkpoints that search one model's galleries with another model's queries.
+    """List Hub checkpoints that search a model's galleries with another model's queries.
 
     Args:
         old: the gallery's model: name, folder, or beginning of its fingerprint; None for any.
@@ -38,7 +38,7 @@ def find_maps(old: str | None, new: str | None) -> SearchResult:
         The checkpoints, unless their cards name other models.
 
     Raises:
-        XcompatError: neither model is given, one is not a model, or the Hub is unreachable.
+        XcompatError: neither model is given, a name is not a model, or the Hub is unreachable.
     """
     if old is None and new is None:
         raise XcompatError("name the old model with --old, the new one with --new, or both")
@@ -65,7 +65,7 @@ def _is_digest(name: str) -> bool:
 
 
 def _digest_of(name: str) -> str:
-    """Return a model's fingerprint, or the given beginning of one."""
+    """Return a model's fingerprint, or the given beginning."""
     if _is_digest(name):
         return name
     from xcompat.models.embedder import load_embedder
@@ -78,7 +78,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def print_checkpoints(maps: SearchResult, old: str | None, new: str | None, json_only: bool) -> bool:
-    """Print the checkpoints, or one line on the next step if there are none.
+    """Print the checkpoints, or a line on the next step if there are none.
 
     Args:
         maps: result of :func:`find_maps`.

@@ -28,7 +28,7 @@ _BLOCK = 20_000
 
 
 class _Turn(NamedTuple):
-    """Centred rotation from the new space to the old one, with the means of both."""
+    """Centred rotation from the new space to the old space, with the means of both."""
 
     new_D: NDArray[np.float64]
     old_d: NDArray[np.float64]
@@ -41,14 +41,14 @@ class _Turn(NamedTuple):
         return cls(new_D, old_d, left_DK @ right_Kd)
 
     def compare(self, new_ND: NDArray[np.float32], old_Nd: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return the cosine of each mapped new embedding with the old embedding of its row."""
+        """Return each mapped new embedding's cosine with the old embedding in its row."""
         mapped_Nd, stored_Nd = (new_ND - self.new_D) @ self.turn_Dd, old_Nd - self.old_d
         lengths_N = np.linalg.norm(mapped_Nd, axis=1) * np.linalg.norm(stored_Nd, axis=1)
         return (mapped_Nd * stored_Nd).sum(1) / np.maximum(lengths_N, 1e-12)
 
 
 class _Narrow(NamedTuple):
-    """Embeddings of one side, with a random projection if they have many dimensions."""
+    """A side's embeddings, with a random projection if they have many dimensions."""
 
     rows_ND: Rows
     along_DK: NDArray[np.float32] | None
@@ -64,16 +64,16 @@ class _Narrow(NamedTuple):
 
 
 def find_right_pairs(new_ND: Rows, old_Nd: Rows, seed: int = 0) -> NDArray[np.bool_] | None:
-    """Find pairs whose old embedding fits the mapped new one better than another item's does.
+    """Find pairs whose old embedding fits the mapped new embedding better than another item's.
 
     A trimmed orthogonal Procrustes fit (Rousseeuw 1984, least trimmed squares) gives each pair's cosine by a map fitted without
     it. Cosines of shuffled rows are the null distribution; its median gives the share of wrong pairs (Storey 2002). Pairs are
     dropped below the threshold of least expected error (Efron 2004, local false discovery rates), if wrong pairs stand apart.
 
     Args:
-        new_ND: embeddings of the new model.
-        old_Nd: embeddings of the old model, row by row.
-        seed: seed of folds and shuffles.
+        new_ND: the new model's embeddings.
+        old_Nd: the old model's embeddings, row by row.
+        seed: random seed for folds and shuffles.
 
     Returns:
         Bool (N,), False for wrong pairs; None if there are none, or they cannot be detected.
@@ -111,7 +111,7 @@ def _cross_fitted(
     kept_S: NDArray[np.bool_],
     draw: np.random.Generator,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each pair's cosine by a map of other folds, and that with another item's old embedding."""
+    """Return each pair's cosine by a map from other folds, and the cosine with another item's old embedding."""
     cosines_S, null_S = np.empty(len(new_SD)), np.empty(len(new_SD))
     for fold in range(_FOLDS):
         others_S, rows = kept_S & (folds_S != fold), np.flatnonzero(folds_S == fold)
@@ -136,7 +136,7 @@ def _threshold(cosines_S: NDArray[np.float64], null_S: NDArray[np.float64], is_l
 
 
 def first_of_copies(new_ND: Rows, old_Nd: Rows, seed: int = 0) -> NDArray[np.int64] | None:
-    """Return the first row of each group of pairs that are equal on both sides; None without copies.
+    """Return the first row of each group of pairs with equal sides; None without copies.
 
     Rows with equal hashes are compared number by number. A hash is the sum modulo 2^64 of random numbers times the bits of about
     64 columns per side.

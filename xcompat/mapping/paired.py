@@ -33,8 +33,8 @@ class PairedEmbeddings:
     """Embeddings of the same items by both models.
 
     Args:
-        new_ND: float embeddings of the new model, L2-normalised.
-        old_Nd: float embeddings of the old model, row by row.
+        new_ND: the new model's float embeddings, L2-normalised.
+        old_Nd: the old model's float embeddings, row by row.
         labels_N: int64 classes, or None.
         notes: sentences for the user about the join.
     """
@@ -53,7 +53,7 @@ class PairedEmbeddings:
         return self.new_ND.shape[1], self.old_Nd.shape[1]
 
     def together(self) -> PairedEmbeddings:
-        """Return all items as one set."""
+        """Return all items as a single set."""
         return self
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,7 +85,7 @@ class PairedEmbeddings:
         return replace(self, new_ND=pick(self.new_ND, rows_R), old_Nd=pick(self.old_Nd, rows_R), labels_N=labels_R, notes=())
 
     def of_old(self) -> Self:
-        """Return the same items with the old model in place of the new one."""
+        """Return the same items with the old model in place of the new model."""
         return replace(self, new_ND=self.old_Nd)
 
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
@@ -152,11 +152,10 @@ class CaptionedEmbeddings:
         return cls(images, texts, notes, are_questions)._select_groups(both_K, PairedEmbeddings.narrowed)
 
     def of_old(self) -> CaptionedEmbeddings:
-        """Return the same items with the old model in place of the new one."""
+        """Return the same items with the old model in place of the new model."""
         return replace(self, images=self.images.of_old(), texts=self.texts.of_old())
 
     def __len__(self) -> int:
-        """Return the number of images and captions."""
         return len(self.images) + len(self.texts)
 
     @property
@@ -165,7 +164,7 @@ class CaptionedEmbeddings:
         return self.images.dims
 
     def together(self) -> PairedEmbeddings:
-        """Return all items as one set: images, then captions."""
+        """Return all items as a single set: images, then captions."""
         sides = self.images, self.texts
         new_ND, old_Nd = (np.concatenate([getattr(side, name)[:] for side in sides]) for name in ("new_ND", "old_Nd"))
         return PairedEmbeddings(new_ND, old_Nd, np.concatenate(self.groups))
@@ -181,7 +180,7 @@ class CaptionedEmbeddings:
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Group of each image and of each caption."""
+        """Group of each image and caption."""
         assert self.images.labels_N is not None and self.texts.labels_N is not None
         return self.images.labels_N, self.texts.labels_N
 
@@ -230,10 +229,10 @@ def load_paired(
 ) -> PairedEmbeddings | CaptionedEmbeddings:
     """Read both models' embeddings, and bring them into the same order.
 
-    A side is one of:
+    A side is any of:
 
-    - a folder with ``image_embeds.npy`` and ``image_ids.txt`` (one id per line), or the same with ``text_``, and optionally
-      ``labels.txt`` (one class per line);
+    - a folder with ``image_embeds.npy`` and ``image_ids.txt`` (an id per line), or the same with ``text_``, and optionally
+      ``labels.txt`` (a class per line);
     - a folder with both, in which texts have the ids of their images;
     - texts with ``query_embeds.npy`` and ``query_ids.txt``, in which queries have the ids of their answers;
     - a faiss index, a gallery, or a file of :func:`~xcompat.vectors.read_vectors`; without ids, with equal rows.
@@ -242,10 +241,10 @@ def load_paired(
         old: old side.
         new: new side. Either side can have the classes.
         max_bad_share: largest share of unusable rows per side.
-        reading: names of the columns of both sides, and the file with the ids of the old side.
+        reading: column names to use on both sides, and the file with the old side's ids.
 
     Returns:
-        Common items in the order of the old side: images with captions, or passages with questions, if both sides have both.
+        Common items in the old side's order: images with captions, or passages with questions, if both sides have both.
 
     Raises:
         XcompatError: a file is missing or unusable, the sides share no item, or their classes differ.
@@ -295,7 +294,7 @@ def _common_kinds(old: Path, new: Path, old_sides: dict[str, Side], new_sides: d
 
 
 def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
-    """Return one kind of items in the same order on both sides, with their ids."""
+    """Return the items of a kind in the same order on both sides, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
     usable_N = old.usable_N[old_rows_N] & new.usable_N[new_rows_N]
     if not usable_N.any():
@@ -316,7 +315,7 @@ def _of_one_kind(sides: dict[str, Side], others: dict[str, Side]) -> dict[str, S
 
 
 def _same_items(old: Side, new: Side) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[str, ...]]:
-    """Return the rows of common items in each side, in the order of the old side, and notes."""
+    """Return the rows of common items in each side, in the old side's order, and notes."""
     if old.ids is None or new.ids is None:
         if len(old.embeds_ND) != len(new.embeds_ND):
             raise XcompatError(

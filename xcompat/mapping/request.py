@@ -89,7 +89,7 @@ class MapRequest:
         old_model: the gallery's model, or its name there; None for the name of ``old``.
         new_model: model of the queries; None if queries are embeddings.
         searched: classes that users will search.
-        seed: seed of the folds.
+        seed: random seed for the folds.
         overwrite: whether to replace anything at ``out``.
         memory_codec: codec of a memory, as in :meth:`ClassMemoryContents.build_memory`.
         remember_items: whether to remember all given items.
@@ -98,7 +98,7 @@ class MapRequest:
         max_bad_share: largest share of unusable rows per side.
         allow_worse: whether to write a map that is not surely at or above old queries.
         gallery: gallery or vectors to compare with the pairs, or None.
-        reading: file with the ids of ``old``, and names of columns.
+        reading: file with the ids of ``old``, and column names.
     """
 
     old: Path
@@ -221,7 +221,6 @@ def _files(path: Path) -> Iterable[Path]:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Return a digest of the contents of files, or an empty string without files."""
     records = [file_record(file).xxh3 for file in files]
     return hashlib.sha256(" ".join(records).encode()).hexdigest() if records else ""
 

@@ -47,7 +47,7 @@ def scale_scores(model: CompatModel, pairs: Paired, solve: Callable[[Paired], Co
 def _held_out(
     model: CompatModel, pairs: Paired, solve: Callable[[Paired], CompatModel] | None, draw: np.random.Generator
 ) -> Iterator[tuple[CompatModel, Paired]]:
-    """Yield models with pairs that they were not fitted on, or the model with all pairs if overfitting is negligible."""
+    """Yield models with held-out pairs, or the model with all pairs if overfitting is negligible."""
     if solve is None or not FEWEST <= (count := _count(pairs)) < NO_OVERFIT * max(pairs.dims):
         yield model, pairs
         return

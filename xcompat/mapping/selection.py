@@ -28,7 +28,7 @@ NEARLY_ALL, MUCH_MORE = 0.9, 1.5
 
 @dataclass(frozen=True)
 class Choice:
-    """All trials, and the chosen one.
+    """All trials, and the chosen trial.
 
     Args:
         trials: all trials, in order.
@@ -47,7 +47,7 @@ class Choice:
         of_few_pairs: whether there are fewer pairs than twice the larger dimension.
         sentences: map -> mean reciprocal rank of held-out texts by their sentences; empty without texts.
         remembers: whether the chosen map has a memory.
-        left_out: sentences about candidates that were not tried.
+        left_out: sentences about untried candidates.
         backfill_losses: metrics that fall after a backfill with the new model.
         copies: number of exact copies, which are not held out.
         cases: results of old queries and the chosen map, by population.
@@ -116,7 +116,7 @@ class Choice:
         return best + careful * (self.than is None)
 
     def shown(self) -> list[Trial]:
-        """Return the best trial of each kind of candidate, and the chosen trial."""
+        """Return the best trial per kind of candidate, and the chosen trial."""
         kinds = dict.fromkeys(trial.candidate.kind for trial in self.trials)
         best = [select_best((trial for trial in self.trials if trial.candidate.kind == kind), self.than) for kind in kinds]
         return [trial for trial in self.trials if trial is self.chosen or any(trial is each for each in best)]
@@ -126,7 +126,7 @@ def select_best(trials: Iterable[Trial], than: Trial | None = None) -> Trial:
     """Return the trial with the largest worst gain over protocols and metrics (to 0.1 points), then the largest mean.
 
     Args:
-        trials: one or more.
+        trials: at least 1.
         than: baseline trial; None for gains over old queries.
     """
 
@@ -146,7 +146,7 @@ def select_conservative(trials: Collection[Trial]) -> Trial:
     nothing (one-standard-error rule, Breiman et al. 1984, Classification and Regression Trees §3.4.3).
 
     Args:
-        trials: one or more.
+        trials: at least 1.
     """
     if sure := [trial for trial in trials if trial.is_surely_better]:
         return select_best(sure)
@@ -157,16 +157,16 @@ def select_conservative(trials: Collection[Trial]) -> Trial:
 
 
 def merge_choices(choices: Sequence[Choice]) -> Choice:
-    """Merge the choices for several inputs of the map, e.g. layers of the new model, on the same items.
+    """Merge the choices for several map inputs, e.g. layers of the new model, on the same items.
 
     Layers trained on held-out items look too good, earlier layers less so. Among inputs with a worst gain within a standard error
     of the best, the earliest layer wins.
 
     Args:
-        choices: one or more, the new model's last layer first.
+        choices: at least 1, the new model's last layer first.
 
     Returns:
-        The choice of the winning input, with the trials of all.
+        The winning input's choice, with the trials of all.
     """
     best = select_best(choice.chosen for choice in choices)
     taken = [choice for choice in choices if choice.chosen.worst >= best.worst - best.error][-1]
@@ -268,13 +268,13 @@ def choose(
     Args:
         pairs: training set with classes or captions; turned for maps of galleries, which have no metric.
         searched: classes that users will search.
-        seed: seed of folds and intervals.
-        lines: solver of each linear map, by name.
+        seed: random seed for folds and intervals.
+        lines: linear map name -> solver.
         beside_line: whether the first linear map is the baseline instead of old queries, for a model trained on held-out items.
         with_old_model: whether the old model can embed queries.
 
     Returns:
-        All trials, and the best one.
+        All trials, and the best trial.
 
     Raises:
         NoValidationDataError: no classes or captions, or too few items for a validation split.

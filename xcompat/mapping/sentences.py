@@ -26,7 +26,7 @@ _BETWEEN = re.compile(r"(?<=[.!?;])\s+")
 
 
 class Texts(NamedTuple):
-    """Texts of pairs, and the model of the queries.
+    """Pairs' texts, and the query model.
 
     Args:
         texts: N strings.
@@ -64,7 +64,7 @@ class Sentences:
                 self.asking.append((rows_Q, PairedEmbeddings(new_QD, new_QD)))
 
     def __len__(self) -> int:
-        """Return the number of sentences; 0 if a fold has too few texts of several sentences."""
+        """Return the number of sentences; 0 if a fold has too few texts with several sentences."""
         return sum(len(rows_Q) for rows_Q, _ in self.asking) if len(self.asking) == len(self.folds) else 0
 
     def reciprocal_ranks(self, candidate: Candidate) -> NDArray[np.float64]:
@@ -77,7 +77,7 @@ class Sentences:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text that has several, without very short ones.
+    """Return the sentences of a text with several, without very short sentences.
 
     Example:
         >>> split_sentences("Mice sleep in winter. Do they? Nobody has seen them awake.")

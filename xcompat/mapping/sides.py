@@ -1,4 +1,4 @@
-"""One model's stored embeddings by kind of items, with ids and classes, scaled to length 1."""
+"""A model's stored embeddings by kind of items, with ids and classes, scaled to length 1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LABELS = "labels.txt"
 
 @dataclass(frozen=True)
 class Side:
-    """One model's embeddings of one kind of items; without ``ids``, both models' rows are in the same order.
+    """A model's embeddings of a single kind of items; without ``ids``, both models' rows are in the same order.
 
     Args:
         path: file or folder.
@@ -65,15 +65,15 @@ def holds_embeddings(path: Path) -> bool:
 
 
 def read_sides(path: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None) -> dict[str, Side]:
-    """Read one model's embeddings.
+    """Read a model's embeddings.
 
     Args:
         path: a side of :func:`~xcompat.mapping.paired.load_paired`.
-        max_bad_share: share of rows that may lack a usable embedding.
-        reading: names of columns, and a file with ids.
+        max_bad_share: tolerated share of rows without a usable embedding.
+        reading: column names, and a file with ids.
 
     Returns:
-        The embeddings by kind of items: images, texts and queries; :data:`BARE` rows; or the :data:`ITEM` of tables.
+        The embeddings by item kind: images, texts and queries; :data:`BARE` rows; or the :data:`ITEM` of tables.
 
     Raises:
         XcompatError: a file is missing or unusable, or too many rows lack a usable embedding.
@@ -137,7 +137,7 @@ def require_side(path: Path) -> list[str]:
 
 
 def side_files(path: Path) -> list[Path]:
-    """Return the files that :func:`read_sides` reads; raise as :func:`require_side` does."""
+    """Return the files read by :func:`read_sides`; raise as :func:`require_side` does."""
     kinds = require_side(path)
     if is_gallery(path):
         return [file for file in path.iterdir() if file.is_file()]  # manifests name the segments and their checksums
@@ -163,12 +163,12 @@ def read_labels(file: Path) -> list[str]:
 
 
 def _files_of(folder: Path, kind: str) -> tuple[Path, str]:
-    """Return the path of one kind's embeddings, existing or expected, and the name of its ids file."""
+    """Return the path of a kind's embeddings, existing or expected, and the name of its ids file."""
     return stored_at(folder / f"{kind}_embeds") or folder / f"{kind}_embeds.npy", f"{kind}_ids.txt"
 
 
 def _read_side(path: Path, kind: str, searches: bool, max_bad_share: float) -> Side:
-    """Read one kind of items. Items that search others have the ids of their targets, and no classes."""
+    """Read a single kind of items. Query items have their targets' ids, and no classes."""
     place, listed = _files_of(path, kind)
     vectors = read_vectors(place)
     require_floats(vectors.rows_ND, place)

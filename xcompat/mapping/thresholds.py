@@ -1,4 +1,4 @@
-"""Thresholds of a model: old cosines, and the equivalent scores of its queries."""
+"""Thresholds of a model: old cosines, and its queries' equivalent scores."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fit_thresholds(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Thresh
     """Carry old thresholds over to a model's queries, on items embedded by both models.
 
     Args:
-        samples: queries and searched items, each with a model that maps queries to the old space or old embeddings to its own.
+        samples: queries and searched items, each with a model to map queries to the old space, or old embeddings to its own.
 
     Returns:
         The thresholds; None if scores are not cosines, or there are too few pairs. They keep the share of true matches if classes

@@ -1,1 +1,1 @@
-"""Complete runs with one command, on rendered characters or on scientific claims."""
+"""Complete runs with a single command, on rendered characters or on scientific claims."""

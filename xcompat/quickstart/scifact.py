@@ -32,7 +32,7 @@ def load_scifact(folder: Path | None) -> JudgedTestSet:
     """Load the test claims, the abstracts and the judgements.
 
     Args:
-        folder: a folder in BEIR's layout. None for the cached copy from the Hub.
+        folder: a folder in BEIR's layout. None to use the cached copy from the Hub.
 
     Returns:
         The judged claims, all abstracts, and the judgements.
@@ -49,7 +49,6 @@ def load_scifact(folder: Path | None) -> JudgedTestSet:
 
 
 def _is_test(metadata: str | None) -> bool:
-    """Return whether a query is in the test split."""
     return json.loads(metadata or "{}").get("split", "test") == "test"
 
 

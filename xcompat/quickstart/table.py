@@ -23,12 +23,12 @@ COLUMNS = ("queries", "nDCG@10", "over old queries", "find less", "negative flip
 
 @dataclass(frozen=True)
 class SearchedQueries:
-    """Results of one kind of query.
+    """Results of a query kind.
 
     Args:
         name: the first column of the table.
-        ndcg_Q: nDCG@10 of each query.
-        first_ranks_Q: rank of the first relevant item, from 0.
+        ndcg_Q: each query's nDCG@10.
+        first_ranks_Q: first relevant item's rank, from 0.
     """
 
     name: str

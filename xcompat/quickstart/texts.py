@@ -49,7 +49,7 @@ class TextRun:
         test: claims, abstracts and judgements.
         old_model: folder or name of the old model.
         new_model: folder or name of the new model.
-        output: folder of the run.
+        output: run folder.
     """
 
     test: JudgedTestSet
@@ -65,7 +65,7 @@ class TextRun:
 def run_text_quickstart(
     output: Path, data: Path | None = None, old_model: str | None = None, new_model: str | None = None
 ) -> Path:
-    """Search an index of WordLlama with all-MiniLM-L6-v2, and print the results of each kind of query.
+    """Search a WordLlama index with all-MiniLM-L6-v2, and print the results for each kind of query.
 
     Args:
         output: folder for models, caches, the map and the tables.
@@ -74,7 +74,7 @@ def run_text_quickstart(
         new_model: another new model.
 
     Returns:
-        The folder of the report.
+        The report folder.
 
     Raises:
         XcompatError: data or models cannot be fetched or read.

@@ -51,7 +51,7 @@ class Hit(NamedTuple):
 
 
 class ExampleRow(NamedTuple):
-    """Results of one kind of query, best first.
+    """Results of a query kind, best first.
 
     Args:
         label: e.g. ``old query`` or ``new query``.
@@ -92,7 +92,7 @@ class LossPoint(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Training cost of one stage.
+    """A stage's training cost.
 
     Args:
         trained_parameters: trained parameters.
@@ -103,7 +103,7 @@ class Cost(NamedTuple):
         device: e.g. ``NVIDIA H100`` or ``cpu``.
         devices: number of devices.
         device_hours: training hours times devices.
-        memory_is_own: whether ``peak_memory`` covers this stage only, not earlier stages of the process; None in reports of
+        memory_is_own: whether ``peak_memory`` covers this stage only, not earlier stages in the process; None in reports of
             earlier versions.
     """
 
@@ -136,7 +136,7 @@ class ReportContent:
         run: versions, machine, command: any JSON.
         examples: example searches in the old gallery.
         tsne_pairs: image-text pairs, or images, per model in the t-SNE maps; 0 for no maps.
-        seed: random seed of the choice of pairs and of t-SNE.
+        seed: random seed for the sampled pairs and t-SNE.
         training: stage -> training losses.
         costs: stage -> training cost.
         verdict: whether the validation split showed a selected map to be at or above old queries; None if no map was selected.
@@ -175,7 +175,7 @@ class Series(NamedTuple):
 
     Args:
         label: e.g. ``old images``.
-        points_N2: float32 ``(N, 2)``; row i of all series of a panel belongs to the same pair or image.
+        points_N2: float32 ``(N, 2)``; row i of all series in a panel belongs to the same pair or image.
     """
 
     label: str
@@ -183,7 +183,7 @@ class Series(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """t-SNE map of one embedding space.
+    """t-SNE map of an embedding space.
 
     Args:
         title: the space.
@@ -210,7 +210,7 @@ class Report:
         panels: t-SNE maps.
         examples: example searches.
         average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for excluded queries; for labelled images.
-        clusters: direction -> int32 ``(Q,)``, equal for queries about one item; no entry if queries are independent.
+        clusters: direction -> int32 ``(Q,)``, equal for queries about the same item; no entry if queries are independent.
         confidence: direction -> float32 ``(Q,)`` confidence of new queries, NaN for excluded queries.
         training: stage -> training losses; empty for solved stages and reports of earlier versions.
         costs: stage -> training cost; empty for reports of earlier versions.

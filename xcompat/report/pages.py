@@ -1,4 +1,4 @@
-"""Reports as one self-contained HTML file, and as Markdown for a model card."""
+"""Reports as a self-contained HTML file, and as Markdown for a model card."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def plan_ways(report: Report, traffic: Traffic, metric: str | None = None) -> Pl
     Args:
         report: report with their quality.
         traffic: index and traffic.
-        metric: e.g. ``map``; None for the report's first metric.
+        metric: e.g. ``map``; None to use the report's first metric.
 
     Raises:
         XcompatError: the report does not measure old and new queries on the old gallery by this metric.
@@ -145,7 +145,7 @@ def plan_ways(report: Report, traffic: Traffic, metric: str | None = None) -> Pl
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Return sentences on the share of a backfill's gain that each way brings, and on the cost of re-ranking."""
+    """Return sentences on each way's share of a backfill's gain, and on the cost of re-ranking."""
     ways = {way.name.partition(" ")[0]: way for way in plan.ways}
     stay, backfill = ways["stay"], ways["backfill"]
     said = [f"Quality is {metric_name(plan.metric)}, {search_name(plan.direction)}, from the report."]

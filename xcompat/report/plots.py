@@ -1,4 +1,4 @@
-"""Plots of a report, one per direction or space, so that they stack on a small screen."""
+"""Plots of a report, each for a direction or space, to stack on a small screen."""
 
 from __future__ import annotations
 
@@ -116,7 +116,6 @@ def _draw_cases(direction: str, metrics: list[str], cases: list[Case], colours: 
 
 
 def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], colours: dict[str, str]) -> Figure:
-    """Draw the share of queries with a match among the first k."""
     from matplotlib.ticker import StrMethodFormatter
 
     figure, axes = new_figure(4.0)
@@ -176,7 +175,7 @@ def _draw_losses(stage: str, points: list[LossPoint]) -> Figure:
 
 
 def _draw_map(panel: Panel) -> Figure:
-    """Draw a t-SNE map; lines join pairs of image and text, or two models' embeddings of one image."""
+    """Draw a t-SNE map; lines join pairs of image and text, or two models' embeddings of an image."""
     figure, axes = new_figure(4.8)
     with_texts = any(label.startswith("texts") for label, _ in panel.series)
     colours = _CLOUD_COLOURS if with_texts else _CLOUD_COLOURS[::2]  # one colour per model, or per model and kind

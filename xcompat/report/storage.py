@@ -53,7 +53,7 @@ class _Run(BaseModel):
 
 
 class _Document(BaseModel):
-    """Schema of ``report.json``, which catches mistakes of manual edits."""
+    """Schema of ``report.json``, which catches mistakes in manual edits."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -157,7 +157,7 @@ def recorded_backfill_losses(model: str) -> list[BackfillLoss]:
     """Return the losses of a complete backfill from the report next to a model.
 
     Args:
-        model: name or folder of a model, or folder of its run.
+        model: model name, model folder or run folder.
 
     Returns:
         The losses; empty without a report, e.g. for a model of the Hub.
@@ -181,7 +181,7 @@ def report_file(path: str | Path) -> Path:
     """Return the path of ``report.json``, whether it exists or not.
 
     Args:
-        path: the file, its folder ``report``, or the parent of that folder.
+        path: the file, its folder ``report``, or its parent.
     """
     path = Path(path)
     if not path.is_dir():
@@ -191,7 +191,7 @@ def report_file(path: str | Path) -> Path:
 
 
 def is_report_of_map(document: object) -> bool:
-    """Return whether ``report.json`` is the report of a map (which has no schema), not of an evaluation."""
+    """Return whether ``report.json`` is a map's report (which has no schema), not an evaluation's."""
     return isinstance(document, dict) and "searched_classes" in document and "schema" not in document
 
 
@@ -327,7 +327,7 @@ def _example(described: _ExampleLayout, tensors: dict[str, np.ndarray]) -> Examp
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """Return a thumbnail of a picture as the bytes of a PNG file."""
+    """Return a picture's thumbnail as PNG bytes."""
     small = image.convert("RGB")
     small.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
     buffer = io.BytesIO()

@@ -74,7 +74,7 @@ def _table(direction: str, metrics: list[str], cases: list[Case], names: Mapping
 
 
 def print_examples(examples: Sequence[Example], console: Console, is_judged: bool) -> None:
-    """Print the hits of each kind of query side by side.
+    """Print the hits for each kind of query side by side.
 
     Args:
         examples: example searches.

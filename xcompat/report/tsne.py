@@ -15,7 +15,7 @@ _ITERATIONS = 500  # enough for clouds of a thousand points
 
 
 def project(content: ReportContent) -> list[Panel]:
-    """Project a sample of pairs to the plane, one panel per space (XBT, Figure 5; t-SNE of van der Maaten and Hinton 2008).
+    """Project a sample of pairs to the plane, a panel per space (XBT, Figure 5; t-SNE of van der Maaten and Hinton 2008).
 
     Old and new embeddings share the old space, so they share a panel. The independent model has its own panel, as distances
     between spaces mean nothing. With fewer than five pairs there are no panels.

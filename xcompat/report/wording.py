@@ -108,7 +108,7 @@ class Verdict(NamedTuple):
     Args:
         question: in plain words.
         answer: ``yes``, ``no`` or ``not measured``; ``better``, ``worse`` or ``cannot tell``.
-        detail: reason, in one or two sentences.
+        detail: reason, in a sentence or two.
     """
 
     question: str
@@ -117,7 +117,7 @@ class Verdict(NamedTuple):
 
 
 def percent(value: float) -> str:
-    """Return a fraction as a percentage with one decimal.
+    """Return a fraction as a percentage with a decimal digit.
 
     Example:
         >>> percent(0.1234)
@@ -127,7 +127,7 @@ def percent(value: float) -> str:
 
 
 def search_name(direction: str, population: str = ALL) -> str:
-    """Return the direction of a search in words, with its query population unless that is all queries.
+    """Return the direction of a search in words, with its query population unless it is all queries.
 
     Example:
         >>> search_name("image-to-image"), search_name("image-to-image", "new")
@@ -138,7 +138,7 @@ def search_name(direction: str, population: str = ALL) -> str:
 
 
 def interval(ci95: tuple[float, float]) -> str:
-    """Return an interval (low, high) of fractions in percent, or of differences in percentage points.
+    """Return an interval (low, high) of fractions in percent, or differences in percentage points.
 
     Example:
         >>> interval((0.1, 0.25))
@@ -192,7 +192,7 @@ def metric_meanings(metrics: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def case_meaning(label: str) -> str:
-    """Return a one-line description of a case ``query/gallery``.
+    """Return a short description of a case ``query/gallery``.
 
     Example:
         >>> case_meaning("ridge/old")
@@ -222,7 +222,7 @@ def verdicts(report: Report) -> list[Verdict]:
 
 
 def _describe_missing(report: Report) -> str:
-    """Name the embeddings that the third verdict lacks."""
+    """Name the missing embeddings for the third verdict."""
     there, options = {case.label for case in report.cases}, report.method == "embeddings"  # a recipe has none
     needed = {
         "new/new": ("the new model's own embeddings", " (--new-own FOLDER; for a map, its inputs)"),
@@ -272,10 +272,10 @@ def round_count(count: int) -> str:
 
 
 def backfill_warning(losses: Sequence[BackfillLoss]) -> str:
-    """Return a warning that a backfill loses quality, with the largest loss.
+    """Return a warning about a backfill's quality loss, with the largest loss.
 
     Args:
-        losses: one or more.
+        losses: at least 1.
 
     Example:
         >>> backfill_warning([BackfillLoss("image-to-image", "cmc@1", 0.417, 0.36)])
@@ -290,7 +290,7 @@ def backfill_warning(losses: Sequence[BackfillLoss]) -> str:
 
 
 def threshold_lines(thresholds: Sequence[Threshold]) -> list[str]:
-    """Return one sentence per threshold: acceptance of the old threshold, and its replacements.
+    """Return a sentence per threshold: acceptance of the old threshold, and its replacements.
 
     Example:
         >>> old = Threshold("old", "text-to-image", "matches", 0.3, (0.3, 0.3), 0.8, 2.5)
@@ -323,7 +323,7 @@ def threshold_lines(thresholds: Sequence[Threshold]) -> list[str]:
 
 
 def failed_lines(report: Report) -> list[str]:
-    """Return one line per failed comparison, in percent as in the tables."""
+    """Return a line per failed comparison, in percent as in the tables."""
     lines = []
     for each in failed_comparisons(report.cases):
         digits = 1 if each.value == each.floor or percent(each.value) != percent(each.floor) else 3

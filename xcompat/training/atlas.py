@@ -38,7 +38,7 @@ X, Y = "projection_x", "projection_y"
 
 
 def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> None:
-    """Write one row per sampled test item and side (old or new model).
+    """Write a row per sampled test item and side (old or new model).
 
     Columns:
 
@@ -48,13 +48,13 @@ def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> No
     - ``rank_old``, ``rank_new``: rank of the first match in the old gallery, from 1
     - ``gain``: new minus old average precision (classes) or reciprocal rank
 
-    Ranks and gain are null for items that are not queries.
+    Ranks and gain are null for items other than queries.
 
     Args:
         run: folder of a finished run or stage.
         out: Parquet file; replaced if this command wrote it.
-        items: maximum number of items, or of image-text pairs.
-        seed: random seed of sample and projection.
+        items: maximum number of items or image-text pairs.
+        seed: random seed for sample and projection.
         overwrite: whether to replace any other file.
 
     Raises:
@@ -130,7 +130,6 @@ def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: n
 
 
 def _search_results(evaluation: Evaluation, direction: str, row: int | None) -> dict[str, Any]:
-    """Return ranks and gain of an item; Nones if it is not a query or has no match."""
     nothing = {"rank_old": None, "rank_new": None, "gain": None}
     if row is None or evaluation.ranks["old", "old", direction][row] < 0:
         return nothing

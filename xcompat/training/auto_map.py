@@ -41,11 +41,11 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
         settings: the stage.
         models: old and new model.
         data: labelled images, captioned images, or texts (where agreement with old queries decides).
-        seed: random seed of the validation split.
-        folder: folder of the stage, for the candidates' record.
+        seed: random seed for the validation split.
+        folder: stage folder, for the candidates' record.
 
     Returns:
-        The map, with a memory if that finds more; None on all but the first process.
+        The map, with a memory if it finds more; None on all but the first process.
 
     Raises:
         XcompatError: data or models are missing.

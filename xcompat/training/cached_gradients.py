@@ -21,7 +21,7 @@ Batch = Mapping[str, Tensor]
 
 
 class RandomState(NamedTuple):
-    """Random state of the CPU and of a batch's devices, for dropout and noise.
+    """Random state of the CPU and a batch's devices, for dropout and noise.
 
     Args:
         cpu: state of the CPU.
@@ -74,7 +74,7 @@ def check_mini_batches(model: CompatModel, accelerator: Accelerator) -> None:
 def backward_in_mini_batches(
     accelerator: Accelerator, model: nn.Module, batch: Batch, mini_batch_size: int, share: float = 1.0
 ) -> Tensor:
-    """Backpropagate a loss over the whole batch with one mini-batch's graph in memory.
+    """Backpropagate a loss over the whole batch with a single mini-batch's graph in memory.
 
     With e_i the embedding of sample i, ∂L/∂θ = Σ_i ∂L/∂e_i · ∂e_i/∂θ. The first factor comes from embeddings without a graph, the
     second from mini-batches with the same dropout and noise (Gao et al. 2021, "Scaling deep contrastive learning batch size under

@@ -33,18 +33,18 @@ def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path, s
     Args:
         embedder: the frozen model.
         texts: from :func:`xcompat.data.load_texts`.
-        cache_dir: folder of all caches.
+        cache_dir: cache folder.
         shard_rows: texts per shard.
 
     Returns:
-        One row per text.
+        A row per text.
     """
     digest = texts._fingerprint
     return embed_texts(embedder, texts[TEXT], _folder(cache_dir, "texts", embedder, digest), digest, shard_rows=shard_rows)
 
 
 def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) -> EmbeddingCache:
-    """Embed captions, one row each."""
+    """Embed captions, a row each."""
     digest = hashlib.sha256("\0".join(captions).encode()).hexdigest()
     return embed_texts(embedder, captions, _folder(cache_dir, "captions", embedder, digest), digest)
 

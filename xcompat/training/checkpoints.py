@@ -55,7 +55,6 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Return the damage of a checkpoint, or None."""
     try:
         read_json(checkpoint / STATE)
         return next(iter(changes(checkpoint)), None)

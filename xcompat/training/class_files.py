@@ -23,7 +23,7 @@ def print_classes(name: str | None, to: Path | None) -> None:
 
     Args:
         name: data set; None to list them.
-        to: file to write, one name per line; None to print.
+        to: file to write, with a name per line; None to print.
 
     Raises:
         XcompatError: the data set is unknown, or the file exists.
@@ -49,7 +49,7 @@ def print_classes(name: str | None, to: Path | None) -> None:
 def class_indices(labels: Sequence[int | str], classes: Sequence[str], is_limited: bool = False) -> NDArray[np.int64]:
     """Return the class index of each image.
 
-    Labels are class names, indices (also as texts), or WordNet numbers whose sorted order is that of ``classes``. Every class
+    Labels are class names, indices (also as texts), or WordNet numbers, which match ``classes`` when sorted. Every class
     needs an image, as extra classes make results incomparable.
 
     Args:

@@ -32,7 +32,7 @@ def map_data(
         model: the map.
         new: new embeddings.
         old: old embeddings in the same order.
-        images: source of classes, or None; views follow one after the other.
+        images: source of classes, or None; views follow each other.
         sides: column name -> side-information.
 
     Returns:
@@ -68,7 +68,7 @@ def labelled_columns(
         cache: embeds the images with a model.
 
     Returns:
-        Extra columns, one row per image, and the models that embed each batch, by column.
+        Extra columns, a row per image, and the models that embed each batch, by column.
 
     Raises:
         XcompatError: old embeddings are needed but only prototypes stored, or a model cannot embed batches.

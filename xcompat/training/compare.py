@@ -1,4 +1,4 @@
-"""``xcompat compare``: several methods and seeds, one protocol, one table."""
+"""``xcompat compare``: several methods and seeds in a single protocol and table."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class PeakMemory:
     Only Linux can reset a process's peak; elsewhere :attr:`is_own` is false.
 
     Args:
-        device: device of the training.
+        device: training device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class PeakMemory:
 
 
 def _forget_peak() -> bool:
-    """Reset the peak; return whether that worked."""
+    """Reset the peak; return whether it worked."""
     try:
         _FORGET.write_text("5")
         now = _status()
@@ -208,7 +208,7 @@ def cost_of(folder: Path) -> Cost | None:
     """Return the cost of a stage; None if an older version made it.
 
     Args:
-        folder: folder of the stage.
+        folder: stage folder.
 
     Raises:
         XcompatError: the file is damaged.

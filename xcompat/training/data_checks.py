@@ -1,4 +1,4 @@
-"""Fast checks that local data have the columns a recipe names."""
+"""Fast checks for a recipe's columns in local data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS = 16
 
 
 def check_data(settings: StageRecipe) -> None:
-    """Raise if local data lack a column, class or list that the stage names.
+    """Raise if local data lack a column, class or list named in the stage.
 
     Images are not decoded; shards and tables are checked by their first rows. Missing and remote data are skipped.
 

@@ -44,7 +44,7 @@ UNKNOWN_DIMS = {"old": 64, "new": 128, "independent": 128, "side_info": 64, "new
 
 
 def dry_run_recipe(recipe: Recipe) -> list[str]:
-    """Run a recipe end to end: two steps of every stage, on stand-ins of models and data.
+    """Run a recipe end to end: two steps per stage, on stand-ins for models and data.
 
     Stand-ins have the real dimensions, if known. Local data must have the recipe's columns. Missing paths are printed and do not
     stop the check.
@@ -153,7 +153,7 @@ class Widths:
                     self._asked.setdefault(source.name, int(settings.options["dim"]))
 
     def dimension_of(self, source: EncoderSource | ScratchSource, role: str) -> int:
-        """Return the real dimension of a model, or one that fits the options."""
+        """Return a model's real dimension, or a dimension that fits the options."""
         if isinstance(source, ScratchSource):
             return SCRATCH_DIM
         return self._of[source.name] or self._asked.get(source.name) or max(UNKNOWN_DIMS[role], source.truncate_dim or 0)

@@ -1,4 +1,4 @@
-"""Fast checks of the arguments of ``xcompat evaluate``, without torch."""
+"""Fast checks of ``xcompat evaluate`` arguments, without torch."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def require_folders(folders: Mapping[str, Path | None], qrels: Path | None, outp
     Args:
         folders: by role, as in :func:`~xcompat.training.evaluate_command.evaluate_embeddings`.
         qrels: judgements, if any.
-        output: folder of the report.
+        output: report folder.
 
     Raises:
         XcompatError: a file is missing.

@@ -106,7 +106,7 @@ def evaluate_checkpoint(
         overrides: ``key=value`` of :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.LabelledSource`, e.g.
             ``caption_column=txt``. ``gallery=PATH`` sets a separate gallery.
         old: the old model or its stored embeddings; default: the checkpoint's.
-        output: folder of the report.
+        output: report folder.
         settings: evaluation settings, or None.
 
     Returns:
@@ -190,20 +190,20 @@ def evaluate_embeddings(
 ) -> Report:
     """Evaluate embeddings made elsewhere.
 
-    Each folder contains ``image_embeds.npy`` and ``text_embeds.npy``, and one id per line in ``image_ids.txt`` and
+    Each folder contains ``image_embeds.npy`` and ``text_embeds.npy``, and an id per line in ``image_ids.txt`` and
     ``text_ids.txt``:
 
     - Captions have the id of their image.
     - With ``qrels``, queries replace images, and texts are passages. Mapped queries need no passages.
-    - Without texts, ``labels.txt`` in the old folder has one class per line.
+    - Without texts, ``labels.txt`` in the old folder has a class per line.
     - A table can replace a ``.npy`` file and its ids (:func:`~xcompat.vectors.read_vectors`).
 
     Args:
-        old: embeddings of the old model.
+        old: the old model's embeddings.
         new: new embeddings in the old space; with ``by_map``, in the new space.
         new_own: new embeddings in the new space, if known.
-        independent: embeddings of the new model without training for compatibility, if known.
-        output: folder of the report.
+        independent: the new model's embeddings without training for compatibility, if known.
+        output: report folder.
         qrels: relevance judgements (:func:`xcompat.data.read_qrels`).
         by_map: folder of a query map for ``new``.
         max_bad_share: maximum share of rows without a usable embedding.

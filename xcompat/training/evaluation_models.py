@@ -27,7 +27,7 @@ BLOCK = 8192
 
 
 class EvaluationSet(Protocol):
-    """Test items that every model embeds."""
+    """Test items for every model."""
 
     def embed(self, embedder: FrozenModel, cache_dir: Path) -> EvaluatedModel:
         """Embed the items, or read their cache; unreadable images are rows of NaN."""
@@ -40,7 +40,7 @@ class EvaluationSet(Protocol):
             new_view: new queries.
             searched: gallery of new queries (old or mapped).
             count: number of items.
-            seed: random seed of the draw.
+            seed: random seed for the draw.
         """
 
     def galleries(self) -> list[GalleryItems]:
@@ -51,7 +51,7 @@ class EvaluationSet(Protocol):
 
 
 def best_rows(gallery_ND: Embeddings, query_D: Embeddings, counts: Callable[[int], bool] | None = None) -> list[int]:
-    """Return the best hits of a query, best first.
+    """Return a query's best hits, best first.
 
     Args:
         gallery_ND: ``(N, D)`` embeddings; rows of NaN are never found.
@@ -94,9 +94,9 @@ def map_contestant(
     """Map embeddings of a test set, or mix them with others.
 
     Args:
-        model: embeddings of the test set.
-        name: name of the result.
-        fingerprint: identity of the result.
+        model: test set embeddings.
+        name: result name.
+        fingerprint: its fingerprint.
         through: maps (B, D), and (B, S) of ``beside``, to (B, d).
         device: computes the map.
         beside: other embeddings of the same items.

@@ -38,9 +38,9 @@ class FinishedRun:
     """The last evaluated stage of a run.
 
     Args:
-        folder: folder of the run.
-        stage: folder of the stage.
-        settings: settings of the stage.
+        folder: run folder.
+        stage: stage folder.
+        settings: stage settings.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class FinishedRun:
         """Open a run.
 
         Args:
-            folder: folder of a run or stage.
+            folder: run or stage folder.
 
         Raises:
             XcompatError: not a run, no report, or written by another version.
@@ -78,7 +78,7 @@ class FinishedRun:
 
     @property
     def report(self) -> Path | None:
-        """The folder of the report, or None."""
+        """The report folder, or None."""
         return self.folder if report_file(self.folder).is_file() else None
 
     @cached_property
@@ -110,7 +110,7 @@ class FinishedRun:
     def galleries(self, old: FrozenModel, model: CompatModel) -> dict[str, tuple[Path, GalleryItems]]:
         """Return galleries of the test set by title, built from caches when first called.
 
-        Gallery maps add a mapped version; old queries search the previous one.
+        Gallery maps add a mapped version; old queries search the previous version.
 
         Args:
             old: from :meth:`load_old`.
@@ -133,7 +133,7 @@ class FinishedRun:
         return found
 
     def embedded(self, old: FrozenModel) -> EvaluatedModel:
-        """Return cached old embeddings of the test set."""
+        """Return cached old test set embeddings."""
         return self.test.embed(old, self.cache_dir(old))
 
     def judged_rows(self, old: FrozenModel) -> dict[str, np.ndarray]:
@@ -144,7 +144,7 @@ class FinishedRun:
         return {kind: np.asarray(rows)[:, 0] for kind, rows in kept.matrices().items()}
 
     def cache_dir(self, old: FrozenModel) -> Path:
-        """Return the folder of the run's embedding caches, or its default."""
+        """Return the run's folder for embedding caches, or its default."""
         places = [self.folder / place for place in CACHES]
         known = (place for place in places if any(place.glob(f"*-{old.fingerprint.digest[:16]}-*")))
         return next(known, places[0])

@@ -1,4 +1,4 @@
-"""Path checks of a stage, and digests of its test files."""
+"""A stage's path checks, and digests of its test files."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _check_model(model: EncoderSource) -> None:
 
 
 def _check_source(source: Source) -> str:
-    """Return the path of a source and its number of files."""
+    """Return a source's path and its number of files."""
     streamed = isinstance(source, CorpusSource) or (isinstance(source, PairSource) and source.streaming)
     elsewhere = list_addresses(source.path) if streamed else None
     if elsewhere is not None:

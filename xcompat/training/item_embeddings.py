@@ -1,4 +1,4 @@
-"""Embeddings of a folder, in the order of the old model's items."""
+"""A folder's embeddings, in the old model's item order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from xcompat.vectors.formats import stored_at
 def read_embeddings(
     folder: Path, kind: str, max_bad_share: float, like: Ids | None = None
 ) -> tuple[NDArray[np.floating], list[str]]:
-    """Read embeddings of one kind with their ids.
+    """Read the embeddings of a single kind with their ids.
 
     Args:
         folder: contains ``KIND_embeds.npy`` and ``KIND_ids.txt``, or a table ``KIND_embeds``.
         kind: e.g. ``image``.
-        max_bad_share: maximum share of unusable rows, and of items of ``like`` without a row.
+        max_bad_share: maximum share of unusable rows, and of ``like`` items without a row.
         like: old ids, for the order.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Test sets of templates of several images."""
+"""Test sets of multi-image templates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TemplateTestSet(EvaluationSet):
 
     Args:
         images: every image, once.
-        names: N image names, one per membership.
+        names: N image names, a name per membership.
         protocol: templates, pairs and subjects.
         max_bad_share: maximum share of unreadable images.
     """
@@ -81,7 +81,7 @@ def load_judged_templates(settings: JudgedTemplates) -> TemplateTestSet:
 
 
 def require_images_of_templates(settings: JudgedTemplates) -> None:
-    """Raise if images of templates are missing.
+    """Raise if template images are missing.
 
     Args:
         settings: paths of images and lists.
@@ -102,7 +102,6 @@ def _images(settings: JudgedTemplates, members: Members) -> datasets.Dataset:
 
 
 def _numbered(lists: TemplateLists) -> TemplateProtocol:
-    """Number the templates from 0."""
     ids_T, templates_N = np.unique(lists.members.templates_N, return_inverse=True)
     read: dict[str, Any] = {}
     if lists.pairs is not None:

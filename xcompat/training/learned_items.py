@@ -21,12 +21,12 @@ def add_learned_items(
     """Add training images to a test set (collective call).
 
     Args:
-        old: old embeddings of the test set.
+        old: old test set embeddings.
         new: independent new embeddings, or None.
         settings: the stage.
-        models: of the stage.
+        models: the stage's models.
         data: training images.
-        seed: random seed of the sample.
+        seed: random seed for the sample.
 
     Returns:
         The test sets; galleries contain only cached training images.

@@ -52,11 +52,11 @@ def remember(model: CompatModel, pairs: Paired, settings: StageRecipe, seed: int
     The memory is the queries', or the mapped gallery's for gallery maps.
 
     Args:
-        model: gets the memory, if one finds more.
+        model: gets the memory, if it finds more.
         pairs: from :func:`pairs_to_remember`.
         settings: the trained stage.
-        seed: random seed of the validation split.
-        folder: folder of the stage, for the candidates' record.
+        seed: random seed for the validation split.
+        folder: stage folder, for the candidates' record.
     """
     kind, method = "galleries" if model.maps_galleries else str(settings.memory), settings.method
     known = CandidateParts(pairs, lines={method: lambda *_: model}, codec=settings.memory_codec)
@@ -80,12 +80,12 @@ def print_candidates(choice: Choice) -> None:
 
 
 def write_candidates(folder: Path, candidate: Candidate, choice: Choice | None, known: CandidateParts, **verdict: bool) -> None:
-    """Write the candidates, and a memory like the chosen one for a single model.
+    """Write the candidates, and a memory like the chosen memory for a single model.
 
-    A report compares with that model: the old one, or for gallery maps the new one.
+    A report compares with this single model: the old model, or for gallery maps the new model.
 
     Args:
-        folder: folder of the stage.
+        folder: stage folder.
         candidate: the chosen candidate.
         choice: candidates and results, or None.
         known: training data of the memory.
@@ -116,7 +116,7 @@ def labelled_pairs(models: StageModels, data: StageData, new: Embedder) -> Paire
     """Embed labelled images with both models, without unreadable ones.
 
     Args:
-        models: of the stage.
+        models: the stage's models.
         data: the images.
         new: query model before any map.
     """
@@ -128,7 +128,7 @@ def gallery_pairs(models: StageModels, data: StageData, new: Embedder, model: Co
     """Embed labelled images for a gallery map, without unreadable ones.
 
     Args:
-        models: of the stage.
+        models: the stage's models.
         data: the images.
         new: new model, whose queries are not mapped.
         model: the map, possibly with side-information.
@@ -146,7 +146,7 @@ def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> Capt
     """Embed images and distinct captions with both models, grouped by id.
 
     Args:
-        models: of the stage.
+        models: the stage's models.
         data: captioned images.
         new: query model before any map.
 
@@ -166,6 +166,6 @@ def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> Capt
 
 
 def without_unreadable(pairs: P, *caches: EmbeddingCache) -> P:
-    """Drop items that a model could not read; others stay in their caches."""
+    """Drop items that are unreadable for a model; others stay in their caches."""
     kept_N = np.all([cache.readable() for cache in caches], axis=0)
     return pairs if kept_N.all() else pairs.narrowed(np.flatnonzero(kept_N))

@@ -45,9 +45,9 @@ def embed_new(
     Args:
         model: the model; maps read ``independent``, or penultimate features.
         old: old embeddings.
-        independent: embeddings of the new model without training for compatibility.
+        independent: the new model's embeddings without training for compatibility.
         test: the test set.
-        cache_dir: folder of caches.
+        cache_dir: cache folder.
         old_on_new: whether old queries also search the new view of the gallery.
 
     Returns:
@@ -102,7 +102,7 @@ def use_chosen_rerank_weight(settings: EvaluationSettings, model: CompatModel) -
 
 
 def mix_in_old_queries(model: CompatModel, view: C, old: C) -> tuple[C, C | None]:
-    """Mix old queries into those of a map chosen with a share of them.
+    """Mix old queries into a map's queries, if it was chosen with a share of them.
 
     Args:
         model: any model.
@@ -126,10 +126,10 @@ def _confidence(model: CompatModel, asking: C) -> C:
 
 
 def apply_memory(model: C, memory: QueryMemory) -> C:
-    """Apply a memory to queries of one model, to show its gain without a new model.
+    """Apply a memory to a model's queries, to show its gain without a new model.
 
     Args:
-        model: embeddings of the old or new model.
+        model: the old or new model's embeddings.
         memory: memory with keys of the same model.
 
     Returns:
@@ -165,9 +165,9 @@ def evaluate_cases(
     """Evaluate every case.
 
     Args:
-        contestants: embeddings of the models.
+        contestants: the models' embeddings.
         settings: cut-offs and resampling.
-        seed: random seed of the bootstrap.
+        seed: random seed for the bootstrap.
         shared: whether all processes call this and share the queries.
 
     Returns:
@@ -250,11 +250,11 @@ def make_report(
     """Evaluate, and return the report's content.
 
     Args:
-        contestants: embeddings of the models.
+        contestants: the models' embeddings.
         test: the test set for example searches, or None.
         settings: evaluation settings.
-        method: name of the method.
-        seed: random seed of bootstrap, examples and t-SNE.
+        method: method name.
+        seed: random seed for bootstrap, examples and t-SNE.
         shared: whether all processes call this and share the queries.
         about: ``seconds``, ``run`` and ``training`` of :class:`ReportContent`.
     """

@@ -47,15 +47,15 @@ class CompatTrainer(StageTrainer):
         train_dataset: images with captions or labels, in columns that :func:`~xcompat.data.load_pairs` finds. For maps: images,
             or texts in a column ``text``.
         old: old model, name or folder, for methods that read its embeddings.
-        independent: new model trained without the old one, for methods that read its embeddings (bt2).
-        cache_dir: folder of caches; default: ``cache`` in the output folder.
+        independent: new model trained without the old model, for methods that read its embeddings (bt2).
+        cache_dir: cache folder; default: ``cache`` in the output folder.
         callbacks: Trainer callbacks.
         stage: other settings of a stage: ``mini_batch_size``, ``prompt_lr_factor``, ``encoder_lr_factor``, ``weight_decay_on``,
             and ``data`` with ``augmentation``, ``one_per_id``, ``samples_per_class``, ``old_embeddings`` (pairs), and column
             names under ``pairs`` or ``images``.
 
     Raises:
-        XcompatError: the model is solved, the old model is missing or another one, or data and settings do not fit.
+        XcompatError: the model is solved, the old model is missing or wrong, or data and settings do not fit.
 
     Example:
         ``CompatTrainer(model, TrainingArguments("runs/bct"), photos, old="runs/old").train()``
@@ -130,8 +130,6 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
 
 
 class _TrainingSets:
-    """Training sets of a model."""
-
     def __init__(self, model: CompatModel, settings: StageRecipe, seed: int, cache_dir: Path) -> None:
         self.model = model
         self.settings = settings

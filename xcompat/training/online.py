@@ -19,11 +19,11 @@ from xcompat.outputs import Views
 class OnlineCollator(PairCollator):
     """Collator in which frozen models embed the new model's augmented view or caption.
 
-    Unlike cached embeddings of plain images, this costs a pass of each frozen model per epoch. Results of the two are not
+    Unlike cached embeddings of plain images, this costs a pass of each frozen model per epoch. Their results are not
     comparable. Frozen models run in the process that makes batches.
 
     Args:
-        processor: preprocessing of the new model.
+        processor: the new model's preprocessing.
         augmentation: random changes, or None.
         views: see :class:`xcompat.data.PairCollator`.
         models: frozen models by column: ``old_text_embeds`` for captions, others for images.

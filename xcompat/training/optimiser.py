@@ -60,10 +60,10 @@ def check_optimiser(given: Mapping[str, Any]) -> None:
     """Raise if an optimiser is unsupported or would ignore a setting.
 
     Args:
-        given: fields of ``TrainingArguments`` that are set.
+        given: explicitly set fields of ``TrainingArguments``.
 
     Raises:
-        ValueError: with field and cause, in one line.
+        ValueError: a single line with field and cause.
     """
     name = given.get("optim", USUAL)
     if name not in OPTIMISERS:

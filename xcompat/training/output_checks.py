@@ -24,7 +24,7 @@ _ELSEWHERE = "move it, or choose another output_dir"
 def require_places(recipe: Recipe) -> None:
     """Refuse output folders with files that this recipe did not write.
 
-    A stage's files need its ``recipe.yaml``. A run's report must name the last stage, or one with a folder.
+    A stage's files need its ``recipe.yaml``. A run's report must name the last stage, or a stage with a folder.
 
     Args:
         recipe: the validated recipe.
@@ -51,7 +51,7 @@ def lock_run(folder: Path) -> Iterator[None]:
     """Lock a run's folder against other launches.
 
     Args:
-        folder: folder of the run; created if missing.
+        folder: run folder; created if missing.
 
     Raises:
         XcompatError: another launch trains there.

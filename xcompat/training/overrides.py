@@ -12,7 +12,7 @@ from xcompat.training.yaml_files import RecipeLoader, parse_yaml
 
 
 def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
-    """Refuse an override that a stage's own setting would silently replace.
+    """Refuse an override hidden by a stage's own setting.
 
     Args:
         raw: the parsed YAML.
@@ -43,7 +43,7 @@ def _followed(stage: dict[str, Any], parts: list[str]) -> tuple[list[str], Any]:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set one value in nested dictionaries.
+    """Set a value in nested dictionaries.
 
     Args:
         raw: changed in place.

@@ -32,7 +32,7 @@ def load_to_compare(target: Path, overrides: Sequence[str], more: Path | None = 
         check_data: as in :func:`load_checked`.
 
     Raises:
-        XcompatError: a recipe is invalid, the folder has none, or two write to one folder.
+        XcompatError: a recipe is invalid, the folder has none, or two write to the same folder.
     """
     if not target.is_dir():
         return [load_checked(target, overrides, every_seed=True, check_data=check_data, more=more)]

@@ -31,11 +31,11 @@ class Recipe(Section):
     """A named sequence of stages.
 
     Args:
-        name: name of the run.
-        output_dir: folder of the run.
+        name: run name.
+        output_dir: run folder.
         cache_dir: folder of shared embedding caches.
-        seed: random seed of weights, data, noise and bootstrap.
-        seeds: seeds of ``compare``, one run each; ``train`` uses ``seed``.
+        seed: random seed for weights, data, noise and bootstrap.
+        seeds: seeds of ``compare``, a run each; ``train`` uses ``seed``.
         stages: stages in order.
         layout: data layout in the header, for errors; not a recipe key.
     """
@@ -79,15 +79,15 @@ class Recipe(Section):
         return self
 
     def of_seed(self, seed: int) -> Recipe:
-        """Return the recipe of one run of ``compare``."""
+        """Return the recipe for a ``compare`` run."""
         return self.model_copy(update={"seed": seed, "output_dir": self.output_dir / f"seed-{seed}"})
 
     def seed_of(self, settings: StageRecipe) -> int:
-        """Return the training seed of a stage."""
+        """Return a stage's training seed."""
         return self.seed + settings.seed_offset
 
     def stage_dir(self, name: str) -> Path:
-        """Return the folder of a stage; a single stage has the run's."""
+        """Return a stage's folder; a single stage has the run's."""
         return self.output_dir if len(self.stages) == 1 else self.output_dir / name
 
     def resolve(self, name: str) -> str:
@@ -108,7 +108,7 @@ def _require_comparable(stage: StageRecipe, others: Sequence[StageRecipe], quick
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False, more: Path | None = None) -> Recipe:
     """Load and validate a recipe.
 
-    A recipe is one stage, or has ``stages:``, which inherit and override other top-level keys.
+    A recipe is a single stage, or has ``stages:``, which inherit and override other top-level keys.
 
     Args:
         path: YAML file.
@@ -146,7 +146,7 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
 
     Args:
         raw: nested dictionaries.
-        default_name: name of the run if unset.
+        default_name: run name if unset.
         where: name of the recipe in messages.
         is_quick: as in :func:`load_recipe`.
 

@@ -102,7 +102,7 @@ def read_record(file: Path, kind: type[R]) -> R:
 
 @contextmanager
 def explain_damage(file: Path, without: str) -> Iterator[None]:
-    """Report damage of an optional file in one line."""
+    """Report an optional file's damage in a single line."""
     try:
         yield
     except ValidationError as error:
@@ -113,7 +113,7 @@ def logged_losses(folder: Path) -> list[LossPoint]:
     """Return a stage's logged training losses in ascending steps.
 
     Args:
-        folder: folder of the stage.
+        folder: stage folder.
 
     Returns:
         At most 1,000 evenly spaced losses with the last; empty for solved or older stages.
@@ -144,10 +144,10 @@ def write_recipe(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def read_started_settings(folder: Path) -> dict[str, Any]:
-    """Read the settings that a stage began with, with defaults for newer ones.
+    """Read a stage's settings at its start, with defaults for newer settings.
 
     Args:
-        folder: folder of the stage.
+        folder: stage folder.
 
     Raises:
         XcompatError: the written recipe is damaged.
@@ -197,7 +197,6 @@ def test_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with dotted keys for ``data`` and ``options``."""
     parts = {name: settings.get(name) or {} for name in ("data", "options")}
     inner = {f"{name}.{key}": value for name, part in parts.items() if isinstance(part, dict) for key, value in part.items()}
     return {key: value for key, value in settings.items() if key not in parts} | inner

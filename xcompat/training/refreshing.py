@@ -47,7 +47,7 @@ def embed_training_set(model: CompatModel, dataset: PairDataset, processor: Proc
     Args:
         model: in training; its forward lets FSDP gather weights.
         dataset: training set.
-        processor: preprocessing of images.
+        processor: image preprocessing.
 
     Returns:
         (N, D) float32, equal on all processes; NaN for unreadable images.

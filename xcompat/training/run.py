@@ -145,11 +145,11 @@ def embed_recipe(recipe: Recipe) -> None:
 
 
 class StageRun:
-    """Training and evaluation of one stage.
+    """A stage's training and evaluation.
 
     Args:
         recipe: the recipe.
-        settings: settings of the stage.
+        settings: stage settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -172,7 +172,7 @@ class StageRun:
         return trained and (not self.settings.is_judged or self._is_evaluated(self._wanted()))
 
     def train_unless_done(self) -> None:
-        """Train and save the model, or verify a finished one."""
+        """Train and save the model, or verify a finished model."""
         self._begin_folder()
         if self.is_done:
             self._require_same()
@@ -365,7 +365,7 @@ class StageRun:
         return replace(contestants, extra={**contestants.extra, **extra}, ceiling=ceiling)
 
     def _earlier_galleries(self, model: CompatModel, test: EvaluationSet) -> Iterator[tuple[Fingerprint, EvaluatedModel]]:
-        """Embed the test set with versions before the old one, whose galleries may still be in use."""
+        """Embed the test set with versions before the old model, whose galleries may still be in use."""
         for version in model.compatible_with[1:]:
             earlier = load_embedder(version.name, device())
             version.require(earlier.fingerprint, f"the model at {version.name}")

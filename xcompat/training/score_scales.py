@@ -50,8 +50,8 @@ def pairs_to_scale(
     """Embed a sample of training data with trained and old model (all processes).
 
     Args:
-        models: of the stage.
-        data: of the stage.
+        models: the stage's models.
+        data: the stage's training data.
         model: the trained model.
         folder: temporary; the caller deletes it.
 

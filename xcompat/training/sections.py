@@ -25,7 +25,7 @@ class ZeroShotSettings(Section):
 
     Args:
         images: labelled images (with ``label_column``).
-        classes: file with one class name per line, in the order of labels or sorted folders (see ``xcompat classes``).
+        classes: file with a class name per line, in the order of labels or sorted folders (see ``xcompat classes``).
         templates: prompts with ``{}`` for the class, averaged; ``openai`` for CLIP's 80, ``simple`` for seven of them.
     """
 
@@ -143,7 +143,7 @@ class DataSettings(Section):
         augmentation: random changes to training images.
         views: for image maps, augmented views per image, embedded once and all used in every epoch; 0 for plain images.
         samples_per_class: K images per class in a batch, for triplet losses.
-        one_per_id: draw one row per id and epoch, so that equal ids are never negatives.
+        one_per_id: draw a single row per id and epoch, so equal ids are never negatives.
         embeddings_of: whether cached maps learn from texts (as in the paper) or images of pairs.
         shuffle_buffer: streamed samples shuffled together, in the same order every pass.
     """
@@ -187,7 +187,7 @@ class DataSettings(Section):
         return self
 
     def zero_shot_sets(self) -> dict[str, ZeroShotSettings]:
-        """Return zero-shot classifications by name, empty for a single one."""
+        """Return zero-shot classifications by name, empty for a single classification."""
         return {"": self.zero_shot} if isinstance(self.zero_shot, ZeroShotSettings) else self.zero_shot or {}
 
     @model_validator(mode="after")
@@ -213,14 +213,14 @@ class EvaluationSettings(Section):
     Args:
         ks: cut-offs of recall (default 1, 5, 10, 50) or CMC (default 1, 5).
         old_on_new: whether old queries also search the new gallery, e.g. of clients after a backfill, or texts among images.
-        slerp: weight of the old query, 0 to 1, in a mix with the new one (:func:`xcompat.heads.slerp`). Adds ``slerp/old``, which
-            needs both encoders.
+        slerp: weight of the old query, 0 to 1, in a mix with the new query (:func:`xcompat.heads.slerp`). Adds ``slerp/old``,
+            which needs both encoders.
         fallback: confidence, in (0, 1], below which the old query (or the ``slerp`` mix) searches. Adds ``fallback/old``; queries
             need a confidence (:meth:`xcompat.models.CompatModel.confidence`).
         fars: false acceptance rates in (0, 1) of verification, for TAR@FAR. Default: 1e-4 for templates.
         fpirs: false positive identification rates in (0, 1) of open-set identification, for TPIR@FPIR; some queries need classes
             outside the gallery. Default: 1e-2 for templates. Closed sets get TPIR@FAR, as in InsightFace.
-        rerank: hits per new query that the new model re-ranks (:class:`xcompat.retrieval.Reranker`). Adds ``new+rerank/old``.
+        rerank: hits per new query to re-rank with the new model (:class:`xcompat.retrieval.Reranker`). Adds ``new+rerank/old``.
         rerank_weight: weight of old scores in re-ranking; default: chosen with the model, or 1/3.
         threshold: cosine cut-off of the old model; the report gives its equivalent for new queries.
         resamples: bootstrap resamples.

@@ -1,4 +1,4 @@
-"""Table of a chain of updates: queries on all earlier galleries."""
+"""Table for a chain of updates: queries on all earlier galleries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGAINST = "against-"
 
 
 def sequence_table(folders: dict[str, Path]) -> pd.DataFrame:
-    """Read the cases q_i/g_j of a chain of updates from reports (BT² §4.8).
+    """Read the cases q_i/g_j for a chain of updates from reports (BT² §4.8).
 
     Args:
         folders: stage name -> report folder, in order.
@@ -57,7 +57,7 @@ def write_sequence(output_dir: Path, folders: dict[str, Path], console: Console)
     """Write ``sequence.csv`` and print it, if there are several old galleries.
 
     Args:
-        output_dir: folder of the run.
+        output_dir: run folder.
         folders: stage name -> report folder, in order.
         console: where to print.
     """

@@ -17,7 +17,7 @@ from xcompat.models import CompatModel
 
 
 def shardable(model: CompatModel) -> CompatModel:
-    """Give scalar parameters one dimension in place, as FSDP cannot shard scalars."""
+    """Give scalar parameters a dimension in place, as FSDP cannot shard scalars."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 0:
@@ -26,7 +26,7 @@ def shardable(model: CompatModel) -> CompatModel:
 
 
 def autocast_inside(model: CompatModel, accelerator: Accelerator) -> None:
-    """Make a model that FSDP will shard autocast its forward (in place).
+    """Make a model autocast its forward (in place), before FSDP shards it.
 
     FSDP's mixed precision also casts inputs and outputs, but losses need float32.
 
@@ -45,13 +45,13 @@ def autocast_inside(model: CompatModel, accelerator: Accelerator) -> None:
 
 
 def unsharded(model: CompatModel) -> CompatModel:
-    """Gather weights that FSDP sharded (collective call).
+    """Gather sharded FSDP weights (collective call).
 
     Args:
         model: sharded or not.
 
     Returns:
-        The model, or an equal one on the CPU of every process.
+        The model, or an equal model on every process's CPU.
     """
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return model
@@ -67,7 +67,7 @@ def unsharded(model: CompatModel) -> CompatModel:
 
 
 def send_constants_once(model: CompatModel, accelerator: Accelerator) -> None:
-    """Broadcast a model's own buffers once, so that DDP skips them (collective call).
+    """Broadcast a model's own buffers once, and let DDP skip them (collective call).
 
     Every process updates them alike (:meth:`CompatModel.prepare`). DDP still sends layers' buffers, e.g. batch norm statistics.
 

@@ -103,7 +103,7 @@ def print_recipes(name: str | None, to: Path | None) -> None:
 
     Args:
         name: of recipes; None for all.
-        to: folder for copies; None to list them, or print a single one.
+        to: folder for copies; None to list them, or print a single recipe.
 
     Raises:
         XcompatError: see :func:`find_recipes` and :func:`copy_recipes`.

@@ -1,4 +1,4 @@
-"""Folders, models and training data of one stage."""
+"""A stage's folders, models and training data."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StagePaths:
 
     Args:
         recipe: the recipe.
-        settings: settings of the stage.
+        settings: stage settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -94,7 +94,7 @@ class StageModels:
 
     Args:
         recipe: the recipe.
-        settings: settings of the stage.
+        settings: stage settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -105,7 +105,7 @@ class StageModels:
         """Load a frozen model, in half precision with ``*16_full_eval``.
 
         Args:
-            role: one of :data:`~xcompat.training.stage_recipe.ROLES`.
+            role: a name in :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
             XcompatError: the role has no model.
@@ -129,7 +129,7 @@ class StageModels:
         """Load a model, or stored embeddings for the old and side-information roles.
 
         Args:
-            role: one of :data:`~xcompat.training.stage_recipe.ROLES`.
+            role: a name in :data:`~xcompat.training.stage_recipe.ROLES`.
 
         Raises:
             XcompatError: the role is empty or needs a model.
@@ -141,7 +141,7 @@ class StageModels:
         return replace(embedder, reads=self.settings.data.old_reads) if role == "old" else embedder
 
     def sides(self) -> Iterator[tuple[str, FrozenModel]]:
-        """Load the method's side-information models one by one, by role."""
+        """Load the method's side-information models in turn, by role."""
         for role in SIDES:
             if role in self.method.columns_if_known and getattr(self.settings, role) is not None:
                 yield role, self.frozen(role)
@@ -170,7 +170,7 @@ class StageModels:
         return self.embedder("new") if plain and isinstance(self.settings.new, EncoderSource) else None
 
     def new_encoder(self, data: StageData) -> tuple[Encoder, Processor]:
-        """Load the encoder to train, or make one with random weights.
+        """Load the encoder to train, or make an encoder with random weights.
 
         Args:
             data: texts for a tokenizer.
@@ -228,11 +228,11 @@ class StageModels:
 
 
 class StageData:
-    """Training data of a stage and their embeddings.
+    """A stage's training data and their embeddings.
 
     Args:
         recipe: the recipe.
-        settings: settings of the stage.
+        settings: stage settings.
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
@@ -263,7 +263,7 @@ class StageData:
             )
 
     def test_texts(self) -> list[str]:
-        """Return captions or queries that training must exclude."""
+        """Return captions or queries to exclude from training."""
         data = self.settings.data
         if data.judged_texts is not None:
             return load_judged_texts(data.judged_texts).texts()

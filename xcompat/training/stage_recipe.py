@@ -1,4 +1,4 @@
-"""Validated settings of one stage of a recipe."""
+"""Validated settings of a recipe's stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SET_BY_TRAINER = ("classes", "for_training", "keeps_classifier")
 
 
 class StageRecipe(Section):
-    """Settings of one stage.
+    """Settings of a stage.
 
     Args:
         name: name of stage and folder; default: the method's.
@@ -42,7 +42,7 @@ class StageRecipe(Section):
             score.
         old: model to stay compatible with: a name, folder, or ``stage:NAME``.
         new: encoder to train: the same, or an architecture to train from scratch.
-        independent: new model trained without the old one, for comparison.
+        independent: new model trained without the old model, for comparison.
         side_info: model of embeddings stored beside old ones, for gallery maps (fct).
         new_side_info: the new model's side-information, for chains of updates.
         projection: φ to start from: a ``projection`` checkpoint or ``stage:NAME``.
@@ -52,9 +52,9 @@ class StageRecipe(Section):
         seed_offset: added to the recipe's seed, to repeat a training.
         mini_batch_size: samples embedded at a time, to save memory; it must divide ``training.per_device_train_batch_size``. Loss
             and gradient stay those of the whole batch, and samples are embedded twice (Gao et al. 2021, GradCache).
-        prompt_lr_factor: learning rate of visual prompts over that of everything else (100 in XBT §4.1).
-        encoder_lr_factor: learning rate of the encoder's weights over that of heads and adapters. Below 1, it protects pretrained
-            weights from untrained heads.
+        prompt_lr_factor: learning rate of visual prompts over the learning rate of everything else (100 in XBT §4.1).
+        encoder_lr_factor: learning rate of the encoder's weights over the learning rate of heads and adapters. Below 1, it
+            protects pretrained weights from untrained heads.
         weight_decay_on: decayed weights: ``matrices`` (no biases, norms, prompts), or ``all``, as in most papers with SGD.
         memory: training data to remember, chosen on a validation split: ``classes`` of ``data.images``, or for queries ``pairs``
             of ``data.remembered`` or ``data.pairs``.
@@ -154,7 +154,7 @@ class StageRecipe(Section):
 
     @property
     def remembered_pairs(self) -> PairSource | None:
-        """Captioned images that queries may remember."""
+        """Captioned images for the queries' memory."""
         return self.data.remembered or self.data.pairs
 
     @property
@@ -248,7 +248,7 @@ class StageRecipe(Section):
         return described | {"options": usual_options(self.method) | described["options"]}
 
     def made_from(self) -> list[str]:
-        """Return the earlier stages whose models this one uses."""
+        """Return the earlier stages that this stage takes models from."""
         sources = [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
         named = dict.fromkeys([self.projection or "", *(source.name for source in sources)])
         return [name.removeprefix(STAGE_PREFIX) for name in named if name.startswith(STAGE_PREFIX)]

@@ -25,7 +25,7 @@ BASE = "CompatConfig"
 
 
 def trainer_fields() -> dict[str, Any]:
-    """Return the fields of ``TrainingArguments`` with types; ``Any`` for types that are not built in.
+    """Return the fields of ``TrainingArguments`` with types; ``Any`` for types other than built-in types.
 
     Returns:
         Field name -> type; empty if transformers declares them in several classes.
@@ -136,7 +136,7 @@ def _import_options(method: str) -> dict[str, Any]:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Return the source of each class; parsing all of them is ten times slower."""
+    """Return each class's source; parsing all of them is ten times slower."""
     files = [*(PACKAGE / "methods").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
     parts = (part for file in files for part in re.split(r"^(?=\S)", file.read_text(encoding="utf-8"), flags=re.M))
     return {found[1]: part for part in parts if (found := re.match(r"class (\w+)", part))}
@@ -149,7 +149,7 @@ def _assignment(name: str, value: str) -> str:
 
 @cache
 def _find_class(name: str, value: str) -> str:
-    """Return the class that assigns this value; empty if none does."""
+    """Return the class that assigns this value; empty if not found."""
     pattern = _assignment(name, re.escape(value))
     return next((found for found, text in _texts().items() if re.search(pattern, text, re.M)), "")
 

@@ -25,7 +25,7 @@ def check_test_sets(stages: Sequence[StageRecipe]) -> None:
     Distinct test sets are checked once, without decoding images; rows read stay cached.
 
     Args:
-        stages: of one recipe.
+        stages: all stages of a recipe.
 
     Raises:
         XcompatError: with stage, key and cause.

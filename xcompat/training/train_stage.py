@@ -1,4 +1,4 @@
-"""Training of a stage on any kind of data."""
+"""Training for a stage on any kind of data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train_stage(settings: StageRecipe, models: StageModels, data: StageData, see
 
 
 def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, seed: int, checkpoints: Path) -> None:
-    """Raise for errors that are known before training.
+    """Raise for errors known before training.
 
     Raises:
         XcompatError: settings, dimensions, classes or triplets do not fit, or a tracker or stored embedding is missing.

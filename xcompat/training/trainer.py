@@ -1,4 +1,4 @@
-"""Transformers' Trainer for one stage."""
+"""Transformers' Trainer for a stage."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class StageTrainer(Trainer):
         return backward_in_mini_batches(self.accelerator, model, self._prepare_inputs(inputs), self.mini_batch_size, share)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
-        """Request the loss, so that a missing column raises by name."""
+        """Request the loss, so a missing column raises by name."""
         return super().compute_loss(model, {**inputs, "return_loss": True}, *arguments, **named)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
@@ -139,7 +139,7 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
         model: untrained model.
         data: training set, collator and optional sampler.
         settings: the stage.
-        seed: random seed of data order and noise.
+        seed: random seed for data order and noise.
         folder: for checkpoints; logs go beside it.
 
     Returns:
@@ -172,8 +172,8 @@ def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> Traini
 
     Args:
         settings: the stage.
-        seed: random seed of data order and noise.
-        folder: for checkpoints.
+        seed: random seed for data order and noise.
+        folder: folder for checkpoints.
     """
     on_cpu = process_state().device.type == "cpu"
     fixed = NEEDED | {
@@ -221,7 +221,7 @@ def check_services(settings: StageRecipe, arguments: TrainingArguments) -> None:
 
 
 def _try_out(arguments: TrainingArguments, settings: StageRecipe) -> None:
-    """Build optimiser, schedule and compiler for one layer, to fail before training."""
+    """Build optimiser, schedule and compiler for a single layer, to fail before training."""
     layer, longer = nn.Linear(1, 1), 1000 + 2 * int(arguments.warmup_steps)  # than any warm-up
     steps = arguments.max_steps if arguments.max_steps > 0 else longer
     optimiser_of = _optimiser(arguments, settings)

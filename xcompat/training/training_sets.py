@@ -1,4 +1,4 @@
-"""Training data of a stage: data set, collator and sampler."""
+"""A stage's training data: data set, collator and sampler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Data(NamedTuple):
-    """Training data of a stage.
+    """A stage's training data.
 
     Args:
         dataset: training set.
@@ -60,10 +60,10 @@ def pair_data(
     Args:
         data: the data section.
         pairs: loaded pairs.
-        processor: preprocessing of the new encoder.
-        seed: random seed of samples.
+        processor: the new encoder's preprocessing.
+        seed: random seed for samples.
         old: caches of images and captions, or the old model for online embeddings, or None.
-        views: extra views of each image.
+        views: extra views per image.
     """
     collator = PairCollator(processor, data.augmentation, views)
     if isinstance(old, Embedder):
@@ -97,10 +97,10 @@ def labelled_data(
     Args:
         settings: the stage; triplet heads get balanced batches.
         images: labelled images.
-        processor: preprocessing of the new encoder.
-        seed: random seed of samples.
-        extra: extra columns, one row per image.
-        views: extra views of each image.
+        processor: the new encoder's preprocessing.
+        seed: random seed for samples.
+        extra: extra columns, a row per image.
+        views: extra views per image.
         online: frozen models that embed each batch, by column.
 
     Raises:
@@ -134,7 +134,7 @@ def embedding_data(new: EmbeddingCache, old: EmbeddingCache, extra: Mapping[str,
     Args:
         new: new embeddings.
         old: old embeddings in the same order.
-        extra: extra columns, one row per sample.
+        extra: extra columns, a row per sample.
     """
     embedded_N = embedded_rows([new, old, *extra.values()])
     rows = None if embedded_N is None else np.flatnonzero(embedded_N)

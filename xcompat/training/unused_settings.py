@@ -1,4 +1,4 @@
-"""Settings of a recipe that have no effect."""
+"""Recipe settings without effect."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Setting = tuple[str, bool, str]
 def refuse_unused(stages: Sequence[StageRecipe]) -> None:
     """Raise for settings that no stage reads.
 
-    Opening a run skips this check, so that older runs still open.
+    Opening a run skips this check, so older runs still open.
 
     Args:
-        stages: of one recipe.
+        stages: all stages of a recipe.
 
     Raises:
         ValueError: with stage, setting and reason.
@@ -38,7 +38,7 @@ def refuse_unused(stages: Sequence[StageRecipe]) -> None:
 
 
 def describe_unused_sections(stages: Sequence[StageRecipe]) -> list[str]:
-    """Return a warning for each section that no stage reads, as other methods may."""
+    """Return a warning for each unread section, which other methods can use."""
     return [f"{stage.name}: {section} has no effect: {why}" for stage, section, why in _unread(stages, _sections)]
 
 
@@ -61,7 +61,6 @@ def _unread(
 
 
 def _is_given(stage: StageRecipe, setting: str) -> bool:
-    """Return whether a setting differs from its default."""
     section: Any = stage
     *outer, name = setting.split(".")
     for part in outer:

@@ -71,14 +71,14 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str
     """Refuse unknown or invalid fields of ``TrainingArguments``.
 
     Args:
-        given: training section of a stage.
+        given: a stage's training section.
         is_quick: whether to parse transformers' source, without all types.
 
     Returns:
         The section, with whole numbers (``1e3``) as integers if needed.
 
     Raises:
-        ValueError: with key and cause, in one line.
+        ValueError: a single line with key and cause.
     """
     checked: dict[str, Any] = {}
     hints = trainer_fields() if is_quick else _imported_hints()
@@ -106,7 +106,7 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
     """Yield fields that depend on others: name, whether they are read, and why not.
 
     Args:
-        given: training section of a stage.
+        given: a stage's training section.
     """
     usual = {"save_strategy": "steps", "logging_strategy": "steps", "lr_scheduler_type": "linear"}
     saved, logged, schedule = (_named(given.get(name, value)) for name, value in usual.items())
@@ -162,7 +162,7 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
 
     Args:
         method: name in `xcompat.methods`.
-        given: options section of a stage.
+        given: a stage's options section.
         known: the method's options.
         is_quick: whether to parse the method's source, without all types.
 
@@ -170,7 +170,7 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
         The section, with whole numbers (``1e3``) as integers if needed.
 
     Raises:
-        ValueError: with option and cause, in one line.
+        ValueError: a single line with option and cause.
     """
     checked: dict[str, Any] = {}
     hints = {"logit_scale": float} | method_options(method) if is_quick else _option_hints(method)

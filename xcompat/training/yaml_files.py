@@ -19,7 +19,7 @@ MOST_BITS = 64
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """YAML's safe loader that refuses deep or large documents before it constructs objects."""
+    """YAML's safe loader, which refuses deep or large documents before it constructs objects."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -64,7 +64,7 @@ LimitedLoader.add_constructor("tag:yaml.org,2002:int", LimitedLoader.construct_y
 
 
 class RecipeLoader(LimitedLoader):
-    """YAML's safe loader that reads 1e-4 as a number (YAML 1.1 needs 1.0e-4)."""
+    """YAML's safe loader, which reads 1e-4 as a number (YAML 1.1 needs 1.0e-4)."""
 
 
 RecipeLoader.add_implicit_resolver(

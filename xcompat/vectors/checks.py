@@ -1,4 +1,4 @@
-"""Checks of embeddings: unusable rows, and rows that are not of length 1."""
+"""Checks of embeddings: unusable rows, and rows that do not have unit length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckedRows(NamedTuple):
     Args:
         rows_ND: the embeddings, of length 1 if they are usable.
         usable_N: (N,) bool, False for rows without a usable embedding.
-        notes: sentences for the user about skipped rows and rows that were not of length 1.
+        notes: sentences for the user about skipped rows and rows that did not have unit length.
     """
 
     rows_ND: NDArray[Any]
@@ -59,9 +59,9 @@ def check_rows(
         rows_ND: stored floats; they are not changed.
         where: the file, for messages.
         ids: the id of each row, for messages.
-        max_bad_share: the share of rows that may be unusable.
+        max_bad_share: tolerated share of unusable rows.
         keep_lengths: whether rows keep their lengths.
-        option: the option that sets the share, for messages; empty if there is none.
+        option: option for the share, for messages; empty if there is none.
 
     Returns:
         The rows. They are not copied if all have length 1, up to :data:`UNIT`.
@@ -97,13 +97,13 @@ def check_rows(
 
 
 def require_floats(rows_ND: NDArray[Any], where: object) -> None:
-    """Raise unless an array is a matrix of floats with at least one row."""
+    """Raise unless an array is a matrix of floats with at least 1 row."""
     if rows_ND.ndim != 2 or not rows_ND.size or rows_ND.dtype.kind != "f":
         raise XcompatError(f"{where} holds {rows_ND.dtype} of shape {rows_ND.shape}; embeddings are floats, N x D")
 
 
 def first_not_unit(embeds_BD: Tensor) -> tuple[int, str] | None:
-    """Find the first embedding that is not finite or not of length 1.
+    """Find the first embedding that is not finite or does not have unit length.
 
     Args:
         embeds_BD: float32 embeddings.
@@ -127,7 +127,7 @@ def first_not_unit(embeds_BD: Tensor) -> tuple[int, str] | None:
 
 
 def _lengths(rows_ND: NDArray[Any], start: int) -> NDArray[np.float64]:
-    """Return the lengths of a block of rows, in float64 if float32 cannot tell them from 1."""
+    """Return the row lengths of a block, in float64 if float32 cannot tell them from 1."""
     rows_BD = np.asarray(rows_ND[start : start + BLOCK])
     with np.errstate(over="ignore", invalid="ignore"):
         wide_BD = rows_BD.astype(np.float32, copy=False)

@@ -1,4 +1,4 @@
-"""Embeddings in JSON of databases and services: exports, scrolls, and batch output of embedding APIs."""
+"""Embeddings in JSON from databases and services: exports, scrolls, and embedding API batch output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NESTED = ("_source", "properties", "payload", "metadata")
 
 
 def read_dump(file: Path, columns: Columns) -> Iterator[Row]:
-    """Yield the items of a JSON document, or of JSON lines whose rows are nested.
+    """Yield the items of a JSON document, or of JSON lines with nested rows.
 
     Args:
         file: the export; a document is read into memory.
@@ -117,7 +117,7 @@ def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: AN
 
 
 def _answers(item: Mapping[str, Any], where: str) -> Iterator[Row]:
-    """Yield the embeddings of one request of a batch, which has one input or several."""
+    """Yield the embeddings of a batch request, which has an input or several."""
     body = (item.get("response") or {}).get("body") or {}
     answers = body.get("data") or [{}]
     for answer in answers:

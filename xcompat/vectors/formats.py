@@ -55,16 +55,16 @@ class Columns(NamedTuple):
     vector: str | None = None
 
     def find_id(self, names: Sequence[str]) -> str | None:
-        """Return the column with ids, if there is one."""
+        """Return the column with ids, if any."""
         return self.id if self.id in names else next((name for name in ID_COLUMNS if name in names), None)
 
     def find_vector(self, names: Sequence[str]) -> str | None:
-        """Return the column with embeddings, if there is one."""
+        """Return the column with embeddings, if any."""
         return self.vector if self.vector in names else next((name for name in EMBEDDING_COLUMNS if name in names), None)
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a path holds embeddings with ids: a table, a folder of tables, or a folder of clip-retrieval."""
+    """Return whether a path holds embeddings with ids: a table, a table folder, or a clip-retrieval folder."""
     return path.name.endswith(TABLES) if path.is_file() else bool(list_shards(path)) or clip_retrieval_folder(path) is not None
 
 
@@ -85,7 +85,7 @@ def list_shards(folder: Path) -> list[Path]:
 
 
 def clip_retrieval_folder(path: Path) -> Path | None:
-    """Return the folder of arrays in a folder that clip-retrieval wrote: of images, else of texts."""
+    """Return the array folder in a clip-retrieval folder: image arrays, else text arrays."""
     folders = (path / name for name in CLIP_RETRIEVAL)
     return next((folder for folder in folders if folder.is_dir() and any(folder.glob(f"*{ARRAY}"))), None)
 
@@ -110,7 +110,7 @@ def stored_at(place: Path) -> Path | None:
 
 
 def steps_beside(path: Path) -> list[Path]:
-    """Return the paths of the scale and the offset of an int8 array; tables have columns for them."""
+    """Return the scale and offset paths of an int8 array; tables have columns for them."""
     return [path.with_name(f"{path.stem}_{kind}{ARRAY}") for kind in (SCALE, OFFSET)] if path.name.endswith(ARRAY) else []
 
 
@@ -126,7 +126,7 @@ def check_stored(folder: Path) -> bool:
         folder: folder of an old model.
 
     Raises:
-        XcompatError: it does, without a file that names the rows.
+        XcompatError: it does, without a file with row names.
     """
     for stem, names in ((EMBEDS, IDS), (PROTOTYPES, CLASSES)):
         if (file := stored_at(folder / stem)) is not None:
@@ -159,7 +159,7 @@ def read_header(file: Path) -> list[str]:
 
 
 def first_object(file: Path) -> dict[str, Any] | None:
-    """Return the first JSON line that has an embedding, else the first line; None for an empty file.
+    """Return the first JSON line with an embedding, else the first line; None for an empty file.
 
     Raises:
         XcompatError: the first line is not a JSON object.
@@ -181,6 +181,6 @@ def first_object(file: Path) -> dict[str, Any] | None:
 
 
 def filled_lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that are not blank, without reading more than :data:`LONGEST_LINE` of one."""
+    """Yield a file's non-blank lines, reading at most :data:`LONGEST_LINE` of each."""
     with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as lines:
         yield from (line for line in iter(lambda: lines.readline(LONGEST_LINE), b"") if line.strip())

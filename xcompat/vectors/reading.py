@@ -39,7 +39,7 @@ class Vectors:
     """Stored embeddings.
 
     Args:
-        rows_ND: numbers as stored, mapped into memory; int8 becomes float16 rows of length 1.
+        rows_ND: numbers as stored, mapped into memory; int8 becomes float16 rows with length 1.
         ids: the id of each row; None for files without ids.
     """
 
@@ -53,7 +53,7 @@ def read_vectors(path: Path, columns: Columns | None = None) -> Vectors:
     A row of int8 is multiplied by its scale and normalised.
 
     Args:
-        path: one of
+        path: any of
 
             - ``.npy``, ``.npz`` (with ``ids`` or without), ``.safetensors`` (with ids in its metadata or without);
             - Parquet, Arrow, CSV or JSON lines with columns ``id`` and ``embedding``, or names like these
@@ -61,11 +61,11 @@ def read_vectors(path: Path, columns: Columns | None = None) -> Vectors:
               Vectors can be text in brackets, or base64;
             - JSON of databases and services: scrolls of Qdrant, Elasticsearch, Weaviate, Pinecone and Chroma, and batch output
               of embedding APIs;
-            - a folder that clip-retrieval wrote.
+            - a clip-retrieval folder.
 
             int8 needs a scale. For ``vectors.npy``, this is ``vectors_scale.npy`` (and ``vectors_offset.npy`` if zero is
-            shifted): one number, one per dimension (1, D), or one per row (N, 1). Parquet needs a column ``scale``.
-        columns: names of the columns; None for the usual ones.
+            shifted): a number, a row (1, D), or a column (N, 1). Parquet needs a column ``scale``.
+        columns: column names; None to use the usual names.
 
     Returns:
         The embeddings and their ids.
@@ -106,7 +106,7 @@ def _read_archive(path: Path, columns: Columns) -> Vectors:
 
 
 def _read_tensors(path: Path, columns: Columns) -> Vectors:
-    """Read the matrix of a safetensors file, and ids if its metadata has a JSON list of them."""
+    """Read a safetensors file's matrix, and ids if its metadata has a JSON list of them."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -193,7 +193,7 @@ def _dequantise(path: Path, rows_ND: NDArray[Any]) -> NDArray[Any]:
 
 
 def _steps(file: Path, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
-    """Read the scales or the offsets beside an array as a matrix of one or N rows and one or D columns."""
+    """Read the scales or the offsets beside an array as a matrix with 1 or N rows and 1 or D columns."""
     if not file.is_file():
         return None
     steps = np.array(map_array(file), np.float32)

@@ -1,4 +1,4 @@
-"""Rows in an unnamed temporary file, for embeddings that do not fit into memory."""
+"""Rows in an unnamed temporary file, for embeddings larger than memory."""
 
 from __future__ import annotations
 

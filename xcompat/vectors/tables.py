@@ -43,8 +43,8 @@ def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[Any], list
     """Copy the embeddings of tables into an unnamed temporary file, block by block.
 
     Args:
-        files: tables of embeddings of the same dimension.
-        columns: names of the columns.
+        files: embedding tables with the same dimension.
+        columns: column names.
 
     Returns:
         (N, D) rows, NaN for missing embeddings, and N ids.
@@ -82,13 +82,13 @@ def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[Any], list
 
 
 def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | None = None) -> NDArray[Any]:
-    """Read the embeddings of a block of a table.
+    """Read the embeddings in a table block.
 
     Args:
         where: the table, for messages.
         before: rows before the block.
-        batch: B rows with a column ``embedding``, and ``scale`` if that is int8.
-        dim: dimension of the embeddings; that of the first one if None.
+        batch: B rows with a column ``embedding``, and ``scale`` if it is int8.
+        dim: embedding dimension; None to use the first embedding's.
 
     Returns:
         (B, D), float16 from float16 and int8, else float32; NaN for missing embeddings and values. D is 0 if no row has an
@@ -133,7 +133,7 @@ def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | 
 
 
 def column_names(path: Path) -> list[str]:
-    """Return the column names of a table, or of the first table in a folder.
+    """Return the column names of a table or a folder's first table.
 
     Raises:
         XcompatError: the table cannot be read.
@@ -227,7 +227,7 @@ def _read_delimited(file: Path, columns: Columns) -> tuple[list[str], Iterator[p
 
 
 def _read_json_lines(file: Path, columns: Columns) -> tuple[list[str], Iterator[pa.RecordBatch]]:
-    """Read flat lines by their first one; other lines, e.g. of a database's export, one by one."""
+    """Read flat lines by the first line; other lines, e.g. of a database's export, singly."""
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
@@ -247,7 +247,7 @@ def _read_json_lines(file: Path, columns: Columns) -> tuple[list[str], Iterator[
 
 
 def _is_nested(first: dict[str, Any], columns: Columns) -> bool:
-    """Return whether lines like the first one are parsed one by one: vectors are text, named, or deeper in the line."""
+    """Return whether lines like the first line are parsed singly: vectors are text, named, or deeper in the line."""
     vector = columns.find_vector(list(first))
     if vector is None:
         return any(isinstance(each, dict) for each in first.values())
@@ -278,7 +278,7 @@ def _parsed(texts: pa.Array, where: object, before: int) -> pa.Array:
 
 
 def _choose_columns(file: Path, names: list[str], columns: Columns) -> list[str]:
-    """Choose the columns with the id, the embedding and, if there is one, the scale."""
+    """Choose the columns with the id, the embedding and, if any, the scale."""
     id_column, embedding = columns.find_id(names), columns.find_vector(names)
     if id_column is None or embedding is None:
         missing, option = (ID, "--id-column") if id_column is None else (EMBEDDING, "--vector-name")

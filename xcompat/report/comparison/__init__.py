@@ -1,4 +1,4 @@
-"""Comparison of methods over several seeds under one protocol."""
+"""Comparison of methods over several seeds under the same protocol."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ JSON_NAME, CSV_NAME, MARKDOWN_NAME, HTML_NAME = (f"compare.{kind}" for kind in (
 
 
 def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
-    """Write the folder ``comparison`` atomically: ``compare.json``, ``.csv`` (one row per model), ``.md`` and ``.html``.
+    """Write the folder ``comparison`` atomically: ``compare.json``, ``.csv`` (a row per model), ``.md`` and ``.html``.
 
     Args:
         directory: parent of the folder; created if missing.

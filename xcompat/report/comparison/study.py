@@ -45,7 +45,7 @@ class EvaluatedMethod:
         name: stage name.
         method: name in recipes.
         reports: seed -> report.
-        parameters: number of parameters of the finished model outside its encoder.
+        parameters: number of parameters in the finished model outside its encoder.
         maps_galleries: whether gallery items pass through those parameters, not queries.
         seconds: training time per seed.
     """
@@ -60,7 +60,7 @@ class EvaluatedMethod:
 
 @dataclass(frozen=True)
 class Row:
-    """Results of one model's queries.
+    """Results of a model's queries.
 
     Args:
         name: model name.
@@ -89,7 +89,7 @@ class MethodRow(Row):
             neither.
         old_with_memory: (direction, metric) -> old queries with the same metric and memory on the old gallery.
         beside_old_with_memory: new/old - ``old_with_memory``, mean over seeds, with its interval over queries.
-        extra_dims: dimension of new embeddings minus that of old ones.
+        extra_dims: new minus old embedding dimension.
         parameters: see :class:`EvaluatedMethod`.
         maps_galleries: see :class:`EvaluatedMethod`.
         seconds: training time, mean over seeds.
@@ -127,10 +127,10 @@ class Comparison:
         seeds: all seeds.
         old: old/old, the baseline.
         independent: independent/old, and independent/independent, the ceiling; None if no report has them.
-        methods: one row per method, in the study's order.
-        best: name of the method with the highest new/old on the first metric.
+        methods: a row per method, in the study's order.
+        best: method name with the highest new/old on the first metric.
         sizes: direction -> (queries, gallery items).
-        notes: notes for the reader, one sentence each.
+        notes: notes for the reader, a sentence each.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Comparison:
 
     @property
     def first_metric(self) -> Key:
-        """Metric that decides on the best method."""
+        """Metric to choose the best method."""
         return next(iter(self.old.old_gallery))
 
 
@@ -161,7 +161,7 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
 
     Args:
         name: study name.
-        contenders: one per method, all with the same test set and old model.
+        contenders: a contender per method, all with the same test set and old model.
         n_resamples: bootstrap draws.
 
     Returns:

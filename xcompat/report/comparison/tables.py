@@ -22,11 +22,11 @@ OLD_QUERIES, RERANKED_HITS = "old queries", "re-ranked"
 
 
 class TableRow(NamedTuple):
-    """Row of one model.
+    """Row of a model.
 
     Args:
         name: model name.
-        cells: one text per column.
+        cells: a text per column.
         is_best: whether it is the best method.
     """
 
@@ -42,7 +42,7 @@ class Table(NamedTuple):
         title: table title.
         explanation: how to read it.
         columns: headings of all columns after the first, which names the models.
-        rows: one per model.
+        rows: a row per model.
     """
 
     title: str
