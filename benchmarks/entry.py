@@ -5,7 +5,7 @@
 Writes runs/bench/tiny_open/entries/old. Write a folder `mine` like it, with the same ids in the same order: your embeddings in
 the old model's space. Then judge it, and it is one more row:
 
-    xcompat evaluate --old runs/bench/tiny_open/entries/old --new mine --output runs/bench/tiny_open/entries/mine
+    xcompat evaluate --old runs/bench/tiny_open/entries/old --new mine --out runs/bench/tiny_open/entries/mine
     python benchmarks/leaderboard.py
 
 Where old models are trained, the old one is that of the first seed, and the protocol has to be run before.
@@ -85,7 +85,7 @@ def main(protocol: str) -> None:
         raise SystemExit(f"{protocol}: {error}") from None
     judged = recipe.stages[-1].data.judged_texts
     qrels = f" --qrels {judged.qrels}" if judged is not None else ""
-    command = f"xcompat evaluate --old {folder} --new MINE{qrels} --output {folder.parent}/MINE"
+    command = f"xcompat evaluate --old {folder} --new MINE{qrels} --out {folder.parent}/MINE"
     Console(soft_wrap=True).print(f"{folder} is written; judge yours with\n  {command}", markup=False, highlight=False)
 
 

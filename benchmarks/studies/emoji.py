@@ -1,7 +1,7 @@
 """Emoji and their names in the place of the quickstart's characters: data on which nothing of it was set or chosen.
 
     python benchmarks/studies/emoji.py
-    OMP_NUM_THREADS=1 xcompat quickstart --output runs/emoji && python benchmarks/studies/table.py runs/emoji
+    OMP_NUM_THREADS=1 xcompat quickstart --out runs/emoji && python benchmarks/studies/table.py runs/emoji
 
 Needs ../shared/data/emoji. Of 1,644 emoji a quarter is searched, half is what the old model learns from, and all but those that
 are searched are what the new model learns from and queries remember. Writes runs/emoji/data, which the quickstart takes as it is.

@@ -299,7 +299,7 @@ def evaluate(
     by_map: Annotated[
         Path | None, typer.Option("--map", help="Map to apply to --new, which then holds embeddings in the new space.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Output folder for the report.")] = None,
+    output: Annotated[Path | None, typer.Option("--out", "--output", help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
     threshold: OldThreshold = None,
     require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 after the verdict no.")] = False,

@@ -231,13 +231,13 @@ def _held(
 ) -> SourceField | None:
     """Return the field with the source texts or pictures of the stored vectors, if given."""
     if from_ is None and (texts or images):
-        raise XcompatError("--texts and --images are to look whether a model made the stored vectors: name it with --from")
+        raise XcompatError("--texts and --images check a sample of the stored vectors; set their model with --from")
     if texts and images:
-        raise XcompatError("--texts and --images both say what the stored vectors were made of; leave one out")
+        raise XcompatError("--texts and --images cannot be combined; remove --texts or --images")
     if images and pictures is None:
-        raise XcompatError("--images names a field of paths or pictures: say where paths begin, with --pictures")
+        raise XcompatError("--images names a field with image paths; set their base folder with --pictures")
     if pictures is not None and not (images or embed):
-        raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed or --images")
+        raise XcompatError("--pictures is the base folder of image paths; choose their field with --embed or --images")
     if field := texts or images or embed:
         from xcompat.stores.doctor import SourceField
 
@@ -277,7 +277,7 @@ def _require(uri: str, model: str, embed: str | None, pictures: str | None, serv
     if not model:
         raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")
     if pictures is not None and embed is None:
-        raise XcompatError("--pictures says where pictures are: name the field that holds their paths with --embed")
+        raise XcompatError("--pictures is the base folder of image paths; choose their field with --embed")
     service.refuse(model, embed, pictures, engine)
     require_kind(uri)
     if service.function is not None:

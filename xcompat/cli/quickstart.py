@@ -35,7 +35,7 @@ def demo(out: Annotated[Path, typer.Option(help="Output folder. It must not exis
 
 @app.command()
 def characters(
-    output: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/quickstart"),
+    output: Annotated[Path, typer.Option("--out", "--output", help="Output folder.")] = Path("runs/quickstart"),
     overrides: Overrides = None,
 ) -> None:
     """Train two models on characters and search the old gallery. The default. 6 to 10 minutes on 2 cores."""
@@ -48,7 +48,7 @@ def characters(
 
 @app.command()
 def texts(
-    output: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/quickstart-texts"),
+    output: Annotated[Path, typer.Option("--out", "--output", help="Output folder.")] = Path("runs/quickstart-texts"),
     data: Annotated[
         Path | None,
         typer.Option(help="Folder with corpus.jsonl, queries.jsonl and qrels/test.tsv. Default: SciFact from the Hub."),

@@ -37,7 +37,7 @@ def run_quickstart(output: Path, overrides: Sequence[str] = ()) -> Path:
         with atomic_path(recipe) as temporary:
             temporary.write_text(placed, encoding="utf-8")
     elif recipe.read_text(encoding="utf-8") != placed:
-        raise XcompatError(f"{recipe} differs from the quickstart's recipe; choose another folder with --output, or delete it")
+        raise XcompatError(f"{recipe} differs from the quickstart's recipe; choose another folder with --out, or delete it")
     from xcompat.training.run import run_recipe
 
     reports = run_recipe(load_recipe(recipe, overrides))

@@ -24,12 +24,12 @@ RUN_FILES = ("recipe.yaml", "report", "report.json")
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
 APPLICABLE_OPTIONS: dict[Kind, tuple[str, ...]] = {
     "embeddings": (
-        *("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--output", "--max-bad-share"),
+        *("--old", "--new", "--new-own", "--independent", "--qrels", "--map", "--out", "--max-bad-share"),
         *("--rerank", "--threshold"),
     ),
     "recipe": (),
     "run": (),
-    "checkpoint": ("--data", "--old", "--output", "--rerank", "--threshold"),
+    "checkpoint": ("--data", "--old", "--out", "--rerank", "--threshold"),
 }
 """Kind of target -> options that apply to it."""
 NOT_APPLICABLE: dict[Kind, str] = {
@@ -173,4 +173,4 @@ def require_output(output: Path) -> None:
     """
     require_report_place(output)
     if (output / EVALUATED).is_file():
-        raise XcompatError(f"{output} already contains the report of a recipe; choose another --output")
+        raise XcompatError(f"{output} already contains the report of a recipe; choose another --out")
