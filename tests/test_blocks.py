@@ -78,7 +78,7 @@ def commands_of(block: str) -> list[list[str]]:
     for line in block.replace("\\\n", " ").splitlines():
         words = re.sub(r"\0>\0[^\0]+", "", "\0".join(shlex.split(line, comments=True))).split("\0")
         words = [word for word in words if word]
-        while words and re.fullmatch(r"[A-Za-z_]+=\S*", words[0]):
+        while words and re.fullmatch(r"[A-Za-z_]+=.*", words[0]):
             words.pop(0)
         for word in words and ["&&", *words]:
             commands.append([]) if word in ("&&", "|") else commands[-1].append(word)

@@ -28,6 +28,7 @@ from schedule import mostly_nightly_rows
 from transformers import AutoModel
 
 from xcompat import Fingerprint, __version__, cli
+from xcompat.cli.app import ORDER, SELDOM
 from xcompat.methods import METHODS
 from xcompat.models.embedder import load_checkpoint
 from xcompat.report import load_report
@@ -858,7 +859,7 @@ def test_help_and_version_are_commands_too(run: Run) -> None:
         assert code == 0 and "xcompat gallery search" in " ".join(said.split()) and "Number of hits." in said
     assert run("version")[1] == run("--version")[1] == f"xcompat {__version__}"
     code, said, _ = run("help")
-    places = [said.index(f" {name} ") for name in (*cli.ORDER, cli.SELDOM)]
+    places = [said.index(f" {name} ") for name in (*ORDER, SELDOM)]
     assert code == 0 and places == sorted(places) and said.index(" caption ") > places[-1]
 
 

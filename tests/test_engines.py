@@ -392,9 +392,9 @@ def test_a_file_that_changes_meanwhile_is_noticed(
     [
         (("nowhere", "--model", "{model}", "--out", "out"), "nowhere does not exist"),
         (("{source}",), "name the model with --model, and the folder of what is made with --out"),
-        (("{source}", "a=1", "--model", "{model}", "--out", "out"), "'a=1' overrides a value of a recipe"),
+        (("{source}", "a=1", "--model", "{model}", "--out", "out"), "'a=1' overrides a recipe value"),
         (("{source}", "--model", "{model}", "--out", "out", "--workers", "2"), "need an engine; choose one with --engine"),
-        (("recipe.yaml", "--engine", "ray"), "--engine is of tables"),
+        (("recipe.yaml", "--engine", "ray"), "--engine applies to tables"),
         (
             ("{source}", "--model", "{model}", "--out", "out", "--column", "prices"),
             "has no column 'prices'; did you mean 'price'?",

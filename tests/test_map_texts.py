@@ -95,7 +95,7 @@ def test_ids_join_texts_and_vectors(clip: str, tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="share no id"):
         mapped("--old", gone, "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "of_gone")
     np.save(tmp_path / "old.npy", rotated(new)[:9])
-    with pytest.raises(XcompatError, match="has 9 rows, but .* has 60 texts"):
+    with pytest.raises(XcompatError, match="has 9 rows without ids, but .* has 60 items"):
         mapped("--old", tmp_path / "old.npy", "--new", clip, "--texts", written(tmp_path), "--out", tmp_path / "of_few")
 
 

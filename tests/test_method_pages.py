@@ -83,8 +83,8 @@ def test_options_are_those_of_the_method(method: str) -> None:
 
 def test_an_option_is_told_by_the_nearest_docstring() -> None:
     told = options.meanings_of(METHODS["oca"].config_class)
-    assert told["compat_weight"] == "λ1 of the paper." and told["old_scale"].startswith("factor on cosines")
-    assert "| `classified` | `new_part` | input of the new classifier" in options.table_of("bt2")
+    assert told["compat_weight"] == "the paper's λ1." and told["old_scale"].startswith("factor on cosines")
+    assert "| `classified` | `new_part` | the new classifier's input" in options.table_of("bt2")
     assert options.table_of("bct").count("`triplet`") == 1, "choices that the docstring does not name"
 
 

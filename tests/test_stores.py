@@ -384,7 +384,7 @@ def test_a_verb_that_is_killed_between_any_two_writes_is_done_by_calling_it_agai
         if verb != "switch" and migration.status(place.open())[0].state == "filling":
             migration.switch(place.open(), mapping)
         store, left = place.open(), iter(range(at))
-        for name in ("set_record", "switch", "switch_back", "drop_space", "tidy"):
+        for name in ("set_record", "switch", "switch_back", "drop_space", "delete_orphans"):
             monkeypatch.setattr(store, name, _stopping(getattr(store, name), left))
         try:
             calls[verb](store)

@@ -56,7 +56,7 @@ class TwoSpaces:
     refusals: tuple[type[Exception], ...] = (RefusedError,)
 
     def open(self) -> Any:
-        return SimpleNamespace(locks=False)
+        return SimpleNamespace(supports_locking=False)
 
     def dim(self) -> int:
         return self.searched

@@ -138,11 +138,15 @@ def _describe_agreement(choice: Choice) -> str:
             f"{found} In all measured upgrades with this agreement, new queries found at least as much as "
             "old ones. Add labels (labels.txt) or captions to test this on your data."
         )
-    few = "more pairs than twice the dimensions and " if choice.of_few_pairs else ""
-    return (
-        f"{found} This agreement does not show that new queries find as much as old ones: add "
-        f"classes (labels.txt) or captions, or {few}the old model with --old-model to mix both queries."
-    )
+    return f"{found} This agreement does not show that new queries find as much as old ones: {_describe_missing(choice)}."
+
+
+def _describe_missing(choice: Choice) -> str:
+    few, is_mixed = choice.of_few_pairs, choice.chosen.candidate.old_share > 0
+    pairs = "more pairs than twice the dimensions"
+    other = "" if is_mixed else "the old model with --old-model to mix both queries"
+    more = " and ".join(filter(None, (pairs if few else "", other)))
+    return "add classes (labels.txt) or captions" + (f", or {more}" if more else "")
 
 
 def _least(trial: Trial) -> str:

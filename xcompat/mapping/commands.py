@@ -34,10 +34,9 @@ from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.vectors.codecs import require_codec
 
-_REFUSED = (
-    "Nothing was written: no candidate is surely at or above old queries. Add items, classes or captions, or "
-    "write the best candidate with --allow-worse."
-)
+_REFUSED = "Nothing was written: {reason}. Add items, classes or captions, or write the best candidate with --allow-worse."
+_WORSE = "no candidate is surely at or above old queries"
+_NO_EVIDENCE = "without classes or captions, the evidence for new queries is too weak (see above)"
 
 
 class _Decision(NamedTuple):
@@ -129,7 +128,8 @@ def map_embeddings(asked: MapRequest) -> bool:
         decided = remembering.add_memory(_decide(found, lines, theirs, asked.searched, asked.seed, both), len(pairs))
     _say(decided)
     if not (decided.is_safe or asked.allow_worse):
-        console.print(_REFUSED, soft_wrap=True)
+        is_unlabelled = decided.choice is not None and decided.choice.of_agreement
+        console.print(_REFUSED.format(reason=_NO_EVIDENCE if is_unlabelled else _WORSE), soft_wrap=True)
         return False
     replacing = owned_path(out, MADE_BY, asked.overwrite, asked.existing_inputs, asked.inputs)
     with stage("fit the chosen map on all pairs", seconds), replacing as temporary:

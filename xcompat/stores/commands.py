@@ -255,7 +255,7 @@ def switch(store: Store, mapping: AnyVectorSource) -> None:
     done = migration.switch(store, mapping)
     console.print(
         f"[green]✓[/] {literal(done.space)} in {literal(store.uri)} has the new vectors, {literal(done.before)} the old ones; "
-        "query it with the new model now"
+        "search it with the --model of this migration now"
     )
 
 

@@ -303,13 +303,16 @@ class PgVectorStore(Store):
             return
         spaces, models = self.spaces(), self.record("spaces") or {}
         resize = Resize(spaces[self.space].dim, spaces[incoming].dim)
+        columns = self.space, aside, incoming, spaces[incoming].dtype, resize
         names = {self.space: aside, incoming: self.space}
-        with plain_errors(self.uri), self.connection.transaction():
-            Exchange(
-                self.client, self.records, self.schema, self.table, self.space, aside, incoming, spaces[incoming].dtype, resize
-            ).run(is_back)
-            self.set_record("spaces", {names.get(name, name): model for name, model in models.items()})
-            self.records.delete_prefix(models_record(""))  # all rows have the same model now
+
+        def exchange() -> None:
+            with plain_errors(self.uri), self.connection.transaction():
+                Exchange(self.client, self.records, self.schema, self.table, *columns).run(is_back)
+                self.set_record("spaces", {names.get(name, name): model for name, model in models.items()})
+                self.records.delete_prefix(models_record(""))  # all rows have the same model now
+
+        self.client.retry_deadlocks(exchange)
 
     def _exchange_part(self, condition: str, aside: str, incoming: str, is_back: bool) -> None:
         whole, models = self.record("spaces") or {}, self._models()
@@ -325,8 +328,11 @@ class PgVectorStore(Store):
 
     @override
     def finish_switch(self) -> None:
-        with plain_errors(self.uri):
-            settle(self.client, self.records, self.table, self.space)
+        def finish() -> None:
+            with plain_errors(self.uri):
+                settle(self.client, self.records, self.table, self.space)
+
+        self.client.retry_deadlocks(finish)
 
     @override
     def drop_space(self, name: str) -> None:

@@ -17,7 +17,15 @@ from psycopg.adapt import Dumper
 from psycopg.pq import Format, TransactionStatus
 from psycopg.types import TypeInfo
 from psycopg.types.string import ByteaBinaryLoader
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_cause_type,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_fixed,
+    wait_random_exponential,
+)
 from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
@@ -156,6 +164,12 @@ class Client:
 
         held = retry_if_exception_type((psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected))
         Retrying(retry=held, wait=wait_fixed(PAUSE), before_sleep=say)(attempt)
+
+    def retry_deadlocks(self, transaction: Callable[[], None]) -> None:
+        """Repeat a transaction that PostgreSQL cancels to end a deadlock, as with a service that locks in another order."""
+        ended = retry_if_exception_cause_type(psycopg.errors.DeadlockDetected)
+        wait = wait_random_exponential(multiplier=0.1, max=LONGEST_WAIT)
+        Retrying(retry=ended, stop=stop_after_attempt(ATTEMPTS), wait=wait, reraise=True)(transaction)
 
     def _attempt(self, work: Callable[[], T]) -> T:
         try:

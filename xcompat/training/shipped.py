@@ -115,9 +115,13 @@ def print_recipes(name: str | None, to: Path | None) -> None:
     elif len(found) == 1:
         console.out(next(iter(found.values())).read_text(encoding="utf-8"), highlight=False, end="")
     else:
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        table.add_column(no_wrap=True)
-        for each, file in found.items():
-            table.add_row(literal(each), f"[dim]{literal(about(file))}[/]")
-        console.print(table)
+        if console.is_terminal:
+            table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+            table.add_column(no_wrap=True)
+            for each, file in found.items():
+                table.add_row(literal(each), f"[dim]{literal(about(file))}[/]")
+            console.print(table)
+        else:  # a table would pad each line
+            width = max(map(len, found))
+            console.out("\n".join(f"{each:<{width}}  {about(file)}" for each, file in found.items()), highlight=False)
         console.print("[dim]Copy one: xcompat recipes NAME --to recipes[/]", soft_wrap=True)
