@@ -186,7 +186,7 @@ def three_together(pairs: PairedEmbeddings, choice: Choice) -> Any:  # noqa: ANN
 
 
 def quickstart(folder: Path) -> Iterator[Asked]:
-    """The trained XBT of a quickstart, whose queries remember captioned images."""
+    """Load the trained XBT of a quickstart, with a memory of captioned images."""
     recipe = load_recipe(folder / "recipe.yaml", [])
     settings = recipe.stages[-1]
     models = StageModels(recipe, settings)

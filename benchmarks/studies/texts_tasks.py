@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 def captions(split: str = "test") -> Task:
-    """A caption, and the four others of its photo in a split; one of five is drawn to ask."""
+    """Return captions as queries, and the four other captions of their photo as relevant texts."""
     draw = np.random.default_rng(0)
     groups = {"train": list[list[str]](), "validation": [], "test": []}
     ids = []
@@ -54,7 +54,7 @@ def captions(split: str = "test") -> Task:
 
 
 def glosses() -> Task:
-    """A gloss, and the lemmas that it explains, of topics that nobody has learned from."""
+    """Return glosses as queries, and their lemmas as relevant texts, of topics outside the training set."""
     rows = [row for _, row in json_lines(DATA / "wordnet.jsonl.gz")]
     test = [row for row in rows if row["split"] == "test"]
     qrels = {row["id"]: {lemma.casefold(): 1.0 for lemma in row["lemmas"]} for row in test}
@@ -64,7 +64,7 @@ def glosses() -> Task:
 
 
 def scifact() -> Task:
-    """A claim, and the abstracts that it cites."""
+    """Return claims as queries, and their cited abstracts as relevant texts."""
     texts = {row["id"]: f"{row['title']} {row['text']}" for _, row in json_lines(DATA / "scifact/docs.jsonl.gz")}
     claims, qrels = [row for _, row in json_lines(DATA / "scifact/queries.jsonl")], read_qrels(DATA / "scifact/qrels.tsv")
     asked = {row["id"]: row["text"] for row in claims if row["split"] == "test"}
@@ -77,7 +77,7 @@ def scifact() -> Task:
 
 
 def cranfield() -> Task:
-    """A question on aerodynamics; the smallest code is the best, and -1 counts as not relevant, as usual."""
+    """Return questions on aerodynamics. Code 1 is the best judgement, and -1 counts as not relevant, as usual."""
     texts = {row["id"]: row["text"] for _, row in json_lines(DATA / "cranfield/docs.jsonl.gz")}
     asked = {row["id"]: row["text"] for _, row in json_lines(DATA / "cranfield/queries.jsonl")}
     codes = read_qrels(DATA / "cranfield/qrels.tsv")

@@ -118,7 +118,7 @@ def train(
             raise typer.Exit(1)
 
 
-SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids. Needed with a model as --old or --new.")]
+SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids, embedded by --new or --old if it is a model.")]
 EmbedWith = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds a list of texts for --new, for example with an API."),
@@ -143,7 +143,9 @@ OldIds = Annotated[
     Path | None,
     typer.Option(help="Text file with ids for --old, in row order. With --images: picture names. Needed when --old has no ids."),
 ]
-OriginalImages = Annotated[Path | None, typer.Option(help="Pictures for a model as --old or --new: a folder or shards.")]
+OriginalImages = Annotated[
+    Path | None, typer.Option(help="Original images: a folder or shards, embedded by --new or --old if it is a model.")
+]
 SearchedClasses = Annotated[
     Literal["known", "open", "unknown"],
     typer.Option(help="Classes that users will search: all known here, some new (open), or unknown."),
@@ -162,9 +164,9 @@ AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best 
 def map_(
     old: Annotated[
         Path,
-        typer.Option(help="Old embeddings: a faiss index, gallery, file or folder. With --texts or --images: or the old model."),
+        typer.Option(help="Old embeddings: faiss index, gallery, file or folder. With --texts or --images, also the old model."),
     ],
-    new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts or --images: or the new model.")],
+    new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts or --images, also the new model.")],
     ids: OldIds = None,
     images: OriginalImages = None,
     texts: SideTexts = None,
@@ -200,7 +202,7 @@ def map_(
 
     Use a random gallery sample. --gallery checks it.
 
-    The best map on held-out items is written. Exit code 1, and no output, if no map is surely as good as old queries.
+    The best map on held-out items is written. Exit code 1, and no files, if no map is surely as good as old queries.
     """
     from xcompat.mapping.indexes import Reading
     from xcompat.mapping.request import MapRequest, make_initial_map, make_text_input

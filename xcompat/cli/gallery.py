@@ -95,7 +95,7 @@ RecordDemand = Annotated[
     bool,
     typer.Option(
         "--record-demand",
-        help="Count the --rerank candidates, so that a backfill starts with them. Queries are not stored.",
+        help="Record how often items are --rerank candidates. A backfill re-embeds frequent items first. Queries are not saved.",
         rich_help_panel=RERANKING,
     ),
 ]

@@ -50,7 +50,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def number_strings(names: Iterable[str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Number strings by their sorted order. ``np.unique`` would pad each to the longest length.
+    """Return numbers of strings in sorted order. ``np.unique`` would pad each to the longest length.
 
     Args:
         names: N strings.

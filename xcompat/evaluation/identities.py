@@ -46,7 +46,7 @@ def _plain(item: Any) -> Any:  # noqa: ANN401 - an id can have any type
 
 
 def id_codes(query_ids: Sequence[Hashable], gallery_ids: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
-    """Number the ids, equal ids alike; ``1`` and ``"1"`` are different ids.
+    """Return numbers for the ids, equal for equal ids; ``1`` and ``"1"`` are different ids.
 
     Args:
         query_ids: Q hashables.

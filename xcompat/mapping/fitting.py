@@ -228,7 +228,7 @@ def _pairs(
 
 
 def _numbers(labels: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Number the classes in the order of their first occurrence."""
+    """Return class numbers in the order of their first occurrence."""
     plain = getattr(labels, "tolist", lambda: labels)()  # scalars of a tensor are hashed by address
     numbers = {label: number for number, label in enumerate(dict.fromkeys(plain))}
     return np.array([numbers[label] for label in plain], np.int64)

@@ -199,7 +199,7 @@ class CaptionedEmbeddings:
 
 
 def number_groups(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequence[str]) -> tuple[NDArray[np.int64], ...]:
-    """Number the groups of images and captions: an image with its captions, and all images with the same caption.
+    """Return group numbers of images and captions: an image with its captions, and all images with the same caption.
 
     Args:
         image_ids: N ids.

@@ -111,8 +111,8 @@ class Bt2Model(PrototypedModel):
         new_dim = self.config.embedding_dim - self.config.extra_dim
         if new_ND is not None and new_ND.shape[1] != new_dim:
             raise XcompatError(
-                f"bt2 compares its new part of {new_dim} dimensions with the independent model's embeddings, which have "
-                f"{new_ND.shape[1]}: set dim to {new_ND.shape[1]}, or train the independent model with dim {new_dim}"
+                f"bt2 compares its {new_dim} added dimensions with the {new_ND.shape[1]} of the independent model: set dim to "
+                f"{new_ND.shape[1]}, or train the independent model with dim {new_dim}"
             )
         super().prepare(old, new_ND)
 
