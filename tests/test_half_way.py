@@ -87,6 +87,15 @@ def test_a_search_with_old_queries_mixes_both(
     require_equal(found, expected)
 
 
+def test_the_page_shows_the_old_model_that_the_map_names(gallery: Gallery, map_folder: str, old: Embedder) -> None:
+    pytest.importorskip("starlette")
+    from xcompat.serve.site import NEW, OLD
+    from xcompat.serve.site_loading import load_site
+
+    site = load_site(str(gallery.path), map_folder, None, [], allow_changes=False)
+    assert [(side.label, side.embedder.dim) for side in site.sides] == [(OLD, old.dim), (NEW, load_embedder(map_folder).dim)]
+
+
 def test_a_search_without_old_queries_says_so(
     gallery: Gallery, model: CompatModel, old: Embedder, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -186,6 +186,11 @@ def _options_of(model: object) -> dict[str, Any]:
     return {"model": name if revision is None else f"{name}@{revision}", "below": None, "share": share}
 
 
+def old_model_of(model: object) -> str | None:
+    """Return the name of the old model that a map uses in searches, or None."""
+    return _options_of(model).get("model")
+
+
 def _describe_mismatch(model: Model, version: VersionRecord) -> str:
     made = stored_version(model, version.dim).fingerprint
     return f"the fallback did not make the {version.fingerprint} embeddings here, it makes {made}; use the model that made them"

@@ -18,6 +18,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.fallback import old_model_of
 from xcompat.retrieval.manifest import CURRENT
 from xcompat.retrieval.originals import merge_originals
 from xcompat.retrieval.ranking_comparison import searchable_state
@@ -88,7 +89,9 @@ def _require_searchable(shelf: Shelf, side: Side, allow_changes: bool) -> None:
 def _sides(model: str | None, old: str | None) -> list[Side]:
     if not model:
         raise XcompatError("set the query model with --model: a run's folder, a checkpoint, or a model name")
-    return [Side(label, load_embedder(name, device())) for label, name in ((OLD, old), (NEW, model)) if name]
+    new = load_embedder(model, device())
+    named = old or old_model_of(new)  # a map that mixes both queries loads the old model in any case
+    return [*([Side(OLD, load_embedder(named, device()))] if named else []), Side(NEW, new)]
 
 
 def _adopt(index: Path, ids: Path | None, sides: Sequence[Side], sources: Sequence[Source]) -> Path:
