@@ -258,3 +258,21 @@ def test_vectors_of_several_dimensions_are_refused(server: str, database: Any) -
     database.execute("UPDATE items SET embedding = %s WHERE id = 5", (text(np.ones(3)),))
     with pytest.raises(XcompatError, match="vectors of several dimensions"):
         list(opened(server).stream())
+
+
+def test_a_transaction_that_ends_in_a_deadlock_is_repeated(store: Store) -> None:
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        with pgvector_client.plain_errors(store.uri):
+            if len(calls) == 1:
+                raise psycopg.errors.DeadlockDetected("deadlock detected")
+            if len(calls) == 3:
+                raise psycopg.errors.UndefinedTable("no table")
+
+    store.client.retry_deadlocks(work)
+    assert len(calls) == 2
+    with pytest.raises(XcompatError, match="no table"):
+        store.client.retry_deadlocks(work)
+    assert len(calls) == 3, "other errors are not retried"
