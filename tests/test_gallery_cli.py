@@ -74,9 +74,9 @@ def test_rollback_lists_states_and_returns_to_one(run: Run, tmp_path: Path) -> N
         gallery.add(np.eye(3)[:1], [name])
         gallery.commit()
     code, out, _ = run("rollback", folder)
-    assert code == 0 and "back at generation 2, which is now 4: 2 items" in out and "--to 3" in out
+    assert code == 0 and "restored generation 2 as generation 4: 2 items" in out and "--to 3" in out
     code, out, _ = run("rollback", folder)
-    assert code == 0 and "back at generation 1, which is now 5: 1 items" in out
+    assert code == 0 and "restored generation 1 as generation 5: 1 items" in out
     code, out, _ = run("rollback", folder, "--list")
     rows = [line for line in out.splitlines() if line.startswith("│")]
     assert code == 0 and len(rows) == 6 and "rollback to 1" in rows[0] and "current" in rows[0]
@@ -146,7 +146,7 @@ def test_the_commands_of_the_page_on_galleries_one_after_the_other(
         code, out, _ = run("search", gallery, query, "--model", tmp_path / "fct", "--top-k", 200)
         assert code == 0 and sum(".png" in line for line in out.splitlines()) == 121 and "red.png" in out
     code, out, _ = run("rollback", gallery)
-    assert code == 0 and "back at generation 2, which is now 4: 121 items" in out
+    assert code == 0 and "restored generation 2 as generation 4: 121 items" in out
     assert run("search", gallery, "a red running shoe", "--model", compatible)[0] == 0
     assert run("verify", gallery)[0] == 0
 

@@ -68,7 +68,7 @@ def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> N
     plan = plan_ways(report, Traffic(1000, 10), "map")
     said = " ".join(describe_plan(plan))
     stay, new, *_, backfill = (way.quality for way in plan.ways)
-    assert None not in (stay, new, backfill) and f"new queries {100 * (new - stay) / (backfill - stay):.0f} %" in said
+    assert None not in (stay, new, backfill) and f"new queries: {100 * (new - stay) / (backfill - stay):.0f} %" in said
     assert "at most 50 items a day" in said and "after 20.0 days or more" in said and "Not measured" not in said
     bare = Report(**{**vars(report), "cases": [case for case in report.cases if case.label in ("old/old", "new/old")]})
     assert (

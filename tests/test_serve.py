@@ -477,7 +477,7 @@ def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradabl
     page.get_by_role("button", name="No, leave it").click()
     page.get_by_role("button", name="Roll back …").click()
     assert Gallery.open(folder).generation == 2
-    press("Yes, roll back", "back at generation 1, which is now 3")
+    press("Yes, roll back", "restored generation 1 as generation 3")
     press("Upgrade", "generation 4")
     page.get_by_label("Items", exact=True).fill("10")
     page.get_by_role("button", name="Backfill").click()

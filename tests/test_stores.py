@@ -642,7 +642,7 @@ def test_the_command_line_migrates(store: Store, place: Place, model: RidgeModel
     named = ["--model", str(tmp_path / "map")]
     for verb, given, said in [
         ("plan", named, "300"),
-        ("plan", named, "what each way gives is not known: there is no report of"),
+        ("plan", named, "has no report; create one with `xcompat evaluate`"),
         (
             "start",
             [*named, "--into", place.into, "--batch", "100", "--rows-per-second", "1e9"],
@@ -779,5 +779,5 @@ def test_what_cannot_be_looked_at_is_adopted_with_a_line(place: Place, folder_of
     place.close()
     plan = ("migrate", "plan", place.uri(), "--model", folder_of["clip"], "--embed", "about", "--from", folder_of["clip"])
     code, line = said(*plan)
-    assert code == 0 and "did not check that" in line and "no sampled row has texts in about" in line
+    assert code == 0 and "cannot verify that" in line and "no sampled row has texts in about" in line
     assert place.open().describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest

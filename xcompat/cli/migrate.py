@@ -88,7 +88,7 @@ def plan(
         if report_file(model).is_file():
             print_ways(load_report(model), console, mapped=embed is None)
         else:
-            console.print(f"what each way gives is not known: there is no report of {literal(model)}")
+            console.print(f"quality is unknown: {literal(model)} has no report; create one with `xcompat evaluate`")
     _print_json(found, json)
 
 

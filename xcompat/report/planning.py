@@ -153,7 +153,7 @@ def describe_plan(plan: Plan) -> list[str]:
         whole = backfill.quality - stay.quality
         others = [way for way in plan.ways[1:-1] if way.quality is not None]
         if whole > 0 and others:
-            shares = ", ".join(f"{way.name} {100 * (way.quality - stay.quality) / whole:.0f} %" for way in others)  # type: ignore[operator]
+            shares = ", ".join(f"{way.name}: {100 * (way.quality - stay.quality) / whole:.0f} %" for way in others)  # type: ignore[operator]
             said.append(f"Share of the gain of a complete backfill ({percent(whole)[:-2]} points): {shares}.")
         elif whole <= 0:
             said.append("A complete backfill gains nothing over old queries: keep the old model, or try another new one.")

@@ -346,7 +346,7 @@ def rollback(gallery: Gallery, generation: int | None) -> None:
     """Return to an earlier state, by default the previous one."""
     before = read_manifest(gallery.path).generation
     now = gallery.rollback(generation)
-    console.print(f"[green]✓[/] back at generation {gallery.manifest.restored}, which is now {now}: {len(gallery):,} items")
+    console.print(f"[green]✓[/] restored generation {gallery.manifest.restored} as generation {now}: {len(gallery):,} items")
     console.print(f"to undo this: `xcompat gallery rollback {literal(gallery.path)} --to {before}`")
 
 

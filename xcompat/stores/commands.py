@@ -127,7 +127,7 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
         )
     if not found.looked_at:
         why = f"{found.note}; choose it with --texts or --images" if held is None else found.note
-        console.print(f"[yellow]![/] did not check that {literal(embedder.name)} made {literal(own.name)}: {literal(why)}")
+        _warn(f"cannot verify that {embedder.name} made the vectors in {own.name}: {why}")
         return
     same = found.looked_at - len(found.foreign)
     said = f"{same:,} of {found.looked_at:,} sampled vectors of {own.name}"
