@@ -59,7 +59,7 @@ def test_embeddings_alone_are_a_row(
     monkeypatch.setattr(leaderboard, "TABLES", {"one": ("pairs",)})
     entry.main("pairs")
     entries = tmp_path / "bench" / "pairs" / "entries"
-    assert f"xcompat evaluate --old {entries}/old --new MINE --output {entries}/MINE" in capsys.readouterr().out
+    assert f"xcompat evaluate --old {entries}/old --new MINE --out {entries}/MINE" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="pairs: .*old is there; delete it to write it again"):
         entry.main("pairs")
     texts = [json.loads(line) for line in (entries / "old" / "texts.jsonl").read_text().splitlines()]

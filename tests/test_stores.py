@@ -765,7 +765,7 @@ def test_a_store_is_adopted_after_a_look(described: Place, folder_of: dict[str, 
         assert code and why in line and described.open().describe()["fingerprint"] is None, line
         described.close()
     code, line = said("migrate", "plan", described.uri(), "--model", str(tmp_path / "map"), "--texts", "about")
-    assert code and "name it with --from" in line
+    assert code and "set their model with --from" in line
     code, line = said(*plan, folder_of["clip"])
     assert code == 0 and f"{folder_of['clip']} made 38 of 39 sampled vectors of" in line
     assert "see `xcompat gallery doctor`" in line
