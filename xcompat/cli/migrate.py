@@ -160,11 +160,11 @@ def verify(
 ) -> None:
     """Check counts, a sample of vectors, and searches. Exit code 1 if something is wrong."""
     service = _Service(embed_with, requests_per_minute)
-    _require(uri, model, embed, pictures, service)
-    from xcompat.stores import commands
-
     with _messages_on_stderr(json):
-        found = commands.verify(_open(uri), _vector_source(model, embed, pictures, service))
+        store, source = _open_migration(uri, model, embed, pictures, service)
+        from xcompat.stores import commands
+
+        found = commands.verify(store, source)
     _print_json(found, json)
     if not found["passed"]:
         raise typer.Exit(1)
@@ -180,11 +180,10 @@ def switch(
     requests_per_minute: RequestsPerMinute = None,
 ) -> None:
     """Rename the new vectors to the old name for all clients at once. The old vectors stay until finish."""
-    service = _Service(embed_with, requests_per_minute)
-    _require(uri, model, embed, pictures, service)
+    store, source = _open_migration(uri, model, embed, pictures, _Service(embed_with, requests_per_minute))
     from xcompat.stores import commands
 
-    commands.switch(_open(uri), _vector_source(model, embed, pictures, service))
+    commands.switch(store, source)
 
 
 @app.command()
@@ -286,6 +285,14 @@ def _require(uri: str, model: str, embed: str | None, pictures: str | None, serv
         require_xcompat_model(model)
     else:
         require_model(model)
+
+
+def _open_migration(
+    uri: str, model: str, embed: str | None, pictures: str | None, service: _Service
+) -> tuple[Store, AnyVectorSource]:
+    """Check the arguments, open the store, and load the source of the new vectors."""
+    _require(uri, model, embed, pictures, service)
+    return _open(uri), _vector_source(model, embed, pictures, service)
 
 
 def _vector_source(model: str, embed: str | None, pictures: str | None, service: _Service) -> AnyVectorSource:
