@@ -18,7 +18,16 @@ from xcompat.cli.decisions import plan, shadow
 from xcompat.cli.export import app as export_app
 from xcompat.cli.gallery import app as gallery_app
 from xcompat.cli.migrate import app as migrate_app
-from xcompat.cli.options import BadVectorShare, Engine, GpusPerWorker, IndexIds, Overrides, WorkerCount
+from xcompat.cli.options import (
+    BadVectorShare,
+    Engine,
+    GpusPerWorker,
+    IndexIds,
+    Overrides,
+    PricePerMillion,
+    RequestsPerMinute,
+    WorkerCount,
+)
 from xcompat.cli.quickstart import app as quickstart_app
 from xcompat.cli.quickstart import demo
 from xcompat.core import failures
@@ -153,7 +162,6 @@ SearchedClasses = Annotated[
 RememberItems = Annotated[
     bool, typer.Option("--remember-items", help="Add a memory of all items. Use it when they are most of the gallery.")
 ]
-PricePerMillion = Annotated[float | None, typer.Option(help="Price for --embed-with. Prints an estimate first.")]
 VectorName = Annotated[
     str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")
 ]
@@ -183,8 +191,8 @@ def map_(
     start_from: StartFrom = None,
     activation: Activation = None,
     embed_with: EmbedWith = None,
-    requests_per_minute: Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")] = None,
-    price_per_million_tokens: PricePerMillion = None,
+    requests_per_minute: RequestsPerMinute = None,
+    price: PricePerMillion = None,
     max_bad_share: BadVectorShare = None,
     allow_worse: AllowWorse = False,
     gallery: SearchedVectors = None,
@@ -209,7 +217,7 @@ def map_(
     from xcompat.vectors import Columns
     from xcompat.vectors.checks import BAD_SHARE
 
-    embedded = make_text_input(texts, images, embed_with, requests_per_minute, price_per_million_tokens)
+    embedded = make_text_input(texts, images, embed_with, requests_per_minute, price)
     given = embedded, make_initial_map(start_from, activation)
     reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)

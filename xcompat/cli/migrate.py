@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from xcompat.cli.options import Engine, GpusPerWorker, WorkerCount
+from xcompat.cli.options import Engine, GpusPerWorker, PricePerMillion, RequestsPerMinute, WorkerCount
 from xcompat.core.errors import XcompatError
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ EmbedWith = Annotated[
         metavar="MODULE:FUNCTION", help="Function that embeds a list of texts, for example with an API. --model is its name."
     ),
 ]
-RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")]
-Price = Annotated[
-    float | None, typer.Option("--price-per-million-tokens", help="Price for --embed-with. Prints an estimate first.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]
 Where = Annotated[
     str | None,
@@ -70,7 +66,7 @@ def plan(
     where: Where = None,
     embed_with: EmbedWith = None,
     requests_per_minute: RequestsPerMinute = None,
-    price: Price = None,
+    price: PricePerMillion = None,
     json: Json = False,
 ) -> None:
     """Show the cost and result of a migration. Writes nothing."""
@@ -109,7 +105,7 @@ def start(
     where: Where = None,
     embed_with: EmbedWith = None,
     requests_per_minute: RequestsPerMinute = None,
-    price: Price = None,
+    price: PricePerMillion = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,

@@ -26,3 +26,7 @@ IndexIds = Annotated[
 EmbedWith = Annotated[
     str | None, typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds texts, for maps of an API's embeddings.")
 ]
+RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")]
+PricePerMillion = Annotated[
+    float | None, typer.Option("--price-per-million-tokens", help="Price for --embed-with. Prints an estimate first.")
+]
