@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import store_places
 import torch
 from hub_server import Hub, served
 from hypothesis import settings
@@ -32,6 +33,7 @@ from xcompat import XbtModel, cli
 from xcompat.core.progress import console
 from xcompat.data import glyphs
 from xcompat.encoders.standins import save_stand_in
+from xcompat.methods import RidgeModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery, faiss_probe, probing
@@ -249,6 +251,18 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``migrate verify`` search with one vector: it computes and compares as many as always, and hundreds take seconds."""
     monkeypatch.setattr("xcompat.stores.migration.LONGEST", 0.0)
+
+
+@pytest.fixture(scope="module")
+def vectors(request: pytest.FixtureRequest) -> np.ndarray:
+    """N old vectors for the tests of a store, by the module's ``N`` and ``OLD_DIM``."""
+    return store_places.unit_vectors(request.module.N, request.module.OLD_DIM)
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, vectors: np.ndarray) -> RidgeModel:
+    """A solved map of stored vectors to ``NEW_DIM`` dimensions of the module."""
+    return store_places.map_of_galleries(vectors, request.module.NEW_DIM)
 
 
 @pytest.fixture

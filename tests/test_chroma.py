@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_places import ChromaPlace, chroma_place, map_of_galleries, unit_vectors
+from store_places import ChromaPlace, chroma_place
 from store_servers import Connect, chroma_server
 
 import xcompat.stores
@@ -25,17 +25,6 @@ chromadb = pytest.importorskip("chromadb")
 pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 60, 8, 12
 OLD = Fingerprint.from_string("the old model")
-
-
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return unit_vectors(N, OLD_DIM)
-
-
-@pytest.fixture(scope="module")
-def model(vectors: np.ndarray) -> RidgeModel:
-    """A map of galleries, solved."""
-    return map_of_galleries(vectors, NEW_DIM)
 
 
 @pytest.fixture

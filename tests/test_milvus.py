@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from schedule import mostly_nightly
-from store_places import MilvusPlace, map_of_galleries, milvus_place, unit_vectors
+from store_places import MilvusPlace, milvus_place
 
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
@@ -27,17 +27,6 @@ server_manager_instance = pytest.importorskip("milvus_lite.server_manager").serv
 pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM = 60, 8, 12
 OLD = Fingerprint.from_string("the old model")
-
-
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return unit_vectors(N, OLD_DIM)
-
-
-@pytest.fixture(scope="module")
-def model(vectors: np.ndarray) -> RidgeModel:
-    """A map of galleries, solved."""
-    return map_of_galleries(vectors, NEW_DIM)
 
 
 @pytest.fixture

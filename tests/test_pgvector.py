@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_places import map_of_galleries, unit_vectors
+from store_places import unit_vectors
 from typer.testing import CliRunner
 
 import xcompat.stores
@@ -36,17 +36,6 @@ def database(postgres: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     with psycopg.connect(postgres, autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS items, others, xcompat_records CASCADE")
         yield connection
-
-
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return unit_vectors(N, OLD_DIM)
-
-
-@pytest.fixture(scope="module")
-def model(vectors: np.ndarray) -> RidgeModel:
-    """A map of galleries, solved."""
-    return map_of_galleries(vectors, NEW_DIM)
 
 
 def text(vector: np.ndarray) -> str:

