@@ -211,6 +211,7 @@ def test_pictures_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, st
     assert code == 0 and "12 embeddings of 16 dimensions, 1 cannot be read" in out, err
     made = shop / "embeddings" / "new"
     names, embeds_ND = (made / "image_ids.txt").read_text().split(), np.load(made / "image_embeds.npy")
+    assert embeds_ND.dtype == np.float16
     assert names == sorted(file.name for file in (shop / "photos").iterdir() if file.stem != "bad")
     new = load_embedder(folder_of["clip"])
     pictures = [Image.open(shop / "photos" / name).convert("RGB") for name in names]

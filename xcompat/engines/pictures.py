@@ -18,6 +18,8 @@ from xcompat.models.embedder import load_embedder
 from xcompat.retrieval.originals import UNREADABLE, Pictures, load_pictures
 
 MADE_BY = "embed"
+BLOCK = 65_536
+"""Rows to convert at a time."""
 
 
 def embed_pictures(source: Path, model: str, out: Path) -> None:
@@ -40,9 +42,11 @@ def embed_pictures(source: Path, model: str, out: Path) -> None:
     digest = hashlib.sha256("\0".join([files_digest(str(source)) or "", *pictures.ids]).encode()).hexdigest()
     caches = out.with_name(f"{out.name}.cache")
     cache = caches / f"images-{embedder.fingerprint.digest[:16]}-{digest[:16]}"
-    embeds_ND = embed_images(embedder, pictures.dataset, cache, digest, max_bad_share=UNREADABLE)[:]
+    cached = embed_images(embedder, pictures.dataset, cache, digest, max_bad_share=UNREADABLE)
     if is_main_process():
-        rows_n = np.flatnonzero(np.isfinite(embeds_ND).all(1))
+        blocks = range(0, len(pictures.ids), BLOCK)
+        embeds_ND = np.concatenate([cached[start : start + BLOCK].astype(np.float16) for start in blocks])  # as in the cache
+        rows_n = np.flatnonzero(np.isfinite(embeds_ND[:, 0]))  # an unreadable picture has a row of NaN
         ids = [pictures.ids[row] for row in rows_n.tolist()]
         with owned_path(out, MADE_BY, None, [source], {"model": str(embedder.fingerprint)}) as temporary:
             temporary.mkdir()
