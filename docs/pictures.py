@@ -72,7 +72,7 @@ class Picture:
         lanes: training, from top to bottom.
         losses: the text of each, and the texts of the parts that it compares.
         query: what a query passes.
-        gallery: what becomes of what is stored; a single part is left as it is.
+        gallery: changes to stored vectors; a single part stays unchanged.
         meets: where both end.
         arrows: further ones, from text to text.
         heading: of the lower half.

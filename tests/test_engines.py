@@ -391,7 +391,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(
     ("arguments", "said"),
     [
         (("nowhere", "--model", "{model}", "--out", "out"), "nowhere does not exist"),
-        (("{source}",), "name the model with --model, and the folder of what is made with --out"),
+        (("{source}",), "set the model with --model, and the output folder with --out"),
         (("{source}", "a=1", "--model", "{model}", "--out", "out"), "'a=1' overrides a recipe value"),
         (("{source}", "--model", "{model}", "--out", "out", "--workers", "2"), "need an engine; choose one with --engine"),
         (("recipe.yaml", "--engine", "ray"), "--engine applies to tables"),

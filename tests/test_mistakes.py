@@ -69,7 +69,7 @@ MISTAKES = {
     "quickstart --output q stages.9.method=x": "stages.9.method: unknown stage 9",
     "recipes nowhere": "xcompat has no recipe 'nowhere'",
     # embeddings
-    "embed nowhere.parquet": "name the model with --model, and the folder of what is made with --out",
+    "embed nowhere.parquet": "set the model with --model, and the output folder with --out",
     "embed nowhere.parquet --model enc --out x": "nowhere.parquet does not exist; did you mean 'vectors.parquet'?",
     "embed vectors.parquet --model ./nowhere --out x": NO_MODEL,
     "embed vectors.parquet --model enc --out x --workers 2": WORKERS,

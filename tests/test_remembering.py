@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "only memory: pairs remembers images with captions",
     ),
     "a stream": ({"data": {"pairs": {"path": "x", "streaming": True}}}, "without streaming"),
-    "a codec of nothing": ({"memory": None, "memory_codec": "SQ8"}, "memory_codec: there is no memory"),
+    "a codec of nothing": ({"memory": None, "memory_codec": "SQ8"}, "memory_codec needs a memory"),
     "a codec that is none": ({"memory_codec": "SQ9"}, "unknown memory codec 'SQ9'; use float32, SQ8, SQ4"),
 }
 

@@ -39,7 +39,7 @@ MERGES: tuple[Merge, ...] = ("raw", "standardised")
 MERGED: Merge = "standardised"
 """How galleries merge, in which orders are compared."""
 METRICS = ("CMC@1", "CMC@5", "mAP@R")
-BEST = {"largest true error": "needs the new embeddings", "what helps these queries": "needs the queries and their classes"}
+BEST = {"largest true error": "needs the new embeddings", "most useful for these queries": "needs the queries and their classes"}
 
 console = Console(soft_wrap=True, markup=False, highlight=False)
 

@@ -273,7 +273,7 @@ def embed(
     if overrides:
         raise XcompatError(f"{overrides[0]!r} overrides a recipe value, but {source} is not a recipe; remove it")
     if not (model and out):
-        raise XcompatError("name the model with --model, and the folder of what is made with --out")
+        raise XcompatError("set the model with --model, and the output folder with --out")
     where = Workers(engine, workers, gpus_per_worker)
     from xcompat.encoders import require_model
     from xcompat.engines.source_types import is_picture_folder, require_source

@@ -425,7 +425,7 @@ def doctor(
             gallery, _load(model), SourceField(images, Path(pictures) if pictures is not None else None), sample
         )
     elif pictures is not None:
-        raise XcompatError("--pictures is of stores, whose rows hold paths; name the pictures of a gallery with --images")
+        raise XcompatError("--pictures applies to stores, whose rows contain paths; use --images for a gallery")
     else:
         opened = _open(Path(gallery))
         argument_checks.require_inputs(Path(images), model)

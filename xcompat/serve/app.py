@@ -226,7 +226,7 @@ class _Handlers:
         try:
             query = queries.SearchQuery.model_validate_json(base64.b64decode(request.path_params["event"], b"-_", validate=True))
         except (binascii.Error, ValueError):
-            raise HTTPException(404, "there is no such search") from None
+            raise HTTPException(404, "unknown search") from None
         try:
             shown = await self._run(self.models, request, lambda: answer(self.site, query))
         except Exception as error:

@@ -15,7 +15,7 @@ from xcompat.core.progress import console, literal
 from xcompat.encoders.class_names import SETS, class_names
 
 WORDNET = r"n\d{8}"
-MEND = "use a class file with one line per label (`xcompat classes` writes public ones)"
+FIX = "use a class file with one line per label (`xcompat classes` writes public ones)"
 
 
 def print_classes(name: str | None, to: Path | None) -> None:
@@ -71,7 +71,7 @@ def class_indices(labels: Sequence[int | str], classes: Sequence[str], is_limite
     names, count = {name: row for row, name in reversed(list(enumerate(classes)))}, len(classes)
     if all(re.fullmatch(WORDNET, str(label)) and label not in names for label in distinct):
         if len(distinct) != count:
-            raise XcompatError(f"{count} classes, but the images are in {len(distinct)} folders; {MEND}")
+            raise XcompatError(f"{count} classes, but the images are in {len(distinct)} folders; {FIX}")
         order = {label: row for row, label in enumerate(sorted(distinct, key=str))}
         return np.array([order[label] for label in labels], dtype=np.int64)
     order = {}
@@ -84,5 +84,5 @@ def class_indices(labels: Sequence[int | str], classes: Sequence[str], is_limite
     missing = [name for name in classes if name not in present]
     if missing and not is_limited:
         also, have = (f" and {len(missing) - 1:,} more", "have") if len(missing) > 1 else ("", "has")
-        raise XcompatError(f"{missing[0]!r}{also} of {count:,} classes {have} no image; {MEND}")
+        raise XcompatError(f"{missing[0]!r}{also} of {count:,} classes {have} no image; {FIX}")
     return np.array([order[label] for label in labels], dtype=np.int64)

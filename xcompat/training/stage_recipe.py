@@ -278,7 +278,7 @@ class StageRecipe(Section):
                 "data.texts: without a method, the map learns from data.images or pairs; remove texts, or set method"
             )
         if self.method != AUTO_MAP and self.memory is None and self.memory_codec is not None:
-            raise ValueError("memory_codec: there is no memory; set memory: classes or pairs, or remove memory_codec")
+            raise ValueError("memory_codec needs a memory; set memory: classes or pairs, or remove memory_codec")
         if self.memory is not None and not method.compares_with_old:
             raise ValueError(f"memory: method {self.method} does not map queries to an old space; remove memory")
         if self.memory == "pairs" and method.maps_galleries_with(self.options):
