@@ -113,7 +113,7 @@ def test_without_enough_queries_of_both_kinds_there_is_no_confidence() -> None:
 
 def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice calibrates on the queries of all folds and protocols: beside loops over them, with a memory of each fold."""
-    pairs, seen = made(new_noise=0.6, old_noise=1.4), []
+    pairs, seen = made(new_noise=0.8, old_noise=1.4), []
     monkeypatch.setattr("xcompat.mapping.selection.calibrate", lambda evidence: seen.append(evidence) or calibrate(evidence))
     choice = choose(pairs, "open")
     (evidence,) = seen
@@ -141,7 +141,7 @@ def test_who_was_hurt_is_what_the_folds_say(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_map_says_how_sure_its_queries_are(tmp_path: Path) -> None:
-    pairs = made(new_noise=0.6, old_noise=1.4)
+    pairs = made(new_noise=0.8, old_noise=1.4)
     assert pairs.labels_N is not None
     old = write(tmp_path / "old", pairs.old_Nd, labels=[f"class {label:02}" for label in pairs.labels_N])
     command = ["map", "--old", str(old), "--new", str(write(tmp_path / "new", pairs.new_ND)), "--out", str(tmp_path / "out")]

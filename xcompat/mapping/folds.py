@@ -17,7 +17,7 @@ Searched = Literal["known", "open", "unknown"]
 """Classes that users will search: all in the training set (known), some of them (open), or unknown."""
 
 IN_WHOLE = "new classes in the whole gallery"
-"""Items of new classes search themselves, held-out items of known classes, and learned items."""
+"""Items of new classes search themselves and items of as many known classes, learned ones included."""
 PROTOCOLS: dict[Searched, tuple[str, ...]] = {
     "known": ("known classes",),
     "open": ("known classes", "half of them new", IN_WHOLE),
@@ -25,8 +25,8 @@ PROTOCOLS: dict[Searched, tuple[str, ...]] = {
 }
 POPULATIONS = {"known classes": KNOWN, "half of them new": ALL, "new classes": NEW, IN_WHOLE: NEW_IN_WHOLE}
 """Protocol -> population of its queries in ``report.json``."""
-WHOLE = 10_000
-"""Most learned items in a searched gallery."""
+FOLDS = 5
+"""Most folds. Each holds out its own part of the classes, so that a fold's map learns from nearly as much as the saved map."""
 HELD_OUT = 0.3
 """Share of a known class's items that is held out."""
 LEARNED = 100_000
@@ -34,7 +34,7 @@ LEARNED = 100_000
 QUERIES = 1000
 """Most held-out items of known classes, and of new classes. Each is a query and is searched."""
 CLASSES = 16
-"""Fewest classes that search each other, if available: every map separates a few classes."""
+"""Fewest new classes of a fold, if available: every map separates a few classes."""
 FEWEST = 4
 """Fewest items of a class to hold some out: two to find each other, two to learn from."""
 FEWEST_GROUPS = 10
@@ -57,7 +57,7 @@ class Fold:
 
 
 def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int = 0) -> Iterator[Fold]:
-    """Split a training set twice, holding out each half of the classes once.
+    """Split a training set several times; every class is new in one fold.
 
     Args:
         labels_N: classes of the items.
@@ -65,7 +65,7 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
         seed: random seed for the split.
 
     Yields:
-        Two folds.
+        2 to :data:`FOLDS` folds.
 
     Raises:
         NoValidationDataError: too few items for a validation split.
@@ -75,25 +75,39 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
     draw = np.random.default_rng(seed)
     rows_C = [draw.permutation(rows) for rows in samples_of_classes(labels_N, int(labels_N.max()) + 1) if len(rows) > 1]
     draw.shuffle(rows_C)
-    halves = (rows_C[::2], rows_C[1::2]) if searched != "known" else (rows_C, rows_C)
-    if min(sum(len(rows) >= FEWEST for rows in half) for half in halves) < 2:
+    large = [len(rows) >= FEWEST for rows in rows_C]
+    n_folds = min(FOLDS, max(2, len(rows_C) // CLASSES))
+    parts = [range(number, len(rows_C), n_folds) for number in range(n_folds)] if searched != "known" else [range(0)] * 2
+    fewest = min(sum(large) - sum(large[number] for number in part) for part in parts)
+    if fewest < 2:
+        needed = 2 if searched == "known" else 4
         raise NoValidationDataError(
-            f"too few items for a validation split: {2 * len(set(map(id, halves)))} classes of {FEWEST} items each are needed, "
-            f"found {sum(len(rows) >= FEWEST for rows in rows_C)}"
+            f"too few items for a validation split: {needed} classes of {FEWEST} items each are needed, found {sum(large)}"
         )
-    for number, half in enumerate(halves):
-        split = [_split(rows, number) for rows in half]
-        fit_F = np.sort(draw.permutation(np.concatenate([fit for fit, _ in split]))[:LEARNED])
-        known_K = _enough([held for _, held in split if len(held)])
-        queries = {"known classes": known_K}
-        galleries = dict(queries)
-        if searched != "known":
-            typical = max(2, int(np.median([len(held) for _, held in split if len(held)])))
-            new_U = _enough([rows[:typical] for rows in halves[1 - number]])
-            both = np.concatenate([known_K, new_U])
-            queries |= {"half of them new": both, "new classes": new_U, IN_WHOLE: new_U}
-            galleries = queries | {IN_WHOLE: np.concatenate([both, draw.permutation(fit_F)[:WHOLE]])}
-        yield Fold(fit_F, *({name: np.sort(rows[name]) for name in PROTOCOLS[searched]} for rows in (queries, galleries)))
+    for number, part in enumerate(parts):
+        yield _hold_out(rows_C, part, number, searched, draw)
+
+
+def _hold_out(
+    rows_C: list[NDArray[np.int64]], part: range, number: int, searched: Searched, draw: np.random.Generator
+) -> Fold:
+    """Hold out items of the known classes, and all items of a part of the classes."""
+    new, known = ([rows for each, rows in enumerate(rows_C) if (each in part) == is_new] for is_new in (True, False))
+    split = [_split(rows, number) for rows in known]
+    fit_F = np.sort(draw.permutation(np.concatenate([fit for fit, _ in split]))[:LEARNED])
+    held = [rows for _, rows in split if len(rows)]
+    queries = {"known classes": _enough(held)}
+    galleries = dict(queries)
+    if searched != "known":
+        typical = max(2, int(np.median([len(rows) for rows in held])))
+        new_U, cut_U = _enough(new), _enough([rows[:typical] for rows in new])
+        queries |= {
+            "half of them new": np.concatenate([_enough(held[: len(new)]), cut_U]),
+            "new classes": new_U,
+            IN_WHOLE: new_U,
+        }
+        galleries = queries | {IN_WHOLE: np.concatenate([new_U, _enough(known[: len(new)])])}
+    return Fold(fit_F, *({name: np.sort(rows[name]) for name in PROTOCOLS[searched]} for rows in (queries, galleries)))
 
 
 def caption_folds(n_groups: int, seed: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
