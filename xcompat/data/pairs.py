@@ -80,6 +80,7 @@ class PairDataset(DrawnDataset):
         embedded: (N,) bool, rows with an embedding in ``image_extra``; None for all. Other rows are unusable.
         one_per_id: draw a single row per id in each pass. Two rows with the same id (e.g. faces of a character) in a
             contrastive batch would be false negatives.
+        reads_images: whether to decode images; False if ``image_extra`` has their embeddings.
         seed: random seed.
         bad: counts unusable samples, which are replaced by the next usable sample.
 
@@ -95,10 +96,12 @@ class PairDataset(DrawnDataset):
         caption_extra: Mapping[str, RowArray] | None = None,
         embedded: NDArray[np.bool_] | None = None,
         one_per_id: bool = False,
+        reads_images: bool = True,
         seed: int = 0,
         bad: BadSamples | None = None,
     ) -> None:
-        super().__init__(_only_pairs(dataset), one_per_id, seed)
+        pairs = _only_pairs(dataset)
+        super().__init__(pairs if reads_images else pairs.remove_columns(IMAGE), one_per_id, seed)
         self.image_extra, self.caption_extra = dict(image_extra or {}), dict(caption_extra or {})
         self.bad = bad or BadSamples(total=len(dataset))
         self.embedded_N = embedded
@@ -174,7 +177,8 @@ def _only_pairs(dataset: datasets.Dataset) -> datasets.Dataset:
 
 
 def _item(record: dict[str, Any], row: int, draw: np.random.Generator) -> dict[str, Any]:
-    item: dict[str, Any] = {IMAGE: open_image(record[IMAGE]), INDEX: row, SEED: int(draw.integers(2**62))}
+    item: dict[str, Any] = {IMAGE: open_image(record[IMAGE])} if IMAGE in record else {}
+    item |= {INDEX: row, SEED: int(draw.integers(2**62))}
     if CAPTION in record:
         captions = captions_of(record[CAPTION])
         if not captions:

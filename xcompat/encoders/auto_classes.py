@@ -39,7 +39,8 @@ def auto_calls(encoder: Encoder) -> dict[str, Call] | None:
     (its transform rejects grey images), open_clip and xcompat models.
     """
     model = encoder.model
-    ours = type(model).__module__.partition(".")[0] == __package__.partition(".")[0]
+    classes = {type(model), *(type(part) for part in model.modules() if isinstance(part, transformers.PreTrainedModel))}
+    ours = any(each.__module__.partition(".")[0] == __package__.partition(".")[0] for each in classes)
     if encoder.prompts is not None or ours or type(model) is not MODELS.get(type(getattr(model, "config", None)), None):
         return None
     if isinstance(encoder, ImageEncoder):

@@ -20,7 +20,13 @@ from xcompat.encoders.base import Encoder
 from xcompat.encoders.model_files import copy_permissions
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
-from xcompat.encoders.transformers_encoder import IMAGE_BACKEND, describe_pixels, pixel_settings, process_images
+from xcompat.encoders.transformers_encoder import (
+    IMAGE_BACKEND,
+    describe_pixels,
+    pixel_settings,
+    process_images,
+    use_torch_momentum,
+)
 
 _LABELS = {"id2label", "label2id", "label_names", "num_classes", "num_labels", "problem_type"}
 """Configuration keys of a classifier, which the encoder does not contain."""
@@ -232,20 +238,6 @@ def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> ImageEncoder:
     config = {key: value for key, value in description["config"].items() if key not in _LABELS}
     plain = json.loads(json.dumps(description | {"config": config}, default=str))
     return ImageEncoder(model, description["embedding_dim"], plain)
-
-
-def use_torch_momentum(model: nn.Module, least: float) -> None:
-    """Convert TensorFlow batch-norm momentum (1 - PyTorch's) to PyTorch's, in place.
-
-    MobileNet (V1 .9997, V2 .997) and EfficientNet (.99) have it: a single training step would overwrite their statistics.
-
-    Args:
-        model: model to change.
-        least: minimum for converted values (V1's .0003 is too slow): .003 for fine-tuning, .1 (PyTorch's default) from scratch.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None and module.momentum > 0.5:
-            module.momentum = max(1 - module.momentum, least)
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -134,7 +134,8 @@ def image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedMode
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    from xcompat.encoders.image_encoder import build_image_model, use_torch_momentum
+    from xcompat.encoders.image_encoder import build_image_model
+    from xcompat.encoders.transformers_encoder import use_torch_momentum
 
     try:
         config: Any = AutoConfig.for_model(**source.model, **({"stem": source.stem} if source.stem else {}))

@@ -194,8 +194,23 @@ def load_transformers_encoder(name: str, revision: str | None, trust_remote_code
 
 
 def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> TransformersEncoder:
+    use_torch_momentum(model, 0.003)
     config = model.config
     return _encoder_class(config.model_type)(model, embedding_dim(config), json.loads(json.dumps(description, default=str)))
+
+
+def use_torch_momentum(model: nn.Module, least: float) -> None:
+    """Convert TensorFlow batch-norm momentum (1 - PyTorch's) to PyTorch's, in place.
+
+    MobileNet (V1 .9997, V2 .997) and EfficientNet (.99) have it: a single training step would overwrite their statistics.
+
+    Args:
+        model: model to change.
+        least: minimum for converted values (V1's .0003 is too slow): .003 for fine-tuning, .1 (PyTorch's default) from scratch.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None and module.momentum > 0.5:
+            module.momentum = max(1 - module.momentum, least)
 
 
 def load_transformers_processor(

@@ -65,7 +65,7 @@ class ProjectedModel(PhiModel):
     config_class = ProjectedConfig
     encoder: Encoder
     columns: ClassVar[tuple[str, ...]] = ("pixel_values", "input_ids")
-    columns_if_known = PASSAGES
+    columns_if_known = (*PASSAGES, "new_embeds")
     loss_of_embeddings = True
 
     @classmethod
@@ -91,7 +91,15 @@ class ProjectedModel(PhiModel):
         """Return φ of own embeddings, which the loss trains and the paper compares in new/new."""
         return self.projection(embeds)
 
+    @override
+    def required_columns(self, batch: Batch) -> list[str]:
+        """Return the required columns: embeddings of a frozen image tower instead of images if the batch contains them."""
+        required = super().required_columns(batch)
+        return ["new_embeds" if name == "pixel_values" and name not in batch else name for name in required]
+
     def embed_batch(self, batch: Batch) -> CompatOutput:
-        """Return synthetic old embeddings φ(v_new), φ(w_new) (XBT Eqn. 4)."""
+        """Return synthetic old embeddings φ(v_new), φ(w_new) (XBT Eqn. 4); a frozen image tower's v_new may be in the batch."""
         own = super().embed_batch(batch)
+        if "new_embeds" in batch:
+            own["image_embeds"] = batch["new_embeds"]
         return CompatOutput(**{name: self.projection(embeds) for name, embeds in own.items()})

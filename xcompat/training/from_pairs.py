@@ -10,8 +10,11 @@ from transformers import set_seed
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.data import TextPairCollator, TextPairDataset, flatten_captions, load_pairs
-from xcompat.data.schema import OLD_EMBEDS, OLD_TEXT_EMBEDS, PASSAGE, QUERY
+from xcompat.data.schema import NEW_EMBEDS, OLD_EMBEDS, OLD_TEXT_EMBEDS, PASSAGE, QUERY
+from xcompat.embeddings.embed import EmbeddingCache
+from xcompat.encoders import EncoderSource
 from xcompat.models import CompatModel
+from xcompat.training.caches import cached_images
 from xcompat.training.overlap import warn_of_shared_texts
 from xcompat.training.stage import StageData, StageModels
 from xcompat.training.stage_recipe import StageRecipe
@@ -41,7 +44,20 @@ def pair_model_and_data(settings: StageRecipe, models: StageModels, data: StageD
     if not source.streaming:
         warn_of_shared_texts(data, flatten_captions(pairs)[0], "data.pairs")
     old = models.embedder("old") if settings.embeds_pairs_online else old_caches
-    return model, pair_data(settings.data, pairs, model.processor, seed, old, model.views)
+    images = _frozen_images(model, settings, models, data)
+    return model, pair_data(settings.data, pairs, model.processor, seed, old, model.views, images)
+
+
+def _frozen_images(model: CompatModel, settings: StageRecipe, models: StageModels, data: StageData) -> EmbeddingCache | None:
+    """Embed the pairs' images with the new model if training changes neither its image tower nor the images; otherwise None."""
+    source, augmentation, encoder = settings.data.pairs, settings.data.augmentation, model.encoder
+    assert source is not None and encoder is not None
+    is_plain = (augmentation is None or augmentation.is_none) and not source.streaming and not settings.embeds_pairs_online
+    if NEW_EMBEDS not in model.columns_if_known or not is_plain or not isinstance(settings.new, EncoderSource):
+        return None
+    if any(parameter.requires_grad for parameter in encoder.image_parameters()):
+        return None
+    return cached_images(models.embedder("new"), load_pairs(source), data.cache_dir, source.max_bad_share)
 
 
 def fill_pair_caches(models: StageModels, data: StageData, role: str) -> None:

@@ -18,7 +18,7 @@ from xcompat.data import (
     collate_embeddings,
     stream_pairs,
 )
-from xcompat.data.schema import CAPTION, OLD_EMBEDS, OLD_TEXT_EMBEDS
+from xcompat.data.schema import CAPTION, NEW_EMBEDS, OLD_EMBEDS, OLD_TEXT_EMBEDS
 from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
@@ -54,6 +54,7 @@ def pair_data(
     seed: int,
     old: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None,
     views: Views | None = None,
+    frozen_images: EmbeddingCache | None = None,
 ) -> Data:
     """Return training data of images and captions.
 
@@ -64,6 +65,7 @@ def pair_data(
         seed: random seed for samples.
         old: caches of images and captions, or the old model for online embeddings, or None.
         views: extra views per image.
+        frozen_images: the new model's embeddings, which replace images that its training does not change.
     """
     collator = PairCollator(processor, data.augmentation, views)
     if isinstance(old, Embedder):
@@ -78,9 +80,13 @@ def pair_data(
     extra: dict[str, Any] = (
         {} if old is None else {"image_extra": {OLD_EMBEDS: old[0]}, "caption_extra": {OLD_TEXT_EMBEDS: old[1]}}
     )
+    reads_images = frozen_images is None
+    if frozen_images is not None:
+        extra["image_extra"] = extra.get("image_extra", {}) | {NEW_EMBEDS: frozen_images}
     bad = BadSamples(data.pairs.max_bad_share, len(pairs)) if data.pairs is not None else None
     embedded = embedded_rows(extra.get("image_extra", {}).values())
-    return Data(PairDataset(pairs, seed=seed, one_per_id=data.one_per_id, bad=bad, embedded=embedded, **extra), collator)
+    drawn: dict[str, Any] = {"seed": seed, "one_per_id": data.one_per_id, "reads_images": reads_images}
+    return Data(PairDataset(pairs, bad=bad, embedded=embedded, **drawn, **extra), collator)
 
 
 def labelled_data(
