@@ -32,6 +32,7 @@ TABLES = {
     "trained": ("trained_closed", "trained_half", "trained_open"),
     "classes": ("glyph_classes",),
     "pairs": ("glyph_captions", "fashion_pairs"),
+    "towers": ("fashion_towers",),
     "texts": ("captions", "scifact"),
 }
 """Which protocols stand in one table: those that the same methods can be run on."""

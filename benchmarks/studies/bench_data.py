@@ -24,6 +24,7 @@ from texts_models import SCALE, Draw
 from texts_tasks import Groups, Task, captions, scifact
 from tokenizers.implementations import BertWordPieceTokenizer
 from torch.nn import functional as F
+from towers import NEW_TOWERS, OLD_TOWERS, write_towers
 
 from xcompat.core.files import atomic_path
 from xcompat.data import PairSource, load_pairs
@@ -106,6 +107,8 @@ def main() -> None:
     parts: dict[str, Callable[[Path], object]] = {
         "glyphs": write_glyphs,
         "fashion": write_fashion,
+        "towers_old": lambda folder: write_towers(folder, OLD_TOWERS, OUT / "fashion" / "old_train"),
+        "towers_new": lambda folder: write_towers(folder, NEW_TOWERS, OUT / "fashion" / "new_train"),
         "captions": lambda folder: write_task(folder, asked),
         "scifact": lambda folder: write_task(folder, cited),
         "text_old": lambda folder: words(texts, draw, 64, 8_000, 200, seed=1).save(str(folder), create_model_card=False),

@@ -9,6 +9,7 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 
 from data_layouts.pictures import draw
+from xcompat.encoders.standins import save_stand_in
 
 PAIRS = 8
 GROUPS = 300
@@ -39,3 +40,5 @@ def make_bench(folder: Path, bench_data: ModuleType) -> None:
     every, pairs = [text for group in groups for text in group], bench_data.pairs_of([groups])
     for name, dim, seed in (("text_old", 8, 1), ("text_new", 12, 2)):
         bench_data.words(every, pairs, dim, 200, 2, seed).save(str(folder / name), create_model_card=False)
+    for name, dim, seed in (("towers_old", 8, 1), ("towers_new", 12, 2)):
+        save_stand_in(folder / name, "vision-text-dual-encoder", dim, seed)
