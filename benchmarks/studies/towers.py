@@ -1,33 +1,46 @@
 """Dual encoders of pretrained towers: MobileNet for photos, WordLlama or MiniLM for names, joined by projections trained here.
 
 The towers stay frozen (locked-image tuning, Zhai et al., CVPR 2022, with the text tower locked too). So each photo and name is
-embedded once, and training two matrices takes seconds.
+embedded once, and training two matrices takes seconds. benchmarks/studies/bench_data.py calls this. To print the tables of
+docs/results/towers.md after the comparison:
+
+    python benchmarks/studies/towers.py runs/bench/fashion_towers
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
+from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, get_cosine_schedule_with_warmup
 
+from xcompat.core.files import read_json
 from xcompat.data.pairs import iterate_images
 from xcompat.encoders import EncoderSource, load_encoder
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.sentence_tower import join_towers
+from xcompat.evaluation import paired_bootstrap
 from xcompat.losses import clip_contrastive_loss
 from xcompat.quickstart.text_models import NEW, OLD, PretrainedModel, prepare_model
+from xcompat.report import Report, load_report, report_file
+from xcompat.report.comparison import comparison_file
+from xcompat.report.wording import gain_with_interval
 
 IMAGE_MODELS = Path("../shared/models")
 TEXT_MODELS = Path.home() / ".cache" / "xcompat" / "text-models"
 BATCH, EMBEDDED, EPOCHS, LEARNING_RATE, LARGEST_SCALE = 256, 128, 20, 1e-3, 100.0
+HITS = 10
+"""R@10 is what the tables show."""
 console = Console(soft_wrap=True, markup=False, highlight=False, stderr=True)
 
 
@@ -101,3 +114,37 @@ def train_projections(encoder: Encoder, images_NV: Tensor, texts_NW: Tensor, see
         optimiser.step()
         schedule.step()
     console.print(f"{steps} batches of {BATCH}: loss {loss.item():.3f}, scale {scale.item():.1f}")
+
+
+def table(folder: Path, direction: str) -> Iterator[str]:
+    """Yield a comparison's table of R@10 in one direction, means over seeds; gains are paired with old/old query by query."""
+    study = read_json(comparison_file(folder))
+    yield "| method | new/old | gain | half-way | gain | new/new | over old/old |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for name in (row["name"] for row in study["rows"] if row["method"]):
+        runs = [folder / f"seed-{seed}" for seed in study["seeds"]]
+        # the report of the last stage is the run's
+        reports = [load_report(run / name if report_file(run / name).is_file() else run) for run in runs]
+        cells = [_cell(reports, case, direction) for case in (("new", "old"), ("slerp", "old"), ("new", "new"))]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _cell(reports: list[Report], case: tuple[str, str], direction: str) -> str:
+    """Return R@10 of a case and its gain over old/old; empty without such a case."""
+    if (*case, direction) not in reports[0].ranks:
+        return " | "
+    found_Q, old_Q = (_found(reports, each, direction) for each in (case, ("old", "old")))
+    gain = paired_bootstrap(found_Q, old_Q)
+    return f"{100 * found_Q.mean():.1f} | {gain_with_interval(gain.mean, gain.low, gain.high)}"
+
+
+def _found(reports: list[Report], case: tuple[str, str], direction: str) -> NDArray[np.float64]:
+    """Return for each query the share of seeds with a match among the first ten, (Q,)."""
+    ranks = [report.ranks[*case, direction] for report in reports]
+    return np.mean([(ranks_Q >= 0) & (ranks_Q < HITS) for ranks_Q in ranks], axis=0)
+
+
+if __name__ == "__main__":
+    for place in map(Path, sys.argv[1:]):
+        for side in ("text-to-image", "image-to-text"):
+            Console(soft_wrap=True).print("\n".join([side, "", *table(place, side), ""]), markup=False, highlight=False)

@@ -94,10 +94,12 @@ def join_towers(image: "EncoderSource | str", text: "EncoderSource | str", dim: 
     from xcompat.encoders import load_encoder
     from xcompat.encoders.image_encoder import ImageEncoder
     from xcompat.encoders.text_encoder import TextEncoder
+    from xcompat.encoders.text_processor import TextProcessor
 
     (image_encoder, pixels), (text_encoder, tokens) = load_encoder(image), load_encoder(text)
     if not isinstance(image_encoder, ImageEncoder) or not isinstance(text_encoder, TextEncoder):
         raise XcompatError(f"join_towers needs an image model and a {SENTENCE_TRANSFORMERS} model, in this order")
+    assert isinstance(tokens, TextProcessor)
     described, vision = text_encoder.description, image_encoder.model
     settings = described["config"]
     if described["query_prompt"] or described["passage_prompt"] or settings["lower_case"]:
