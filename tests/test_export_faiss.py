@@ -20,7 +20,7 @@ from xcompat.export import commands, to_faiss
 from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.old_knowledge import OldKnowledge
-from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.retrieval import Gallery
 
 NEW_DIM, OLD_DIM, ROWS = 16, 8, 1000
@@ -81,7 +81,7 @@ def with_memory(model: CompatModel, entries: int) -> CompatModel:
     """Return the model with queries that wear a metric which moves and bends them, and remember noise."""
     memory = QueryMemory(NEW_DIM, OLD_DIM, entries)
     covariance = torch.diag(torch.arange(1.0, OLD_DIM + 1))
-    memory.metric = QueryMetric.solve(0.2 * unit(1, OLD_DIM, seed=5)[0], covariance, power=0.5, damping=0.1)
+    memory.transform = LearnedTransform.solve(0.2 * unit(1, OLD_DIM, seed=5)[0], covariance, power=0.5, damping=0.1)
     memory.keys_KD, memory.values_Kd = unit(entries, NEW_DIM, seed=6), unit(entries, OLD_DIM, seed=7)
     return model.remember(memory)
 
@@ -135,20 +135,20 @@ def test_nothing_that_is_read_is_replaced(tmp_path: Path) -> None:
 def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     model = with_memory(build("ridge"), entries=3)
-    with pytest.raises(XcompatError, match=r"remove them with --memory metric, or in Python with model\.remember"):
+    with pytest.raises(XcompatError, match=r"remove them with --memory transform, or in Python with model\.remember"):
         to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     model.remember(model.memory.without_entries())
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     assert faiss.read_index(str(tmp_path / "new.faiss")).d == NEW_DIM
 
 
-@pytest.mark.parametrize("kept", ["metric", "none"])
-def test_the_command_exports_a_map_without_what_it_remembers(kept: Literal["metric", "none"], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["transform", "none"])
+def test_the_command_exports_a_map_without_what_it_remembers(kept: Literal["transform", "none"], tmp_path: Path) -> None:
     plain, queries = write_old_index(tmp_path / "old.faiss", "Flat"), unit(20, NEW_DIM, seed=2)
     model = with_memory(build("ridge"), entries=3)
     model.save_pretrained(tmp_path / "model")
     commands.to_faiss(tmp_path / "old.faiss", str(tmp_path / "model"), tmp_path / "new.faiss", False, kept)
-    expected = model.remember(model.memory.without_entries() if kept == "metric" else None)
+    expected = model.remember(model.memory.without_entries() if kept == "transform" else None)
     rows = faiss.read_index(str(tmp_path / "new.faiss")).search(queries.numpy(), 10)[1]
     np.testing.assert_array_equal(rows, plain.search(expected.to_space(queries).detach().numpy(), 10)[1])
 

@@ -12,7 +12,7 @@ import torch
 from schedule import mostly_nightly
 
 from xcompat.models.indexed_memory import IndexedMemory
-from xcompat.models.query_memory import QueryMetric
+from xcompat.models.query_memory import LearnedTransform
 from xcompat.retrieval import faiss_building, faiss_index
 from xcompat.retrieval.faiss_building import build_faiss
 from xcompat.retrieval.faiss_index import FaissIndex, write_faiss
@@ -132,7 +132,7 @@ def test_new_parameters_reach_the_gpus(copied: list[str]) -> None:
 
 def remembered() -> dict[str, Any]:
     tensors = [torch.from_numpy(STORED), torch.from_numpy(STORED[::-1].copy())]
-    memory = IndexedMemory.from_entries(ROWS, *(lambda rows, of=of: of[rows] for of in tensors), QueryMetric(DIM), "SQ8")
+    memory = IndexedMemory.from_entries(ROWS, *(lambda rows, of=of: of[rows] for of in tensors), LearnedTransform(DIM), "SQ8")
     return dict(memory.named_buffers())
 
 

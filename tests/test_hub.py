@@ -34,7 +34,7 @@ from xcompat.hub.lineage import Ancestor, require_whole, trace_lineage
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
-from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.report import ModelInfo, Report
 from xcompat.report.storage import save_report
 from xcompat.training.push import Form, Remembered, anonymise_name, find_model, push
@@ -490,23 +490,25 @@ def test_forms_of_one_run_share_a_place(finished: Run, hub: Hub, images: list[Im
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("memory", ["metric", "none"])
+@pytest.mark.parametrize("memory", ["transform", "none"])
 def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on_hub: dict[str, str], tmp_path: Path) -> None:
     model = build("ridge", on_hub)
     remembered = QueryMemory(model.config.embedding_dim, model.config.old["dim"], entries=3)
     torch.nn.init.normal_(remembered.keys_KD)
     torch.nn.init.normal_(remembered.values_Kd)
-    remembered.metric = QueryMetric.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
+    remembered.transform = LearnedTransform.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
     model.remember(remembered.calibrate(3.0, -1.0)).export(tmp_path / "model")
     push(tmp_path / "model", "me/whole")
     push(tmp_path / "model", "me/part", memory=memory)
     whole, part = AutoModel.from_pretrained("me/whole"), AutoModel.from_pretrained("me/part")
-    held = [name for name in load_file_of(hub, "me/part", tmp_path) if "memory" in name and "metric" not in name.split(".")[1]]
+    held = [name for name in load_file_of(hub, "me/part", tmp_path) if "memory" in name and "transform" not in name.split(".")[1]]
     assert whole.memory is not None and "3 remembered" not in hub.files("me/part")["README.md"].decode()
     assert (part.memory is None) == (memory == "none") and (held == [] or part.memory.settings["entries"] == 0)
     embeds = torch.randn(5, model.config.embedding_dim, generator=torch.Generator().manual_seed(0))
     expected = (
-        whole.to_space_without_memory(embeds) if memory == "none" else whole.memory.metric(whole.to_space_without_memory(embeds))
+        whole.to_space_without_memory(embeds)
+        if memory == "none"
+        else whole.memory.transform(whole.to_space_without_memory(embeds))
     )
     torch.testing.assert_close(part.to_space(embeds), expected)
     torch.testing.assert_close(whole.confidence(embeds), torch.sigmoid(3 * remembered.recall(embeds).norm(dim=1) - 1))
@@ -524,8 +526,8 @@ def test_what_a_map_of_galleries_remembers_may_stay_at_home(hub: Hub, on_hub: di
     torch.nn.init.normal_(remembered.keys_KD)
     torch.nn.init.normal_(remembered.values_Kd)
     model.remember(remembered).export(tmp_path / "model")
-    with pytest.raises(XcompatError, match="maps galleries, which have no metric; use --memory none"):
-        push(tmp_path / "model", "me/part", memory="metric")
+    with pytest.raises(XcompatError, match="maps galleries, which have no learned transform; use --memory none"):
+        push(tmp_path / "model", "me/part", memory="transform")
     push(tmp_path / "model", "me/whole")
     push(tmp_path / "model", "me/part", memory="none")
     said, kept = (hub.files(name)["README.md"].decode() for name in ("me/whole", "me/part"))

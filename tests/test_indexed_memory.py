@@ -21,7 +21,7 @@ from xcompat.methods import METHODS, ProcrustesModel
 from xcompat.models import CompatModel, describe_old, indexed_memory, memory_contents, query_memory
 from xcompat.models.indexed_memory import IndexedMemory
 from xcompat.models.memory_contents import PairMemoryContents
-from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.query_memory import LearnedTransform, QueryMemory
 
 ENTRIES, NEW, OLD = 400, 144, 16  # of the new dimensions 128 are compared first
 
@@ -40,12 +40,12 @@ QUERIES = near(KEYS[:9], 2)
 
 
 def holding(codec: str = "SQ8", keys: np.ndarray = KEYS, **settings: Any) -> IndexedMemory:
-    """A memory whose key metric is not the identity, with a gate that is neither open nor shut."""
-    key_metric = QueryMetric(keys.shape[1])
-    key_metric.mean_d.copy_(torch.from_numpy(0.1 * unit(1, keys.shape[1], 3)[0]))
-    kept = [key_metric(torch.from_numpy(keys)), torch.from_numpy(VALUES[: len(keys)])]
-    memory = IndexedMemory.from_entries(len(keys), *(lambda rows, of=of: of[rows] for of in kept), key_metric, codec)
-    memory.metric = QueryMetric(OLD)
+    """A memory whose key transform is not the identity, with a gate that is neither open nor shut."""
+    key_transform = LearnedTransform(keys.shape[1])
+    key_transform.mean_d.copy_(torch.from_numpy(0.1 * unit(1, keys.shape[1], 3)[0]))
+    kept = [key_transform(torch.from_numpy(keys)), torch.from_numpy(VALUES[: len(keys)])]
+    memory = IndexedMemory.from_entries(len(keys), *(lambda rows, of=of: of[rows] for of in kept), key_transform, codec)
+    memory.transform = LearnedTransform(OLD)
     memory.gate, memory.sharpness, memory.share = torch.tensor([2.0, -1.0]), 20.0, 0.7
     memory.probes, memory.nearest = memory.lists, len(keys)
     for name, value in settings.items():
@@ -56,11 +56,11 @@ def holding(codec: str = "SQ8", keys: np.ndarray = KEYS, **settings: Any) -> Ind
 def looped(query: torch.Tensor, nearest: int, sharpness: float = 20.0) -> np.ndarray:
     """What one query recalls, entry by entry, in floats."""
 
-    def in_metric(row: np.ndarray) -> np.ndarray:
+    def in_transform(row: np.ndarray) -> np.ndarray:
         centred = row / np.linalg.norm(row) - 0.1 * unit(1, NEW, 3)[0]
         return centred / np.linalg.norm(centred)
 
-    cosines = np.array([in_metric(query.numpy()) @ in_metric(key) for key in KEYS])
+    cosines = np.array([in_transform(query.numpy()) @ in_transform(key) for key in KEYS])
     kept = np.argsort(-cosines)[:nearest]
     weights = np.exp(sharpness * cosines[kept])
     recalled = sum(weight * VALUES[entry] for weight, entry in zip(weights / weights.sum(), kept, strict=True))
@@ -88,7 +88,9 @@ def test_over_the_nearest_it_is_what_a_loop_over_these_gives() -> None:
 
 def test_the_nearest_are_exact_where_all_dimensions_are_compared_first() -> None:
     keys, values = F.normalize(torch.from_numpy(KEYS[:, :100]), dim=1), torch.from_numpy(VALUES)
-    memory = IndexedMemory.from_entries(ENTRIES, lambda rows: keys[rows], lambda rows: values[rows], QueryMetric(100), "SQfp16")
+    memory = IndexedMemory.from_entries(
+        ENTRIES, lambda rows: keys[rows], lambda rows: values[rows], LearnedTransform(100), "SQfp16"
+    )
     memory.probes, memory.nearest, memory.gate = memory.lists, 7, torch.tensor([0.0, 30.0])
     assert memory.rest_codes_KB.shape == (ENTRIES, 0)
     queries = F.normalize(QUERIES[:, :100], dim=1)
@@ -229,7 +231,7 @@ def captioned(groups: int = 60) -> tuple[Any, Any, Any]:
 
 def test_pairs_are_read_row_by_row_as_a_loop_reads_them() -> None:
     new, old, groups = captioned()
-    memory = PairMemoryContents.compute(new, old, groups).build_memory(QueryMetric(OLD), 20.0, 0.5)
+    memory = PairMemoryContents.compute(new, old, groups).build_memory(LearnedTransform(OLD), 20.0, 0.5)
     assert type(memory) is QueryMemory and memory.entries == len(groups[0]) + len(groups[1])
     np.testing.assert_allclose(memory.keys_KD, np.concatenate([new[1], new[0]]), atol=1e-6)
     place = 0
@@ -241,14 +243,14 @@ def test_pairs_are_read_row_by_row_as_a_loop_reads_them() -> None:
 
 
 def test_many_entries_are_kept_as_codes_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, metric = PairMemoryContents.compute(*captioned()), QueryMetric(OLD)
+    known, transform = PairMemoryContents.compute(*captioned()), LearnedTransform(OLD)
     monkeypatch.setattr(memory_contents, "MOST", 180 * NEW - 1)
-    by_number = known.build_memory(metric, 20.0, 0.5)
+    by_number = known.build_memory(transform, 20.0, 0.5)
     assert isinstance(by_number, IndexedMemory) and by_number.codec == "SQ8" and by_number.entries == 180
-    as_they_are = known.build_memory(metric, 20.0, 0.5, "float32")
-    assert type(as_they_are) is QueryMemory and type(known.build_memory(metric, 20.0, 0.5, "SQ4")) is IndexedMemory
+    as_they_are = known.build_memory(transform, 20.0, 0.5, "float32")
+    assert type(as_they_are) is QueryMemory and type(known.build_memory(transform, 20.0, 0.5, "SQ4")) is IndexedMemory
     monkeypatch.setattr(memory_contents, "MOST", 180 * NEW)
-    assert type(known.build_memory(metric, 20.0, 0.5)) is QueryMemory
+    assert type(known.build_memory(transform, 20.0, 0.5)) is QueryMemory
     by_number.nearest, by_number.probes = 180, by_number.lists
     queries = near(captioned()[0][0][:20], 4)
     torch.testing.assert_close(by_number.recall(queries), as_they_are.recall(queries), atol=0.02, rtol=0)
@@ -263,7 +265,9 @@ def model(image_folder_of: dict[str, str]) -> CompatModel:
 def test_what_no_graph_holds_is_refused_in_one_line(model: CompatModel, tmp_path: Path) -> None:
     dims = model.config.embedding_dim, 8
     kept = [torch.from_numpy(unit(50, dim, 0)) for dim in dims]
-    model.remember(IndexedMemory.from_entries(50, *(lambda rows, of=of: of[rows] for of in kept), QueryMetric(dims[0]), "SQ8"))
+    model.remember(
+        IndexedMemory.from_entries(50, *(lambda rows, of=of: of[rows] for of in kept), LearnedTransform(dims[0]), "SQ8")
+    )
     with pytest.raises(XcompatError, match="cannot be exported: make the map with --memory-codec"):
         to_onnx(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()

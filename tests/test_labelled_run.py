@@ -134,7 +134,9 @@ def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path
     chosen = max(said["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
     assert said["chosen"] == chosen["name"] and (model.memory is not None) == (" + " in said["chosen"])
     assert (model.memory is not None) == ({"old+memory/old", "without memory/old"} <= labels)
-    assert (model.memory is not None) == any("same metric and memory" in note for note in load_report(tmp_path / "run").notes)
+    assert (model.memory is not None) == any(
+        "same learned transform and memory" in note for note in load_report(tmp_path / "run").notes
+    )
     entries = 4 if chosen["share"] else 0
     assert (said["memory"] or {}).get("entries", 0) == entries
 

@@ -583,7 +583,7 @@ def test_what_cannot_be_solved_is_left_out_and_said(alike: set[str], tmp_path: P
     assert done.exit_code == 0, done.exception
     report, output = json.loads((tmp_path / "out" / "report.json").read_text()), " ".join(done.output.split())
     said = {
-        "old": "No metric is tried: old embeddings do not differ within their classes.",
+        "old": "No learned transform is tried: old embeddings do not differ within their classes.",
         "new": "No memory is tried: new embeddings do not differ within their classes.",
     }
     assert report["left_out"] == [said[name] for name in ("old", "new") if name in alike]

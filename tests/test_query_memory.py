@@ -16,7 +16,7 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.methods import METHODS, ProcrustesModel
 from xcompat.models import describe_old, memory_contents, query_memory
 from xcompat.models.memory_contents import ClassMemoryContents, ClassStatistics
-from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.query_memory import LearnedTransform, QueryMemory
 
 NEW, OLD = 12, 8
 
@@ -42,8 +42,8 @@ def filled(entries: int = 6, seed: int = 0, **settings: Any) -> QueryMemory:
 
 def remembering(new: np.ndarray, old: np.ndarray, labels: np.ndarray, sharpness: float = 30.0, share: float = 0.5) -> QueryMemory:
     of_new, of_old = (ClassStatistics.compute(side, labels, labels.max() + 1) for side in (new, old))
-    metric = QueryMetric.solve(of_old.mean_d, of_old.within_dd, 0.25, 0.3)
-    return ClassMemoryContents.compute(of_new, of_old, new, labels).build_memory(metric, sharpness, share)
+    transform = LearnedTransform.solve(of_old.mean_d, of_old.within_dd, 0.25, 0.3)
+    return ClassMemoryContents.compute(of_new, of_old, new, labels).build_memory(transform, sharpness, share)
 
 
 def normalised(row: np.ndarray) -> np.ndarray:
@@ -54,17 +54,17 @@ def test_it_is_what_a_loop_over_queries_and_entries_gives() -> None:
     memory = filled(sharpness=20.0, share=0.7)
     state = {name: tensor.double().numpy() for name, tensor in memory.state_dict().items()}
 
-    def in_metric(row: np.ndarray, of: str) -> np.ndarray:
+    def in_transform(row: np.ndarray, of: str) -> np.ndarray:
         return normalised((normalised(row) - state[f"{of}.mean_d"]) @ state[f"{of}.matrix_dd"])
 
     new, own = unit(4, NEW, 7), unit(4, OLD, 8)
     for x, q, found in zip(new, own, memory(torch.from_numpy(new), torch.from_numpy(own)), strict=True):
-        key = in_metric(x, "key_metric")
+        key = in_transform(x, "key_transform")
         cosines = [float(key @ entry) for entry in state["keys_KD"]]
         weights = np.exp(20.0 * (np.array(cosines) - max(cosines)))
         recalled = sum(weight * value for weight, value in zip(weights / weights.sum(), state["values_Kd"], strict=True))
         gate = 1 / (1 + np.exp(-(state["gate"][0] * max(cosines) + state["gate"][1])))
-        expected = normalised(in_metric(q, "metric") + 0.7 * gate * recalled)
+        expected = normalised(in_transform(q, "transform") + 0.7 * gate * recalled)
         np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
         assert memory.familiarity(memory.key_cosines(torch.from_numpy(x[None]))).item() == pytest.approx(gate, abs=1e-5)
 
@@ -75,10 +75,10 @@ def test_a_metric_whitens_what_lies_within_classes() -> None:
     statistics = ClassStatistics.compute(old, labels, 5)
     covariance = within.T @ within / len(old)
     np.testing.assert_allclose(statistics.within_dd.numpy(), covariance, atol=1e-6)
-    whitened = within @ QueryMetric.solve(statistics.mean_d, statistics.within_dd, 0.5, 1e-9).matrix_dd.numpy()
+    whitened = within @ LearnedTransform.solve(statistics.mean_d, statistics.within_dd, 0.5, 1e-9).matrix_dd.numpy()
     found = np.cov(whitened.T, bias=True)
     np.testing.assert_allclose(found, np.eye(OLD) * found[0, 0], atol=1e-3 * found[0, 0])
-    only_centred = QueryMetric.solve(statistics.mean_d, statistics.within_dd, 0.0, 0.3)
+    only_centred = LearnedTransform.solve(statistics.mean_d, statistics.within_dd, 0.0, 0.3)
     np.testing.assert_allclose(only_centred.matrix_dd.numpy(), np.eye(OLD), atol=1e-6)
 
 
@@ -171,13 +171,13 @@ def test_few_cosines_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert shapes == [2, 2, 2, 1], "of six entries"
 
 
-@pytest.mark.parametrize("remembers", ["nothing", "metric", "classes"])
+@pytest.mark.parametrize("remembers", ["nothing", "transform", "classes"])
 def test_the_page_that_does_without_the_package_gives_the_same_queries(remembers: str, tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "queries_in_numpy.md").read_text()
     given: dict[str, Any] = {}
     exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], given)  # noqa: S102 - what the page shows is what is tried
     memory = filled()
-    model = wearing("procrustes").remember({"nothing": None, "metric": memory.without_entries(), "classes": memory}[remembers])
+    model = wearing("procrustes").remember({"nothing": None, "transform": memory.without_entries(), "classes": memory}[remembers])
     model.export(tmp_path / "model")
     embeds = torch.from_numpy(unit(9, NEW, 3).astype(np.float32))
     found = given["queries"](embeds.numpy(), tmp_path / "model")
@@ -188,7 +188,7 @@ def test_without_entries_only_the_metric_is_worn() -> None:
     memory = QueryMemory(NEW, OLD, 0)
     queries = torch.from_numpy(unit(3, OLD, 2))
     torch.testing.assert_close(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries)
-    memory.metric = filled().metric
+    memory.transform = filled().transform
     assert not torch.allclose(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries, atol=1e-2)
 
 
@@ -229,8 +229,8 @@ def test_one_class_or_none_cannot_be_remembered() -> None:
     with pytest.raises(XcompatError, match="none is readable"):
         ClassStatistics.compute(np.full((3, NEW), np.nan, np.float32), np.zeros(3, np.int64), 1)
     single = ClassStatistics.compute(np.eye(4, dtype=np.float32), np.arange(4), 4)
-    with pytest.raises(XcompatError, match="variance within their classes"):
-        QueryMetric.solve(single.mean_d, single.within_dd, 0.25, 0.3)
+    with pytest.raises(XcompatError, match="embeddings that differ within their classes"):
+        LearnedTransform.solve(single.mean_d, single.within_dd, 0.25, 0.3)
 
 
 def test_scaled_procrustes_is_the_nearest_multiple_of_a_rotation() -> None:

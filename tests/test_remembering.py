@@ -303,7 +303,7 @@ def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path
     assert model.memory is not None and (tmp_path / "run" / OLD_MEMORY).exists()
     table = cases_of(tmp_path / "run")
     assert {"old+memory/old", "without memory/old", "new/old"} <= {label for label, _ in table}
-    beside = next(note for note in load_report(tmp_path / "run").notes if "the same metric and memory" in note)
+    beside = next(note for note in load_report(tmp_path / "run").notes if "the same learned transform and memory" in note)
     gain = 100 * (table["new/old", "text-to-image"]["recall@5"] - table["old+memory/old", "text-to-image"]["recall@5"])
     assert f"text-to-image R@5 {gain:+.1f} (" in beside
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}

@@ -90,10 +90,10 @@ def test_what_is_mapped_leans_as_a_loop_over_classes_says() -> None:
     state = {name: tensor.double().numpy() for name, tensor in worn.state_dict().items()}
 
     def place(row: np.ndarray) -> np.ndarray:
-        moved = (row - state["key_metric.mean_d"]) @ state["key_metric.matrix_dd"]
+        moved = (row - state["key_transform.mean_d"]) @ state["key_transform.matrix_dd"]
         return moved / np.linalg.norm(moved)
 
-    np.testing.assert_allclose(state["key_metric.mean_d"], given.old_Nd.mean(0), atol=1e-6)
+    np.testing.assert_allclose(state["key_transform.mean_d"], given.old_Nd.mean(0), atol=1e-6)
     classes = [given.labels_N == label for label in range(CLASSES)]
     keys = [place(given.old_Nd[rows].astype(np.float64).mean(0)) for rows in classes]
     values = [normalised(given.new_ND[rows].astype(np.float64).mean(0)) for rows in classes]
@@ -212,7 +212,7 @@ def test_gains_are_of_new_queries_on_what_a_candidate_makes_of_the_old_gallery(o
     assert given.labels_N is not None
     choice = choose(given, "open", lines={"map": lambda *_: model}, beside_line=True)
     assert choice.than is choice.trials[0] and choice.than.candidate == Candidate("map")
-    assert all(trial.candidate.power is None for trial in choice.trials), "no metric is tried"
+    assert all(trial.candidate.power is None for trial in choice.trials), "no transform is tried"
     assert {(trial.candidate.sharpness, trial.candidate.share) for trial in choice.trials if trial.candidate.share} == {
         (beta, share) for beta in (20.0, 30.0, 40.0) for share in (0.3, 0.5, 0.8, 1.2)
     }

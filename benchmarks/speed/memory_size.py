@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xcompat.models.indexed_memory import NEAREST, IndexedMemory, build_memory
-from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.query_memory import LearnedTransform, QueryMemory
 
 SIZES, CODECS = (1_000, 100_000, 1_000_000, 10_000_000), ("float32", "SQ8", "SQ4", "PQ64")
 DIM, SHARED, OWN, HIDDEN, TOPICS, THEMES = 512, 64, 16, 256, 20_000, 200
@@ -203,7 +203,7 @@ def build(source: Source, codec: str) -> QueryMemory:
         memory, rows = QueryMemory(DIM, DIM, source.entries), np.arange(source.entries)
         memory.keys_KD, memory.values_Kd = source.keys(rows), source.values(rows)
         return memory.half() if codec == "float16" else memory
-    return IndexedMemory.from_entries(source.entries, source.keys, source.values, QueryMetric(DIM), codec)
+    return IndexedMemory.from_entries(source.entries, source.keys, source.values, LearnedTransform(DIM), codec)
 
 
 def asked(file: Path, settings: dict[str, Any], queries_QD: Tensor) -> tuple[float, int, float, list[Tensor]]:

@@ -18,7 +18,7 @@ from xcompat.methods import METHODS
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.memory_contents import PairMemoryContents
 from xcompat.models.old_knowledge import OldKnowledge
-from xcompat.models.query_memory import QueryMetric
+from xcompat.models.query_memory import LearnedTransform
 
 STEPS, BATCH, EVERY, HELD_OUT, LEARNING_RATE = 600, 256, 50, 0.1, 1e-3
 """Most steps of a trained map, pairs in each, steps between looks at held-out pairs, their share, and AdamW's rate."""
@@ -99,7 +99,7 @@ def remembering(line: CompatModel, pairs: PairedEmbeddings) -> CompatModel:
     rows = np.arange(len(pairs))
     sides = (pairs.new_ND, pairs.new_ND), (pairs.old_Nd, pairs.old_Nd)
     remembered = PairMemoryContents.compute(*sides, (rows, rows))
-    return line.remember(remembered.build_memory(QueryMetric(pairs.dims[1]), SHARPNESS, SHARE))
+    return line.remember(remembered.build_memory(LearnedTransform(pairs.dims[1]), SHARPNESS, SHARE))
 
 
 def microseconds(model: CompatModel, queries_QD: Rows, rounds: int = 200) -> float:

@@ -397,7 +397,7 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch, created when missing.")] = None,
     license: Annotated[str | None, typer.Option(help="License, e.g. apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
-        Literal["all", "metric", "none"],
+        Literal["all", "transform", "none"],
         typer.Option(help="Memory parts to upload. The memory contains training embeddings."),
     ] = "all",
 ) -> None:

@@ -21,8 +21,8 @@ def to_faiss(
     model: Annotated[str, typer.Option(help="Run or checkpoint with a linear map, e.g. procrustes, ridge, whitened.")],
     out: Annotated[Path, typer.Option(help="Output index. Only this command's own output is replaced.")],
     memory: Annotated[
-        Literal["all", "metric", "none"],
-        typer.Option(help="Memory parts to keep. A faiss index can hold its metric, but no entries."),
+        Literal["all", "transform", "none"],
+        typer.Option(help="Memory parts to keep. A faiss index can contain the learned transform, but no entries."),
     ] = "all",
     overwrite: Overwrite = False,
 ) -> None:

@@ -55,7 +55,7 @@ def evaluate(contestants: EvaluatedModels[C], options: EvaluationOptions | None 
     differences = [difference for each in measured for difference in each.differences("new", "old")]
     notes = [note for each in retrieval for note in each.notes()]
     if beside := [difference for each in retrieval for difference in each.differences("new", OLD_WITH_MEMORY)]:
-        notes.append(f"Gain over old queries with the same metric and memory, in points: {_as_points(beside)}.")
+        notes.append(f"Gain over old queries with the same learned transform and memory, in points: {_as_points(beside)}.")
     if again := [difference for each in measured for difference in each.differences(RERANKED, "old")]:
         notes.append(f"Gain over old queries with {options.rerank} hits per query re-ranked, in points: {_as_points(again)}.")
     if contestants.upgraded is not None:

@@ -13,7 +13,7 @@ from xcompat.models import CompatModel
 from xcompat.models.embedder import load_checkpoint
 from xcompat.retrieval.versions import notice_missing_old
 
-Kept = Literal["all", "metric", "none"]
+Kept = Literal["all", "transform", "none"]
 """Kept parts of a memory."""
 
 
@@ -25,11 +25,11 @@ def _load_alone(name: str) -> CompatModel:
 
 
 def to_faiss(index: Path, model: str, out: Path, overwrite: bool, memory: Kept = "all") -> None:
-    """Write a faiss index for the new model's queries, with the model's whole memory, only its metric, or neither."""
+    """Write a faiss index for the new model's queries, with the model's whole memory, only its learned transform, or neither."""
     silence_libraries()
     loaded = _load_alone(model)
     if loaded.memory is not None and memory != "all" and not loaded.maps_galleries:
-        loaded = loaded.remember(loaded.memory.without_entries() if memory == "metric" else None)
+        loaded = loaded.remember(loaded.memory.without_entries() if memory == "transform" else None)
     query_transform.to_faiss(loaded, index, out, overwrite)
     old, dim = literal(str(loaded.compatible_with[0])), loaded.config.embedding_dim
     console.print(f"[green]✓[/] {literal(str(out))} takes {dim}-dimensional queries; its vectors are those of {old}")

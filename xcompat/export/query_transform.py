@@ -28,12 +28,12 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     """Write an old-model index that accepts the new model's queries: transforms in front of the unchanged index.
 
     The transforms compute ``model.to_space`` for queries of length 1 (any length for penultimate features): normalised W·x + b,
-    and the same for a metric. They also restore adopted vectors' lengths if not normalised. With inner products the length
-    changes only scores, with L2 also the ranking. Vectors are memory-mapped.
+    and the same for a learned transform. They also restore adopted vectors' lengths if not normalised. With inner products the
+    length changes only scores, with L2 also the ranking. Vectors are memory-mapped.
 
     Args:
         model: a model with a single linear layer: a closed form, a linear query map, or a model with more dimensions than its old
-            model. It can have a metric, but no memory entries.
+            model. It can have a learned transform, but no memory entries.
         index: a faiss index with the old model's embeddings; only its dimension can be checked. Or a single-segment gallery,
             which records its model.
         out: output file, which plain faiss reads. A marker beside it names the query model.
@@ -112,14 +112,14 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
 
 
 def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return W and b for each step x ↦ normalise(W·x + b) in a model's view: the map, then the metric if it has one.
+    """Return W and b for each step x ↦ normalise(W·x + b) in a model's view: the map, then the learned transform if it has one.
 
     Args:
         model: a model with a single linear layer.
-        version: version to search. None for the old model, the only version with a metric.
+        version: version to search. None for the old model, the only version with a learned transform.
 
     Returns:
-        W (d, D) and b (d,) for the map, then W (d, d) and b (d,) for the metric, float32.
+        W (d, D) and b (d,) for the map, then W (d, d) and b (d,) for the learned transform, float32.
 
     Raises:
         XcompatError: the view does not have that form.
@@ -146,15 +146,15 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
         )
     if memory is not None and memory.settings["entries"]:
         raise XcompatError(
-            "a faiss index cannot store the entries of a query memory; remove them with --memory metric, or in Python with "
+            "a faiss index cannot store the entries of a query memory; remove them with --memory transform, or in Python with "
             "model.remember(model.memory.without_entries())"
         )
     weights = layers[0].state_dict()
     weight_dD = weights["weight"][:dim].float().cpu().contiguous()
     steps = [(weight_dD, weights.get("bias", torch.zeros(dim))[:dim].float().cpu())]
     if memory is not None:
-        matrix_dd = memory.metric.matrix_dd.float().cpu()
-        steps.append((matrix_dd.T.contiguous(), -memory.metric.mean_d.float().cpu() @ matrix_dd))
+        matrix_dd = memory.transform.matrix_dd.float().cpu()
+        steps.append((matrix_dd.T.contiguous(), -memory.transform.mean_d.float().cpu() @ matrix_dd))
     return steps
 
 

@@ -33,7 +33,8 @@ class ModelFacts:
         embeds_texts: whether it embeds texts.
         embeds_images: whether it embeds images.
         maps_galleries: whether it maps stored embeddings rather than queries.
-        remembers: number of memory entries, i.e. training embeddings or their means. 0 for only a metric, None for no memory.
+        remembers: number of memory entries, i.e. training embeddings or their means. 0 with only a learned
+            transform, None for no memory.
         library: library of a plain encoder other than transformers.
         side_info: the model of side-information for the old embeddings, if needed.
         embeds: digests of its own and its galleries' embeddings. For a map, digests of its inputs.

@@ -1,4 +1,4 @@
-"""Candidates for a map: a linear map ("line"), a metric for queries, and a memory."""
+"""Candidates for a map: a linear map ("line"), a learned transform of queries, and a memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xcompat.methods import ProcrustesModel, RidgeModel, WhitenedModel
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.memory_contents import ClassMemoryContents, ClassStatistics, PairMemoryContents
-from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.query_memory import LearnedTransform, QueryMemory
 
 Paired = PairedEmbeddings | CaptionedEmbeddings
 Described = dict[str, object]
@@ -82,8 +82,8 @@ class Candidate:
 
     Args:
         line: linear map from the new space to the old space.
-        power: α of the metric; None for no metric.
-        damping: ε of the metric.
+        power: α of the learned transform; None for no transform.
+        damping: ε of the learned transform.
         sharpness: β of the memory.
         share: λ of the memory; 0 for no memory.
         old_share: weight of the old query on the arc between both (:func:`~xcompat.heads.slerp`); 0 for the map alone.
@@ -99,7 +99,7 @@ class Candidate:
     @property
     def kind(self) -> str:
         """Parts of the candidate, without their settings."""
-        parts = {"metric": self.power is not None, "memory": self.share, "old query": self.old_share}
+        parts = {"learned transform": self.power is not None, "memory": self.share, "old query": self.old_share}
         return " + ".join([self.line, *(part for part, has in parts.items() if has)])
 
     def __str__(self) -> str:
@@ -134,8 +134,8 @@ class CandidateParts:
         self.old = old or describe_old(Fingerprint.from_string("old"), pairs.dims[1])
         self.lines = lines
         self._lines: dict[str, CompatModel] = {}
-        self._metrics: dict[tuple[float | None, float], QueryMetric] = {}
-        self._memory: tuple[QueryMetric, QueryMemory] | None = None
+        self._transforms: dict[tuple[float | None, float], LearnedTransform] = {}
+        self._memory: tuple[LearnedTransform, QueryMemory] | None = None
         self._computed: dict[Hashable, Tensor] = {}
 
     def line(self, name: str) -> CompatModel:
@@ -154,7 +154,7 @@ class CandidateParts:
     def differ(self) -> tuple[bool, bool]:
         """Return whether new, and old, embeddings of labelled items differ within classes.
 
-        A memory needs this for its keys (new embeddings), and a metric of queries for old embeddings.
+        A memory needs this for its keys (new embeddings), and a learned transform for old embeddings.
         """
         new, old = (float(side.within_dd.diagonal().mean()) > LEAST_SPREAD for side in self._statistics)
         return new, old
@@ -169,27 +169,27 @@ class CandidateParts:
             return PairMemoryContents.of_items(pairs.new_ND, pairs.old_Nd)
         return ClassMemoryContents.compute(*self._statistics, pairs.new_ND, pairs.labels_N)
 
-    def _metric(self, candidate: Candidate) -> QueryMetric:
+    def _build_transform(self, candidate: Candidate) -> LearnedTransform:
         key = candidate.power, candidate.damping
-        if key not in self._metrics:
+        if key not in self._transforms:
             if candidate.power is None:
-                self._metrics[key] = QueryMetric(self.pairs.dims[1])
+                self._transforms[key] = LearnedTransform(self.pairs.dims[1])
             else:
                 _, old = self._statistics
-                self._metrics[key] = QueryMetric.solve(old.mean_d, old.within_dd, candidate.power, candidate.damping)
-        return self._metrics[key]
+                self._transforms[key] = LearnedTransform.solve(old.mean_d, old.within_dd, candidate.power, candidate.damping)
+        return self._transforms[key]
 
     def memory(self, candidate: Candidate, confidence: Calibration | None = None) -> QueryMemory | None:
-        """Return a candidate's metric and memory, with the calibration if given; None if it has neither."""
+        """Return a candidate's learned transform and memory, with the calibration if given; None if it has neither."""
         if candidate.power is None and not candidate.share:
             return None
-        metric = self._metric(candidate)
+        transform = self._build_transform(candidate)
         if not candidate.share:
             alone = QueryMemory(*self.pairs.dims, entries=0)
-            alone.metric = metric
+            alone.transform = transform
             return alone
-        if self._memory is None or self._memory[0] is not metric:  # entries do not depend on β and λ
-            self._memory = metric, self._remembered.build_memory(metric, candidate.sharpness, candidate.share, self.codec)
+        if self._memory is None or self._memory[0] is not transform:  # entries do not depend on β and λ
+            self._memory = transform, self._remembered.build_memory(transform, candidate.sharpness, candidate.share, self.codec)
         memory = self._memory[1]
         memory.sharpness, memory.share = candidate.sharpness, candidate.share
         return memory.calibrate(confidence.slope, confidence.offset) if confidence is not None else memory
@@ -217,7 +217,7 @@ class CandidateParts:
             if (memory := self.memory(candidate)) is None:
                 return own_Qd if line.memory is None else line.memory(inputs[0], own_Qd)
             recalled_Qd = self.recall_embeddings(candidate, new_QD, asked)
-            return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
+            return F.normalize(memory.transform(own_Qd) + memory.share * recalled_Qd, dim=-1)
 
     @torch.inference_mode()
     def recall_embeddings(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:

@@ -42,7 +42,7 @@ def choice_table(choice: Choice) -> Table:
             f"{trial.candidate} (chosen)" if is_taken else str(trial.candidate), *_cells(trial), style="bold" * is_taken
         )
     if choice.without_new_model is not None:
-        table.add_row("the old model with the same metric and memory", *_cells(choice.without_new_model), style="dim")
+        table.add_row("the old model with the same learned transform and memory", *_cells(choice.without_new_model), style="dim")
     if choice.mixed is not None:
         table.add_row("the best, mixed half-way with old queries", *_cells(choice.mixed), style="dim")
     if choice.reranked is not None:
@@ -114,8 +114,8 @@ def describe_choice(choice: Choice) -> list[str]:
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
-            f"Mean gain: {100 * best.mean:+.1f} points. The old model with the same metric and memory has {100 * own.mean:+.1f}, "
-            "without any new model."
+            f"Mean gain: {100 * best.mean:+.1f} points. The old model with the same learned transform and memory has "
+            f"{100 * own.mean:+.1f}, without any new model."
         )
     return [*said, *sure]
 

@@ -309,7 +309,7 @@ class HeldOutClasses(ValidationSplit):
         new, old = (all(differ) for differ in zip(*(each.differ() for each in self.known), strict=True))
         if self.powers and not old:
             self.powers = ()
-            self.left_out += (f"No metric is tried: old {_ALIKE}",)
+            self.left_out += (f"No learned transform is tried: old {_ALIKE}",)
         if not new:
             self.shares = ()
             self.left_out += (f"No memory is tried: {'old' if self.of_galleries else 'new'} {_ALIKE}",)
@@ -365,7 +365,7 @@ class HeldOutClasses(ValidationSplit):
 class HeldOutGalleries(HeldOutClasses):
     """New embeddings of items that search mapped old embeddings of others; the pairs exchange old and new.
 
-    No metric is tried: it would transform mapped embeddings, but not queries and new embeddings.
+    No learned transform is tried: it would change mapped embeddings, but not queries and new embeddings.
     """
 
     powers = ()

@@ -33,12 +33,13 @@ class Choice:
     Args:
         trials: all trials, in order.
         chosen: best trial (:attr:`objective`).
-        without_new_model: old model with the best's metric and memory; None without either.
+        without_new_model: old model with the best's learned transform and memory; None without either.
         floor: protocol -> metric -> value of old queries.
         n_queries: protocol -> number of queries.
         learned_at_most: items, or captioned images, per fold if capped; else None.
         too_few_for_ridge: items per fold if too few to try ridge regression; else None.
-        than: linear map as baseline of metric and memory; None for old queries. Needed if models trained on held-out items.
+        than: linear map as baseline of learned transform and memory; None for old queries. Needed if models trained on
+            held-out items.
         mixed: best map, mixed half-way with old queries; None if it is safe or already mixed.
         confidence: calibration of the best's memory, or None.
         no_confidence: reason for no calibration.
@@ -110,7 +111,7 @@ class Choice:
             if self.sentences:
                 return "the largest mean reciprocal rank of a held-out text, searched by one of its sentences"
             return "whitened, if it surely finds more of the new model's nearest neighbours than old queries do"
-        beside = "old queries" if self.than is None else "the same without metric and memory"
+        beside = "old queries" if self.than is None else "the same without learned transform and memory"
         best = f"the worst gain over {beside} among protocols and metrics, to a tenth of a point, then the mean gain"
         careful = "; if it is not surely above zero, the largest mean gain of close candidates with a small memory"
         return best + careful * (self.than is None)
@@ -174,7 +175,7 @@ def merge_choices(choices: Sequence[Choice]) -> Choice:
 
 
 def _try_candidates(held: ValidationSplit, lines: Iterable[str], than: Trial | None) -> list[Trial]:
-    """Try all linear maps, the two best with each metric, memories on the best, and dampings on the best of these."""
+    """Try all linear maps, the two best with each transform, memories on the best, and dampings on the best of these."""
     alone = [Candidate(name) for name in lines]
     trials = {than.candidate: than} if than is not None else {}
 
@@ -236,7 +237,7 @@ def _try_half_way(held: ValidationSplit, chosen: Trial) -> Trial | None:
 
 
 def _try_old_model(held: ValidationSplit, chosen: Trial) -> Trial | None:
-    """Try the old model with the chosen metric and memory, if any."""
+    """Try the old model with the chosen learned transform and memory, if any."""
     if chosen.candidate.power is None and not chosen.candidate.share:
         return None  # old queries are the baseline itself
     beside = held.with_old_queries()
@@ -261,12 +262,12 @@ def choose(
     beside_line: bool = False,
     with_old_model: bool = False,
 ) -> Choice:
-    """Try candidates part by part: linear maps with metrics, memories, and finer settings.
+    """Try candidates part by part: linear maps with learned transforms, memories, and finer settings.
 
     If no map is surely at or above old queries, mixtures with old queries are tried.
 
     Args:
-        pairs: training set with classes or captions; turned for maps of galleries, which have no metric.
+        pairs: training set with classes or captions; turned for maps of galleries, which have no learned transform.
         searched: classes that users will search.
         seed: random seed for folds and intervals.
         lines: linear map name -> solver.

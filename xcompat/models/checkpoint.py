@@ -93,7 +93,7 @@ class CheckpointModel(PreTrainedModel):
                 some = ", ".join(map(str, sorted(info[kind], key=str)[:3]))
                 raise XcompatError(
                     f"the checkpoint {name} does not match its configuration: "
-                    f"{len(info[kind])} {kind.replace('_', ' ')}, e.g. {some}"
+                    f"{len(info[kind])} {kind.replace('_', ' ')}, e.g. {some}; fit or train it again with this version of xcompat"
                 )
         if model.memory is not None:
             model.memory.check()

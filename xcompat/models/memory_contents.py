@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from xcompat.core.errors import XcompatError
 from xcompat.models.indexed_memory import IndexedMemory, Read
 from xcompat.models.old_knowledge import ROWS, Rows
-from xcompat.models.query_memory import QueryMemory, QueryMetric
+from xcompat.models.query_memory import LearnedTransform, QueryMemory
 from xcompat.vectors.codecs import AS_THEY_ARE
 
 KEY_POWER, KEY_DAMPING = 0.5, 0.1
-"""Power and damping of the key metric."""
+"""Power and damping of the key transform."""
 MAX_GATE_SAMPLES = 5_000
 """Maximum number of samples for fitting a gate."""
 _TINY = 1e-300  # minimum norm to divide by, in float64
@@ -29,20 +29,20 @@ _GATED_AT_ONCE = 256
 _OPEN = 30.0  # its logistic function is 1 in float32
 
 
-def _build_memory(entries: int, keys: Read, values: Read, key_metric: QueryMetric, codec: str | None) -> QueryMemory:
-    """Return a memory with entries, but default metric, gate, sharpness and share."""
-    codec = codec or (AS_THEY_ARE if entries * len(key_metric.mean_d) <= MOST else LARGE)
+def _build_memory(entries: int, keys: Read, values: Read, key_transform: LearnedTransform, codec: str | None) -> QueryMemory:
+    """Return a memory with entries, but default learned transform, gate, sharpness and share."""
+    codec = codec or (AS_THEY_ARE if entries * len(key_transform.mean_d) <= MOST else LARGE)
     if codec != AS_THEY_ARE:
-        return IndexedMemory.from_entries(entries, keys, values, key_metric, codec)
+        return IndexedMemory.from_entries(entries, keys, values, key_transform, codec)
     keys_KD, values_Kd = keys(np.arange(entries)), values(np.arange(entries))
     memory = QueryMemory(keys_KD.shape[1], values_Kd.shape[1], entries)
-    memory.key_metric, memory.keys_KD, memory.values_Kd = key_metric, keys_KD, values_Kd
+    memory.key_transform, memory.keys_KD, memory.values_Kd = key_transform, keys_KD, values_Kd
     return memory
 
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Statistics of labelled embeddings for a metric and a memory.
+    """Statistics of labelled embeddings for a learned transform and a memory.
 
     Args:
         counts_C: float64 number of readable samples per class.
@@ -96,13 +96,13 @@ class ClassMemoryContents:
     compared with other classes only.
 
     Args:
-        key_metric: metric between queries and keys.
+        key_transform: learned transform of new embeddings before they are compared with keys.
         keys_KD: float32 keys for the K classes with samples.
         gate: float32 (2,), slope and offset.
         old_means_Kd: float64 mean old embeddings.
     """
 
-    key_metric: QueryMetric
+    key_transform: LearnedTransform
     keys_KD: Tensor
     gate: Tensor
     old_means_Kd: Tensor
@@ -125,16 +125,16 @@ class ClassMemoryContents:
         known_K = torch.nonzero((new.counts_C > 0) & (old.counts_C > 0))[:, 0]
         if len(known_K) < 2:
             raise XcompatError("a memory of classes needs at least two classes with readable samples; add classes")
-        metric = QueryMetric.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING)
-        keys_KD = metric.transform_centred(new.means_Cd[known_K])
-        gate = _fit_gate(metric, keys_KD, known_K, new, new_ND, labels_N)
-        return cls(metric, keys_KD, gate, old.means_Cd[known_K])
+        transform = LearnedTransform.solve(new.mean_d, new.within_dd, KEY_POWER, KEY_DAMPING)
+        keys_KD = transform.transform_centred(new.means_Cd[known_K])
+        gate = _fit_gate(transform, keys_KD, known_K, new, new_ND, labels_N)
+        return cls(transform, keys_KD, gate, old.means_Cd[known_K])
 
-    def build_memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory with a query metric.
+    def build_memory(self, transform: LearnedTransform, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
+        """Return the memory with a learned transform of queries.
 
         Args:
-            metric: the old space's metric.
+            transform: learned transform in the old space.
             sharpness: β.
             share: λ.
             codec: entry codec in :data:`~xcompat.models.codes.CODECS`, or ``float32`` for none; None to use ``float32`` up to
@@ -145,11 +145,11 @@ class ClassMemoryContents:
         """
 
         def values(rows_B: NDArray[np.int64]) -> Tensor:
-            return metric.transform_centred(self.old_means_Kd[torch.from_numpy(rows_B)])
+            return transform.transform_centred(self.old_means_Kd[torch.from_numpy(rows_B)])
 
         entries = len(self.keys_KD)
-        memory = _build_memory(entries, lambda rows_B: self.keys_KD[torch.from_numpy(rows_B)], values, self.key_metric, codec)
-        memory.metric, memory.gate, memory.sharpness, memory.share = metric, self.gate, sharpness, share
+        memory = _build_memory(entries, lambda rows_B: self.keys_KD[torch.from_numpy(rows_B)], values, self.key_transform, codec)
+        memory.transform, memory.gate, memory.sharpness, memory.share = transform, self.gate, sharpness, share
         return memory
 
 
@@ -194,8 +194,8 @@ class PairMemoryContents:
         each, means = np.arange(len(new_ND)), _GroupMeans.compute(old_Nd, np.arange(len(new_ND)))
         return cls((new_ND, new_ND[:0]), (each, each[:0]), (means, means))
 
-    def build_memory(self, metric: QueryMetric, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
-        """Return the memory with a query metric; arguments as in :meth:`ClassMemoryContents.build_memory`."""
+    def build_memory(self, transform: LearnedTransform, sharpness: float, share: float, codec: str | None = None) -> QueryMemory:
+        """Return the memory with a learned transform of queries; arguments as in :meth:`ClassMemoryContents.build_memory`."""
         captions = len(self.new[0])
 
         def of_each_kind(rows_B: NDArray[np.int64], read: Sequence[Read]) -> Tensor:
@@ -206,17 +206,17 @@ class PairMemoryContents:
             return lambda rows: _normalised(new_ND[rows]).float()
 
         def values(old: _GroupMeans, groups_N: NDArray[np.int64]) -> Read:
-            return lambda rows: F.normalize(old.centred(groups_N[rows]) @ metric.matrix_dd, dim=1)
+            return lambda rows: F.normalize(old.centred(groups_N[rows]) @ transform.matrix_dd, dim=1)
 
         read_keys, read_values = [keys(new) for new in self.new], [values(*of) for of in zip(self.old, self.groups, strict=True)]
         memory = _build_memory(
             captions + len(self.new[1]),
             lambda rows_B: of_each_kind(rows_B, read_keys),
             lambda rows_B: of_each_kind(rows_B, read_values),
-            QueryMetric(self.new[0].shape[1]),
+            LearnedTransform(self.new[0].shape[1]),
             codec,
         )
-        memory.metric, memory.gate, memory.sharpness, memory.share = metric, torch.tensor([0.0, _OPEN]), sharpness, share
+        memory.transform, memory.gate, memory.sharpness, memory.share = transform, torch.tensor([0.0, _OPEN]), sharpness, share
         return memory
 
 
@@ -261,7 +261,7 @@ def _normalised(embeds_Nd: NDArray[np.floating]) -> Tensor:
 
 
 def _fit_gate(
-    metric: QueryMetric,
+    transform: LearnedTransform,
     keys_KD: Tensor,
     known_K: Tensor,
     new: ClassStatistics,
@@ -281,7 +281,7 @@ def _fit_gate(
     labels_S = torch.from_numpy(labels_N[rows_S])
     kept_S = samples_SD.isfinite().all(1) & (place_C[labels_S] >= 0)
     samples_SD, labels_S = F.normalize(samples_SD[kept_S], dim=1, eps=_TINY).float(), labels_S[kept_S]
-    queries_SD, own_S1 = metric(samples_SD), place_C[labels_S][:, None]
+    queries_SD, own_S1 = transform(samples_SD), place_C[labels_S][:, None]
     unknown_S = torch.cat(
         [
             (queries_BD @ keys_KD.T).scatter(1, own_B1, -torch.inf).amax(1)
@@ -290,6 +290,6 @@ def _fit_gate(
     )
     counts_S1 = new.counts_C[labels_S][:, None]
     without_SD = (new.means_Cd[labels_S] * counts_S1 - samples_SD) / (counts_S1 - 1)
-    known_S = torch.maximum((queries_SD * metric.transform_centred(without_SD)).sum(1), unknown_S)
+    known_S = torch.maximum((queries_SD * transform.transform_centred(without_SD)).sum(1), unknown_S)
     seen = LogisticRegression(C=1e4).fit(torch.cat([known_S, unknown_S])[:, None].numpy(), np.repeat([1, 0], len(known_S)))
     return torch.tensor([float(seen.coef_[0, 0]), float(seen.intercept_[0])])

@@ -1,4 +1,4 @@
-"""Query metric and query memory.
+"""Learned transform of queries, and query memory.
 
 A memory contains pairs of a new and an old embedding. It compares a query with the new embeddings and moves it towards the old
 embeddings in the most similar pairs (kernel regression around a map; for classification Tip-Adapter, Zhang et al., ECCV 2022).
@@ -21,7 +21,7 @@ _LEAST_WEIGHT = 1e-30  # smaller weights have no effect in float32, and denormal
 _HELD = 2**24  # maximum numbers in memory for a block of queries
 
 
-class QueryMetric(nn.Module):
+class LearnedTransform(nn.Module):
     """q ↦ normalise((normalise(q) − μ)·A) with A = (C + ε·tr(C)/d·I)^(−α), symmetric.
 
     Ranking a gallery by ⟨g, (q − μ)·A⟩ reduces the weight of directions with large differences within classes. Only queries are
@@ -41,7 +41,7 @@ class QueryMetric(nn.Module):
 
     @classmethod
     def solve(cls, mean_d: Tensor, covariance_dd: Tensor, power: float, damping: float) -> Self:
-        """Compute the metric from a mean and a covariance.
+        """Solve the learned transform from a mean and a covariance.
 
         Args:
             mean_d: μ.
@@ -50,20 +50,20 @@ class QueryMetric(nn.Module):
             damping: ε, in units of the mean variance.
 
         Returns:
-            The metric, with A divided by its mean eigenvalue.
+            The learned transform, with A divided by its mean eigenvalue.
 
         Raises:
             XcompatError: the variance is 0, or the damping is not above 0.
         """
         strength = damping * covariance_dd.diagonal().mean()
         if not strength > 0:
-            raise XcompatError("a query metric needs embeddings with variance within their classes, and a damping above 0")
+            raise XcompatError("the learned transform needs embeddings that differ within their classes, and a damping above 0")
         values_d, vectors_dd = torch.linalg.eigh(covariance_dd.double())
         scaled_d = (values_d.clamp(min=0) + strength) ** -power
-        metric = cls(len(mean_d))
-        metric.mean_d.copy_(mean_d)
-        metric.matrix_dd.copy_((vectors_dd * (scaled_d / scaled_d.mean())) @ vectors_dd.T)
-        return metric
+        transform = cls(len(mean_d))
+        transform.mean_d.copy_(mean_d)
+        transform.matrix_dd.copy_((vectors_dd * (scaled_d / scaled_d.mean())) @ vectors_dd.T)
+        return transform
 
     def forward(self, embeds_Bd: Tensor) -> Tensor:
         """Transform queries (B, d) of any length to (B, d) float32, L2-normalised."""
@@ -75,11 +75,12 @@ class QueryMetric(nn.Module):
 
 
 class QueryMemory(nn.Module):
-    """q ↦ normalise(m(q) + λ·g(x)·Σ_k softmax_k(β·cos(key(x), key_k))·value_k), m and key metrics of the old and the new space.
+    """q ↦ normalise(m(q) + λ·g(x)·Σ_k softmax_k(β·cos(key(x), key_k))·value_k), m and key learned.
 
-    x is the query's new embedding and q its mapped embedding in the old space. The gate g, a logistic function of the largest
-    cosine to a key, is high if x resembles an entry. Without entries only the metric remains. Queries are compared with every
-    entry, in an :class:`~xcompat.models.indexed_memory.IndexedMemory` only with the nearest.
+    x is the query's new embedding and q its mapped embedding in the old space. m and key are learned transforms in the old and
+    the new space. The gate g, a logistic function of the largest cosine to a key, is high if x resembles an entry. Without
+    entries only m remains. Queries are compared with every entry, in an
+    :class:`~xcompat.models.indexed_memory.IndexedMemory` only with the nearest.
 
     Args:
         new_dim: D.
@@ -108,7 +109,7 @@ class QueryMemory(nn.Module):
     ) -> None:
         super().__init__()
         self.dims, self.entries, self.sharpness, self.share = (new_dim, old_dim), entries, sharpness, share
-        self.metric, self.key_metric = QueryMetric(old_dim), QueryMetric(new_dim if entries else 0)
+        self.transform, self.key_transform = LearnedTransform(old_dim), LearnedTransform(new_dim if entries else 0)
         self.register_buffer("keys_KD", torch.zeros(entries, new_dim))
         self.register_buffer("values_Kd", torch.zeros(entries, old_dim))
         self.register_buffer("gate", torch.zeros(2))  # slope and offset
@@ -126,9 +127,9 @@ class QueryMemory(nn.Module):
         return self
 
     def without_entries(self) -> QueryMemory:
-        """Return a memory with this metric and without entries, i.e. without training data."""
+        """Return a memory with this learned transform and without entries, i.e. without training data."""
         alone = QueryMemory(*self.dims, entries=0, sharpness=self.sharpness, share=self.share)
-        alone.metric = self.metric
+        alone.transform = self.transform
         return alone
 
     def check(self) -> None:
@@ -136,7 +137,7 @@ class QueryMemory(nn.Module):
 
     def key_cosines(self, new_BD: Tensor) -> Tensor:
         """Return new embeddings' cosines to keys: all (B, K), or in an index the nearest (B, k)."""
-        return self.key_metric(new_BD) @ self.keys_KD.float().T
+        return self.key_transform(new_BD) @ self.keys_KD.float().T
 
     def familiarity(self, cosines_BK: Tensor) -> Tensor:
         """Return the gate g (B,) in (0, 1) for cosines to keys (:meth:`key_cosines`)."""
@@ -151,7 +152,7 @@ class QueryMemory(nn.Module):
         return torch.sigmoid(slope * self.recall(new_BD).norm(dim=1) + offset)
 
     def forward(self, new_BD: Tensor, queries_Bd: Tensor) -> Tensor:
-        """Apply the metric to queries and move them towards the recalled old embeddings.
+        """Apply the learned transform to queries and move them towards the recalled old embeddings.
 
         Args:
             new_BD: the queries' new embeddings.
@@ -160,7 +161,7 @@ class QueryMemory(nn.Module):
         Returns:
             (B, d) float32, L2-normalised, for the old model's galleries.
         """
-        return F.normalize(self.metric(queries_Bd) + self.share * self.recall(new_BD), dim=-1)
+        return F.normalize(self.transform(queries_Bd) + self.share * self.recall(new_BD), dim=-1)
 
     def recall(self, new_BD: Tensor) -> Tensor:
         """Return g(x)·Σ_k softmax_k(…)·value_k (B, d), the recalled old embeddings; zeros without entries."""

@@ -1,4 +1,4 @@
-"""Choice of a trained model's metric and memory."""
+"""Choice of a trained model's learned transform and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pairs_to_remember(settings: StageRecipe, models: StageModels, data: StageDat
 
 
 def remember(model: CompatModel, pairs: Paired, settings: StageRecipe, seed: int, folder: Path) -> None:
-    """Choose a trained model's metric and memory on a validation split.
+    """Choose a trained model's learned transform and memory on a validation split.
 
     The memory is the queries', or the mapped gallery's for gallery maps.
 
@@ -105,7 +105,7 @@ def memory_of_one(folder: Path) -> QueryMemory | None:
     if not file.exists():
         return None
     tensors = load_file(file)
-    dim = tensors["metric.mean_d"].shape[0]
+    dim = tensors["transform.mean_d"].shape[0]
     memory = build_memory(read_json(folder / CHOICE)["memory"], dim, dim)
     memory.load_state_dict(tensors)
     memory.check()

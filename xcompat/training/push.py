@@ -41,7 +41,7 @@ from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX
 from xcompat.training.yaml_files import read_yaml
 
 Form = Literal["as it is", "merged", "adapters"]
-Remembered = Literal["all", "metric", "none"]
+Remembered = Literal["all", "transform", "none"]
 HELD_OUT = "a validation split of its training set"
 _OF_ENCODERS = (*PATTERNS, MODULES, MODEL_CONFIG, CHECKSUMS, "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Pushed files of a plain encoder."""
@@ -78,7 +78,8 @@ def push(
         overwrite: whether to replace another model.
         revision: branch, created if missing; None for the default.
         license: license on the card.
-        memory: pushed part of the memory (embeddings of training data): all, metric, or none.
+        memory: pushed part of the memory (embeddings of training data): ``all``, ``transform`` (only the learned
+            transform), or ``none``.
 
     Returns:
         Address of the commit.
@@ -101,9 +102,9 @@ def push(
 def _without_memory(model: CompatModel, folder: Path, memory: Remembered) -> CompatModel:
     if model.memory is None:
         raise XcompatError(f"{folder} has no memory; remove --memory {memory}")
-    if model.maps_galleries and memory == "metric":
-        raise XcompatError(f"{folder} maps galleries, which have no metric; use --memory none")
-    return model.remember(model.memory.without_entries() if memory == "metric" else None)
+    if model.maps_galleries and memory == "transform":
+        raise XcompatError(f"{folder} maps galleries, which have no learned transform; use --memory none")
+    return model.remember(model.memory.without_entries() if memory == "transform" else None)
 
 
 def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:

@@ -85,9 +85,9 @@ class MethodRow(Row):
         behind_best: the same for new/old - new/old of the best method; empty for the best method.
         from_old: (direction, metric) -> old queries on the new gallery, old/new; empty if not measured.
         reranked: (direction, metric) -> new+rerank/old; empty if not measured.
-        without_memory: (direction, metric) -> new queries without metric and memory on the old gallery; empty if they use
-            neither.
-        old_with_memory: (direction, metric) -> old queries with the same metric and memory on the old gallery.
+        without_memory: (direction, metric) -> new queries without learned transform and memory on the old gallery; empty if they
+            use neither.
+        old_with_memory: (direction, metric) -> old queries with the same learned transform and memory on the old gallery.
         beside_old_with_memory: new/old - ``old_with_memory``, mean over seeds, with its interval over queries.
         extra_dims: new minus old embedding dimension.
         parameters: see :class:`EvaluatedMethod`.
@@ -222,7 +222,7 @@ def _memory_note(contender: EvaluatedMethod) -> str:
     if forgetful in (0, len(reports)):
         return ""
     return (
-        f"In {forgetful} of {len(reports)} seeds, queries of {contender.name} use no metric and no memory. "
+        f"In {forgetful} of {len(reports)} seeds, queries of {contender.name} use no learned transform and no memory. "
         f"For these seeds, new/old replaces {WITHOUT_MEMORY}/old, and old/old replaces {OLD_WITH_MEMORY}/old."
     )
 

@@ -157,7 +157,7 @@ def _differences(
 
 
 def _memories(comparison: Comparison, direction: str) -> Table:
-    """Separate the effect of metric and memory."""
+    """Separate the effect of learned transform and memory."""
     wearing = [row for row in comparison.methods if row.without_memory]
     metrics = [metric for each, metric in (wearing[0].gains if wearing else ()) if each == direction]
     rows = []
@@ -169,11 +169,12 @@ def _memories(comparison: Comparison, direction: str) -> Table:
         cells += [gain_with_interval(one.mean, one.low, one.high) if one else NOTHING for one in beside]
         rows.append(TableRow(row.name, cells, row.name == comparison.best))
     explanation = (
-        "No memory: new queries without metric and memory, on the old gallery. Old + memory: old queries with the same metric "
-        "and memory, which need no new model. Gain: new/old minus old + memory, with 95 % intervals over queries."
+        "No memory: new queries without learned transform and memory, on the old gallery. Old + memory: old queries with the "
+        "same learned transform and memory, which need no new model. Gain: new/old minus old + memory, with 95 % intervals over "
+        "queries."
     )
     columns = [f"{metric_name(metric)}\n{side}" for side in ("no memory", "old + memory", "gain") for metric in metrics]
-    return Table(f"{direction}: effect of metric and memory", explanation, columns, rows)
+    return Table(f"{direction}: effect of learned transform and memory", explanation, columns, rows)
 
 
 def _costs(comparison: Comparison) -> Table:
