@@ -33,6 +33,7 @@ from xcompat.cli.quickstart import demo
 from xcompat.core import failures
 from xcompat.core.distributed import end_processes
 from xcompat.core.errors import XcompatError
+from xcompat.core.progress import announce_loading
 
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
@@ -224,6 +225,7 @@ def map_(
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
     asked = MapRequest(old, new, out, *choices, bad_share, allow_worse, gallery, reading)
     asked.require()
+    announce_loading(*asked.models)
     from xcompat.mapping.commands import map_embeddings
 
     if not map_embeddings(asked):
@@ -282,12 +284,14 @@ def embed(
         if others := [name for name in given if name not in ("--model", "--out")]:
             raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of pictures; remove it")
         require_model(model)
+        announce_loading(model)
         from xcompat.engines.pictures import embed_pictures
 
         embed_pictures(Path(source), model, Path(out))
         return
     require_source(source)
     require_model(model)
+    announce_loading(model)
     from xcompat.engines.commands import embed as embed_table
 
     embed_table(source, model, out, where, column, id_column, dtype or "float32")
@@ -328,6 +332,7 @@ def evaluate(
     if new is not None and old is not None:
         place = output or Path("runs/evaluation")
         require_folders(judged_folders(Path(old), new, new_own, independent, by_map), qrels, place)
+        announce_loading(by_map)
         from xcompat.training.evaluate_command import evaluate_embeddings, evaluation_settings
         from xcompat.vectors.checks import BAD_SHARE
 
@@ -336,6 +341,7 @@ def evaluate(
     elif target is not None and kind == "checkpoint":
         place = output or target / "evaluation"
         require_testable(target, data, place)
+        announce_loading(target, old)
         from xcompat.training.evaluate_command import evaluate_checkpoint, evaluation_settings
 
         report = evaluate_checkpoint(target, data, overrides or [], old, place, evaluation_settings(rerank, threshold))
@@ -345,6 +351,7 @@ def evaluate(
             from xcompat.training.preflight import load_checked
 
             load_checked(target, overrides or [])
+        announce_loading(target)
         from xcompat.training.evaluate_command import evaluate_recipe
 
         report = evaluate_recipe(target, overrides or [])
@@ -408,6 +415,7 @@ def push(
     from xcompat.training.record import find_model
 
     find_model(target)
+    announce_loading(target)
     from xcompat.training.push import Form
     from xcompat.training.push import push as push_model
 
@@ -423,6 +431,8 @@ def find(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find checkpoints on the Hub for two models. Exit code 1 if there are none."""
+    if not json:
+        announce_loading()
     from xcompat.mapping.map_search import find_maps, print_checkpoints
 
     if not print_checkpoints(find_maps(old, new), old, new, json):
@@ -476,6 +486,7 @@ def serve(
     options = Options(host, port, read_password(password_file), not no_browser, tuple(allow_host or ()))
     options.require_password()  # before models are loaded
     require_served(target, model, images or [], ids, allow_changes)
+    announce_loading(model, old)
     serve_target(target, options, model, old, images or [], allow_changes, ids)
 
 

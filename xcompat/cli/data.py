@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.progress import announce_loading
 
 
 def caption(
@@ -26,6 +27,7 @@ def caption(
     """Generate captions for images. An interrupted run continues."""
     if out.exists() and not overwrite:
         raise XcompatError(f"{out} exists; choose another file, or replace it with --overwrite")
+    announce_loading(model)
     from xcompat.captioning import caption as caption_images
 
     captioner = {"name": model, "max_tokens": max_tokens, "prompt": prompt}
@@ -39,6 +41,7 @@ def classes(
     ] = None,
 ) -> None:
     """Write the class names of a public data set for zero-shot classification (data.zero_shot.classes)."""
+    announce_loading()
     from xcompat.training.class_files import print_classes
 
     print_classes(name, to)

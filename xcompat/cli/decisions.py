@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.progress import announce_loading
 
 if TYPE_CHECKING:
     from xcompat.stores.shadow import SearchSetup
@@ -47,6 +48,7 @@ def shadow(
     from xcompat.cli.gallery import open_searched
 
     opened = open_searched(searched)
+    announce_loading(old, model, rerank_with)
     from xcompat.stores.shadow_report import show_shadow
 
     read = _queries(queries, limit)

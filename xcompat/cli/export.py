@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from xcompat.core.progress import announce_loading
+
 app = typer.Typer(help="Export models for other software.", no_args_is_help=True)
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.")]
@@ -28,6 +30,7 @@ def to_faiss(
 ) -> None:
     """Put a linear query map into a faiss index. The index then takes new embeddings."""
     _require_own(model)
+    announce_loading(model)
     from xcompat.export import commands
 
     commands.to_faiss(index, model, out, overwrite, memory)
@@ -37,6 +40,7 @@ def to_faiss(
 def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
     """Export a model for SentenceTransformer, without xcompat if possible."""
     _require_own(run)
+    announce_loading(run)
     from xcompat.export import commands
 
     commands.to_sentence_transformers(run, out, space, overwrite)
@@ -46,6 +50,7 @@ def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwr
 def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
     """Export the image and text tower as ONNX, checked against PyTorch."""
     _require_own(run)
+    announce_loading(run)
     from xcompat.export import commands
 
     commands.to_onnx(run, out, space, overwrite)
@@ -63,6 +68,7 @@ def to_atlas(
     from xcompat.training.record import find_model
 
     find_model(run)
+    announce_loading(run)
     from xcompat.training import atlas
 
     atlas.to_atlas(run, out, items, seed, overwrite)

@@ -12,6 +12,7 @@ import typer
 
 from xcompat.cli.options import BadVectorShare, EmbedWith, Engine, GpusPerWorker, IndexIds, WorkerCount
 from xcompat.core.errors import XcompatError
+from xcompat.core.progress import announce_loading
 
 if TYPE_CHECKING:
     from xcompat.core.fingerprint import Fingerprint
@@ -153,6 +154,7 @@ def build(
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
     elif source is not None:
         argument_checks.require_inputs(source, model)
+        announce_loading(model, side_info)
         embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
         commands.build(out, _originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
     else:
@@ -225,6 +227,7 @@ def search(
     with _printing_results(json or csv):
         opened = None if _is_index(gallery) else open_searched(gallery)
         argument_checks.require_named(model)
+        announce_loading(model, fallback, rerank_with)
         from xcompat.retrieval import Gallery
         from xcompat.retrieval.hit_output import make_printer
         from xcompat.retrieval.query_sources import load_queries_and_model
@@ -289,6 +292,7 @@ def add(
     kept = _kept_columns(metadata, no_metadata)
     opened = _open(gallery)
     argument_checks.require_inputs(source, model)
+    announce_loading(model, side_info)
     _warn_of_backfill(opened, model)
     embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
     commands.add(opened, _originals(source, texts, max_bad_share, kept), embedder, replace, side)
@@ -336,6 +340,7 @@ def upgrade(
             commands.upgrade(opened, newer, dry_run, spread)
     else:
         argument_checks.require_inputs(backfill, model)
+        announce_loading(model)
         _warn_of_backfill(opened, model)
         embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share, kept)
         with where.pool(model, embedder) as spread:
@@ -355,9 +360,12 @@ def _warn_of_backfill(gallery: Gallery, model: str) -> None:
 @app.command()
 def info(gallery: Folder, model: ModelName = "") -> None:
     """Show the items, models and earlier states of a gallery."""
-    from xcompat.retrieval import commands
+    from xcompat.retrieval import argument_checks, commands
 
     opened = _open(gallery)
+    if model:
+        argument_checks.require_models(model)
+        announce_loading(model)
     commands.info(opened, _load(model) if model else None)
 
 
@@ -418,6 +426,7 @@ def doctor(
 
         require_kind(gallery)
         argument_checks.require_models(model)
+        announce_loading(model)
         from xcompat.stores.commands import doctor as examine_store
         from xcompat.stores.doctor import SourceField
 
@@ -429,6 +438,7 @@ def doctor(
     else:
         opened = _open(Path(gallery))
         argument_checks.require_inputs(Path(images), model)
+        announce_loading(model)
         whole = commands.doctor(opened, _load(model), _originals(Path(images), texts), sample)
     if not whole:
         raise typer.Exit(1)
@@ -582,6 +592,7 @@ def _load_map(model: str) -> CompatModel:
     from xcompat.retrieval import argument_checks
 
     folder = argument_checks.require_map(model)
+    announce_loading(model)
     import torch
 
     from xcompat.core.distributed import device

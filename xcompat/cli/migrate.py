@@ -12,6 +12,7 @@ import typer
 
 from xcompat.cli.options import Engine, GpusPerWorker, PricePerMillion, RequestsPerMinute, WorkerCount
 from xcompat.core.errors import XcompatError
+from xcompat.core.progress import announce_loading
 
 if TYPE_CHECKING:
     from xcompat.stores import Store
@@ -297,6 +298,7 @@ def _vector_source(model: str, embed: str | None, pictures: str | None, service:
         from xcompat.stores.service import ServiceEmbedding
 
         return ServiceEmbedding(Provider(load_function(service.function), model, *service[1:]), embed)
+    announce_loading(model)
     import torch
 
     from xcompat.core.distributed import device

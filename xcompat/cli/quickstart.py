@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from xcompat.cli.options import Overrides
+from xcompat.core.progress import announce_loading
 
 DEFAULT = "characters"
 
@@ -28,6 +29,7 @@ app = typer.Typer(cls=QuickstartGroup, help="Run a complete example on small dat
 
 def demo(out: Annotated[Path, typer.Option(help="Output folder. It must not exist.")] = Path("demo")) -> None:
     """Run the whole job on random vectors. About 15 seconds."""
+    announce_loading()
     from xcompat.quickstart.demo import run_demo
 
     run_demo(out)
@@ -43,6 +45,7 @@ def characters(
     from xcompat.training.recipe import load_recipe
 
     load_recipe(RECIPE, overrides or [], is_quick=True)
+    announce_loading()
     run_quickstart(output, overrides or [])
 
 
@@ -59,6 +62,7 @@ def texts(
     new_model: Annotated[str | None, typer.Option(help="New model. Default: all-MiniLM-L6-v2.", show_default=False)] = None,
 ) -> None:
     """Search an index of abstracts with a better text encoder. About 5 minutes on 2 cores."""
+    announce_loading(old_model, new_model)
     from xcompat.quickstart.texts import run_text_quickstart
 
     run_text_quickstart(output, data, old_model, new_model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,6 +94,21 @@ def results_on_stdout() -> Iterator[None]:
         yield
     finally:
         console.stderr = before
+
+
+def announce_loading(*models: object) -> None:
+    """Print on stderr which models a command loads, before the import of PyTorch, which takes seconds.
+
+    Silent if PyTorch is imported already, and if stdout is for results (:func:`results_on_stdout`).
+
+    Args:
+        models: names or folders; None and empty texts are skipped. Without any, the line names PyTorch.
+    """
+    if "torch" in sys.modules or console.stderr:
+        return
+    names = ", ".join(dict.fromkeys(visible_line(str(model)) for model in models if model))
+    with results_on_stdout():
+        console.print(f"Loading models: {names}" if names else "Loading PyTorch", style="dim", markup=False, soft_wrap=True)
 
 
 class _Console(logging.Handler):

@@ -124,6 +124,13 @@ class MapRequest:
         paths = (self.old, self.new, *([Path(self.start.name)] if self.start is not None else []))
         return [path for path in paths if path.exists()]
 
+    @property
+    def models(self) -> list[str]:
+        """Names of the models to load: the named models, and sides without embeddings."""
+        sides = (self.old,) if self.texts is not None and self.texts.embed_with is not None else (self.old, self.new)
+        named = (self.old_model if self.old_model is not None and is_loadable(self.old_model) else None, self.new_model)
+        return [*(str(side) for side in sides if not holds_embeddings(side)), *(name for name in named if name is not None)]
+
     @cached_property
     def inputs(self) -> dict[str, str]:
         """Option -> value, or digest of its files, for all options that change the map."""

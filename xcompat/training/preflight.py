@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xcompat.core.errors import MissingPathError, XcompatError, nearest
+from xcompat.core.progress import announce_loading
 from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
 from xcompat.training.headers import add_layout_to_errors
@@ -80,6 +81,7 @@ def load_checked(
                 with add_layout_to_errors(recipe.layout):
                     check_paths(settings)
             check_trackers(settings)
+    announce_loading()
     return load_recipe(path, overrides, more=more)
 
 
