@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -665,7 +666,8 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
         np.save(new / f"{kind}_embeds.npy", (np.load(new / f"{kind}_embeds.npy") @ turn).astype(np.float32))
     assert run("map", "--old", old, "--new", new, "--out", tmp_path / "map")[0] == 0
     out = ("--output", tmp_path / "judged")
-    code = run("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", *out)[0]
+    code, shown, _ = run("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", *out)
+    assert "Backward compatible: " in shown and "unharmed" not in shown, "a map does not train the new model"
     cases = {case.label: case for case in load_report(tmp_path / "judged").cases if case.direction == "text-to-image"}
     assert code == 0 and set(cases) == {f"{a}/{b}" for a, b in (("old", "old"), ("new", "old"), ("new", "new"))} | {
         "independent/old",
@@ -815,6 +817,59 @@ def test_help_of_every_verb_comes_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage: ") == len(VERBS)
+
+
+def test_every_command_says_what_it_loads_before_it_imports_torch(
+    folder_of: dict[str, str],
+    old_folder: str,
+    compatible_folder: str,
+    pairs_folder: str,
+    recipe: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """On stderr, in one line, and not beside JSON. Importing torch ends each command."""
+    faiss.write_index(faiss.IndexFlatIP(8), str(tmp_path / "index.faiss"))
+    new, embedded = folder_of["clip"], tmp_path / "embedded"
+    np.save(embedded.with_suffix(".npy"), np.eye(4, dtype=np.float32))
+    sides = f"--old {embedded}.npy --new {embedded}.npy"
+    lines = {
+        f"map {sides} --out map": "Loading PyTorch",
+        f"map --old {old_folder} --new {new} --images {pairs_folder} --out map": f"Loading models: {old_folder}, {new}",
+        f"train {recipe()}": "Loading PyTorch",
+        f"embed {pairs_folder} --model {new} --out embedded": f"Loading models: {new}",
+        f"gallery build {pairs_folder} --model {new}": f"Loading models: {new}",
+        f"gallery search index.faiss text --model {new} --fallback {old_folder}": f"Loading models: {new}, {old_folder}",
+        f"gallery search index.faiss text --model {new} --json": "",
+        f"export onnx {compatible_folder} --out onnx": f"Loading models: {compatible_folder}",
+        f"push {compatible_folder} me/name": f"Loading models: {compatible_folder}",
+        f"caption {pairs_folder} --model {new} --out captions": f"Loading models: {new}",
+        f"migrate plan qdrant://localhost/items --model {compatible_folder}": f"Loading models: {compatible_folder}",
+        f"migrate plan qdrant://localhost/items --model {compatible_folder} --json": "",
+        "find --old name --json": "",
+        "demo": "Loading PyTorch",
+        "recipes": "",
+    }
+    code = (
+        "import os, sys\n"
+        "from xcompat import cli\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            sys.stderr.flush()\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        f"for number, typed in enumerate({list(lines)!r}):\n"
+        "    if not os.fork():\n"
+        "        os.dup2(os.open(f'{number}.txt', os.O_CREAT | os.O_WRONLY), 2)\n"
+        "        sys.argv = ['xcompat', *typed.split()]\n"
+        "        cli.main()\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = {typed: (tmp_path / f"{number}.txt").read_text().strip() for number, typed in enumerate(lines)}
+    assert said == lines
 
 
 @pytest.mark.parametrize(

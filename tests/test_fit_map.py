@@ -143,7 +143,9 @@ def test_bad_inputs_are_one_line(what: str) -> None:
         call(made())
 
 
-def test_few_items_are_a_guess() -> None:
+def test_few_items_are_a_guess(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pairs = made().take(np.arange(30))
     found = fit_map(pairs.old_Nd, pairs.new_ND)
     assert not found.is_safe and found.report == {} and "a guess" in repr(found)
+    found.save(tmp_path / "model")
+    assert "the saved map is not surely at or above old queries" in caplog.text

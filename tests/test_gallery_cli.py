@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -19,8 +20,9 @@ from PIL import Image
 from xcompat import FctModel, Fingerprint, XbtModel, cli
 from xcompat.core import distributed, failures
 from xcompat.core.errors import XcompatError
+from xcompat.mapping import fit_map
 from xcompat.models import embedder
-from xcompat.models.embedder import load_embedder
+from xcompat.models.embedder import load_checkpoint, load_embedder
 from xcompat.retrieval import Gallery, commands, hit_output
 from xcompat.retrieval.originals import load_originals
 
@@ -253,7 +255,12 @@ def test_backfill_stays_within_its_budget_and_goes_on(
     gallery = tmp_path / "gallery"
     run("build", photos, "--model", old_folder, "--out", gallery)
     code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50, "--dry-run")
-    assert code == 0 and "50 of 120 pictures to embed" in out and len(Gallery.open(gallery).versions) == 1
+    assert (
+        code == 0
+        and "50 of 120 pictures to embed" in out
+        and "plus time to load the model" in out
+        and len(Gallery.open(gallery).versions) == 1
+    )
     for done, left in ((50, 70), (50, 20), (20, 0)):
         code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50)
         assert code == 0 and f"{done} re-embedded, {left} to go" in out
@@ -272,8 +279,6 @@ def test_backfill_stays_within_its_budget_and_goes_on(
 
 
 def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
-    import faiss
-
     index = faiss.IndexFlatIP(4)
     index.add(np.eye(4, dtype=np.float32))
     faiss.write_index(index, str(tmp_path / "own.faiss"))
@@ -288,14 +293,29 @@ def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
         code, _, err = run("build", *more, *adopt[1:], "--ids", tmp_path / "ids.txt")
         assert code == 2 and "adopts an index as it is" in err
     code, out, _ = run(*adopt, "--ids", tmp_path / "ids.txt")
-    assert code == 0 and "4 vectors of /our/clip@" in out and "cannot be loaded" in out
+    assert code == 0 and "4 vectors of /our/clip@" in out and "/our/clip cannot embed here" in out
     code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", tmp_path / "ids.txt")
     assert code == 2 and "gone does not exist; check the path" in err
 
 
-def test_an_index_is_adopted_without_bars_of_libraries(run: Run, tmp_path: Path, old_folder: str) -> None:
-    import faiss
+def test_a_map_has_one_fingerprint_by_its_folder_and_by_the_model_in_it(run: Run, tmp_path: Path) -> None:
+    """Without its encoder it cannot embed, so its galleries are known by its fingerprint."""
+    new, old = np.random.default_rng(0).standard_normal((2, 30, 4))
+    fit_map(old, new).save(tmp_path / "map" / "model")
+    expected = load_checkpoint(str(tmp_path / "map" / "model")).stored_fingerprint()
 
+    index = faiss.IndexFlatIP(4)
+    index.add(np.eye(4, dtype=np.float32))
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    (tmp_path / "ids.txt").write_text("a\nb\nc\nd\n")
+    for name in ("map", "map/model"):
+        adopt = ("adopt", tmp_path / "own.faiss", "--ids", tmp_path / "ids.txt", "--model", tmp_path / name, "--out")
+        code, out, err = run(*adopt, tmp_path / f"gallery of {name.partition('/')[2]}")
+        assert code == 0, err
+        assert f"4 vectors of {expected}, left in place" in out, name
+
+
+def test_an_index_is_adopted_without_bars_of_libraries(run: Run, tmp_path: Path, old_folder: str) -> None:
     index = faiss.IndexFlatIP(load_embedder(old_folder).dim)
     index.add(np.eye(index.d, dtype=np.float32)[:1])
     faiss.write_index(index, str(tmp_path / "own.faiss"))

@@ -148,8 +148,8 @@ MISTAKES = {
     ("serve", "own.faiss", "--images", "photos"): "set the query model with --model",
     ("serve", "own.faiss", "--model", "runs/map", "--ids", "nowhere"): "--ids nowhere does not exist",
     ("serve", "own.faiss", "--model", "runs/map", "--allow-changes"): "--allow-changes needs a gallery; adopt own.faiss first",
-    ("serve", "runs/map", "--ids", "ids.txt"): "--ids applies to a faiss index, but runs/map is none",
-    ("gallery", "search", "photos", "a shoe", "--ids", "ids.txt"): "--ids applies to a faiss index, but photos is none",
+    ("serve", "runs/map", "--ids", "ids.txt"): "but runs/map is not a faiss index; remove --ids",
+    ("gallery", "search", "photos", "a shoe", "--ids", "ids.txt"): "but photos is not a faiss index; remove --ids",
     ("gallery", "search", "wide.faiss", "a shoe", "--model", "runs/map"): "wide.faiss has 9 dimensions, but",
     ("gallery", "search", "damaged.faiss", "a shoe", "--model", "runs/map"): "damaged.faiss",
 }

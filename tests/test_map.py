@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from schedule import mostly_nightly
 from transformers import AutoModel
 from typer.testing import CliRunner
@@ -27,8 +29,10 @@ from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, ch
 from xcompat.mapping import folds as folds_of
 from xcompat.mapping.candidates import LINES, CandidateParts, fit
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
-from xcompat.mapping.folds import CLASSES, FEWEST, FOLDS, IN_WHOLE, PROTOCOLS, QUERIES, folds
+from xcompat.mapping.commands import map_embeddings
+from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, folds
 from xcompat.mapping.held_out import Trial
+from xcompat.mapping.request import MapRequest
 from xcompat.mapping.selection import Choice, merge_choices, select_conservative
 from xcompat.models import memory_contents
 from xcompat.models.embedder import load_embedder
@@ -637,6 +641,25 @@ def test_a_model_that_is_called_after_a_folder_is_said(
     assert "the old model is named" not in caplog.text
     assert CliRunner().invoke(app, [*command, str(tmp_path / "unnamed")]).exit_code == 0
     assert f"the old model is named 'old' after {sides[0]}" in caplog.text and "--old-model" in caplog.text
+
+
+def test_the_name_of_the_old_model_is_said_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("old", "new"):
+        np.save(tmp_path / f"{name}.npy", np.eye(3, dtype=np.float32))
+    (tmp_path / "new.npy").write_bytes(b"damaged")
+    with pytest.raises(XcompatError, match=r"new\.npy"):
+        map_embeddings(MapRequest(tmp_path / "old.npy", tmp_path / "new.npy", tmp_path / "out"))
+    assert "the old model is named 'old'" in capsys.readouterr().out.partition("▸ read")[0]
+
+
+def test_a_table_that_is_piped_has_no_blank_lines() -> None:
+    choice = choose(made())
+    shown = [io.StringIO(), io.StringIO()]
+    for spaced, file in enumerate(shown):
+        Console(file=file, width=200).print(choice_table(choice, spaced=bool(spaced)))
+    piped, wide = ([line.strip() for line in file.getvalue().rstrip().splitlines()] for file in shown)
+    assert [line for line in wide if line] == [line for line in piped if line]
+    assert piped.count("") == 1 < wide.count(""), "above the head"
 
 
 def test_a_model_of_another_dimension_is_refused(sides: tuple[Path, Path], folder_of: dict[str, str], tmp_path: Path) -> None:

@@ -85,6 +85,17 @@ def test_a_lost_old_model_is_known_by_vectors_in_the_order_of_the_texts(clip: st
     assert shards == {file: file.stat().st_mtime_ns for file in (tmp_path / "map.cache").rglob("*.npy")}, "embedded once"
 
 
+def test_a_refused_map_says_which_folder_it_leaves(clip: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "old.npy", normalised(np.random.default_rng(1).standard_normal((len(TEXTS), 8))))
+    out = tmp_path / "map"
+    done = CliRunner().invoke(
+        app, ["map", "--old", f"{tmp_path}/old.npy", "--new", clip, "--texts", str(written(tmp_path)), "--out", str(out)]
+    )
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1 and "No map was written: " in said and not out.exists()
+    assert said.endswith(f"The embeddings stay in {out}.cache for the next run.") and Path(f"{out}.cache").is_dir()
+
+
 def test_ids_join_texts_and_vectors(clip: str, tmp_path: Path) -> None:
     new = embedded(clip)
     kept = np.random.default_rng(0).permutation(len(TEXTS))[:50]

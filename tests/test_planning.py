@@ -72,8 +72,8 @@ def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> N
     assert "at most 50 items a day" in said and "after 20.0 days or more" in said and "Not measured" not in said
     bare = Report(**{**vars(report), "cases": [case for case in report.cases if case.label in ("old/old", "new/old")]})
     assert (
-        "half-way queries (evaluation.slerp in a recipe), re-rank 5 (evaluate with --rerank), backfill"
-        in describe_plan(plan_ways(bare, Traffic(10, 0)))[-1]
+        "half-way queries (set evaluation.slerp: 0.5 in the recipe), re-rank 5 (add --rerank 20 to `xcompat evaluate`), backfill "
+        "(add --new-own FOLDER to `xcompat evaluate`)" in describe_plan(plan_ways(bare, Traffic(10, 0)))[-1]
     )
 
 
@@ -81,10 +81,10 @@ def test_the_command_line(run_xcompat: Run, report: Report, tmp_path: Path) -> N
     save_report(tmp_path / "report", report)
     asked = ("plan", tmp_path, "--items", 5_000_000, "--queries-per-day", 20_000)
     picture = tmp_path / "plan.png"
-    code, said, _ = run_xcompat(*asked, "--embeds-per-second", 100, "--price", 0.1, "--picture", picture)
+    code, said, _ = run_xcompat(*asked, "--embeds-per-second", 100, "--price", 0.1, "--plot", picture)
     assert code == 0 and "5,000,000 items, 20,000 queries a day" in said and "re-rank 5" in said and "13.9" in said
     assert Image.open(picture).size[0] > 500
-    code, _, said = run_xcompat(*asked, "--picture", picture)
+    code, _, said = run_xcompat(*asked, "--plot", picture)
     assert code == 2 and f"{picture} exists" in said
     code, _, said = run_xcompat(*asked, "--metric", "recall@7")
     assert code == 2 and "does not measure recall@7; it has cmc@1" in said

@@ -266,7 +266,7 @@ def test_verdict_follows_the_criterion() -> None:
     sure = sum(each.ci95[0] > 0 for each in good.criterion.differences)
     assert f"95 % intervals of the 4 gains: {sure} lie above zero" in verdicts(shell)[1].detail
     lost = replace(shell, cases=bad.cases, criterion=bad.criterion)
-    failed, luck, _ = verdicts(lost)
+    failed, luck = verdicts(lost)  # new and independent are the same here
     assert (failed.answer, failed.detail) == ("no", "4 of 4 metrics did not improve over old queries.")
     assert luck.answer == "cannot tell" and "is unknown, as a metric does not differ" in luck.detail
     values = {(case.label, case.direction, metric): value for case in bad.cases for metric, value in case.metrics.items()}

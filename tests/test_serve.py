@@ -625,6 +625,13 @@ def test_models_that_read_pictures_alone_are_not_asked_texts(labelled_site: Site
     assert answer(labelled_site, asked).count('data-item="') == 6
 
 
+def test_a_text_for_models_of_pictures_alone_is_refused(labelled_site: Site) -> None:
+    with serving(labelled_site) as page:
+        said = httpx.post(f"{page}api/search", json={"kind": "text", "text": "a red shoe"}, timeout=None)
+    refusal = "no model of this page embeds texts; search with an image or the id of an item"
+    assert (said.status_code, said.text) == (400, refusal)
+
+
 def test_every_filter_that_is_offered_finds_its_items(tmp_path: Path) -> None:
     values = [True, False, None, 5, 1.5, "red", "true", "5", "null", "None", '"quoted"']
     made = Gallery.create(tmp_path / "kinds", Fingerprint.from_string("m"), dim=2)

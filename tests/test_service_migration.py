@@ -123,7 +123,7 @@ def test_plan_status_and_verify_print_json(place: LancePlace, tmp_path: Path, mo
         return result
 
     planned = run("plan", *named, "--json")
-    assert "less than a second to read and compute the vectors" in planned.stderr
+    assert "less than a second to read and compute the vectors, plus time to load the model" in planned.stderr
     found = json.loads(planned.stdout)
     assert (found["rows"], found["dim"], found["where"]) == (N, NEW_DIM, None) and "168 tokens" in found["cost"]
     run("start", *named)
@@ -150,7 +150,10 @@ def test_finish_asks_in_a_terminal(place: LancePlace, monkeypatch: pytest.Monkey
     [
         (["--embed-with", "math:sqrt"], "--embed-with embeds texts of the rows; choose their field with --embed"),
         (["--requests-per-minute", "9"], "--requests-per-minute and --price-per-million-tokens need --embed-with"),
-        (["--embed", "a", "--pictures", ".", "--embed-with", "math:sqrt"], "--embed-with embeds texts; remove --pictures"),
+        (
+            ["--embed", "a", "--image-folder", ".", "--embed-with", "math:sqrt"],
+            "--embed-with embeds texts; remove --image-folder",
+        ),
         (["--embed", "a", "--embed-with", "math:sqrt", "--engine", "ray"], "calls the service from one process; remove --engine"),
         (["--embed", "a", "--embed-with", "math:squirt"], "math has no function 'squirt'"),
     ],

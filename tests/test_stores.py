@@ -617,9 +617,9 @@ def test_inner_products_of_vectors_of_other_lengths_are_not_migrated(
 
 
 def test_a_model_embeds_what_its_towers_are_for(folder_of: dict[str, str], image_folder_of: dict[str, str]) -> None:
-    with pytest.raises(XcompatError, match="only embeds images; set the base folder of the paths in about with --pictures"):
+    with pytest.raises(XcompatError, match="only embeds images; set --image-folder to the base folder of the paths in about"):
         Embedding(load_embedder(image_folder_of["vit"]), "about")
-    for given in (["--pictures", "there"], []):
+    for given in (["--image-folder", "there"], []):
         result = CliRunner().invoke(app, ["migrate", "plan", "file:///nowhere", *given])
         assert isinstance(result.exception, XcompatError)
 

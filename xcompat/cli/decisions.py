@@ -67,14 +67,14 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price per 1,000 embeddings.")] = None,
     days: Annotated[int, typer.Option(min=1, help="Period for total costs, in days.")] = 30,
     metric: Annotated[str | None, typer.Option(help="Metric, e.g. map. Default: the first in the report.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality over embeddings.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality over embeddings.")] = None,
 ) -> None:
     """Compare staying, new queries, re-ranking and a backfill: quality, embeddings, storage, hours and price.
 
     Quality comes from the report. Evaluate with --rerank 20 to have re-ranking in it.
     """
-    if picture is not None and picture.exists():
-        raise XcompatError(f"{picture} exists; choose another file with --picture")
+    if plot is not None and plot.exists():
+        raise XcompatError(f"{plot} exists; choose another file with --plot")
     from xcompat.core.progress import console, literal
     from xcompat.report import load_report
     from xcompat.report.planning import Traffic, draw_plan, plan_ways
@@ -82,12 +82,12 @@ def plan(
 
     planned = plan_ways(load_report(report), Traffic(items, queries_per_day, embeds_per_second, price, days), metric)
     print_plan(planned, console)
-    if picture is not None:
+    if plot is not None:
         from xcompat.core.files import atomic_path
 
-        with atomic_path(picture) as file:
+        with atomic_path(plot) as file:
             draw_plan(planned).savefig(file, format="png", dpi=150)
-        console.print(f"plot: {literal(picture)}")
+        console.print(f"plot: {literal(plot)}")
 
 
 def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:

@@ -406,7 +406,7 @@ def doctor(
             help="Gallery pictures or texts. For a store: the field with them.",
         ),
     ] = None,
-    pictures: Annotated[str | None, typer.Option(help="Base folder for picture paths in a store.")] = None,
+    image_folder: Annotated[str | None, typer.Option(help="Base folder for image paths in a store.")] = None,
     sample: Annotated[int, typer.Option(min=1, help="Items per version to re-embed.")] = 400,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -431,10 +431,10 @@ def doctor(
         from xcompat.stores.doctor import SourceField
 
         whole = examine_store(
-            gallery, _load(model), SourceField(images, Path(pictures) if pictures is not None else None), sample
+            gallery, _load(model), SourceField(images, Path(image_folder) if image_folder is not None else None), sample
         )
-    elif pictures is not None:
-        raise XcompatError("--pictures applies to stores, whose rows contain paths; use --images for a gallery")
+    elif image_folder is not None:
+        raise XcompatError("--image-folder applies to stores, whose rows contain paths; use --images for a gallery")
     else:
         opened = _open(Path(gallery))
         argument_checks.require_inputs(Path(images), model)
@@ -529,7 +529,7 @@ def _is_index(place: str) -> bool:
 
 def _require_ids_of_index(place: str, ids: Path | None) -> None:
     if ids is not None and not _is_index(place):
-        raise XcompatError(f"--ids applies to a faiss index, but {place} is none; remove it")
+        raise XcompatError(f"--ids gives the ids of a faiss index, but {place} is not a faiss index; remove --ids")
 
 
 def _open_index(index: str, source: QuerySource, ids: Path | None, originals: Path | None) -> Gallery:

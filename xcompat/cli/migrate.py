@@ -23,17 +23,15 @@ app = typer.Typer(help="Migrate a database's vectors to a new model, in place.",
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="Address, e.g. postgresql://user@host/db?table=items&column=embedding.")]
 Model = Annotated[str, typer.Option(help="Run or checkpoint with a gallery map. With --embed: any model.")]
-Embed = Annotated[
-    str | None, typer.Option("--embed", help="Re-embed rows from this field, which contains texts or picture paths.")
-]
-Pictures = Annotated[str | None, typer.Option("--pictures", help="Base folder for picture paths.")]
+Embed = Annotated[str | None, typer.Option("--embed", help="Re-embed rows from this field, which contains texts or image paths.")]
+ImageFolder = Annotated[str | None, typer.Option("--image-folder", help="Base folder for image paths.")]
 Into = Annotated[str | None, typer.Option(help="Name of the new vectors. Default: the old name with _new.")]
 Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="Number format for new vectors.")]
 From = Annotated[str | None, typer.Option("--from", help="Model of the stored vectors. Default: the recorded model.")]
 Texts = Annotated[str | None, typer.Option("--texts", help="Field with the stored vectors' texts. Checks a sample of --from.")]
 Images = Annotated[
     str | None,
-    typer.Option("--images", help="Field with their pictures, or with paths below --pictures. Checks a sample of --from."),
+    typer.Option("--images", help="Field with their images, or with paths below --image-folder. Checks a sample of --from."),
 ]
 EmbedWith = Annotated[
     str | None,
@@ -60,7 +58,7 @@ def plan(
     from_: From = None,
     dtype: Dtype = "float32",
     embed: Embed = None,
-    pictures: Pictures = None,
+    image_folder: ImageFolder = None,
     texts: Texts = None,
     images: Images = None,
     max_bad_share: MaxBadShare = None,
@@ -75,11 +73,11 @@ def plan(
     from xcompat.report import load_report, print_ways, report_file
     from xcompat.stores import commands
 
-    held = _held(from_, texts, images, embed, pictures)
+    held = _held(from_, texts, images, embed, image_folder)
     service = _Service(embed_with, requests_per_minute, price)
-    _require(uri, model, embed, pictures if embed else None, service)
-    source, store = _vector_source(model, embed, pictures if embed else None, service), _open(uri, where)
+    _require(uri, model, embed, image_folder if embed else None, service)
     with _messages_on_stderr(json):
+        source, store = _vector_source(model, embed, image_folder if embed else None, service), _open(uri, where)
         commands.name_model(store, from_, held)
         found = commands.plan(store, source, dtype, max_bad_share)
         if report_file(model).is_file():
@@ -99,7 +97,7 @@ def start(
     rows_per_second: Annotated[float | None, typer.Option(min=0.1, help="Maximum number of rows written per second.")] = None,
     dtype: Dtype = "float32",
     embed: Embed = None,
-    pictures: Pictures = None,
+    image_folder: ImageFolder = None,
     texts: Texts = None,
     images: Images = None,
     max_bad_share: MaxBadShare = None,
@@ -122,11 +120,11 @@ def start(
         rate = {"batch": batch, "rows_per_second": rows_per_second}
         commands.start(store, source, into, **rate, dtype=dtype, max_bad_share=max_bad_share, spread=spread)
 
-    held = _held(from_, texts, images, embed, pictures)
+    held = _held(from_, texts, images, embed, image_folder)
     engines = Workers(engine, workers, gpus_per_worker)
     service = _Service(embed_with, requests_per_minute, price)
-    _require(uri, model, embed, pictures if embed else None, service, engine)
-    source = _vector_source(model, embed, pictures if embed else None, service)
+    _require(uri, model, embed, image_folder if embed else None, service, engine)
+    source = _vector_source(model, embed, image_folder if embed else None, service)
     with engines.pool(model, source.model) as spread:
         if spread is None:
             run_across_ranks(lead, source.model)  # the first process alone opens the store
@@ -150,7 +148,7 @@ def verify(
     uri: Uri,
     model: Model = "",
     embed: Embed = None,
-    pictures: Pictures = None,
+    image_folder: ImageFolder = None,
     embed_with: EmbedWith = None,
     requests_per_minute: RequestsPerMinute = None,
     json: Json = False,
@@ -158,7 +156,7 @@ def verify(
     """Check counts, a sample of vectors, and searches. Exit code 1 if something is wrong."""
     service = _Service(embed_with, requests_per_minute)
     with _messages_on_stderr(json):
-        store, source = _open_migration(uri, model, embed, pictures, service)
+        store, source = _open_migration(uri, model, embed, image_folder, service)
         from xcompat.stores import commands
 
         found = commands.verify(store, source)
@@ -172,12 +170,12 @@ def switch(
     uri: Uri,
     model: Model = "",
     embed: Embed = None,
-    pictures: Pictures = None,
+    image_folder: ImageFolder = None,
     embed_with: EmbedWith = None,
     requests_per_minute: RequestsPerMinute = None,
 ) -> None:
     """Rename the new vectors to the old name for all clients at once. The old vectors stay until finish."""
-    store, source = _open_migration(uri, model, embed, pictures, _Service(embed_with, requests_per_minute))
+    store, source = _open_migration(uri, model, embed, image_folder, _Service(embed_with, requests_per_minute))
     from xcompat.stores import commands
 
     commands.switch(store, source)
@@ -223,21 +221,21 @@ def _open(uri: str, where: str | None = None) -> Store:
 
 
 def _held(
-    from_: str | None, texts: str | None, images: str | None, embed: str | None, pictures: str | None
+    from_: str | None, texts: str | None, images: str | None, embed: str | None, image_folder: str | None
 ) -> SourceField | None:
-    """Return the field with the source texts or pictures of the stored vectors, if given."""
+    """Return the field with the source texts or images of the stored vectors, if given."""
     if from_ is None and (texts or images):
         raise XcompatError("--texts and --images check a sample of the stored vectors; set their model with --from")
     if texts and images:
         raise XcompatError("--texts and --images cannot be combined; remove --texts or --images")
-    if images and pictures is None:
-        raise XcompatError("--images names a field with image paths; set their base folder with --pictures")
-    if pictures is not None and not (images or embed):
-        raise XcompatError("--pictures is the base folder of image paths; choose their field with --embed or --images")
+    if images and image_folder is None:
+        raise XcompatError("--images names a field with image paths; set their base folder with --image-folder")
+    if image_folder is not None and not (images or embed):
+        raise XcompatError("--image-folder is the base folder of image paths; choose their field with --embed or --images")
     if field := texts or images or embed:
         from xcompat.stores.doctor import SourceField
 
-        return SourceField(field, None if texts or pictures is None else Path(pictures))
+        return SourceField(field, None if texts or image_folder is None else Path(image_folder))
     return None
 
 
@@ -248,7 +246,7 @@ class _Service(NamedTuple):
     requests_per_minute: float | None = None
     price: float | None = None
 
-    def refuse(self, model: str, embed: str | None, pictures: str | None, engine: str | None) -> None:
+    def refuse(self, model: str, embed: str | None, image_folder: str | None, engine: str | None) -> None:
         """Raise if the service options do not fit the others."""
         if self.function is None:
             if self.requests_per_minute is not None or self.price is not None:
@@ -257,24 +255,26 @@ class _Service(NamedTuple):
                 )
         elif embed is None:
             raise XcompatError("--embed-with embeds texts of the rows; choose their field with --embed")
-        elif pictures is not None:
-            raise XcompatError("--embed-with embeds texts; remove --pictures")
+        elif image_folder is not None:
+            raise XcompatError("--embed-with embeds texts; remove --image-folder")
         elif engine is not None:
             raise XcompatError("--embed-with calls the service from one process; remove --engine")
         elif Path(model).exists():
             raise XcompatError(f"{model} is a file or folder; with --embed-with, --model is the name of the service's model")
 
 
-def _require(uri: str, model: str, embed: str | None, pictures: str | None, service: _Service, engine: str | None = None) -> None:
+def _require(
+    uri: str, model: str, embed: str | None, image_folder: str | None, service: _Service, engine: str | None = None
+) -> None:
     """Reject missing options and inputs before importing model code."""
     from xcompat.encoders import require_model, require_xcompat_model
     from xcompat.stores import require_kind
 
     if not model:
         raise XcompatError("name the model with --model: a run's folder or a checkpoint that maps galleries")
-    if pictures is not None and embed is None:
-        raise XcompatError("--pictures is the base folder of image paths; choose their field with --embed")
-    service.refuse(model, embed, pictures, engine)
+    if image_folder is not None and embed is None:
+        raise XcompatError("--image-folder is the base folder of image paths; choose their field with --embed")
+    service.refuse(model, embed, image_folder, engine)
     require_kind(uri)
     if service.function is not None:
         return
@@ -285,14 +285,14 @@ def _require(uri: str, model: str, embed: str | None, pictures: str | None, serv
 
 
 def _open_migration(
-    uri: str, model: str, embed: str | None, pictures: str | None, service: _Service
+    uri: str, model: str, embed: str | None, image_folder: str | None, service: _Service
 ) -> tuple[Store, AnyVectorSource]:
     """Check the arguments, open the store, and load the source of the new vectors."""
-    _require(uri, model, embed, pictures, service)
-    return _open(uri), _vector_source(model, embed, pictures, service)
+    _require(uri, model, embed, image_folder, service)
+    return _open(uri), _vector_source(model, embed, image_folder, service)
 
 
-def _vector_source(model: str, embed: str | None, pictures: str | None, service: _Service) -> AnyVectorSource:
+def _vector_source(model: str, embed: str | None, image_folder: str | None, service: _Service) -> AnyVectorSource:
     if embed is not None and service.function is not None:
         from xcompat.embeddings.provider import Provider, load_function
         from xcompat.stores.service import ServiceEmbedding
@@ -309,5 +309,5 @@ def _vector_source(model: str, embed: str | None, pictures: str | None, service:
 
     silence_libraries()
     if embed is not None:
-        return Embedding(load_embedder(model, device()), embed, None if pictures is None else Path(pictures))
+        return Embedding(load_embedder(model, device()), embed, None if image_folder is None else Path(image_folder))
     return Mapping(torch.nn.Module.to(load_checkpoint(model), device()))

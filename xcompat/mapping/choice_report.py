@@ -22,14 +22,19 @@ from xcompat.report.wording import backfill_warning, gain, gain_with_interval, i
 from xcompat.score_scale import CANDIDATES
 
 
-def choice_table(choice: Choice) -> Table:
-    """Return a table of the best candidates and their gains over old queries, with the chosen candidate marked."""
+def choice_table(choice: Choice, spaced: bool = False) -> Table:
+    """Return a table of the best candidates and their gains over old queries, with the chosen candidate marked.
+
+    Args:
+        choice: the trials.
+        spaced: whether to put a blank line between rows.
+    """
     title = "gain over old queries on the validation split in points, with 95 % intervals"
     if choice.of_agreement:
         title = (
             f"gain over old queries in the share of the new model's {NEIGHBOURS} nearest items, in points, with 95 % intervals"
         )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, int(spaced), 0))
     table.add_column("candidate", overflow="fold")
     for protocol, count in choice.n_queries.items():
         only = "\nshown only, not decisive" if protocol in choice.chosen.shown_only else ""

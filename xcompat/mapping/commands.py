@@ -29,12 +29,13 @@ from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.request import MADE_BY, MapRequest
 from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
+from xcompat.mapping.sides import holds_embeddings
 from xcompat.models import CompatModel
 from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.vectors.codecs import require_codec
 
-_REFUSED = "Nothing was written: {reason}. Add items, classes or captions, or write the best candidate with --allow-worse."
+_REFUSED = "No map was written: {reason}. Add items, classes or captions, or write the best candidate with --allow-worse."
 _WORSE = "no candidate is surely at or above old queries"
 _NO_EVIDENCE = "without classes or captions, the evidence for new queries is too weak (see above)"
 
@@ -112,6 +113,7 @@ def map_embeddings(asked: MapRequest) -> bool:
     """
     silence_libraries()
     out, texts, remembering = asked.out, asked.texts, MemorySettings(asked.memory_codec, asked.remember_items)
+    old_name = _name_of_old(asked)
     seconds: dict[str, float] = {}
     with stage("read" if texts is None else "embed", seconds):
         found, dropped = _drop_wrong_pairs(_compare_with_gallery(_pairs(asked), asked.gallery), asked.seed)
@@ -119,7 +121,7 @@ def map_embeddings(asked: MapRequest) -> bool:
     remembering.require(pairs)
     _require_classes(asked.searched, pairs)
     old, new = _old_model(asked.old_model, found), _new_model(asked.new_model, found)
-    described = old.describe_old() if old is not None else _named_old(asked.old_model, asked.old, pairs.dims[1])
+    described = old.describe_old() if old is not None else _describe_old(old_name, asked.old, pairs.dims[1])
     encoder = new.describe_encoder() if new is not None else None
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
     lines = LINES | ({IMPORTED: theirs.solve} if theirs is not None else {})
@@ -129,7 +131,8 @@ def map_embeddings(asked: MapRequest) -> bool:
     _say(decided)
     if not (decided.is_safe or asked.allow_worse):
         is_unlabelled = decided.choice is not None and decided.choice.of_agreement
-        console.print(_REFUSED.format(reason=_NO_EVIDENCE if is_unlabelled else _WORSE), soft_wrap=True)
+        kept = f" The embeddings stay in {literal(_cache_folder(asked))} for the next run." if texts is not None else ""
+        console.print(_REFUSED.format(reason=_NO_EVIDENCE if is_unlabelled else _WORSE) + kept, soft_wrap=True)
         return False
     replacing = owned_path(out, MADE_BY, asked.overwrite, asked.existing_inputs, asked.inputs)
     with stage("fit the chosen map on all pairs", seconds), replacing as temporary:
@@ -169,7 +172,7 @@ def _require_classes(searched: Searched, pairs: Paired) -> None:
 
 def _say(decided: _Decision) -> None:
     if decided.choice is not None:
-        console.print(choice_table(decided.choice))
+        console.print(choice_table(decided.choice, spaced=console.is_terminal))
     for line in decided.said:
         console.print(literal(line), soft_wrap=True)
 
@@ -197,11 +200,15 @@ def _decide(
 
 
 def _pairs(asked: MapRequest) -> TextPairs:
-    """Read both sides, or embed texts with models. Caches are beside ``out``, because ``out`` is replaced as a whole."""
+    """Read both sides, or embed texts with models."""
     if asked.texts is not None:
-        cache = asked.out.with_name(f"{asked.out.name}.cache")
-        return pairs_of_texts(asked.old, asked.new, asked.texts, cache, asked.max_bad_share, asked.reading)
+        return pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), asked.max_bad_share, asked.reading)
     return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share, asked.reading), None, None)
+
+
+def _cache_folder(asked: MapRequest) -> Path:
+    """Return the folder for computed embeddings: beside ``out``, because ``out`` is replaced as a whole."""
+    return asked.out.with_name(f"{asked.out.name}.cache")
 
 
 def _drop_wrong_pairs(found: TextPairs, seed: int) -> tuple[TextPairs, int]:
@@ -225,22 +232,30 @@ def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
     return old
 
 
-def _named_old(name: str | None, path: Path, dim: int) -> dict[str, Any]:
-    """Describe the gallery's model by its name, as in galleries with an adopted index."""
-    if name is None and is_gallery(path):
-        return describe_gallery_model(path)
+def _name_of_old(asked: MapRequest) -> str | None:
+    """Return the name that identifies the old model, with a notice; None if the model or a gallery identifies it."""
+    name, path = asked.old_model, asked.old
+    if asked.texts is not None and not holds_embeddings(path):
+        return None
+    if is_loadable(name) if name is not None else is_gallery(path):
+        return None
     if name is None:
         notice(
             f"the old model is named {path.stem!r} after {path}, and other models could get the same name: set "
             "--old-model to the model, or to its name in galleries"
         )
-        return describe_old(Fingerprint.from_string(path.stem), dim)
+        return path.stem
     notice(
         f"--old-model {name} is only a name: the map works with galleries that use this name for their model. For a gallery "
         f"built by the model itself, set the model (folder, or full name on the Hub), or run `xcompat gallery alias GALLERY "
         f"{shlex.quote(name)}` later"
     )
-    return describe_old(Fingerprint.from_string(name), dim)
+    return name
+
+
+def _describe_old(name: str | None, path: Path, dim: int) -> dict[str, Any]:
+    """Describe the old model by its name, as in galleries with an adopted index, or by the gallery's record."""
+    return describe_gallery_model(path) if name is None else describe_old(Fingerprint.from_string(name), dim)
 
 
 def _new_model(name: str | None, found: TextPairs) -> Embedder | None:

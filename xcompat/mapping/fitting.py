@@ -96,7 +96,9 @@ class FittedMap:
         return found_Bd[0] if isinstance(queries, str) else found_Bd
 
     def save(self, folder: str | Path) -> None:
-        """Save the model to a folder, which all commands and ``AutoModel`` can load."""
+        """Save the model to a folder, which all commands and ``AutoModel`` can load. Warn if it is not safe (:attr:`is_safe`)."""
+        if not self.is_safe:
+            notice("the saved map is not surely at or above old queries; compare both on your data before you switch")
         self.model.save_pretrained(folder)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.paths import split_revision
+from xcompat.core.paths import model_folder, split_revision
 from xcompat.encoders import NOT_XCOMPAT, EncoderSource, load_encoder, reading_model, require_model, require_xcompat_model
 from xcompat.encoders.base import Encoder, Space
 from xcompat.encoders.model_files import is_xcompat_model
@@ -222,6 +222,11 @@ def penultimate_embedder(embedder: Embedder) -> Embedder:
     return Embedder(
         model, embedder.processor, embedder.fingerprint.derive("penultimate"), model.head.in_features, autocast=embedder.autocast
     )
+
+
+def named_fingerprint(name: str) -> Fingerprint:
+    """Return the fingerprint of a model that cannot embed here: of a map without its encoder, or of the bare name."""
+    return load_checkpoint(name).stored_fingerprint() if is_checkpoint(model_folder(name)) else Fingerprint.from_string(name)
 
 
 def is_checkpoint(name: str, revision: str | None = None) -> bool:

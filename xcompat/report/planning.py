@@ -157,7 +157,11 @@ def describe_plan(plan: Plan) -> list[str]:
             said.append(f"Share of the gain of a complete backfill ({percent(whole)[:-2]} points): {shares}.")
         elif whole <= 0:
             said.append("A complete backfill gains nothing over old queries: keep the old model, or try another new one.")
-    hints = {"re-rank": "evaluate with --rerank", "half-way": "evaluation.slerp in a recipe", "backfill": "--new-own"}
+    hints = {
+        "re-rank": "add --rerank 20 to `xcompat evaluate`",
+        "half-way": "set evaluation.slerp: 0.5 in the recipe",
+        "backfill": "add --new-own FOLDER to `xcompat evaluate`",
+    }
     missing = {name: way for name, way in ways.items() if way.quality is None and name in hints}
     if missing:
         said.append(f"Not measured: {', '.join(f'{way.name} ({hints[name]})' for name, way in missing.items())}.")

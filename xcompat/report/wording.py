@@ -13,6 +13,7 @@ from xcompat.evaluation.cases import (
     NEW,
     NEW_IN_WHOLE,
     BackfillLoss,
+    Case,
     Threshold,
     failed_comparisons,
     find_deciding_difference,
@@ -203,7 +204,7 @@ def case_meaning(label: str) -> str:
 
 
 def verdicts(report: Report) -> list[Verdict]:
-    """Return the verdicts on compatibility, statistical outcome, and harm to the new model."""
+    """Return the verdicts on compatibility, statistical outcome, and (if it was trained) harm to the new model."""
     criterion = report.criterion
     failed = [each.case for each in failed_comparisons(report.cases)]
     total = len(criterion.differences)
@@ -214,11 +215,22 @@ def verdicts(report: Report) -> list[Verdict]:
         Verdict(COMPATIBLE_QUESTION, _yes_or_no(criterion.backward_compatible), why),
         Verdict(LUCK_QUESTION, overall_outcome(criterion.differences), " ".join(_describe_outcome(report))),
     ]
+    if _is_unchanged(report.cases):
+        return found
     if criterion.new_model_not_hurt is None:
         return [*found, Verdict(NOT_HURT_QUESTION, "not measured", _describe_missing(report))]
     hurt = failed.count("new/new")
     detail = "No metric fell." if not hurt else f"{hurt} metric{'s' * (hurt != 1)} fell."
     return [*found, Verdict(NOT_HURT_QUESTION, _yes_or_no(criterion.new_model_not_hurt), detail)]
+
+
+def _is_unchanged(cases: Sequence[Case]) -> bool:
+    """Return whether the new model finds exactly what it finds without compatibility training, as with a map."""
+    own, plain = (
+        [(case.direction, case.population, case.metrics) for case in cases if case.label == label]
+        for label in ("new/new", "independent/independent")
+    )
+    return bool(own) and own == plain
 
 
 def _describe_missing(report: Report) -> str:
@@ -229,7 +241,7 @@ def _describe_missing(report: Report) -> str:
         "independent/independent": ("embeddings of the new model without compatibility training", " (--independent FOLDER)"),
     }
     missing = [what + how * options for label, (what, how) in needed.items() if label not in there]
-    return f"This needs {' and '.join(missing)}."
+    return f"Only for a trained new model; this needs {' and '.join(missing)}."
 
 
 def _yes_or_no(answer: bool) -> str:

@@ -15,7 +15,7 @@ from xcompat.core.distributed import barrier, is_main_process
 from xcompat.core.errors import GenerationGoneError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.parallel import Executor, run_across_ranks
-from xcompat.core.progress import console, literal, silence_libraries
+from xcompat.core.progress import announce_loading, console, literal, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
@@ -42,15 +42,16 @@ def adopt(folder: Path, index: Path, ids: Path | None, model: str) -> None:
     """Adopt a faiss index. If the model cannot be loaded, its name identifies it."""
     names = read_ids(ids) if ids is not None else None
     require_index(index)
-    from xcompat.models.embedder import load_embedder
+    announce_loading(model)
+    from xcompat.models.embedder import load_embedder, named_fingerprint
 
     silence_libraries()
     version: Model
     try:
         version = load_embedder(model)
     except XcompatError:
-        version = Fingerprint.from_string(model)
-        console.print(f"[yellow]![/] {literal(model)} cannot be loaded: the gallery accepts only queries under this exact name")
+        version = named_fingerprint(model)
+        console.print(f"[yellow]![/] {literal(model)} cannot embed here: the gallery accepts only queries of {literal(version)}")
     manifest, look = adopt_faiss(folder, index, names, version, None)
     least, median, most = look.lengths
     console.print(
@@ -218,7 +219,8 @@ def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Exe
     from xcompat.retrieval.upgrading import plan_upgrade
 
     plan = plan_upgrade(gallery, model)
-    cost = f"about {_duration(plan.seconds)}, {decimal(plan.nbytes)} in addition to the existing {decimal(_size(gallery))}"
+    size = f"{decimal(plan.nbytes)} in addition to the existing {decimal(_size(gallery))}"
+    cost = f"about {_duration(plan.seconds)} plus time to load the model, {size}"
     console.print(f"{plan.items:,} embeddings to map: {cost}")
     if not dry_run:
         done = gallery.upgrade(model, spread=spread)
@@ -243,7 +245,8 @@ def backfill(
     require_joinable(query_model(embedder), gallery.manifest, gallery.path)
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
-    console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: about {_duration(plan.seconds())}")
+    time = f"about {_duration(plan.seconds())} plus time to load the model"
+    console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: {time}")
     if len(plan.cached):
         console.print(f"{len(plan.cached):,} more were embedded by re-ranked searches")
     if not dry_run:

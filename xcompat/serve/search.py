@@ -82,8 +82,9 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
         picture: a query picture's bytes.
 
     Raises:
-        XcompatError: the query is empty, unknown or unreadable, or a filter does not fit.
+        XcompatError: no model embeds the query, it is empty, unknown or unreadable, or a filter does not fit.
     """
+    _require_kind(site, asked.kind)
     shelf = site.shelf(asked.gallery)
     query = _read_query(shelf, asked, picture)
     where = wanted_metadata(asked.where)
@@ -99,6 +100,14 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
         words=query if isinstance(query, str) else "",
         depth=DEPTH,
     )
+
+
+def _require_kind(site: Site, kind: str) -> None:
+    """Raise if no model of the page embeds this type of query."""
+    if kind not in (kinds := list_kinds(site)):
+        names = {"text": "a text", "picture": "an image", "item": "the id of an item"}
+        others = " or ".join(names[each] for each in kinds)
+        raise XcompatError(f"no model of this page embeds {kind}s; search with {others}")
 
 
 def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image:

@@ -11,7 +11,6 @@ from rich.table import Table
 import xcompat.stores
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import console, literal
 from xcompat.retrieval.hit_output import QueryResult
 from xcompat.stores import migration
@@ -97,15 +96,15 @@ def name_model(store: Store, name: str | None, held: SourceField | None = None) 
     """
     if name is None:
         return
-    from xcompat.models.embedder import load_embedder
+    from xcompat.models.embedder import load_embedder, named_fingerprint
 
     migration.resume(store)  # its rows have their own model
     known, embedder = store.spaces()[store.space].fingerprint, None
     try:
         embedder = load_embedder(name, device())
     except XcompatError:
-        console.print(f"[yellow]![/] {literal(name)} cannot be loaded: only maps for exactly this name work with the store")
-    model = embedder.fingerprint if embedder is not None else Fingerprint.from_string(name)
+        console.print(f"[yellow]![/] {literal(name)} cannot embed here: only maps for exactly this model work with the store")
+    model = embedder.fingerprint if embedder is not None else named_fingerprint(name)
     if known not in (None, model):
         raise XcompatError(f"{store.space} in {store.uri} has vectors of {known}, not {name}; remove --from")
     if known is None:
@@ -148,7 +147,7 @@ def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: floa
     table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")
     table.add_row("new", "", f"{found.vectors:,}", str(found.dim), dtype, decimal(found.nbytes))
     console.print(table)
-    console.print(f"{describe_duration(found.seconds)} to read and compute the vectors, plus time to write them")
+    console.print(f"{describe_duration(found.seconds)} to read and compute the vectors, plus time to load the model and to write")
     cost = _print_cost(store, mapping)
     _print_empty(found.rows - found.vectors, found.empty)
     if found.unusable:

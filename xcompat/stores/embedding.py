@@ -83,9 +83,9 @@ class Embedding(FieldSource):
     def __post_init__(self) -> None:
         processor, name = self.model.processor, self.model.name
         if self.pictures is None and not processor.max_length:
-            raise XcompatError(f"{name} only embeds images; set the base folder of the paths in {self.content} with --pictures")
+            raise XcompatError(f"{name} only embeds images; set --image-folder to the base folder of the paths in {self.content}")
         if self.pictures is not None and not any(processor.image_size):
-            raise XcompatError(f"{name} only embeds texts; remove --pictures")
+            raise XcompatError(f"{name} only embeds texts; remove --image-folder")
 
     @property
     def target(self) -> tuple[Fingerprint, int]:

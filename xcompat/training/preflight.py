@@ -148,7 +148,7 @@ def require_served(
         raise XcompatError(f"{target} is not a folder of a gallery or a run; search a store with `xcompat gallery search`")
     opens_index = is_index(folder)
     if ids is not None and not opens_index:
-        raise XcompatError(f"--ids applies to a faiss index, but {target} is none; remove it")
+        raise XcompatError(f"--ids gives the ids of a faiss index, but {target} is not a faiss index; remove --ids")
     if ids is not None and not ids.is_file():
         raise MissingPathError(f"--ids {ids} does not exist; use a text file with one id per line")
     if opens_index and allow_changes:
