@@ -189,7 +189,7 @@ def test_the_folder_of_a_table_with_a_log_is_not_read_as_parquet(
 def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
     embed: Run, model: str, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str, said: str
 ) -> None:
-    planned = iceberg._planned(table.metadata_location)
+    planned = iceberg._plan_files(table.metadata_location)
     file = {"file_path": planned[1][0][0].file_path, "file_format": "PARQUET"}
     written_by_others = {  # PyIceberg writes none of these
         "deleted rows": [(SimpleNamespace(**file), ["deletes.parquet"])],
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
         "another place": [(SimpleNamespace(**file | {"file_path": "mock:///c.parquet"}), [])],
     }
     if spoil in written_by_others:
-        monkeypatch.setattr(iceberg, "_planned", lambda uri: (planned[0], written_by_others[spoil]))
+        monkeypatch.setattr(iceberg, "_plan_files", lambda uri: (planned[0], written_by_others[spoil]))
     elif spoil == "a lost file":
         Path(file["file_path"].removeprefix("file://")).unlink()
     elif spoil == "a renamed column":

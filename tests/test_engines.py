@@ -163,7 +163,7 @@ def test_what_cannot_be_mapped_is_one_line(model: str, vectors: np.ndarray, chan
 def test_another_model_under_the_same_name_is_refused(tmp_path: Path, vectors: np.ndarray) -> None:
     function = TableModel.open(save_map(tmp_path / "map", seed=1), "vectors", "vector")
     save_map(tmp_path / "map", seed=2)
-    models._loaded.cache_clear()
+    models._load.cache_clear()
     with pytest.raises(
         FingerprintMismatchError, match=r"is .* on this worker, expected .*; copy the same files to every machine"
     ):

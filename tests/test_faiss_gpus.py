@@ -100,7 +100,7 @@ def test_gpus_search_where_faiss_has_kernels_for_it(factory: str, request: pytes
     index.set_parameters("efSearch=64" if factory == "HNSW8" else "nprobe=8" if factory != "Flat" else "")
     expected = index.search(QUERIES, 5)
     copied: list[str] = request.getfixturevalue("copied")
-    index.__dict__.pop("_on_gpus")
+    index.__dict__.pop("_gpu_index")
     for _ in range(2):
         for found, wanted in zip(index.search(QUERIES, 5), expected, strict=True):
             np.testing.assert_array_equal(found, wanted)
@@ -168,7 +168,7 @@ def test_gpus_find_what_the_cpu_finds(factory: str, monkeypatch: pytest.MonkeyPa
     scores_Qk, rows_Qk = index.search(QUERIES, 10)
     everything_Qk = index.search(QUERIES, ROWS)[1]
     monkeypatch.setattr(faiss, "get_num_gpus", int)
-    index.__dict__.pop("_on_gpus")
+    index.__dict__.pop("_gpu_index")
     alone_Qk, same_Qk = index.search(QUERIES, 10)
     np.testing.assert_allclose(scores_Qk, alone_Qk, atol=1e-4)
     assert (rows_Qk == same_Qk).mean() > 0.95, "scores that all but tie may change places, no others"

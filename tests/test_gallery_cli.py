@@ -214,7 +214,7 @@ def test_side_information_that_came_too_late_is_not_left_out_silently(
     build = ("build", photos, "--model", old_folder, "--out", tmp_path / "gallery")
     assert run(*build)[0] == 0
     before = (tmp_path / "gallery" / "gallery.json").read_bytes()
-    monkeypatch.setattr("xcompat.retrieval.ingestion._embedded", None)
+    monkeypatch.setattr("xcompat.retrieval.ingestion._embed_parts", None)
     for _ in range(2):
         code, _, err = run(*build, "--side-info", image_folder_of["resnet"])
         assert code == 2 and err.count("\n") == 1 and "have no side-information, unlike these items" in err

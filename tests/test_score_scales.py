@@ -22,7 +22,7 @@ from xcompat.mapping.paired import SwappedEmbeddings
 from xcompat.mapping.score_scales import scale_scores
 from xcompat.methods import METHODS, ProcrustesConfig, ProcrustesModel
 from xcompat.models import CompatModel, describe_old
-from xcompat.models.score_scale import _matched, mean_tail
+from xcompat.models.score_scale import _match_tails, mean_tail
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.manifest import VersionRecord
@@ -147,7 +147,7 @@ def test_old_queries_search_a_mixed_gallery_on_one_scale(world: World, tmp_path:
 
 def test_a_scale_undoes_a_shift_and_a_stretch() -> None:
     scores_QN = torch.from_numpy(np.random.default_rng(0).normal(0.3, 0.1, (40, 400)))
-    scale = _matched(mean_tail(2 * scores_QN + 0.5), mean_tail(scores_QN))
+    scale = _match_tails(mean_tail(2 * scores_QN + 0.5), mean_tail(scores_QN))
     assert scale is not None and scale == pytest.approx((0.5, -0.25))
 
 

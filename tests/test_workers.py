@@ -254,7 +254,7 @@ def test_a_worker_refuses_a_model_that_is_another_or_not_there(tmp_path: Path, v
     with pytest.raises(XcompatError, match="is .* on this worker, expected "):
         unwrap(_Worker(began).make(refusing, 0))
     shutil.rmtree(name)
-    models._loaded.cache_clear()
+    models._load.cache_clear()
     with pytest.raises(XcompatError, match=re.escape(str(name))):
         unwrap(_Worker(began).make(refusing, 0))
 

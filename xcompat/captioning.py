@@ -224,7 +224,7 @@ def _require_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 def _lines(images: datasets.Dataset, start: int, captioner: Captioner, batch_size: int) -> Iterator[str]:
     rows = range(start, min(start + ROWS, len(images)))
-    opened = map_in_threads(lambda row: _opened(images[row]), rows, min(MOST_THREADS, os.cpu_count() or 1))
+    opened = map_in_threads(lambda row: _open_row(images[row]), rows, min(MOST_THREADS, os.cpu_count() or 1))
     while batch := list(islice(opened, batch_size)):
         readable = [image for _, image in batch if image is not None]
         captions = iter(captioner(readable) if readable else [])
@@ -236,7 +236,7 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def _opened(row: dict[str, Any]) -> tuple[str, Image | None]:
+def _open_row(row: dict[str, Any]) -> tuple[str, Image | None]:
     try:
         return row[ID], open_image(row[IMAGE])
     except UnusableSampleError as error:

@@ -140,7 +140,7 @@ def build(
     from xcompat.retrieval import argument_checks, commands
 
     argument_checks.require_named(model)
-    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
+    texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     if from_faiss is not None:
         of_vectors = index is not None or milvus is not None or dtype != "float32"
@@ -288,7 +288,7 @@ def add(
     """Add pictures or texts, embedded by the gallery's model or a newer model."""
     from xcompat.retrieval import argument_checks, commands
 
-    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
+    texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     opened = _open(gallery)
     argument_checks.require_inputs(source, model)
@@ -325,11 +325,11 @@ def upgrade(
     from xcompat.engines.workers import Workers
     from xcompat.retrieval import argument_checks, commands
 
-    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
+    texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     if backfill is None and (budget is not None or dtype != "float32" or texts or max_bad_share is not None or kept is not True):
         columns = {"no_metadata": True} if kept is False else {"metadata": metadata}
-        others = min(_given(max_bad_share=max_bad_share, **columns, **texts), default="").replace("_", "-")
+        others = min(_set_options(max_bad_share=max_bad_share, **columns, **texts), default="").replace("_", "-")
         given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{others}"
         of = "texts" if texts else "pictures"
         raise XcompatError(f"{given} applies to re-embedded {of}: add --backfill, or remove it to map all items")
@@ -416,7 +416,7 @@ def doctor(
     """Re-embed a sample to find items of other models. Exit code 1 if there are any."""
     from xcompat.retrieval import argument_checks, commands
 
-    texts = _given(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
+    texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if images is None:
         raise XcompatError("name the pictures or texts of the gallery with --images or --texts: a sample is re-embedded")
     if _is_address(gallery):
@@ -486,7 +486,7 @@ def compact(gallery: Folder) -> None:
     commands.compact(_open(gallery))
 
 
-def _given(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of options
+def _set_options(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of options
     return {name: value for name, value in options.items() if value not in (None, [])}
 
 

@@ -85,10 +85,10 @@ def markdown_templates(folder: Path) -> Environment:
 
     In templates, ``| safe`` marks ready Markdown, and ``| code`` and ``| block("yaml")`` show a text as code.
     """
-    environment = templates(folder, autoescape=False, finalize=_shown)  # autoescape would escape for HTML
+    environment = templates(folder, autoescape=False, finalize=_escape_value)  # autoescape would escape for HTML
     environment.filters |= {"safe": Markdown, "code": as_code, "block": as_block}
     return environment
 
 
-def _shown(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
+def _escape_value(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
     return as_text(value) if type(value) is str else value  # not its subclass Markdown

@@ -52,10 +52,10 @@ def list_addresses(path: str | list[str]) -> list[str] | None:
     if len(elsewhere) < len(given):
         local = next(each for each in given if each not in elsewhere)
         raise XcompatError(f"{local} is local and {redact_address(elsewhere[0])} is remote; give only local or only remote paths")
-    return [found for each in elsewhere for one in _expanded(each) for found in _matching(one)]
+    return [found for each in elsewhere for one in _expand_braces(each) for found in _matching(one)]
 
 
-def _expanded(address: str) -> list[str]:
+def _expand_braces(address: str) -> list[str]:
     """Expand brace ranges. In commands, expand only ranges of numbers, as other braces may be the command's own."""
     from braceexpand import braceexpand
 

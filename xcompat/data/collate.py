@@ -75,7 +75,16 @@ class PairCollator:
             ``crop_pixel_values`` (B, crops, C, S, S); with captions ``input_ids`` and optional ``attention_mask`` (B, L) int64;
             with labels ``labels`` (B,) int64; extra columns stacked, floats as float32.
         """
-        batch = self._images(items) if IMAGE in items[0] else {}
+        images = [item[IMAGE] for item in items]
+        if self.transform is None:
+            batch = {PIXEL_VALUES: self.processor.images(images)}
+        else:
+            batch = {PIXEL_VALUES: self._augment(items, self.transform)}
+            if self.views.second:
+                batch[SECOND_PIXEL_VALUES] = self._augment(items, self.transform, view=1)
+            if self.crop is not None:
+                crops = [self._augment(items, self.crop, view=2 + crop) for crop in range(self.views.crops)]
+                batch[CROP_PIXEL_VALUES] = torch.stack(crops, dim=1)
         if CAPTION in items[0]:
             batch.update(self.processor.texts([item[CAPTION] for item in items]))
         if LABEL in items[0]:
@@ -84,18 +93,7 @@ class PairCollator:
             batch[name] = _floats(np.stack([item[name] for item in items]))
         return batch
 
-    def _images(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        if self.transform is None:
-            return {PIXEL_VALUES: self.processor.images([item[IMAGE] for item in items])}
-        batch = {PIXEL_VALUES: self._augmented(items, self.transform)}
-        if self.views.second:
-            batch[SECOND_PIXEL_VALUES] = self._augmented(items, self.transform, view=1)
-        if self.crop is not None:
-            crops = [self._augmented(items, self.crop, view=2 + crop) for crop in range(self.views.crops)]
-            batch[CROP_PIXEL_VALUES] = torch.stack(crops, dim=1)
-        return batch
-
-    def _augmented(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
+    def _augment(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
         """Augment each image with its own seed, (B, C, H, W) float32. The generator of dropout and noise does not change."""
         return self.processor.to_pixels(self._augment_images(items, transform, view))
 

@@ -110,14 +110,14 @@ def open_image(value: Any, max_pixels: int = MAX_PIXELS) -> Image.Image:  # noqa
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     try:
         if isinstance(value, Image.Image):
-            return _decoded(value, max_pixels)
+            return _decode(value, max_pixels)
         if isinstance(value, bytes):
             value = io.BytesIO(value)
         elif not isinstance(value, (str, Path)):
             raise UnusableSampleError(f"expected image bytes or a path, not {type(value).__name__}")
         _register_heic()
         with Image.open(value) as image:
-            return _decoded(image, max_pixels)
+            return _decode(image, max_pixels)
     except UnusableSampleError:
         raise
     except UnidentifiedImageError as error:
@@ -139,7 +139,7 @@ def stores_orientation(value: Any) -> bool:  # noqa: ANN401 - data sets store im
     return False
 
 
-def _decoded(image: Image.Image, max_pixels: int) -> Image.Image:
+def _decode(image: Image.Image, max_pixels: int) -> Image.Image:
     """Decode an open image, or raise if its size or format is rejected."""
     width, height = image.size
     if image.format == "EPS":

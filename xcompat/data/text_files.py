@@ -197,12 +197,12 @@ def text_encoding(file: Path) -> str:
                 return "utf-16"
             handle.seek(0)
             while block := handle.read(BLOCK):
-                found = [_decoded(decoder, block) for decoder in decoders]
+                found = [_decode_block(decoder, block) for decoder in decoders]
                 utf8, windows = utf8 and found[0] is not None, windows and found[1] is not None
                 holds_utf8 = holds_utf8 or not (found[2] or "").isascii()
     except UNREADABLE as error:
         raise XcompatError(f"{file} cannot be read ({error}); fetch it again") from error
-    if utf8 and _decoded(decoders[0], b"", final=True) is not None:
+    if utf8 and _decode_block(decoders[0], b"", final=True) is not None:
         _notice_surrogates(file)
         return "utf-8-sig"
     if holds_utf8 or not windows:
@@ -220,7 +220,7 @@ def _notice_surrogates(file: Path) -> None:
     found.report()
 
 
-def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> str | None:
+def _decode_block(decoder: codecs.IncrementalDecoder, block: bytes, final: bool = False) -> str | None:
     try:
         return decoder.decode(block, final)
     except UnicodeDecodeError:

@@ -138,7 +138,7 @@ def _text_batches(
     padded = processor.max_length if processor.pad_to_max_length else 0
     by_length = length_sorted_batches([max(len(ids), padded) for ids in token_ids], budget)
     for rows_B in prefix_batches(token_ids, budget) if by_prefix else by_length:
-        yield rows_B, _pinned(processor.pad([token_ids[row] for row in rows_B]), embedder.device)
+        yield rows_B, _pin_batch(processor.pad([token_ids[row] for row in rows_B]), embedder.device)
 
 
 def notice_truncated(embedder: Embedder, truncated: int, total: int, fix: str = "") -> None:
@@ -226,7 +226,7 @@ def embed_rows(
 
     def prepared(images: list[Any]) -> dict[str, Tensor]:
         pixels = usual(images) if draw is None else processor.to_pixels(torch.stack(images))
-        return _pinned({PIXEL_VALUES: pixels}, embedder.device)
+        return _pin_batch({PIXEL_VALUES: pixels}, embedder.device)
 
     if embedder.device.type == "cpu":
         keep_freed_memory()
@@ -311,7 +311,7 @@ def decoding_options(device: torch.device) -> dict[str, Any]:
     return {"threads": max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
 
 
-def _pinned(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _pin_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Pin a batch for a GPU, so that copies run asynchronously."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
 

@@ -91,7 +91,7 @@ class Provider:
             answered[0] = self.ask(list(texts[: self.batch]), fix=ANSWERS_SAVED)
             return answered[0].shape[1]
 
-        begun = from_main_process(lambda: _begun_with(path))
+        begun = from_main_process(lambda: _cached_dim(path))
         dim = from_main_process(first_answer) if begun is None and len(texts) else begun
 
         def embed_shards(shards: Sequence[slice], _: Waiting) -> Iterator[Batches]:
@@ -284,7 +284,7 @@ def compare_sketches(one: list[list[float]], other: list[list[float]]) -> float:
     return float((normalise_rows(first) * normalise_rows(second)).sum(axis=1).mean())
 
 
-def _begun_with(path: Path) -> int | None:
+def _cached_dim(path: Path) -> int | None:
     """Return the dimension of an existing cache."""
     written = [file for file in (path / "plan.json", path / "cache.json") if file.exists()]
     fields = read_json(written[0]) if written else None

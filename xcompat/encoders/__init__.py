@@ -68,7 +68,7 @@ class EncoderSource(BaseModel):
 
     @field_validator("name")
     @classmethod
-    def _at_home(cls, value: str) -> str:
+    def _expand_home(cls, value: str) -> str:
         prefix, place = (PREFIX, value.removeprefix(PREFIX)) if value.startswith(PREFIX) else ("", value)
         return prefix + str(Path(place).expanduser()) if place.startswith("~") else value
 

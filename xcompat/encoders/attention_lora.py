@@ -47,7 +47,7 @@ class AttentionLora(nn.Module, LoraLayer):
     def _bias(self) -> Tensor | None:
         return dict(self.get_base_layer().named_parameters(recurse=False)).get(SHIFT)
 
-    def _adapted(self) -> Tensor:
+    def _merged_weight(self) -> Tensor:
         up, down, scaling = self._factors()
         weight = self.get_base_layer().get_parameter(PROJECTION)
         return weight + (up @ down * scaling).to(weight.dtype)
@@ -60,7 +60,7 @@ class AttentionLora(nn.Module, LoraLayer):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge the update into the weight."""
-        self.get_base_layer().get_parameter(PROJECTION).data = self._adapted().detach()
+        self.get_base_layer().get_parameter(PROJECTION).data = self._merged_weight().detach()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401 - the attention's
         """Attend with the updated weight, or with the original weight if adapters are off."""
@@ -68,16 +68,16 @@ class AttentionLora(nn.Module, LoraLayer):
             return self.base_layer(query, key, value, *inputs, **named)
         (name,) = self.active_adapters
         dropout = self.lora_dropout[name]
-        given, weights = (query, key, value), {PROJECTION: self._adapted()}
+        given, weights = (query, key, value), {PROJECTION: self._merged_weight()}
         if self.training and isinstance(dropout, nn.Dropout):
-            given = self._projected(given, dropout)
+            given = self._project(given, dropout)
             # inputs are already projected, so the attention gets an identity projection without bias
             shift = self._bias()
             weights = {PROJECTION: torch.eye(query.shape[-1], dtype=query.dtype, device=query.device).repeat(3, 1)}
             weights |= {SHIFT: torch.zeros_like(shift)} if shift is not None else {}
         return functional_call(self.base_layer, weights, (*given, *inputs), named)
 
-    def _projected(self, given: tuple[Tensor, Tensor, Tensor], dropout: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, given: tuple[Tensor, Tensor, Tensor], dropout: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, with dropout on the update's input."""
         weight, bias, (up, down, scaling) = self.get_base_layer().get_parameter(PROJECTION), self._bias(), self._factors()
         shifts = bias.chunk(3) if bias is not None else (None, None, None)

@@ -249,7 +249,7 @@ def load_text_encoder(
     }
     description = {"library": TextEncoder.library, "name": name, "revision": revision, "config": config, **given}
     encoder = TextEncoder(nn.Sequential(begin, *rest), 0, json.loads(json.dumps(description, default=str))).eval()
-    return _measured(encoder, load_text_processor(place, revision, trust_remote_code, encoder.description), whole)
+    return _check_dimension(encoder, load_text_processor(place, revision, trust_remote_code, encoder.description), whole)
 
 
 def _read(folder: Path, name: str, trust_remote_code: bool) -> SentenceTransformer:
@@ -316,7 +316,7 @@ def _limit(first: Any) -> int | None:  # noqa: ANN401 - of either kind
 
 
 @torch.no_grad()
-def _measured(encoder: TextEncoder, processor: TextProcessor, whole: SentenceTransformer) -> TextEncoder:
+def _check_dimension(encoder: TextEncoder, processor: TextProcessor, whole: SentenceTransformer) -> TextEncoder:
     """Set an encoder's dimension and check its embeddings against sentence-transformers."""
     name, wanted = encoder.name, encoder.description["config"]["truncate_dim"]
     for role in (processor, processor.for_queries()):

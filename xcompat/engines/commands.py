@@ -209,9 +209,9 @@ def _make(job: Job, source: Source, found: _ResumeState, workers: Workers) -> in
                 failed = done.error or _too_many(found.unread + unread, source, example)
                 if failed is not None:
                     break
-    failures = list(_shared([failed]))
-    unread, cut = (sum(_shared([count])) for count in (unread, cut))
-    unread, example = unread + found.unread, next(filter(None, _shared([example])), None)
+    failures = list(_share_items([failed]))
+    unread, cut = (sum(_share_items([count])) for count in (unread, cut))
+    unread, example = unread + found.unread, next(filter(None, _share_items([example])), None)
     for failure in (*failures, _too_many(unread, source, example)):  # per process, then in total
         if failure is not None:
             raise XcompatError(f"{failure}; finished parts are kept, run the command again to continue")
@@ -229,7 +229,7 @@ def _too_many(unread: int, source: Source, example: str | None) -> str | None:
     return f"{unread:,} of {source.rows:,} images cannot be read, e.g. {example!r}; fix or remove them"
 
 
-def _shared(mine: list[Any]) -> Iterable[Any]:
+def _share_items(mine: list[Any]) -> Iterable[Any]:
     return (each for of_rank in gather_objects(mine, shared=True) for each in of_rank)
 
 

@@ -37,7 +37,7 @@ def read(uri: str) -> Source:
     require(uri)
     from pyiceberg.manifest import FileFormat
 
-    metadata, tasks = _planned(uri)
+    metadata, tasks = _plan_files(uri)
     system, paths = resolve_filesystem(uri)[0], list[str]()
     for file, deletes in tasks:
         if deletes:
@@ -57,7 +57,7 @@ def read(uri: str) -> Source:
     return parquet.read_files(uri, found, lambda path, own: _require_names(uri, ids, path, own))
 
 
-def _planned(uri: str) -> tuple[Any, list[tuple[Any, Any]]]:
+def _plan_files(uri: str) -> tuple[Any, list[tuple[Any, Any]]]:
     """Return the metadata, and data files with their delete files.
 
     Arrow reads all files: metadata can name a class for PyIceberg to import.

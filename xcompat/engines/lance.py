@@ -40,7 +40,7 @@ class LanceRows:
 
         with plain_errors(self.uri):
             table = _open(self.uri)
-            columns = {name: _quoted(name) for name in wanted(table.schema.names)}
+            columns = {name: _quote(name) for name in wanted(table.schema.names)}
             end = part.first + part.rows
             for first in range(part.first, end, rows):
                 count = min(rows, end - first)
@@ -108,5 +108,5 @@ def _split(uri: str) -> tuple[str, str | None]:
     return place, version if found else None
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return f"`{name}`"

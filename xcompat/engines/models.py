@@ -76,11 +76,11 @@ def loaded_by_name(
     source: EncoderSource, maps: bool, place: str = "cpu", autocast: torch.dtype | None = None
 ) -> CompatModel | Embedder:
     """Load a model once per process, to map or to embed."""
-    return _loaded(source.model_dump_json(), maps, place, autocast)
+    return _load(source.model_dump_json(), maps, place, autocast)
 
 
 @functools.lru_cache(maxsize=1)  # the GPU copy replaces the CPU copy
-def _loaded(source: str, maps: bool, place: str, autocast: torch.dtype | None) -> CompatModel | Embedder:
+def _load(source: str, maps: bool, place: str, autocast: torch.dtype | None) -> CompatModel | Embedder:
     found = EncoderSource.model_validate_json(source)
     if maps:
         return torch.nn.Module.to(load_checkpoint(found), place)

@@ -148,13 +148,13 @@ class Job:
         import pyarrow as pa
 
         before = 0
-        for batch in self.reader.blocks(part, self._wanted, ROWS[self.model.reads]):
+        for batch in self.reader.blocks(part, self._columns_to_read, ROWS[self.model.reads]):
             if batch.column(self.id_column).null_count:
                 raise XcompatError(f"missing {self.id_column} after row {before:,}; give every row an id")
             yield pa.Table.from_batches([batch]).replace_schema_metadata()
             before += len(batch)
 
-    def _wanted(self, names: Sequence[str]) -> list[str]:
+    def _columns_to_read(self, names: Sequence[str]) -> list[str]:
         wanted = [self.id_column, self.model.column, *([SCALE] if SCALE in names and self.model.reads == "vectors" else [])]
         for name in wanted:
             if name not in names:

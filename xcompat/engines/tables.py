@@ -114,9 +114,9 @@ class TableModel:
         for batch in table.select(read).combine_chunks().to_batches(max_chunksize=ROWS[self.reads]):
             unread_N = np.zeros(len(batch), bool)
             if isinstance(model, Mapping):
-                embeds_ND = self._mapped(model, batch, before)
+                embeds_ND = self._map_batch(model, batch, before)
             else:
-                rows = self._filled(batch.column(0), before).to_pylist()
+                rows = self._fill_nulls(batch.column(0), before).to_pylist()
                 names = [f"row {before + row + 1:,} of column {self.column!r}" for row in range(len(rows))]
                 embedded = embed_contents(model, Contents(rows, names if self.reads == "images" else None))
                 embeds_ND = embedded.embeds_ND
@@ -132,7 +132,7 @@ class TableModel:
         model = NamedModel(self.source, self.made, maps=self.reads == "vectors").load()
         return model if isinstance(model, Embedder) else Mapping(model)
 
-    def _mapped(self, mapping: Mapping, batch: pa.RecordBatch, before: int) -> NDArray[np.float32]:
+    def _map_batch(self, mapping: Mapping, batch: pa.RecordBatch, before: int) -> NDArray[np.float32]:
         where, dim = f"column {self.column!r}", mapping.model.config.old["dim"]
         missing = np.flatnonzero(batch.column(0).is_null().to_numpy(zero_copy_only=False))
         if len(missing):
@@ -143,7 +143,7 @@ class TableModel:
         rows_ND = rows_ND.astype(np.float32, copy=not rows_ND.flags.writeable)
         return mapping(checked_embeddings(rows_ND, "cosine", lambda row: f"{where} row {before + row + 1:,}"))
 
-    def _filled(self, column: pa.Array, before: int) -> pa.Array:
+    def _fill_nulls(self, column: pa.Array, before: int) -> pa.Array:
         import pyarrow as pa
 
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type

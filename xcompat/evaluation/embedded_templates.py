@@ -146,19 +146,19 @@ def pooled_templates(embeds_ND: Embeddings, templates_N: NDArray[np.int64], medi
     while first < len(starts_T):
         last = max(first + 1, int(np.searchsorted(ends_T, starts_T[first] + _IMAGES, side="right")))
         rows_B = order_N[starts_T[first] : ends_T[last - 1]]
-        unit_BD = _normalised(np.asarray(rows_ND[rows_B], dtype=np.float64))
+        unit_BD = _normalise(np.asarray(rows_ND[rows_B], dtype=np.float64))
         of_B = templates_N[rows_B]
         begins_M = np.flatnonzero((np.diff(of_B, prepend=-1) != 0) | (np.diff(media_N[rows_B], prepend=media_N[rows_B][0]) != 0))
         counts_M = np.diff(np.append(begins_M, len(rows_B)))
         media_MD = np.add.reduceat(unit_BD, begins_M, axis=0) / counts_M[:, None]
         templates_M = of_B[begins_M]
         begins_T = np.flatnonzero(np.diff(templates_M, prepend=-1))
-        pooled_TD[templates_M[begins_T]] = _normalised(np.add.reduceat(media_MD, begins_T, axis=0))
+        pooled_TD[templates_M[begins_T]] = _normalise(np.add.reduceat(media_MD, begins_T, axis=0))
         first = last
     return pooled_TD
 
 
-def _normalised(rows_BD: np.ndarray) -> np.ndarray:
+def _normalise(rows_BD: np.ndarray) -> np.ndarray:
     norms_B1 = row_lengths(rows_BD)[:, None]
     return rows_BD / np.where(norms_B1 == 0, 1, norms_B1)
 

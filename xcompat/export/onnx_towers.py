@@ -68,7 +68,7 @@ def to_onnx(model: CompatModel, folder: str | Path, space: Space = "old", overwr
         model = copy.deepcopy(model).float()
     tower, processor = Tower(model, space), model.processor
     about = _describe(model, tower, space, processor)
-    model = _merged(model)
+    model = _merge_adapters(model)
     with owned_path(folder, MADE_BY, overwrite, read) as temporary:
         temporary.mkdir()
         if model.embeds_images:
@@ -126,7 +126,7 @@ def _require_libraries() -> None:
     onnxruntime.set_default_logger_severity(3)  # its warnings are about PyTorch's graphs
 
 
-def _merged(model: CompatModel) -> CompatModel:
+def _merge_adapters(model: CompatModel) -> CompatModel:
     adapters = model.config.adapters
     return copy.deepcopy(model).merge_adapters() if adapters is not None and adapters.get("lora") else model
 

@@ -119,7 +119,7 @@ def choose_by_agreement(
         sentences = {trial.candidate.line: float(asking.reciprocal_ranks(trial.candidate).mean()) for trial in trials}
         chosen = max(trials, key=lambda trial: sentences[trial.candidate.line])
     else:
-        chosen = _preferred(trials)
+        chosen = _prefer_whitened(trials)
     if with_old_model:
         chosen = held.try_candidate(replace(chosen.candidate, old_share=MIXED))
         trials.append(chosen)
@@ -140,7 +140,7 @@ def choose_by_agreement(
     )
 
 
-def _preferred(trials: list[Trial]) -> Trial:
+def _prefer_whitened(trials: list[Trial]) -> Trial:
     """Return the whitened map or a better imported map; if whitening does not surely beat old queries, the best of all."""
     own = next((trial for trial in trials if trial.candidate.line == WHITENED and trial.is_surely_better), None)
     if own is None:

@@ -115,10 +115,10 @@ def found_table(found: list[HubCheckpoint]) -> Table:
     table.add_column("finds more", overflow="fold", min_width=22)
     table.add_column("downloads\nlikes", justify="right", no_wrap=True)
     for each in found:
-        about = ", ".join(_shown(text) for text in (each.method, each.revision[:12], each.modified) if text)
-        pair = _shown(f"{each.new or '?'} → {', '.join(each.searches)}") if each.searches else ""
+        about = ", ".join(_escape(text) for text in (each.method, each.revision[:12], each.modified) if text)
+        pair = _escape(f"{each.new or '?'} → {', '.join(each.searches)}") if each.searches else ""
         used = "\n".join("" if count is None else f"{count:,}" for count in (each.downloads, each.likes))
-        table.add_row(f"{_shown(each.name)}\n[dim]{about}[/]", pair, _verdict(each), used)
+        table.add_row(f"{_escape(each.name)}\n[dim]{about}[/]", pair, _verdict(each), used)
     return table
 
 
@@ -126,11 +126,11 @@ def _verdict(found: HubCheckpoint) -> str:
     least = found.least
     if least is None:
         return "[yellow]no results in its card[/]"
-    told = f"{gain_with_interval(least.mean, *least.ci95)}\n{_shown(metric_name(least.metric))}, {_shown(least.where)}"
+    told = f"{gain_with_interval(least.mean, *least.ci95)}\n{_escape(metric_name(least.metric))}, {_escape(least.where)}"
     return f"[bold {'green]yes' if found.finds_more else 'red]no'}[/]\n{told}"
 
 
-def _shown(text: str) -> str:
+def _escape(text: str) -> str:
     return literal(one_line(text))
 
 

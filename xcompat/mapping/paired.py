@@ -72,13 +72,13 @@ class PairedEmbeddings:
 
     def take(self, rows_R: NDArray[np.int64]) -> Self:
         """Copy some of the items; return all items in order without a copy."""
-        return self._picked(rows_R, copy_rows)
+        return self._pick_rows(rows_R, copy_rows)
 
     def narrowed(self, rows_R: NDArray[np.int64]) -> Self:
         """Return some of the items without copying their embeddings."""
-        return self._picked(rows_R, RowSelection)
+        return self._pick_rows(rows_R, RowSelection)
 
-    def _picked(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
+    def _pick_rows(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
         if np.array_equal(rows_R, np.arange(len(self))):
             return replace(self, notes=())
         labels_R = self.labels_N[rows_R] if self.labels_N is not None else None
@@ -104,8 +104,8 @@ class SwappedEmbeddings(PairedEmbeddings):
     side_NS: Rows | None = None
 
     @override
-    def _picked(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
-        return replace(super()._picked(rows_R, pick), side_NS=pick(self.side_NS, rows_R) if self.side_NS is not None else None)
+    def _pick_rows(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
+        return replace(super()._pick_rows(rows_R, pick), side_NS=pick(self.side_NS, rows_R) if self.side_NS is not None else None)
 
     @override
     def inputs(self, rows_R: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
@@ -257,7 +257,7 @@ def load_paired(
         raise XcompatError(f"{bare} has rows without ids, but the other side has ids; give two .npy files, or two folders")
     old_sides, new_sides = _of_one_kind(old_sides, new_sides), _of_one_kind(new_sides, old_sides)
     kinds = _common_kinds(old, new, old_sides, new_sides)
-    paired = {kind: _paired(old_sides[kind], new_sides[kind]) for kind in kinds}
+    paired = {kind: _pair_items(old_sides[kind], new_sides[kind]) for kind in kinds}
     notes = [
         f"{side}: only the {kinds[0]}s are used, because the other side has no other items."
         for side, found in ((old, old_sides), (new, new_sides))
@@ -293,7 +293,7 @@ def _common_kinds(old: Path, new: Path, old_sides: dict[str, Side], new_sides: d
     return kinds
 
 
-def _paired(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
+def _pair_items(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     """Return the items of a kind in the same order on both sides, with their ids."""
     old_rows_N, new_rows_N, notes = _same_items(old, new)
     usable_N = old.usable_N[old_rows_N] & new.usable_N[new_rows_N]

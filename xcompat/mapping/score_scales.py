@@ -66,10 +66,10 @@ def _samples(pairs: Paired, draw: np.random.Generator) -> Sequence[ScoredItems]:
         kinds = [(pairs.texts, pairs.images), (pairs.images, pairs.texts), (pairs.images, pairs.images)]
     else:
         kinds = [(pairs, pairs)]
-    return [_drawn(asking, searched, draw) for asking, searched in kinds]
+    return [_draw_items(asking, searched, draw) for asking, searched in kinds]
 
 
-def _drawn(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random.Generator) -> ScoredItems:
+def _draw_items(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random.Generator) -> ScoredItems:
     """Draw queries and searched items without overlap."""
     rows_Q = draw.permutation(len(asking))[:SAMPLE]
     rows_N = draw.permutation(len(searched))[:SAMPLE]
@@ -80,13 +80,13 @@ def _drawn(asking: PairedEmbeddings, searched: PairedEmbeddings, draw: np.random
     side, labels = None, [None if each.labels_N is None else each.labels_N[np.sort(rows)] for each, rows in sides]
     if isinstance(searched, SwappedEmbeddings):  # old and new are exchanged
         side = _tensor(searched.side_NS, rows_N) if searched.side_NS is not None else None
-        both = *_both(asking.old_Nd, asking.new_ND, rows_Q), *_both(searched.old_Nd, searched.new_ND, rows_N)
+        both = *_both_sides(asking.old_Nd, asking.new_ND, rows_Q), *_both_sides(searched.old_Nd, searched.new_ND, rows_N)
     else:
-        both = *_both(asking.new_ND, asking.old_Nd, rows_Q), *_both(searched.new_ND, searched.old_Nd, rows_N)
+        both = *_both_sides(asking.new_ND, asking.old_Nd, rows_Q), *_both_sides(searched.new_ND, searched.old_Nd, rows_N)
     return ScoredItems(*both, side, *labels)
 
 
-def _both(new_ND: Rows, old_Nd: Rows, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+def _both_sides(new_ND: Rows, old_Nd: Rows, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     return _tensor(new_ND, rows), _tensor(old_Nd, rows)
 
 

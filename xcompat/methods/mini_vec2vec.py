@@ -85,7 +85,7 @@ class MiniVec2VecModel(ClosedFormModel):
             for side, rows in zip(sides, self.order_sides(*batch), strict=True):
                 side.add(rows)
         source_NS, target_MT = (side.rows() for side in sides)
-        source, target = _centred(source_NS), _centred(target_MT)
+        source, target = _centre(source_NS), _centre(target_MT)
         search = _Search(self.config, np.random.default_rng(self.config.seed))
         weight_ST, agreement = search.find_map(source.unit, target.unit)
         if not agreement >= self.config.least_agreement:
@@ -131,7 +131,7 @@ class _Cloud(NamedTuple):
     length: float
 
 
-def _centred(rows_ND: Floats) -> _Cloud:
+def _centre(rows_ND: Floats) -> _Cloud:
     mean_D = rows_ND.mean(0)
     lengths_N = np.linalg.norm(rows_ND - mean_D, axis=1)
     return _Cloud(_unit(rows_ND - mean_D), mean_D, float(lengths_N.mean()))

@@ -203,7 +203,7 @@ class QueryMapModel(CompatModel):
         mapped = output["image_embeds"]
         loss = self._loss(mapped, batch["old_embeds"], batch.get("labels"), batch.get("index"))
         if self.config.pull:
-            start_Dd, start_d = self._prepared(self.start_Dd), self._prepared(self.start_d)
+            start_Dd, start_d = self._prepare(self.start_Dd), self._prepare(self.start_d)
             started = self._inputs(batch["new_embeds"]) @ start_Dd + start_d
             loss = loss + self.config.pull * angular_alignment_loss(mapped, started)
         return loss
@@ -215,7 +215,7 @@ class QueryMapModel(CompatModel):
         if config.loss == "prototypes":
             if labels is None:
                 raise XcompatError(NO_CLASSES)
-            return cross_entropy_to(self._prepared(self.prototypes_Cd), mapped_Bd, labels, config.scale)
+            return cross_entropy_to(self._prepare(self.prototypes_Cd), mapped_Bd, labels, config.scale)
         if self.bank_Nd is None:
             raise XcompatError(NOT_PREPARED)
         total = len(self.bank_Nd)
@@ -225,7 +225,7 @@ class QueryMapModel(CompatModel):
         bank_labels_K = self.bank_labels_N[rows_K] if self.bank_labels_N is not None else None
         return bank_contrast_loss(mapped_Bd, old_Bd, bank_Kd, config.scale, labels, bank_labels_K, index, rows_K)
 
-    def _prepared(self, buffer: Tensor | None) -> Tensor:
+    def _prepare(self, buffer: Tensor | None) -> Tensor:
         if buffer is None:
             raise XcompatError(NOT_PREPARED)
         return buffer

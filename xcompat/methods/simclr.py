@@ -127,16 +127,16 @@ class SimClrModel(UnlabelledModel):
 
     @override
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
-        first_BD = self._compared(output["features"])
-        second_BD = self._compared(self.features(batch["second_pixel_values"]))
+        first_BD = self._unit_vectors(output["features"])
+        second_BD = self._unit_vectors(self.features(batch["second_pixel_values"]))
         crops: tuple[Tensor, ...] = ()
         if self.config.crops:
             crops_BNCSS = batch["crop_pixel_values"]
             features = self.features(crops_BNCSS.flatten(0, 1))
-            crops = self._compared(features).unflatten(0, crops_BNCSS.shape[:2]).unbind(dim=1)
+            crops = self._unit_vectors(features).unflatten(0, crops_BNCSS.shape[:2]).unbind(dim=1)
         return nt_xent_loss(first_BD, second_BD, self.config.temperature, crops)
 
-    def _compared(self, features: Tensor) -> Tensor:
+    def _unit_vectors(self, features: Tensor) -> Tensor:
         """Return unit vectors for the loss: features, or their signs with tanh's gradient."""
         features = features.float()
         if self.config.binarise:

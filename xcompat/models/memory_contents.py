@@ -203,7 +203,7 @@ class PairMemoryContents:
             return torch.cat([one(rows) for one, rows in kinds if len(rows)])  # rows ascend: captions, then images
 
         def keys(new_ND: Rows) -> Read:
-            return lambda rows: _normalised(new_ND[rows]).float()
+            return lambda rows: _normalise(new_ND[rows]).float()
 
         def values(old: _GroupMeans, groups_N: NDArray[np.int64]) -> Read:
             return lambda rows: F.normalize(old.centred(groups_N[rows]) @ transform.matrix_dd, dim=1)
@@ -240,7 +240,7 @@ class _GroupMeans:
     def compute(cls, embeds_Nd: Rows, groups_N: NDArray[np.int64]) -> Self:
         """Compute the means in one pass. Groups are numbered from 0; none is empty."""
         starts = range(0, len(groups_N), ROWS)
-        mean_d = torch.stack([_normalised(embeds_Nd[start : start + ROWS]).sum(0) for start in starts]).sum(0) / len(groups_N)
+        mean_d = torch.stack([_normalise(embeds_Nd[start : start + ROWS]).sum(0) for start in starts]).sum(0) / len(groups_N)
         starts_C = np.concatenate([[0], np.cumsum(np.bincount(groups_N))])
         return cls(embeds_Nd, mean_d, np.argsort(groups_N, kind="stable"), starts_C)
 
@@ -251,12 +251,12 @@ class _GroupMeans:
         ends_U = np.cumsum(sizes_U)
         rows = self.order_N[np.arange(ends_U[-1]) + np.repeat(self.starts_C[wanted_U] - ends_U + sizes_U, sizes_U)]
         means_Ud = torch.zeros(len(wanted_U), len(self.mean_d), dtype=torch.float64)
-        means_Ud.index_add_(0, torch.from_numpy(np.repeat(np.arange(len(wanted_U)), sizes_U)), _normalised(self.embeds_Nd[rows]))
+        means_Ud.index_add_(0, torch.from_numpy(np.repeat(np.arange(len(wanted_U)), sizes_U)), _normalise(self.embeds_Nd[rows]))
         means_Ud /= torch.from_numpy(sizes_U)[:, None]
         return F.normalize(means_Ud - self.mean_d, dim=1).float()[torch.from_numpy(which_B)]
 
 
-def _normalised(embeds_Nd: NDArray[np.floating]) -> Tensor:
+def _normalise(embeds_Nd: NDArray[np.floating]) -> Tensor:
     return F.normalize(torch.from_numpy(np.array(embeds_Nd, np.float64)), dim=1, eps=_TINY)
 
 

@@ -64,7 +64,7 @@ def fit_score_scales(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Scor
     if not samples:
         return None
     tails_KSV = torch.stack([_tails(model, items) for model, items in samples]).mean(0)  # equal weights of query kinds
-    scales = [_matched(*tails_SV) for tails_SV in tails_KSV]
+    scales = [_match_tails(*tails_SV) for tails_SV in tails_KSV]
     return None if None in scales else ScoreScales(*scales)  # type: ignore[arg-type]  # none is None
 
 
@@ -104,7 +104,7 @@ def mean_tail(scores_QN: Tensor) -> Tensor:
     return torch.stack([start_Q.mean(), (best_Qk[:, :-1].mean(1) - start_Q).mean()])
 
 
-def _matched(added: Tensor, native: Tensor) -> ScoreScale | None:
+def _match_tails(added: Tensor, native: Tensor) -> ScoreScale | None:
     """Return the scale from a tail (start, excess) to another tail; None if either has no excess."""
     slope = float(native[1] / added[1])
     if not (math.isfinite(slope) and slope > 0):

@@ -64,16 +64,16 @@ class AdoptedIndex(FaissIndex):
             kept_N = np.ones(self._known, bool) if kept_N is None else kept_N
             if self.labels is None:
                 kept_N = np.concatenate([kept_N, np.zeros(more, bool)])
-        with self._watched():
+        with self._watch_file():
             return super().search(queries_Qd, k, kept_N)
 
     @override
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
-        with self._watched():
+        with self._watch_file():
             return super().vectors(rows_n)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watch_file(self) -> Iterator[None]:
         """Raise if the memory-mapped file changes meanwhile."""
         self._require_same()
         yield

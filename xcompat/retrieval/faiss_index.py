@@ -94,7 +94,7 @@ class FaissIndex:
             faiss.ParameterSpace().set_index_parameters(self.index, parameters)
         except RuntimeError as error:
             raise XcompatError(f"search parameters {parameters!r} do not fit the index: {reason_of(error)}") from None
-        self.__dict__.pop("_on_gpus", None)  # the next search copies the index to GPUs with these parameters
+        self.__dict__.pop("_gpu_index", None)  # the next search copies the index to GPUs with these parameters
 
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
         """Find the nearest rows.
@@ -152,9 +152,9 @@ class FaissIndex:
         return complete_results(self.index, queries_Qd, found, np.arange(self.rows), self._as_added or self._own_vectors)
 
     def _find_of_all(self, queries_Qd: NDArray[np.float32], k: int) -> Found:
-        if self._on_gpus is not self.index:
+        if self._gpu_index is not self.index:
             with self._alone, suppress(RuntimeError):  # k or nprobe exceeds the kernels' limits, or memory is too small
-                return self._on_gpus.search(queries_Qd, k)
+                return self._gpu_index.search(queries_Qd, k)
         return self.index.search(queries_Qd, k)
 
     @cached_property
@@ -169,7 +169,7 @@ class FaissIndex:
         return self.vectors
 
     @cached_property
-    def _on_gpus(self) -> Any:  # noqa: ANN401 - faiss has no types
+    def _gpu_index(self) -> Any:  # noqa: ANN401 - faiss has no types
         return copy_to_gpus(self.index)
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -52,7 +52,7 @@ def check_index(path: str, vectors: bool) -> str:
     try:
         index = read_mapped(path)
     except (RuntimeError, MemoryError) as error:
-        return _said(error)
+        return _short_message(error)
     wrong = _contradiction(index)
     if wrong or not index.ntotal:
         return wrong
@@ -65,7 +65,7 @@ def check_index(path: str, vectors: bool) -> str:
             ivf.nprobe = ivf.nlist
         inner.search(queries_Qd, min(10, inner.ntotal))
     except (RuntimeError, MemoryError) as error:
-        return _said(error)
+        return _short_message(error)
     return _take_out(inner) if vectors else ""
 
 
@@ -107,7 +107,7 @@ def _take_out_of_lists(ivf: Any) -> str:  # noqa: ANN401
     return ""
 
 
-def _said(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     return " ".join(str(error).split(": ", 1)[-1].split())[:200]
 
 

@@ -47,7 +47,7 @@ def search_kept(
         RuntimeError: faiss cannot search the index.
     """
     rows_n = np.flatnonzero(kept_N)
-    if vectors is not None and len(rows_n) <= _as_cheap(index, k, len(rows_n)):
+    if vectors is not None and len(rows_n) <= _comparisons_per_search(index, k, len(rows_n)):
         return _compare_rows(index, queries_Qd, k, rows_n, vectors)
     # faiss.contrib.torch_utils, imported by other libraries, replaces `search` with a function without `params`
     search = getattr(index, "search_numpy", index.search)
@@ -82,7 +82,7 @@ def complete_results(
     return distances_Qk, rows_Qk
 
 
-def _as_cheap(index: Any, k: int, kept: int) -> float:  # noqa: ANN401
+def _comparisons_per_search(index: Any, k: int, kept: int) -> float:  # noqa: ANN401
     """Estimate the number of one-by-one comparisons that take as long as a filtered search."""
     import faiss
 

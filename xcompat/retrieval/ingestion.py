@@ -91,7 +91,7 @@ def ingest(
         task = bar.add_task(f"embedding {originals.kind} with {embedder.name}", total=len(todo), rate="")
         committed, waiting = time.monotonic(), Waiting()
         if spread is None:
-            embedded = _embedded(embedder, originals, todo, bad, waiting, side_info)
+            embedded = _embed_parts(embedder, originals, todo, bad, waiting, side_info)
         else:
             embedded = _embedded_by_workers(embedder, originals, todo, bad, spread)
         for kept, embeds, side in embedded:
@@ -163,7 +163,7 @@ def _require_sides(gallery: Gallery, embedder: Embedder, side_info: Embedder | N
         require_like_sides(known, have, side_info.dim if side_info is not None else 0, by)
 
 
-def _embedded(
+def _embed_parts(
     embedder: Embedder,
     originals: Originals,
     rows: NDArray[np.int64],

@@ -106,7 +106,7 @@ def clear(folder: Path, backend: Backend) -> None:
     begun = {match[2] for path in _inside(folder / SEGMENTS) if (match := _OLD_TEMPORARY.fullmatch(path.name)) and match[2]}
     segments = begun | {path.name for path in _ours(folder / SEGMENTS, _SEGMENT)}
     removed = {path.name for path in _ours(folder / REMOVED, _REMOVED)}
-    for name in sorted(_unnamed(folder, segments | removed)):
+    for name in sorted(_find_unnamed(folder, segments | removed)):
         if name in removed:
             (folder / REMOVED / name).unlink()
         else:
@@ -123,7 +123,7 @@ def _can_continue(folder: Path, journal: Path) -> bool:
         return False
 
 
-def _unnamed(folder: Path, names: set[str]) -> set[str]:
+def _find_unnamed(folder: Path, names: set[str]) -> set[str]:
     """Return names without a mention in any generation or journal."""
     generations = sorted(_ours(folder / GENERATIONS, _GENERATION), reverse=True)
     for file in (folder / CURRENT, *_ours(folder, _JOURNAL), *generations):

@@ -181,22 +181,22 @@ def _read(path: Path) -> Manifest:
         schema = found.get("schema_version")
         manifest = Manifest(**found) if schema == SCHEMA else None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise _damaged(path, " ".join(str(error).split())[:200]) from None
+        raise _damage_error(path, " ".join(str(error).split())[:200]) from None
     if manifest is None:
         raise XcompatError(f"{path} has format {schema}, but this version of xcompat reads {SCHEMA}")
     if manifest.checksum:
         if manifest.checksum != json_checksum(found):
-            raise _damaged(path, "it has changed since it was committed")
+            raise _damage_error(path, "it has changed since it was committed")
     elif path.name == CURRENT:  # files of older versions have no checksum: compare with the copy
         copy = _generation_path(path.parent, manifest.generation)
         if not _same(copy, path) and copy.is_file() and path.read_bytes() == text:
-            raise _damaged(path, f"it differs from {copy}, its copy")
+            raise _damage_error(path, f"it differs from {copy}, its copy")
     if path.name not in (CURRENT, _generation_path(path.parent, manifest.generation).name):
-        raise _damaged(path, f"it is generation {manifest.generation}")
+        raise _damage_error(path, f"it is generation {manifest.generation}")
     return manifest
 
 
-def _damaged(path: Path, reason: str) -> XcompatError:
+def _damage_error(path: Path, reason: str) -> XcompatError:
     return XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {GENERATIONS} over it")
 
 

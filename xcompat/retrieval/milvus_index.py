@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _answered(asking: Callable[P, R]) -> Callable[P, R]:
+def _explain_errors(asking: Callable[P, R]) -> Callable[P, R]:
     """Turn pymilvus errors into a one-line :class:`XcompatError`."""
 
     @wraps(asking)
@@ -55,7 +55,7 @@ class MilvusBackend:
     def __init__(self, metric: Metric, uri: str) -> None:
         self.metric, self.uri = metric, uri
 
-    @_answered
+    @_explain_errors
     def build(self, name: str, folder: Path, blocks: Sequence[NDArray[np.float32]], rows: int, dim: int) -> str:
         """Store a segment's vectors in a new collection; return the index name."""
         from pymilvus import DataType, MilvusClient
@@ -77,7 +77,7 @@ class MilvusBackend:
         client.flush(collection)
         return INDEX
 
-    @_answered
+    @_explain_errors
     def open(self, record: SegmentRecord, folder: Path, as_added: ReadRows | None) -> MilvusIndex:
         """Open a segment's collection."""
         return MilvusIndex(self.uri, record, self.metric)
@@ -90,7 +90,7 @@ class MilvusBackend:
         """Return True: a collection returns its vectors unchanged."""
         return True
 
-    @_answered
+    @_explain_errors
     def drop(self, name: str) -> None:
         """Drop a segment's collection that no generation uses."""
         client, collection = connect(self.uri), _collection(name)
@@ -114,7 +114,7 @@ class MilvusIndex:
         XcompatError: the collection does not exist.
     """
 
-    @_answered
+    @_explain_errors
     def __init__(self, uri: str, record: SegmentRecord, metric: Metric) -> None:
         self.client, self.record, self.metric = connect(uri), record, metric
         self.collection = _collection(record.name)
@@ -123,13 +123,13 @@ class MilvusIndex:
         load_collection(self.client, self.collection, Path(uri) if Path(uri).exists() else None)
 
     @property
-    @_answered
+    @_explain_errors
     def rows(self) -> int:
         """Number of vectors."""
         return int(self.client.query(self.collection, filter="", output_fields=["count(*)"])[0]["count(*)"])
 
     @property
-    @_answered
+    @_explain_errors
     def dim(self) -> int:
         """Vector dimension."""
         fields = self.client.describe_collection(self.collection)["fields"]
@@ -141,7 +141,7 @@ class MilvusIndex:
         """Raise: Milvus chooses its own parameters."""
         raise XcompatError(f"search parameters {parameters!r} are for faiss, but Milvus chooses its own; remove them")
 
-    @_answered
+    @_explain_errors
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:
         """Return (Q, k) scores, best first, and (Q, k) kept rows padded with -1."""
         if k > FOUND_AT_MOST:
@@ -162,7 +162,7 @@ class MilvusIndex:
         order_Qk = np.lexsort((rows_Qk, np.where(rows_Qk < 0, np.inf, -scores_Qk)))  # ties: lowest row first
         return np.take_along_axis(scores_Qk, order_Qk, 1), np.take_along_axis(rows_Qk, order_Qk, 1)
 
-    @_answered
+    @_explain_errors
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
         found_nd = np.empty((len(rows_n), self.dim), np.float32)

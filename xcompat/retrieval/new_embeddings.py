@@ -76,7 +76,7 @@ class NewEmbeddings:
         self.path = gallery / FOLDER / f"{model.digest[:16]}.sqlite"
         self.dim, self.max_bytes, self.max_days = dim, max_bytes, max_days
         self._lock = threading.Lock()
-        with self._explained():
+        with self._explain_errors():
             make_folder(self.path.parent)
             self._connection = _connect(self.path)
             with self._writing() as connection:
@@ -149,7 +149,7 @@ class NewEmbeddings:
         for name, embed_D in embeds.items():
             embedding = np.ascontiguousarray(embed_D, "<f4").tobytes()
             rows.append((_hash(name), embedding, _checksum(embedding), now, generation))
-        with self._explained(), self._writing() as connection:
+        with self._explain_errors(), self._writing() as connection:
             connection.executemany(
                 "INSERT INTO items (id, embedding, checksum, made) VALUES (?1, ?2, ?3, ?4) ON CONFLICT (id) DO UPDATE SET "
                 "embedding = excluded.embedding, checksum = excluded.checksum, made = excluded.made WHERE valid_from <= ?5",
@@ -172,7 +172,7 @@ class NewEmbeddings:
 
     def count_demand(self, ids: Iterable[str]) -> None:
         """Count a query's candidates, without storing the query."""
-        with self._explained(), self._writing() as connection:
+        with self._explain_errors(), self._writing() as connection:
             connection.executemany(
                 "INSERT INTO items (id, demand) VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET demand = demand + 1",
                 [(_hash(name),) for name in ids],
@@ -190,7 +190,7 @@ class NewEmbeddings:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._explained(), self._lock:
+        with self._explain_errors(), self._lock:
             yield self._connection
 
     @contextmanager
@@ -199,7 +199,7 @@ class NewEmbeddings:
             yield self._connection
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """Turn errors from SQLite and the file system into one line."""
         try:
             yield

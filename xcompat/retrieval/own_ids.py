@@ -151,7 +151,7 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
     if own.names_N is None:
         if ids is None:
             raise XcompatError(f"{path} holds no ids; use --ids with a text file of one id per line")
-        return _counted(ids, rows, path)
+        return _require_count(ids, rows, path)
     own_names = [str(name) for name in own.names_N.tolist()]
     if ids is None or (len(ids) >= rows and set(own_names) <= set(ids)):
         if len(set(own_names)) < rows:
@@ -159,10 +159,10 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
         return own_names
     labels_N = own.labels_N
     if labels_N is None or own.has_map:
-        return _counted(ids, rows, path)
+        return _require_count(ids, rows, path)
     if labels_N.min() >= 0 and labels_N.max() < len(ids):
         return [ids[label] for label in labels_N.tolist()]
-    names = _counted(ids, rows, path)
+    names = _require_count(ids, rows, path)
     if not own.is_ordered:
         raise XcompatError(
             f"{path} has its own ids ({own_names[0]} to {own_names[-1]}), and the lines of --ids cannot be matched to them; "
@@ -200,7 +200,7 @@ def name_rows(
     return list(map(str, range(rows))) if numbers_rows else match_names(None, own, rows, path)
 
 
-def _counted(ids: Sequence[str], rows: int, path: Path) -> list[str]:
+def _require_count(ids: Sequence[str], rows: int, path: Path) -> list[str]:
     if len(ids) != rows:
         raise XcompatError(f"{path} holds {rows} vectors, but there are {len(ids)} ids; list one per vector, in order")
     return list(ids)

@@ -106,7 +106,9 @@ class SourceQueries:
     def embed_in_blocks(self, embedder: Embedder | ServedMap) -> Iterator[QueryBlock]:
         """Embed all queries, block by block."""
         rows = np.arange(len(self))
-        for block, embeds_QD in self._served(embedder) if isinstance(embedder, ServedMap) else self._own(embedder, rows):
+        for block, embeds_QD in (
+            self._embed_by_service(embedder) if isinstance(embedder, ServedMap) else self._embed_own(embedder, rows)
+        ):
             self._block = block
             texts = self.originals.dataset.select_columns([TEXT])[block][TEXT] if isinstance(self.originals, Texts) else None
             yield QueryBlock([self.originals.ids[row] for row in block.tolist()], texts or [None] * len(block), embeds_QD)
@@ -129,7 +131,7 @@ class SourceQueries:
         asking = replace(old, processor=old.processor.for_queries())
         return np.concatenate([embeds for _, embeds in self.originals.embed(asking, self._block[list(places)])])
 
-    def _own(self, embedder: Embedder, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def _embed_own(self, embedder: Embedder, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         self.originals.require(embedder)
         asking = replace(embedder, processor=embedder.processor.for_queries(), space="own")
         before = asking.processor.count_truncated
@@ -137,7 +139,7 @@ class SourceQueries:
         yield from self.originals.embed(asking, rows, bad)
         notice_truncated(embedder, asking.processor.count_truncated - before, len(rows))
 
-    def _served(self, service: ServedMap) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+    def _embed_by_service(self, service: ServedMap) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         if not isinstance(self.originals, Texts):
             raise XcompatError(f"{service.provider.name} embeds texts, but the queries are {self.originals.kind}; use texts")
         size = service.provider.batch

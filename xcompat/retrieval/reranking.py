@@ -213,7 +213,7 @@ class Reranker:
             new_nD = new_ND[[places[hit.id] for hit in hits if hit.id in places]]
             is_l2 = (metric if gallery is None else gallery.metric) == "l2"
             new_n = -((new_nD - query_D) ** 2).sum(axis=1) if is_l2 else new_nD @ query_D
-            ordered.append(self._ordered(list(hits), read, unit * new_n))
+            ordered.append(self._sort_hits(list(hits), read, unit * new_n))
         return ordered
 
     def _own_view(self, embeds_ND: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -225,7 +225,7 @@ class Reranker:
             viewed = model.self_view(torch.from_numpy(np.array(embeds_ND)).to(model.device)).float().cpu().numpy()
         return viewed if model.metric == "l2" else normalise_rows(viewed)
 
-    def _ordered(self, hits: list[Hit], read: NDArray[np.bool_], new_n: NDArray[np.float32]) -> list[Hit]:
+    def _sort_hits(self, hits: list[Hit], read: NDArray[np.bool_], new_n: NDArray[np.float32]) -> list[Hit]:
         """Rescore and sort one query's candidates; ties keep their order."""
         if not read.any():
             return hits
@@ -265,7 +265,7 @@ class Reranker:
 
     def _new_embeddings(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
         """Return items' new embeddings: stored, cached, or computed now."""
-        known, kept = self._stored(gallery, wanted), self._cache(gallery)
+        known, kept = self._read_stored(gallery, wanted), self._cache(gallery)
         self.counts.stored += len(known)
         generation = 0 if gallery is None else gallery.generation
         left = [name for name in wanted if name not in known]
@@ -299,7 +299,7 @@ class Reranker:
             notice_once(f"{error}; the search continues without it")
             return {}
 
-    def _stored(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
+    def _read_stored(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
         """Return the gallery's embeddings that this model made, as output by it."""
         model = query_model(self.source)
         if gallery is None or (isinstance(model, CompatModel) and model.stores_view):
@@ -325,13 +325,15 @@ class Reranker:
         made: dict[str, NDArray[np.float32]] = {}
         for originals, rows in self._read(wanted):
             try:
-                for part, embeds in self._embedded(originals, rows):
+                for part, embeds in self._embed_rows(originals, rows):
                     made.update(zip([originals.ids[row] for row in part.tolist()], embeds, strict=True))
             except XcompatError as error:  # e.g. a failing service: the old order is better than none
                 notice_once(f"candidates keep their old scores: {error}")
         return {name: embed_D for name, embed_D in made.items() if np.isfinite(embed_D).all() and embed_D.any()}
 
-    def _embedded(self, originals: Originals, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    def _embed_rows(
+        self, originals: Originals, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         if self._embedder is not None:
             bad = BadSamples(1.0, len(rows), what=originals.kind, raised_by="")
             yield from originals.embed(self._embedder, rows, bad)

@@ -200,14 +200,14 @@ class Search:
             asked.append(Queries(version, queries_Qd, sample_QS, scales[number] if scales is not None else None))
         if not asked:
             return [[] for _ in range(len(as_float32(embeds_QD)))]
-        ranked = partial(self._ranked, where=where, merge=merge, parameters=parameters)
-        hits = ranked(asked, top_k) if group_by is None else self._grouped(ranked, asked, top_k, group_by)
+        ranked = partial(self._rank_segments, where=where, merge=merge, parameters=parameters)
+        hits = ranked(asked, top_k) if group_by is None else self._group_hits(ranked, asked, top_k, group_by)
         if confidence_Q is None:
             return hits
         sure = zip(hits, confidence_Q.tolist(), strict=True)
         return [[hit._replace(confidence=confidence) for hit in each] for each, confidence in sure]
 
-    def _ranked(
+    def _rank_segments(
         self, asked: list[Queries], k: int, where: dict[str, Any] | None, merge: Merge, parameters: str | None
     ) -> list[list[Hit]]:
         found = []
@@ -236,7 +236,7 @@ class Search:
                     scale_Q2[replaced_Q] = scale
         return scales_Q
 
-    def _grouped(
+    def _group_hits(
         self, ranked: Callable[[list[Queries], int], list[list[Hit]]], asked: list[Queries], top_k: int, key: str
     ) -> list[list[Hit]]:
         """Return each query's best hits from different groups; search deeper until there are enough."""

@@ -109,7 +109,7 @@ class Segment:
         file = self.record.files.get(VECTORS_FILE)
         return None if file is None else partial(_read_rows, self.gallery, self.folder / VECTORS_FILE, file)
 
-    def _tuned(self, parameters: str) -> VectorIndex:
+    def _open_tuned(self, parameters: str) -> VectorIndex:
         """Open another index for a search effort, because parallel searches may differ; cache the last one."""
         tuned = self._last_tuned  # read once, because another thread may replace it
         if tuned is None or tuned[0] != parameters:
@@ -136,7 +136,7 @@ class Segment:
         if self.record.removed is None:
             return None
         file = self.gallery / REMOVED / self.record.removed
-        packed = _mapped(
+        packed = _map_file(
             file if self.record.removed_file is None else require_whole(self.gallery, file, self.record.removed_file)
         )
         return ~np.unpackbits(packed, count=self.record.rows, bitorder="little").astype(bool)
@@ -172,7 +172,7 @@ class Segment:
             (Q, k) scores, best first, and (Q, k) rows, padded with -1; k is at most the segment's rows.
         """
         kept_N = self.kept if where is None else self.matching(where)
-        index = self.index if parameters is None else self._tuned(parameters)
+        index = self.index if parameters is None else self._open_tuned(parameters)
         return index.search(queries_Qd, min(k, self.record.rows), kept_N)
 
     def matching(self, where: dict[str, Any]) -> NDArray[np.bool_]:
@@ -211,7 +211,7 @@ class Segment:
         Returns:
             Positions found in ``ids``, and their rows.
         """
-        sorted_H, order_H = _mapped(self._file(HASHES_FILE)), _mapped(self._file(ORDER_FILE))
+        sorted_H, order_H = _map_file(self._file(HASHES_FILE)), _map_file(self._file(ORDER_FILE))
         first_N, last_N = np.searchsorted(sorted_H, hashes_N), np.searchsorted(sorted_H, hashes_N, side="right")
         positions, rows = [], []
         for position in np.flatnonzero(first_N < last_N).tolist():
@@ -229,11 +229,11 @@ class Segment:
     @property
     def side_dim(self) -> int:
         """Dimension of the stored side-information; 0 without any."""
-        return int(_mapped(self._file(SIDE_FILE)).shape[1]) if SIDE_FILE in self.record.files else 0
+        return int(_map_file(self._file(SIDE_FILE)).shape[1]) if SIDE_FILE in self.record.files else 0
 
     def side_info(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return stored side-information (n, S), if any."""
-        return _mapped(self._file(SIDE_FILE))[rows_n] if SIDE_FILE in self.record.files else None
+        return _map_file(self._file(SIDE_FILE))[rows_n] if SIDE_FILE in self.record.files else None
 
     def blocks(self, size: int, rows: NDArray[np.int64] | None = None) -> Iterator[tuple[NDArray[np.int64], Items]]:
         """Yield items block by block.
@@ -254,15 +254,15 @@ class Segment:
 
     def missing(self) -> list[str]:
         """Return a line for each missing or truncated file, and for lost Milvus vectors."""
-        gone = [path for path, record in self._written() if not path.is_file() or path.stat().st_size != record.size]
+        gone = [path for path, record in self._written_files() if not path.is_file() or path.stat().st_size != record.size]
         return self._backend.damaged(self.record) + [f"{path} is missing or truncated" for path in gone]
 
     def damaged(self) -> list[str]:
         """Compare every file with its checksum; return a line per difference."""
-        wrong = [line for path, record in self._written() for line in difference(path, record)]
+        wrong = [line for path, record in self._written_files() for line in difference(path, record)]
         return self._backend.damaged(self.record) + wrong
 
-    def _written(self) -> Iterator[tuple[Path, FileRecord]]:
+    def _written_files(self) -> Iterator[tuple[Path, FileRecord]]:
         for name, record in self.record.files.items():
             yield self.folder / name, record
         if self.record.removed is not None and self.record.removed_file is not None:
@@ -296,10 +296,10 @@ def id_hashes(ids: Sequence[str]) -> NDArray[np.uint64]:
 
 def _read_rows(gallery: Path, path: Path, record: FileRecord, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
     """Read vectors. A module-level function, so an index does not hold a reference to its segment."""
-    return _mapped(require_whole(gallery, path, record))[rows_n]
+    return _map_file(require_whole(gallery, path, record))[rows_n]
 
 
-def _mapped(path: Path) -> NDArray[Any]:
+def _map_file(path: Path) -> NDArray[Any]:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

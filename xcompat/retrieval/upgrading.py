@@ -86,7 +86,7 @@ def upgrade_gallery(staging: Staging, model: CompatModel, batch_size: int, sprea
     journal = gallery.path / f"upgrade-{version.digest[:16]}.json"
     progress = _load_progress(gallery, journal)
     staging.take(progress.records, [version])
-    left = [(segment, _left(segment, progress)) for segment in segments]
+    left = [(segment, _unmapped_rows(segment, progress)) for segment in segments]
     total, to_map = sum(map(len, segments)), sum(len(rows) for _, rows in left)
     mapped = spread(map_block, model, _blocks(gallery, left, batch_size))
     with progress_bar() as bar:
@@ -181,7 +181,7 @@ class _Stored(NamedTuple):
     items: Items
 
 
-def _left(segment: Segment, progress: _Progress) -> NDArray[np.int64]:
+def _unmapped_rows(segment: Segment, progress: _Progress) -> NDArray[np.int64]:
     rows = segment.present()
     return rows[rows >= progress.done.get(segment.record.name, 0)]
 

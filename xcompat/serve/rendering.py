@@ -31,7 +31,7 @@ EDGE = 192
 
 @cache
 def _environment() -> Environment:
-    environment = templates(FOLDER, autoescape=True, finalize=_shown)
+    environment = templates(FOLDER, autoescape=True, finalize=_escape_value)
     environment.filters |= {
         "decimal": decimal,
         "percent": percent,
@@ -43,7 +43,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _shown(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
+def _escape_value(value: Any) -> Any:  # noqa: ANN401 - whatever a template fills in
     return visible(value) if type(value) is str else value  # not its subclass for HTML
 
 

@@ -47,7 +47,9 @@ class ChromaStore(Store):
         self.client = connect(uri)
         self.space = uri.require("collection")
         self._lease = Lease(self)
-        own = self._found(self.space) or (self._found(self.space + BEFORE) if self.record("migration") else None)
+        own = self._find_collection(self.space) or (
+            self._find_collection(self.space + BEFORE) if self.record("migration") else None
+        )
         if own is None:  # not an interrupted switch either
             with plain_errors(uri):
                 raise self._missing(self.space)
@@ -57,7 +59,7 @@ class ChromaStore(Store):
 
     # ------------------------------------------------------------------------------------------------- collections
 
-    def _found(self, name: str) -> chromadb.Collection | None:
+    def _find_collection(self, name: str) -> chromadb.Collection | None:
         """Return a collection without its embedding function, or None."""
         with plain_errors(self.uri):
             try:
@@ -66,7 +68,7 @@ class ChromaStore(Store):
                 return None
 
     def _collection(self, name: str) -> chromadb.Collection:
-        if (found := self._found(name)) is None:
+        if (found := self._find_collection(name)) is None:
             raise self._missing(name)
         return found
 
@@ -76,7 +78,7 @@ class ChromaStore(Store):
 
     @override
     def spaces(self) -> dict[str, Space]:
-        known = {name: self._found(name) for name in sorted({self.space, *self.added_spaces()})}
+        known = {name: self._find_collection(name) for name in sorted({self.space, *self.added_spaces()})}
         found = {name: (one, self._space(name, one)) for name, one in known.items() if one is not None}
         into = (self.record("migration") or {}).get("into")  # not ours without a record of its model
         self._searched = {name: one for name, one in found.items() if name != into or one[1].fingerprint is not None}
@@ -96,7 +98,7 @@ class ChromaStore(Store):
 
     @override
     def count(self, space: str | None = None, without: str | None = None) -> int:
-        if (found := self._found(name := space or self.space)) is None:  # during a switch
+        if (found := self._find_collection(name := space or self.space)) is None:  # during a switch
             return 0
         if without is not None and self.count(without):  # else no row has one
             return sum(len(rows.ids) for rows in self.rows(self._most, without=without, space=name))
@@ -157,7 +159,7 @@ class ChromaStore(Store):
         A migration reads again until all rows are written, and once more after the switch.
         """
         own = self._collection(space or self.space)
-        other = self._found(without) if without is not None else None
+        other = self._find_collection(without) if without is not None else None
         offset = 0
         while (page := self._page(own, batch, offset, content)).ids:
             offset += len(page.ids)
@@ -220,7 +222,7 @@ class ChromaStore(Store):
         if dtype != "float32":
             raise XcompatError(f"{self.uri}: Chroma only stores float32; remove --dtype")
         for taken in (name, self.space + BEFORE):
-            if self._found(taken) is not None:
+            if self._find_collection(taken) is not None:
                 raise XcompatError(f"{self.uri} already has a collection {taken!r}; choose another name or delete it")
         own = self._collection(self.space)
         index: Any = {kind: own.configuration_json[kind] for kind in ("hnsw", "spann") if own.configuration_json.get(kind)}
@@ -270,16 +272,16 @@ class ChromaStore(Store):
     @override
     def switch(self, space: str) -> None:
         """Rename both collections. The name is missing between the two renames."""
-        if self._found(self.space + BEFORE) is None:
+        if self._find_collection(self.space + BEFORE) is None:
             self._rename(self.space, self.space + BEFORE)
-        if self._found(space) is not None:
+        if self._find_collection(space) is not None:
             self._rename(space, self.space)
 
     @override
     def switch_back(self, space: str) -> None:
-        if self._found(self.space + BEFORE) is None:
+        if self._find_collection(self.space + BEFORE) is None:
             return
-        if self._found(self.space) is not None:
+        if self._find_collection(self.space) is not None:
             self._rename(self.space, space)
         self._rename(self.space + BEFORE, self.space)
 
@@ -305,7 +307,7 @@ class ChromaStore(Store):
     def migration_lease(self) -> Iterator[None]:
         with self._lease.hold():
             begun = self.record("migration")
-            if begun is not None and self._found(left := begun["into"] + MAKING) is not None:  # from a killed process
+            if begun is not None and self._find_collection(left := begun["into"] + MAKING) is not None:  # from a killed process
                 self.client.delete_collection(left)
             yield
 
@@ -324,7 +326,7 @@ class ChromaStore(Store):
         self._set_row(f"{self.space}/{key}", value)
 
     def _row(self, name: str) -> dict[str, Any] | None:
-        if (records := self._found(RECORDS)) is None:
+        if (records := self._find_collection(RECORDS)) is None:
             return None
         with plain_errors(self.uri):
             found = records.get(ids=[name], include=["documents"])["documents"]

@@ -47,9 +47,9 @@ class GalleryStore(Store):
     def count(self, space: str | None = None, without: str | None = None) -> int:
         if without is not None:
             raise self._refusal()
-        return len(self.gallery) if space is None else len(self._of(self.versions[space]))
+        return len(self.gallery) if space is None else len(self._snapshot_of(self.versions[space]))
 
-    def _of(self, version: VersionRecord) -> Snapshot:
+    def _snapshot_of(self, version: VersionRecord) -> Snapshot:
         """Return one model's vectors."""
         manifest = self.gallery.manifest
         own = tuple(segment for segment in manifest.segments if segment.version == version.digest)
@@ -72,7 +72,7 @@ class GalleryStore(Store):
             space: version, by default the newest.
         """
         version = self.versions[space or self.space]
-        return self._of(version).search(vectors_QD, version.fingerprint, top_k, _wanted(filter))
+        return self._snapshot_of(version).search(vectors_QD, version.fingerprint, top_k, _parse_condition(filter))
 
     @override
     def add_alias(self, alias: Fingerprint) -> Fingerprint:
@@ -93,7 +93,7 @@ class GalleryStore(Store):
             embeds_QD,
             model,
             top_k,
-            _wanted(filter),
+            _parse_condition(filter),
             old_queries=old_queries,
             rerank=rerank,
             rerank_queries=rerank_queries,
@@ -110,7 +110,7 @@ class GalleryStore(Store):
     ) -> Iterator[Rows]:
         if without is not None:
             raise self._refusal()
-        for segment in self._of(self.versions[space or self.space]).segments:
+        for segment in self._snapshot_of(self.versions[space or self.space]).segments:
             for _, items in segment.blocks(batch):
                 known = [json.loads(text or "{}") for text in items.metadata]
                 contents = [metadata.get(content) for metadata in known] if content is not None else None
@@ -136,7 +136,7 @@ class GalleryStore(Store):
         return
 
 
-def _wanted(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def _parse_condition(condition: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(condition, str):
         return condition
     from xcompat.retrieval.hit_output import wanted_metadata

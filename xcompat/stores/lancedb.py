@@ -136,12 +136,12 @@ class LanceStore(Store):
         if without is not None:
             return sum(len(found) for found in self._read(10_000, space or self.space, without))
         with plain_errors(self.uri):
-            return int(self.table.count_rows(f"{_quoted(space)} IS NOT NULL" if space is not None else None))
+            return int(self.table.count_rows(f"{_quote(space)} IS NOT NULL" if space is not None else None))
 
     @override
     def ids_without_vector(self, count: int) -> list[str]:
         with plain_errors(self.uri):
-            asked = self.table.search().where(f"{_quoted(self.space)} IS NULL").select([self.key])
+            asked = self.table.search().where(f"{_quote(self.space)} IS NULL").select([self.key])
             return _ids(asked.limit(count).to_arrow()[self.key])
 
     @override
@@ -172,7 +172,7 @@ class LanceStore(Store):
 
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:
-        both = f"{_quoted(self.space)} IS NOT NULL AND {_quoted(other)} IS NOT NULL"
+        both = f"{_quote(self.space)} IS NOT NULL AND {_quote(other)} IS NOT NULL"
         with plain_errors(self.uri):
             asked = self.database.open_table(self.name)
             asked.checkout(asked.version)  # pin a version: row positions can change
@@ -181,7 +181,7 @@ class LanceStore(Store):
             columns = {"key": self._row_key, "vector": self.space, "other": other}
             columns |= {"content": content} if content is not None else {}
             columns |= {"was": STATE} if other != self.space else {}
-            read = {name: _quoted(column) for name, column in columns.items()}
+            read = {name: _quote(column) for name, column in columns.items()}
             found = asked.take_row_ids(chosen).select(read).to_arrow()
         if other != self.space:  # skip rows with an outdated other vector
             made_of = [(was or "")[:HASH] for was in found["was"].to_pylist()]
@@ -214,13 +214,13 @@ class LanceStore(Store):
     def _read(self, batch: int, space: str, without: str | None, content: str | None = None) -> Iterator[pa.Table]:
         """Read rows with their states, from one snapshot."""
         read = {"key": self._row_key, "vector": space} | ({"content": content} if content is not None else {})
-        asked = {name: _quoted(column) for name, column in read.items()}
+        asked = {name: _quote(column) for name, column in read.items()}
         if without is not None:
-            asked["there"] = f"{_quoted(without)} IS NOT NULL"
-            if without == self._followed():
-                asked |= {"was": _quoted(STATE)} | ({"now": _quoted(without)} if without == self.space else {})
+            asked["there"] = f"{_quote(without)} IS NOT NULL"
+            if without == self._followed_space():
+                asked |= {"was": _quote(STATE)} | ({"now": _quote(without)} if without == self.space else {})
         with plain_errors(self.uri):
-            query = self.table.search().where(f"{_quoted(space)} IS NOT NULL").select(asked)
+            query = self.table.search().where(f"{_quote(space)} IS NOT NULL").select(asked)
             for found in query.to_batches(batch):
                 states = _states(_array(pa.chunked_array([found["vector"]])))
                 table = pa.Table.from_batches([found]).append_column("state", pa.array(states, pa.string()))
@@ -228,7 +228,7 @@ class LanceStore(Store):
                     table = table.filter(pa.array(_lacks(table), pa.bool_()))
                 yield table.select([*read, "state"])
 
-    def _followed(self) -> str | None:
+    def _followed_space(self) -> str | None:
         """Return the space with states: the migration's space, under its current name."""
         if (known := self.record("migration")) is None:
             return None
@@ -377,7 +377,7 @@ class LanceStore(Store):
             return RETRYING(change, *args, **options)
 
 
-def _quoted(column: str) -> str:
+def _quote(column: str) -> str:
     return f"`{column}`"
 
 

@@ -45,7 +45,7 @@ class Lease:
         """
         found = self.store.record(RECORD)
         if found is not None and self._lives(found):
-            raise self._taken()
+            raise self._lease_error()
         _HELD.add(self.owner)
         try:
             self._write()
@@ -53,7 +53,7 @@ class Lease:
             yield
         finally:
             _HELD.discard(self.owner)
-            if self._own():
+            if self._is_own():
                 self.store.set_record(RECORD, None)
 
     def renew(self) -> None:
@@ -62,11 +62,11 @@ class Lease:
         Raises:
             XcompatError: another process took it.
         """
-        if not self._own():
-            raise self._taken()
+        if not self._is_own():
+            raise self._lease_error()
         self._write()
 
-    def _own(self) -> bool:
+    def _is_own(self) -> bool:
         found = self.store.record(RECORD)
         return found is not None and found["owner"] == self.owner
 
@@ -88,5 +88,5 @@ class Lease:
             return True
         return True
 
-    def _taken(self) -> XcompatError:
+    def _lease_error(self) -> XcompatError:
         return XcompatError(f"{self.store.uri} is being migrated by another process; wait for it or stop it")

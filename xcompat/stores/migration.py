@@ -394,7 +394,7 @@ def _require_ready(store: Store, mapping: AnyVectorSource, migration: Migration)
     if not migration.filled:
         raise XcompatError(f"start of {store.uri} is not finished; run `xcompat migrate start` again, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
-        raise XcompatError(f"{migration.into} in {store.uri} has no {_listed(missing)}; run `xcompat migrate start` again")
+        raise XcompatError(f"{migration.into} in {store.uri} has no {_list_indexes(missing)}; run `xcompat migrate start` again")
     if migration.verified is None:
         migration.verified = _check(store, mapping, migration, QUERIES).passed
         store.renew_lease()
@@ -403,7 +403,7 @@ def _require_ready(store: Store, mapping: AnyVectorSource, migration: Migration)
         raise XcompatError(f"{migration.into} in {store.uri} failed verification; run `xcompat migrate verify` for details")
 
 
-def _listed(indexes: list[str]) -> str:
+def _list_indexes(indexes: list[str]) -> str:
     return f"index {', '.join(indexes)}"
 
 
@@ -462,8 +462,8 @@ def finish(store: Store) -> Migration:
             raise XcompatError(f"{store.uri} is not switched; run `xcompat migrate switch` before finish")
         if migration.before in store.spaces() and (missing := store.missing_indexes(migration.space, migration.before)):
             raise XcompatError(
-                f"{migration.space} in {store.uri} lacks the {_listed(missing)} of {migration.before}; run `xcompat migrate "
-                f"rollback`, `start`, `verify` and `switch`, or drop indexes of {migration.before} that you no longer need"
+                f"{migration.space} in {store.uri} lacks the {_list_indexes(missing)} of {migration.before}; run `xcompat "
+                f"migrate rollback`, `start`, `verify` and `switch`, or drop indexes of {migration.before} you no longer need"
             )
         _drop(store, migration.before)
     return migration

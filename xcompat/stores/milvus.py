@@ -50,7 +50,7 @@ class MilvusStore(Store):
             for name in {self.space, *self.added_spaces()}:
                 self._load(name)
         halfway = not self._is_there(self.space) and self._is_there(self.space + BEFORE)  # in the middle of a switch
-        made = self._described(self.space + BEFORE if halfway else self.space)
+        made = self._describe_collection(self.space + BEFORE if halfway else self.space)
         self.key, self.numeric = next(
             (one["name"], one["type"] == DataType.INT64) for one in made["fields"] if "is_primary" in one
         )
@@ -70,14 +70,14 @@ class MilvusStore(Store):
         with plain_errors(self.uri):
             return bool(self.client.has_collection(name))
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _describe_collection(self, name: str) -> dict[str, Any]:
         with plain_errors(self.uri):
             if not self.client.has_collection(name):
                 names = [one for one in self.client.list_collections() if one != RECORDS]
                 raise XcompatError(f"{self.uri}: there is no collection {name!r}; {nearest(name, names)}")
             return dict(self.client.describe_collection(name))
 
-    def _aliased(self, alias: str) -> str | None:
+    def _aliased_collection(self, alias: str) -> str | None:
         try:
             return str(self.client.describe_alias(alias)["collection_name"])
         except MilvusException:
@@ -108,14 +108,14 @@ class MilvusStore(Store):
         return dict(self._searched)
 
     def _space(self, name: str) -> Space:
-        fields = {one["name"]: one for one in self._described(name)["fields"]}
+        fields = {one["name"]: one for one in self._describe_collection(name)["fields"]}
         model = self._model(name)
         known = Fingerprint(model["digest"], model["name"]) if model else None
         return Space(name, int(fields[self.field]["params"]["dim"]), "float32", known)
 
     def _identity(self, name: str) -> str:
         """Return a permanent name: a copy's mark, else the name before a switch."""
-        return mark_of(self._described(name)) or name.removesuffix(BEFORE)
+        return mark_of(self._describe_collection(name)) or name.removesuffix(BEFORE)
 
     def _model(self, name: str) -> dict[str, Any] | None:
         """Return a collection's record: its model and its source collection."""
@@ -239,7 +239,7 @@ class MilvusStore(Store):
         for taken in (name, self.space + BEFORE):
             if self._is_there(taken):
                 raise XcompatError(f"{self.uri} already has a collection {taken!r}; choose another name or drop it")
-        made = self._described(self.space)
+        made = self._describe_collection(self.space)
         with plain_errors(self.uri):
             require_copyable(str(self.uri), made, self.client.list_partitions(self.space))
             indexes = [self.client.describe_index(self.space, index) for index in self.client.list_indexes(self.space)]
@@ -249,7 +249,7 @@ class MilvusStore(Store):
         try:
             with plain_errors(self.uri):
                 self.client.create_collection(name, index_params=indexes_like(indexes), **like)
-                if mark_of(self._described(name)) is None:
+                if mark_of(self._describe_collection(name)) is None:
                     raise XcompatError(f"{self.uri}: this Milvus version does not store collection properties; use a newer one")
         except XcompatError:
             self.client.drop_collection(name)  # it can exist without indexes
@@ -308,7 +308,7 @@ class MilvusStore(Store):
     def switch(self, space: str) -> None:
         """Point the alias at the new collection, atomically. Without an alias, rename both collections."""
         self._searched = {}
-        old, before = self._aliased(self.space), self.space + BEFORE
+        old, before = self._aliased_collection(self.space), self.space + BEFORE
         with plain_errors(self.uri):
             if old is not None:
                 if not self._is_there(before):
@@ -324,13 +324,13 @@ class MilvusStore(Store):
     @override
     def switch_back(self, space: str) -> None:
         self._searched = {}
-        new, before = self._aliased(self.space), self.space + BEFORE
+        new, before = self._aliased_collection(self.space), self.space + BEFORE
         if not self._is_there(before):
             return
         with plain_errors(self.uri):
             if new is not None:
                 if new == space:
-                    self.client.alter_alias(self._aliased(before), self.space)
+                    self.client.alter_alias(self._aliased_collection(before), self.space)
                 self.client.drop_alias(before)
                 return
         if self._is_there(self.space):
@@ -347,7 +347,7 @@ class MilvusStore(Store):
         self._searched = {}
         known = f"model/{self._identity(name)}"
         with plain_errors(self.uri):
-            if (collection := self._aliased(name)) is not None:
+            if (collection := self._aliased_collection(name)) is not None:
                 self.client.drop_alias(name)
             self.client.drop_collection(collection or name)
         self.set_record(known, None)

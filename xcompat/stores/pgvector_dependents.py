@@ -105,7 +105,7 @@ class _Search:
 
     def run(self) -> list[Dependent]:
         for column in self.columns:
-            for kind, number in self._bound(column.relation, column.number):
+            for kind, number in self._find_bound(column.relation, column.number):
                 self._visit(kind, number)
         return self.found
 
@@ -115,30 +115,30 @@ class _Search:
             return
         self.seen.add((kind, number))
         scripted = getattr(self, f"_{kind}", None)
-        dependent = scripted(number) if scripted is not None else self._unsupported(kind, number)
+        dependent = scripted(number) if scripted is not None else self._refuse_object(kind, number)
         if dependent is None:
             return
         for other in self._above(kind, number):
             self._visit(*other)
         self.found.append(dependent)
 
-    def _bound(self, relation: int, column: int) -> Iterator[tuple[str, int]]:
-        yield from self._resolved(
+    def _find_bound(self, relation: int, column: int) -> Iterator[tuple[str, int]]:
+        yield from self._resolve_objects(
             _DEPENDS + " AND refobjid = %s AND refobjsubid = %s ORDER BY objid", "pg_class", relation, column
         )
 
     def _above(self, kind: str, number: int) -> Iterator[tuple[str, int]]:
         """Return a dropped object's dependents."""
         if kind == "pg_attrdef":
-            yield from self._bound(*self.client.ask("SELECT adrelid::int8, adnum FROM pg_attrdef WHERE oid = %s", number)[0])
+            yield from self._find_bound(*self.client.ask("SELECT adrelid::int8, adnum FROM pg_attrdef WHERE oid = %s", number)[0])
         if kind == "view":
-            yield from self._resolved(_ABOVE, "pg_class", number)
+            yield from self._resolve_objects(_ABOVE, "pg_class", number)
             for (row_type,) in self.client.ask(_ROW_TYPES, number, number):
-                yield from self._resolved(_ABOVE, "pg_type", row_type)
+                yield from self._resolve_objects(_ABOVE, "pg_type", row_type)
         if kind == "pg_proc":
-            yield from self._resolved(_ABOVE, "pg_proc", number)
+            yield from self._resolve_objects(_ABOVE, "pg_proc", number)
 
-    def _resolved(self, asked: LiteralString, *given: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401
+    def _resolve_objects(self, asked: LiteralString, *given: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401
         """Yield objects as kind and OID. Use views in place of their rules."""
         for kind, number in self.client.ask(asked, *given):
             if kind == "pg_rewrite":
@@ -147,12 +147,12 @@ class _Search:
             elif kind != "pg_class":  # indexes have a copy on the other column
                 yield kind, number
 
-    def _described(self, kind: str, number: int) -> str:
+    def _describe_object(self, kind: str, number: int) -> str:
         catalog = "pg_class" if kind == "view" else kind
         return str(self.client.ask("SELECT pg_describe_object(%s::regclass, %s, 0)", catalog, number)[0][0])
 
-    def _unsupported(self, kind: str, number: int) -> Dependent:
-        return Dependent(name := self._described(kind, number), obstacle=f"{name} uses the column; drop it first")
+    def _refuse_object(self, kind: str, number: int) -> Dependent:
+        return Dependent(name := self._describe_object(kind, number), obstacle=f"{name} uses the column; drop it first")
 
     def _rows(self, asked: LiteralString, number: int) -> list[Any]:
         return [row[0] for row in self.client.ask(asked, *[number] * len(re.findall("(?<!%)%s", asked))) if row[0] is not None]
@@ -161,7 +161,7 @@ class _Search:
 
     def _view(self, number: int) -> Dependent:
         ((name, stored, options, space, filled, mine, temporary, definition),) = self.client.ask(_VIEW, number)
-        kind, described = "MATERIALIZED VIEW" if stored else "VIEW", self._described("view", number)
+        kind, described = "MATERIALIZED VIEW" if stored else "VIEW", self._describe_object("view", number)
         if temporary or not mine:
             why = "is temporary" if temporary else "belongs to another role"
             return Dependent(described, obstacle=f"{described} uses the column and {why}; drop it first")
@@ -185,7 +185,7 @@ class _Search:
 
     def _pg_proc(self, number: int) -> Dependent:
         ((name, kind, definition),) = self.client.ask(_FUNCTION, number)
-        described = self._described("pg_proc", number)
+        described = self._describe_object("pg_proc", number)
         if definition is None:
             return Dependent(described, obstacle=f"{described} uses the column; drop it first")
         create = (self.resize(definition), *self._extras("pg_proc", number, kind, name))
@@ -195,10 +195,10 @@ class _Search:
         ((name, table, definition, enabled),) = self.client.ask(_RULE, number)
         create = (
             self.resize(definition),
-            *_enabled(table, "RULE", name, enabled),
+            *_enable_statements(table, "RULE", name, enabled),
             *self._comment("pg_rewrite", number, f"RULE {name} ON {table}"),
         )
-        return Dependent(self._described("pg_rewrite", number), f"DROP RULE {name} ON {table}", create)
+        return Dependent(self._describe_object("pg_rewrite", number), f"DROP RULE {name} ON {table}", create)
 
     def _pg_trigger(self, number: int) -> Dependent | None:
         ((plain, name, table, definition, enabled, parent),) = self.client.ask(_TRIGGER, number)
@@ -206,15 +206,15 @@ class _Search:
             return None
         create = (
             self.resize(definition),
-            *_enabled(table, "TRIGGER", name, enabled),
+            *_enable_statements(table, "TRIGGER", name, enabled),
             *self._comment("pg_trigger", number, f"TRIGGER {name} ON {table}"),
         )
-        return Dependent(self._described("pg_trigger", number), f"DROP TRIGGER {name} ON {table}", create)
+        return Dependent(self._describe_object("pg_trigger", number), f"DROP TRIGGER {name} ON {table}", create)
 
     def _pg_policy(self, number: int) -> Dependent:
         ((name, table, definition),) = self.client.ask(_POLICY, number)
         create = (self.resize(definition), *self._comment("pg_policy", number, f"POLICY {name} ON {table}"))
-        return Dependent(self._described("pg_policy", number), f"DROP POLICY {name} ON {table}", create)
+        return Dependent(self._describe_object("pg_policy", number), f"DROP POLICY {name} ON {table}", create)
 
     def _pg_statistic_ext(self, number: int) -> Dependent:
         ((name, definition, target, owner),) = self.client.ask(_STATISTICS, number)
@@ -225,13 +225,13 @@ class _Search:
             f"ALTER STATISTICS {name} OWNER TO {owner}",
             *self._comment("pg_statistic_ext", number, f"STATISTICS {name}"),
         )
-        return Dependent(self._described("pg_statistic_ext", number), f"DROP STATISTICS {name}", create)
+        return Dependent(self._describe_object("pg_statistic_ext", number), f"DROP STATISTICS {name}", create)
 
     def _pg_publication_rel(self, number: int) -> Dependent:
         ((publication, table, columns, where),) = self.client.ask(_PUBLISHED, number)
         rest = (f" ({columns})" if columns else "") + (f" WHERE ({self.resize(where)})" if where else "")
         return Dependent(
-            self._described("pg_publication_rel", number),
+            self._describe_object("pg_publication_rel", number),
             f"ALTER PUBLICATION {publication} DROP TABLE {table}",
             (f"ALTER PUBLICATION {publication} ADD TABLE {table}{rest}",),
         )
@@ -240,7 +240,7 @@ class _Search:
         ((kind, name, table, definition, valid, inherited),) = self.client.ask(_CONSTRAINT, number)
         if kind == "n" or inherited or name == NOT_NULL:  # NOT NULL follows the column; inherited constraints follow the parent
             return None
-        described = self._described("pg_constraint", number)
+        described = self._describe_object("pg_constraint", number)
         if kind != "c":
             return Dependent(
                 described, obstacle=f"{described} includes the column; replace it with a unique index or drop it first"
@@ -285,7 +285,7 @@ class _Search:
         return [*closed, *granted, *self._comment(kind, number, f"{what} {name}"), f"ALTER {what} {name} OWNER TO {owner}"]
 
 
-def _enabled(table: str, what: str, name: str, state: str) -> list[str]:
+def _enable_statements(table: str, what: str, name: str, state: str) -> list[str]:
     how = {"D": "DISABLE", "R": "ENABLE REPLICA", "A": "ENABLE ALWAYS"}.get(state)
     return [f"ALTER TABLE {table} {how} {what} {name}"] if how else []
 

@@ -42,9 +42,9 @@ class Records:
             if not self.client.ask("SELECT to_regclass(%s)::text", self.table.as_string(self.client.connection))[0][0]:
                 return None
             self.exists = not self.client.in_transaction  # an open transaction can undo its creation
-        return self.client.retry(lambda: self._found(key))
+        return self.client.retry(lambda: self._read_record(key))
 
-    def _found(self, key: str) -> dict[str, Any] | None:
+    def _read_record(self, key: str) -> dict[str, Any] | None:
         found = self.client.execute(sql.SQL(_READ).format(self.table), self.relation, key)
         return found[0][0] if found else None
 
@@ -99,7 +99,7 @@ class Records:
             raise LostConnectionError(
                 f"lost the connection to {self.client.uri}, and another process migrates it now; wait for it"
             )
-        if self._found(CLAIM) != {"by": self.claim}:
+        if self._read_record(CLAIM) != {"by": self.claim}:
             self.client.connection.close()
             raise XcompatError(
                 f"lost the connection to {self.client.uri}, and another process has migrated it since; check its status"

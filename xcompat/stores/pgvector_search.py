@@ -85,7 +85,7 @@ class Searches:
         """
         if (seen := self._seen.get(name)) is not None:
             with suppress(XcompatError):  # the column can have changed
-                if (hits := self._found(seen, queries(seen.space), top_k, filter)) is not None:
+                if (hits := self._find_hits(seen, queries(seen.space), top_k, filter)) is not None:
                     return hits
         hits = None
         while hits is None:
@@ -94,10 +94,10 @@ class Searches:
             seen = _Seen(said, self.look()[name], iterates)
             if self.records.exists:  # else a change would stay unnoticed
                 self._seen[name] = seen
-            hits = self._found(seen, queries(seen.space), top_k, filter)
+            hits = self._find_hits(seen, queries(seen.space), top_k, filter)
         return hits
 
-    def _found(self, seen: _Seen, queries_QD: NDArray[np.float32], top_k: int, filter: str | None) -> list[list[Hit]] | None:  # noqa: A002
+    def _find_hits(self, seen: _Seen, queries_QD: NDArray[np.float32], top_k: int, filter: str | None) -> list[list[Hit]] | None:  # noqa: A002
         """Return the hits, or None if the record has changed."""
         column = sql.Identifier(seen.space.name)
         half = sql.SQL("::halfvec" if seen.space.dtype == "float16" else "")

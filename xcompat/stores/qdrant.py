@@ -85,7 +85,7 @@ class QdrantStore(Store):
         with plain_errors(self.uri):
             return self.client.get_collection(collection)
 
-    def _noted(self, collection: str) -> dict[str, Any]:
+    def _read_metadata(self, collection: str) -> dict[str, Any]:
         """Return xcompat's metadata in a collection."""
         found = self._info(collection).config.metadata or {}
         return {key.removeprefix(MARK): value for key, value in found.items() if key.startswith(MARK)}
@@ -97,7 +97,7 @@ class QdrantStore(Store):
     def _is_copy(self, name: str, of: str) -> bool:
         """Return whether a migration copied a collection from another collection."""
         real = self._real(name)
-        return real != of and self._noted(real).get("copies") == of
+        return real != of and self._read_metadata(real).get("copies") == of
 
     @override
     def spaces(self) -> dict[str, Space]:
@@ -357,7 +357,7 @@ class QdrantStore(Store):
         """Delete a collection. After a switch, move the records and clean the new payloads first."""
         own, gone = self._real(self.space), self._real(name)
         if name == self.before:
-            noted = self._noted(gone)
+            noted = self._read_metadata(gone)
             with plain_errors(self.uri):  # before the records move, so that it can be repeated
                 self.client.delete_payload(own, [STATE], models.FilterSelector(filter=models.Filter()), wait=True)
             self._note(own, copies=None, **{key: noted.get(key) for key in ("migration", "claim")})
@@ -390,7 +390,7 @@ class QdrantStore(Store):
 
     @override
     def record(self, key: str) -> dict[str, Any] | None:
-        return self._noted(self._home()).get(key)
+        return self._read_metadata(self._home()).get(key)
 
     @override
     def set_record(self, key: str, value: dict[str, Any] | None) -> None:

@@ -82,12 +82,12 @@ def plain_errors(uri: StoreUri) -> Iterator[None]:
         said = " ".join(str(error.source).split())
         raise LostConnectionError(f"{uri} does not answer ({said}); run the command again later to continue") from error
     except UnexpectedResponse as error:
-        raise XcompatError(f"{uri}: {_said(error)}") from error
+        raise XcompatError(f"{uri}: {_error_message(error)}") from error
     except (ResourceExhaustedResponse, ValueError, RuntimeError) as error:  # the last two from the local mode
         raise XcompatError(f"{uri}: {' '.join(str(error).split())}") from error
 
 
-def _said(error: UnexpectedResponse) -> str:
+def _error_message(error: UnexpectedResponse) -> str:
     """Return the message from the server or a proxy."""
     try:
         return str(error.structured()["status"]["error"])

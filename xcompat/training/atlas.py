@@ -62,12 +62,12 @@ def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> No
     """
     silence_libraries()
     require_replaceable(out, MADE_BY, overwrite, [run])
-    content, test = _judged(run, items, seed)
+    content, test = _load_evaluated(run, items, seed)
     panels = [panel for panel in project(content) if len(panel.series) > 1]
     if not panels or content.contestants.upgraded is not None:
         raise XcompatError(f"{run}: cannot project: fewer than 5 test items, or old and new embeddings do not share a space")
     rows = sampled_rows(content.contestants.old, items, seed)
-    described = {kind: list(_described(test, kind, content, rows_P)) for kind, rows_P in rows.items()}
+    described = {kind: list(_describe_items(test, kind, content, rows_P)) for kind, rows_P in rows.items()}
     series, written = iter(panels[0].series), list[dict[str, Any]]()
     for side in ("old", "new"):
         for kind, about in described.items():
@@ -80,7 +80,7 @@ def to_atlas(run: Path, out: Path, items: int, seed: int, overwrite: bool) -> No
     console.print(f"  [dim]embedding-atlas {literal(str(out))} --x {X} --y {Y}{shown}[/]", soft_wrap=True)
 
 
-def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, EvaluationSet]:
+def _load_evaluated(run: Path, items: int, seed: int) -> tuple[ReportContent, EvaluationSet]:
     """Return report content and test set of a run, from its caches if possible."""
     folder = find_model(run)
     if not (folder.parent / RECIPE).exists():
@@ -102,7 +102,7 @@ def _judged(run: Path, items: int, seed: int) -> tuple[ReportContent, Evaluation
     return ReportContent(evaluation, kept, model.config.model_type, tsne_pairs=items, seed=seed), test
 
 
-def _described(test: EvaluationSet, kind: str, content: ReportContent, rows_P: np.ndarray) -> Iterator[dict[str, Any]]:
+def _describe_items(test: EvaluationSet, kind: str, content: ReportContent, rows_P: np.ndarray) -> Iterator[dict[str, Any]]:
     """Yield id, text, image and search results of sampled items."""
     old, evaluation = content.contestants.old, content.evaluation
     if isinstance(test, PairTestSet):

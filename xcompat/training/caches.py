@@ -62,11 +62,11 @@ def cached_images(
     view of all images in its own cache.
     """
     if views:
-        return StackedCaches([_cached(embedder, pairs, cache_dir, max_bad_share, view) for view in views])
-    return _cached(embedder, pairs, cache_dir, max_bad_share, None)
+        return StackedCaches([_open_cache(embedder, pairs, cache_dir, max_bad_share, view) for view in views])
+    return _open_cache(embedder, pairs, cache_dir, max_bad_share, None)
 
 
-def _cached(
+def _open_cache(
     embedder: FrozenModel, pairs: datasets.Dataset, cache_dir: Path, max_bad_share: float, view: View | None
 ) -> EmbeddingCache:
     if embedder.reads == "captions":

@@ -140,21 +140,23 @@ class DivergenceCallback(TrainerCallback):
         """Raise if loss or weights are not finite."""
         loss, norm = (float((logs or {}).get(key, 0.0)) for key in ("loss", "grad_norm"))
         if not math.isfinite(loss):
-            raise self._diverged(f"the loss is {loss}", args, state)
+            raise self._divergence_error(f"the loss is {loss}", args, state)
         if not math.isfinite(norm):
             if state.log_history:
                 state.log_history[-1].pop("grad_norm", None)  # JSON has no infinity, and this step was skipped
             if model is not None and has_bad_weights(model):
-                raise self._diverged(f"the gradient norm is {norm} and has reached the weights", args, state)
+                raise self._divergence_error(f"the gradient norm is {norm} and has reached the weights", args, state)
 
     def _check_scale(self, scale: float, args: TrainingArguments, state: TrainerState) -> None:
         self._falls = self._falls + 1 if scale < self._lowest_scale else 1
         self._lowest_scale = scale
         if self._falls >= MOST_FALLS and scale < 1:
-            raise self._diverged(f"fp16 skipped {self._falls} steps and its gradient scale fell to {scale:g}", args, state)
+            raise self._divergence_error(
+                f"fp16 skipped {self._falls} steps and its gradient scale fell to {scale:g}", args, state
+            )
 
     @staticmethod
-    def _diverged(reason: str, args: TrainingArguments, state: TrainerState) -> TrainingDivergedError:
+    def _divergence_error(reason: str, args: TrainingArguments, state: TrainerState) -> TrainingDivergedError:
         return TrainingDivergedError(
             f"{reason} at step {state.global_step}; the last good checkpoint is kept in {args.output_dir}: check the data and "
             "start again to continue from it, or choose a lower training.learning_rate and another output_dir"
@@ -199,7 +201,7 @@ class InterruptCallback(TrainerCallback):
         """Take over the signals."""
         self._signals.__enter__()
 
-    def _any_asked(self, args: TrainingArguments) -> bool:
+    def _is_stop_requested(self, args: TrainingArguments) -> bool:
         if not is_distributed():
             return self._signals.asked
         return bool(mean_over_ranks(torch.tensor(float(self._signals.asked), device=args.device)) > 0)
@@ -208,14 +210,14 @@ class InterruptCallback(TrainerCallback):
         """Save and stop after a signal, in all processes at the next logged step."""
         if is_distributed() and not control.should_log:
             return  # the exchange waits for the GPU, which logging does anyway
-        self.interrupted = self._any_asked(args)
+        self.interrupted = self._is_stop_requested(args)
         if self.interrupted:
             control.should_log = control.should_save = control.should_training_stop = True  # log: a resume needs the sums
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Restore the signal handlers."""
         self.release()
-        self.interrupted = self._any_asked(args)
+        self.interrupted = self._is_stop_requested(args)
 
     def release(self) -> None:
         """Restore the signal handlers, also after an error."""

@@ -42,7 +42,7 @@ def compare_recipe(recipe: Recipe) -> Path:
     Raises:
         XcompatError: no stage is evaluated, cases differ, or other files are in the way.
     """
-    evaluated = _evaluated(recipe)  # raises before hours of training
+    evaluated = _evaluated_stages(recipe)  # raises before hours of training
     require_comparison_place(recipe.output_dir)
     runs = {seed: recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]}
     for run in runs.values():
@@ -71,7 +71,7 @@ def dry_run_comparison(recipe: Recipe) -> None:
     """
     from xcompat.training.dry_run import dry_run_recipe
 
-    _evaluated(recipe)
+    _evaluated_stages(recipe)
     require_comparison_place(recipe.output_dir)
     seeds = recipe.seeds or [recipe.seed]
     for seed in seeds:
@@ -79,7 +79,7 @@ def dry_run_comparison(recipe: Recipe) -> None:
     dry_run_recipe(recipe.of_seed(seeds[0]))
 
 
-def _evaluated(recipe: Recipe) -> list[StageRecipe]:
+def _evaluated_stages(recipe: Recipe) -> list[StageRecipe]:
     evaluated = [settings for settings in recipe.stages if settings.is_judged]
     if not evaluated:
         raise XcompatError(

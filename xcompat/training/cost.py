@@ -97,7 +97,7 @@ class CostCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ANN401
         """Start the clock with the checkpoint's sums."""
-        self._before = _last(state.log_history)
+        self._before = _last_sums(state.log_history)
         if self._before:  # older checkpoints have steps instead of samples
             self._before = {SAMPLES: state.global_step * _per_step(args), **self._before}
         self._peak = PeakMemory(args.device)
@@ -127,7 +127,7 @@ class CostCallback(TrainerCallback):
         **_: Any,  # noqa: ANN401
     ) -> None:
         """Write the file."""
-        sums = _last(state.log_history)
+        sums = _last_sums(state.log_history)
         if model is None or not sums or not is_main_process():
             return
         parameters = list(model.parameters())
@@ -149,7 +149,7 @@ def _per_step(args: TrainingArguments) -> int:
     return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
-def _last(log_history: list[dict[str, float]]) -> dict[str, float]:
+def _last_sums(log_history: list[dict[str, float]]) -> dict[str, float]:
     """Return the last logged sums, or an empty dictionary."""
     return next((entry for entry in reversed(log_history) if SECONDS in entry), {})
 
@@ -161,7 +161,7 @@ def seconds_before(checkpoints: Path) -> float:
         checkpoints: the Trainer's output folder.
     """
     checkpoint = last_complete_checkpoint(checkpoints)
-    return float(_last(read_json(checkpoint / STATE)["log_history"]).get(SECONDS, 0.0)) if checkpoint is not None else 0.0
+    return float(_last_sums(read_json(checkpoint / STATE)["log_history"]).get(SECONDS, 0.0)) if checkpoint is not None else 0.0
 
 
 class SolvingCost:

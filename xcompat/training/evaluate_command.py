@@ -229,7 +229,7 @@ def evaluate_embeddings(
     settings = settings or EvaluationSettings()
     if by_map is not None:
         model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
-        loaded |= _mapped(loaded["new"], loaded["old"], by_map, model)
+        loaded |= _map_queries(loaded["new"], loaded["old"], by_map, model)
         settings = use_chosen_rerank_weight(settings, model)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
@@ -239,7 +239,7 @@ def evaluate_embeddings(
     return _finish(make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
 
-def _mapped(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
+def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
     """Return mapped queries and the vectors of a backfill."""
     if model.maps_galleries or not model.compatible_with:
         raise XcompatError(f"{by_map} does not map queries into an old space; use the folder of a map that `xcompat map` wrote")

@@ -204,7 +204,7 @@ class LabelledTestSet(EvaluationSet):
             same_camera = taken_by is not None and cameras is not None and taken_by[query] == cameras[image]
             return gallery_ids[image] != query_ids[query] and not (same_camera and found[image] == asked[query])
 
-        sides = {"old query": _multiplied(old, old), "new query": _multiplied(new_view, searched)}
+        sides = {"old query": _dot_product_sides(old, old), "new query": _dot_product_sides(new_view, searched)}
         examples = []
         for query in chosen.tolist():
             rows = []
@@ -240,7 +240,7 @@ class LabelledTestSet(EvaluationSet):
         return {IMAGE_TO_IMAGE: QuerySet(PICTURES, "queries", picture, classes.__getitem__, matches, own_id)}
 
 
-def _multiplied(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[Any], NDArray[Any]]:
+def _dot_product_sides(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return queries and gallery whose dot products rank the gallery."""
     queries_QD, gallery_GD = np.asarray(asking.query_embeds_QD), np.asarray(searched.gallery_embeds_GD)
     if asking.metric == "cosine":

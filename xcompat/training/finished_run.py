@@ -98,10 +98,10 @@ class FinishedRun:
         source = self.settings.old
         if source is None:
             raise XcompatError(f"{self.stage} was trained without an old model; serve a gallery, or a stage with an old model")
-        frozen = load_frozen(source.model_copy(update={"name": self._resolved(source)}), device())
+        frozen = load_frozen(source.model_copy(update={"name": self._resolve(source)}), device())
         return replace(frozen, reads=self.settings.data.old_reads) if isinstance(frozen, Embedder) else frozen
 
-    def _resolved(self, source: EncoderSource) -> str:
+    def _resolve(self, source: EncoderSource) -> str:
         if not source.name.startswith(STAGE_PREFIX):
             return source.name
         whole = self.folder if self.stage != self.folder else self.folder.parent

@@ -79,7 +79,7 @@ def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tu
         model = EncoderSource(name=named) if isinstance(named, str) else named
         if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
             yield f"{settings.name}: {role}", partial(_check_model, model)
-    data, prefix = _judged(settings.data) if is_trained else settings.data, f"{settings.name}: data."
+    data, prefix = _drop_training_data(settings.data) if is_trained else settings.data, f"{settings.name}: data."
     for key, source in _sources(data):
         yield f"{prefix}{key}.path", partial(_check_source, source)
     if data.judged_texts is not None:
@@ -148,7 +148,7 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
     Returns:
         Recipe key -> digest, without missing or remote data.
     """
-    data = _judged(settings.data)
+    data = _drop_training_data(settings.data)
     named = {f"{key}.path": source.path for key, source in _sources(data)} | dict(_other_files(data))
     found = {}
     for key, path in named.items():
@@ -163,7 +163,7 @@ def judged_files(settings: StageRecipe) -> dict[str, str]:
     return known
 
 
-def _judged(data: DataSettings) -> DataSettings:
+def _drop_training_data(data: DataSettings) -> DataSettings:
     """Return the data section without training data."""
     learned_from = ("pairs", "text_pairs", "remembered", "images", "subset")
     return data.model_copy(update={**dict.fromkeys(learned_from), "texts": []})

@@ -77,7 +77,7 @@ def load_judged_templates(settings: JudgedTemplates) -> TemplateTestSet:
     """
     lists = read_template_lists(settings.members, settings.pairs, settings.gallery, settings.probes)
     images = _images(settings, lists.members)
-    return TemplateTestSet(images, lists.members.names, _numbered(lists), settings.images.max_bad_share)
+    return TemplateTestSet(images, lists.members.names, _number_templates(lists), settings.images.max_bad_share)
 
 
 def require_images_of_templates(settings: JudgedTemplates) -> None:
@@ -101,7 +101,7 @@ def _images(settings: JudgedTemplates, members: Members) -> datasets.Dataset:
     return images
 
 
-def _numbered(lists: TemplateLists) -> TemplateProtocol:
+def _number_templates(lists: TemplateLists) -> TemplateProtocol:
     ids_T, templates_N = np.unique(lists.members.templates_N, return_inverse=True)
     read: dict[str, Any] = {}
     if lists.pairs is not None:

@@ -141,7 +141,7 @@ class _TrainingSets:
         pairs = load_pairs(self.settings.data.pairs, dataset)
         known: tuple[EmbeddingCache, EmbeddingCache] | Embedder | None = None
         if OLD_EMBEDS in self.model.columns:
-            known = self._old(old).require_model("contains embeddings and cannot embed captions; set old to a model")
+            known = self._load_old(old).require_model("contains embeddings and cannot embed captions; set old to a model")
             if not self.settings.embeds_pairs_online:
                 images = cached_images(known, pairs, self.cache_dir, self.settings.data.pairs.max_bad_share)
                 known = images, cached_captions(known, flatten_captions(pairs)[0], self.cache_dir)
@@ -157,28 +157,28 @@ class _TrainingSets:
             return cached_images(embedder, images.dataset, self.cache_dir, images.max_bad_share, views)
 
         if model.embeds_in_memory:
-            return map_data(model, cache(self._new()), cache(self._old(old)), images)
+            return map_data(model, cache(self._new()), cache(self._load_old(old)), images)
         extra: dict[str, Any] = {}
         online: dict[str, Embedder] = {}
         if model.config.old is not None:
             alone = partial(self._independent, independent)
-            extra, online = labelled_columns(model, self.settings, images, self._old(old), alone, cache)
+            extra, online = labelled_columns(model, self.settings, images, self._load_old(old), alone, cache)
         return labelled_data(self.settings, images, model.processor, self.seed, extra, model.views, online)
 
     def pictures(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
         assert self.settings.data.pairs is not None
         pictures = load_pairs(self.settings.data.pairs, dataset)
         share, views = self.settings.data.pairs.max_bad_share, self.settings.views(self.seed)
-        new, knows = (cached_images(one, pictures, self.cache_dir, share, views) for one in (self._new(), self._old(old)))
+        new, knows = (cached_images(one, pictures, self.cache_dir, share, views) for one in (self._new(), self._load_old(old)))
         return map_data(self.model, new, knows)
 
     def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
-        knows = self._old(old).require_model("contains image embeddings by id; set old to a model")
+        knows = self._load_old(old).require_model("contains image embeddings by id; set old to a model")
         new = self._new() if self.model.maps_galleries else self._new().for_queries()
         new_ND, old_Nd = (cached_texts(one, dataset, self.cache_dir) for one in (new, knows))
         return map_data(self.model, new_ND, old_Nd)
 
-    def _old(self, old: FrozenModel | str | None) -> FrozenModel:
+    def _load_old(self, old: FrozenModel | str | None) -> FrozenModel:
         """Load the old model; raise if it is not the new model's."""
         name, described = type(self.model).__name__, self.model.config.old
         if old is None:

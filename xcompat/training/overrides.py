@@ -23,7 +23,7 @@ def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
     """
     stages, parts = raw.get("stages"), key.split(".")
     for number, stage in enumerate(stages if isinstance(stages, list) else []):
-        met, place = _followed(stage, parts) if isinstance(stage, dict) else ([], None)
+        met, place = _follow_key(stage, parts) if isinstance(stage, dict) else ([], None)
         # the stage behind the name follows the override itself
         refers = isinstance(place, str) and place.startswith(STAGE_PREFIX) and met != parts
         if place is not None and not refers:
@@ -32,7 +32,7 @@ def refuse_shadowed(raw: dict[str, Any], key: str) -> None:
             raise XcompatError(f"stage {number} ({name}) sets {whole} itself: override stages.{name}.{inner}")
 
 
-def _followed(stage: dict[str, Any], parts: list[str]) -> tuple[list[str], Any]:
+def _follow_key(stage: dict[str, Any], parts: list[str]) -> tuple[list[str], Any]:
     """Follow a key to the first value that is not a dictionary; return the parts and the value."""
     place: Any = stage
     for depth, part in enumerate(parts):

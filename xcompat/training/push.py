@@ -138,12 +138,12 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     known = [model.fingerprint(), model.written_fingerprint(), model.embeds_fingerprint(), model.stored_fingerprint()]
     if memory != "all":
         model = _without_memory(model, folder, memory)
-        run = _measured(run, "before the memory was removed")
+        run = _date_results(run, "before the memory was removed")
     if form == "merged":
         if model.encoder is None or not (model.config.adapters or {}).get("lora"):
             raise XcompatError(f"{folder} has no LoRA to merge; push it as it is")
         model.merge_adapters()
-        run = _measured(run, "before LoRA was merged into the weights")
+        run = _date_results(run, "before LoRA was merged into the weights")
     elif form == "adapters":
         model.leave_out_base()
     facts = model.facts()
@@ -155,7 +155,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     return _Pushed(facts, model.config.to_dict(), model.save_pretrained, run, [each.digest for each in known])
 
 
-def _measured(run: RunFacts, when: str) -> RunFacts:
+def _date_results(run: RunFacts, when: str) -> RunFacts:
     results = f"Measured {when}.\n\n{run.results}" if run.results else ""
     return replace(run, results=results, measured_on=f"{run.measured_on}, {when}" if run.measured_on else "")
 
@@ -184,7 +184,7 @@ def run_facts(folder: Path, fingerprint: Fingerprint) -> RunFacts:
     facts = RunFacts(
         data={part: [anonymise_name(name) for name in each] for part, each in names.items() if each},
         datasets=sorted({name for each in names.values() for name in each if is_dataset(name)}),
-        recipe=yaml.safe_dump_all(map(_shown, recipes), sort_keys=False, allow_unicode=True).rstrip(),
+        recipe=yaml.safe_dump_all(map(_escape_values, recipes), sort_keys=False, allow_unicode=True).rstrip(),
         seconds=done.get("seconds"),
         machine=environment.get("machine", {}).get("device", ""),
         versions=environment.get("versions", {}),
@@ -277,9 +277,9 @@ def anonymise_name(name: str) -> str:
     return name if below == plain_name(name) else below  # keep the library of a model's name
 
 
-def _shown(value: Any) -> Any:  # noqa: ANN401 - nested YAML
+def _escape_values(value: Any) -> Any:  # noqa: ANN401 - nested YAML
     if isinstance(value, dict):
-        return {key: _shown(inner) for key, inner in value.items() if inner is not None}
+        return {key: _escape_values(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_shown(inner) for inner in value]
+        return [_escape_values(inner) for inner in value]
     return anonymise_name(value) if isinstance(value, str) else value

@@ -179,13 +179,13 @@ def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_tex
     now, then = _flat(settings), _flat(begun)
     judged = set(JUDGED_ON) - ({"data.test", "data.judged_texts"} if learns_from_texts else set())
     kept = sorted({*now, *then} - {"evaluation", "allow_worse", *judged})
-    return sorted(deep for key in kept for deep in _changed(now.get(key), then.get(key), key))
+    return sorted(deep for key in kept for deep in _changed_keys(now.get(key), then.get(key), key))
 
 
-def _changed(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN401 - what YAML holds
+def _changed_keys(now: Any, then: Any, key: str) -> Iterator[str]:  # noqa: ANN401 - what YAML holds
     if isinstance(now, dict) and isinstance(then, dict):
         for inner in {*now, *then}:
-            yield from _changed(now.get(inner), then.get(inner), f"{key}.{inner}")
+            yield from _changed_keys(now.get(inner), then.get(inner), f"{key}.{inner}")
     elif now != then:
         yield key
 

@@ -167,9 +167,9 @@ class StageRun:
     @property
     def is_finished(self) -> bool:
         """Whether stage, inputs and report are up to date."""
-        made = [*self._judged, *self.settings.made_from()]
+        made = [*self._reported_stages, *self.settings.made_from()]
         trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
-        return trained and (not self.settings.is_judged or self._is_evaluated(self._wanted()))
+        return trained and (not self.settings.is_judged or self._is_evaluated(self._report_inputs()))
 
     def train_unless_done(self) -> None:
         """Train and save the model, or verify a finished model."""
@@ -271,7 +271,7 @@ class StageRun:
 
     def evaluate_unless_done(self) -> Path:
         """Write the report unless up to date; all processes rank, the first writes."""
-        wanted = self._wanted()
+        wanted = self._report_inputs()
         done = self._is_evaluated(wanted)
         barrier()
         if not done:
@@ -308,11 +308,11 @@ class StageRun:
         """Whether the chosen map is surely at or above old queries; None if none was chosen."""
         return read_verdict(self.paths.folder) if self.settings.method == AUTO_MAP else None
 
-    def _wanted(self) -> Evaluated:
+    def _report_inputs(self) -> Evaluated:
         """Return the inputs of an up-to-date report."""
         return Evaluated(
             settings=self._evaluation.model_dump(mode="json"),
-            models={name: self.models.digest_of(name) for name in self._judged} | self.models.inputs(),
+            models={name: self.models.digest_of(name) for name in self._reported_stages} | self.models.inputs(),
             data=test_settings(dump_settings(self.settings, self.recipe.seed)),
             files=judged_files(self.settings),
         )
@@ -372,7 +372,7 @@ class StageRun:
             yield version, test.embed(earlier, self.recipe.cache_dir)
 
     @property
-    def _judged(self) -> list[str]:
+    def _reported_stages(self) -> list[str]:
         """Stages in the report."""
         compared = self.settings.evaluation.compare_with if self.settings.evaluation is not None else []
         return [self.settings.name, *compared, *(hop.name for hop in self._hops)]

@@ -98,7 +98,7 @@ def _of_backbone(
         return CaptionedEmbeddings(passages, _captions(texts[QUERY][:], own.for_queries(), old.for_queries(), folder))
     assert settings.pairs is not None
     loaded = load_pairs(settings.pairs)
-    pairs = _first(loaded) if isinstance(loaded, datasets.IterableDataset) else loaded.select(_spread(len(loaded)))
+    pairs = _first_rows(loaded) if isinstance(loaded, datasets.IterableDataset) else loaded.select(_spread(len(loaded)))
     captions, ids = flatten_captions(pairs)
     image_groups_N, text_groups_M = number_groups(pairs[ID], ids, captions)
     new, of_old = (cached_images(each, pairs, folder, settings.pairs.max_bad_share) for each in (own, old))
@@ -121,6 +121,6 @@ def _spread(rows: int) -> NDArray[np.int64]:
     return np.arange(0, rows, max(1, -(-rows // SAMPLE)))
 
 
-def _first(stream: datasets.IterableDataset) -> datasets.Dataset:
+def _first_rows(stream: datasets.IterableDataset) -> datasets.Dataset:
     rows = list(itertools.islice(stream, SAMPLE))
     return datasets.Dataset.from_list([{ID: str(number), **row} for number, row in enumerate(rows)])

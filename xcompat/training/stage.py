@@ -117,7 +117,7 @@ class StageModels:
             raise XcompatError(f"{settings.name}: {source.name} contains embeddings, not a model; set {role} to a model")
         halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
         chosen = next((dtype for key, dtype in halves.items() if settings.training.get(key)), None)
-        resolved, kept = self._resolved(source), _kept.get()
+        resolved, kept = self._resolve(source), _kept.get()
         if kept is None:
             return load_embedder(resolved, device(), chosen)
         key = (resolved.model_dump_json(), chosen)
@@ -182,7 +182,7 @@ class StageModels:
         if source is None:
             raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs a new encoder; set new")
         if isinstance(source, EncoderSource):
-            return load_encoder(self._resolved(source))
+            return load_encoder(self._resolve(source))
         return encoder_from_scratch(source, () if source.image_only else data.texts_of_pairs(), seed)
 
     def projection(self) -> ProjectionModel:
@@ -223,7 +223,7 @@ class StageModels:
         """Return the model's dimension, if independent of the backbone."""
         return self.method.planned_dim(self.old_dim() if self.method.compares_with_old else None, self.settings.options)
 
-    def _resolved(self, source: EncoderSource) -> EncoderSource:
+    def _resolve(self, source: EncoderSource) -> EncoderSource:
         return source.model_copy(update={"name": self.recipe.resolve(source.name)})
 
 

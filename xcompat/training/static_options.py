@@ -45,7 +45,7 @@ def trackers() -> list[str]:
         >>> {"tensorboard", "trackio", "wandb"} <= set(trackers())
         True
     """
-    for node in _parsed(_transformers("integrations/integration_utils.py")).body:
+    for node in _parse_file(_transformers("integrations/integration_utils.py")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTEGRATION_TO_CALLBACK":
             return list(map(ast.literal_eval, node.value.keys))  # type: ignore[attr-defined]  # a dictionary
     return []
@@ -162,11 +162,11 @@ def _class(name: str) -> ast.ClassDef:
 
 
 def _classes(file: Path) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in _parsed(file).body if isinstance(node, ast.ClassDef)}
+    return {node.name: node for node in _parse_file(file).body if isinstance(node, ast.ClassDef)}
 
 
 @cache
-def _parsed(file: Path) -> ast.Module:
+def _parse_file(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 

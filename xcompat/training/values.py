@@ -109,7 +109,7 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
         given: a stage's training section.
     """
     usual = {"save_strategy": "steps", "logging_strategy": "steps", "lr_scheduler_type": "linear"}
-    saved, logged, schedule = (_named(given.get(name, value)) for name, value in usual.items())
+    saved, logged, schedule = (_plain_value(given.get(name, value)) for name, value in usual.items())
     hub = ("model_id", "strategy", "token", "private_repo", "always_push", "revision")
     workers = ("persistent_workers", "multiprocessing_context", "in_order")
     tracked = given.get("report_to") not in (None, "none", [], ["none"])
@@ -138,7 +138,7 @@ def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]
         yield from ((name, is_read, why) for name in names)
 
 
-def _named(value: Any) -> str:  # noqa: ANN401 - a text, or one of transformers' enumerations
+def _plain_value(value: Any) -> str:  # noqa: ANN401 - a text, or one of transformers' enumerations
     return str(getattr(value, "value", value))
 
 

@@ -103,7 +103,7 @@ def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | 
     lists = batch.column(EMBEDDING)
     kind = lists.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        lists = _parsed(lists, where, before)
+        lists = _parse_texts(lists, where, before)
         kind = lists.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_list or not (pa.types.is_floating(kind.value_type) or kind.value_type == pa.int8()):
@@ -268,7 +268,7 @@ def _as_batches(rows: Iterable[Row], file: Path) -> Iterator[pa.RecordBatch]:
         before += len(block)
 
 
-def _parsed(texts: pa.Array, where: object, before: int) -> pa.Array:
+def _parse_texts(texts: pa.Array, where: object, before: int) -> pa.Array:
     import pyarrow as pa
 
     parsed = [
