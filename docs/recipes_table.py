@@ -39,12 +39,12 @@ def overview() -> str:
     headers = {file: read_header(file) for file in sorted(FOLDER.rglob("*.yaml"))}
     parts = [INTRODUCTION]
     for paper, title in PAPERS.items():
-        of_paper = [(file, header) for file, header in headers.items() if header.first("paper") == paper]
+        of_paper = [(file, header) for file, header in headers.items() if header.first_value("paper") == paper]
         if of_paper:
             head = [f"## {title}", "", "| table | row | recipe | published | ours |", "|---|---|---|---|---|"]
             lines = (line for file, header in sorted(of_paper, key=lambda each: _order(*each)) for line in _lines(file, header))
             parts.append("\n".join([*head, *lines]) + "\n")
-    of_none = [file for file, header in headers.items() if not header.first("paper")]
+    of_none = [file for file, header in headers.items() if not header.first_value("paper")]
     others = [f"| [{_name(file)}]({_path(file)}) | {about(file)} |" for file in of_none]
     parts.append("\n".join(["## Others", "", "| recipe | what it is |", "|---|---|", *others]) + "\n")
     return "\n".join(parts)
@@ -52,13 +52,13 @@ def overview() -> str:
 
 def _lines(file: Path, header: Header) -> Iterator[str]:
     """Yield a line for each row of a recipe."""
-    where, ours = f"[{_name(file)}]({_path(file)})", header.first("ours")
+    where, ours = f"[{_name(file)}]({_path(file)})", header.first_value("ours")
     for row, published in header.rows():
-        yield f"| {header.first('table')} | {row} | {where} | {published} | {ours} |"
+        yield f"| {header.first_value('table')} | {row} | {where} | {published} | {ours} |"
 
 
 def _order(file: Path, header: Header) -> tuple[int, str]:
-    table = header.first("table")
+    table = header.first_value("table")
     number = re.match(r"\d+", table)
     return int(number[0]) if number else 1000, _path(file)
 

@@ -47,7 +47,7 @@ OF_EACH_KIND = list({file.parent: file for file in RECIPES}.values())
 """The last recipe of each folder, which is built on every change; all of them nightly."""
 OTHERWISE_SAME = ("clip", "continual", "fashion", "vision")
 """Folders whose recipes have the methods, encoders and data of others; they take longest and run nightly."""
-PAPERS = {file: header for file in RECIPES if (header := read_header(file)).first("paper")}
+PAPERS = {file: header for file in RECIPES if (header := read_header(file)).first_value("paper")}
 """Recipes of the papers' tables, with their headers."""
 SCHEDULE = ROOT / "recipes" / "vision" / "oca_tiny_imagenet.yaml"
 """The papers' schedule on other data."""
@@ -134,7 +134,7 @@ def with_ancestors(recipe: Recipe, name: str) -> set[str]:
     while waiting:
         found.add(one := waiting.pop())
         evaluation = stages[one].evaluation
-        waiting += [*stages[one].made_from(), *(evaluation.compare_with if evaluation else [])]
+        waiting += [*stages[one].source_stages(), *(evaluation.compare_with if evaluation else [])]
     return found
 
 
@@ -210,7 +210,7 @@ def test_the_papers_schedule_is_theirs_for_every_method() -> None:
         assert said.items() <= stages[name].training.items() and not stages[name].training.get("weight_decay"), name
     assert all(stage.training["max_grad_norm"] == 0 for stage in recipe.stages)
     header = read_header(SCHEDULE)
-    assert header.first("needs").endswith("a GPU") and header.first("ours") == "not run: needs a GPU"
+    assert header.first_value("needs").endswith("a GPU") and header.first_value("ours") == "not run: needs a GPU"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=named)
@@ -346,9 +346,9 @@ def test_a_papers_recipe_reads_its_data_as_they_are_distributed(
 @pytest.mark.parametrize("file", PAPERS, ids=named)
 def test_a_papers_recipe_cites_its_rows(file: Path) -> None:
     header = PAPERS[file]
-    assert all(header.first(key) for key in ("paper", "table", "data", "needs", "ours"))
+    assert all(header.first_value(key) for key in ("paper", "table", "data", "needs", "ours"))
     assert list(header.rows()), "a row, and what the paper found"
-    paper = ROOT.parent / "shared" / "papers" / f"{header.first('paper')}.txt"
+    paper = ROOT.parent / "shared" / "papers" / f"{header.first_value('paper')}.txt"
     if not paper.exists():
         pytest.skip(f"{paper} is not here")
     text = paper.read_text(encoding="utf-8")

@@ -185,7 +185,7 @@ def test_other_originals_make_kept_embeddings_invalid(
     gallery.search(asked, newer.model, rerank=Reranker(newer, load_originals(photos), ITEMS))
     kept = NewEmbeddings(gallery.path, Embedder.from_model(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
     names = [f"{row:02}.png" for row in range(ITEMS)]
-    assert kept.known([*names, "absent"], gallery.generation) == kept.get(names, gallery.generation).keys() == set(names)
+    assert kept.known_ids([*names, "absent"], gallery.generation) == kept.get(names, gallery.generation).keys() == set(names)
     state = gallery.generation
     gallery.add(np.ones((1, 8)), [names[3]], replace=True)
     gallery.remove([names[4]])

@@ -223,7 +223,7 @@ def test_a_map_of_galleries_calibrates_mapped_against_new_items(world: World, tm
 
 def test_scale_after_scale_is_one_scale() -> None:
     first, second = ScoreScale(2.0, 0.3), ScoreScale(0.5, -0.1)
-    joined = second.after(first)
+    joined = second.compose(first)
     assert joined.slope * 0.7 + joined.offset == pytest.approx(0.5 * (2.0 * 0.7 + 0.3) - 0.1)
     assert ScoreScales.read(ScoreScales(first, second).settings) == (first, second)
 

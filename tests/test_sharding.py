@@ -23,7 +23,7 @@ from xcompat.methods import DirectModel, IndependentModel
 from xcompat.models import CompatModel, describe_old
 from xcompat.models.embedder import load_checkpoint
 from xcompat.training.cached_gradients import backward_in_mini_batches
-from xcompat.training.sharding import shardable, unsharded
+from xcompat.training.sharding import gather_weights, shardable
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import StageTrainer, training_arguments
 from xcompat.training.training_sets import Data
@@ -60,8 +60,8 @@ def _shard_and_save(rank: int, encoder: str, store: str, out: str) -> None:
     loss = model(**_batch(model)).loss
     loss.backward()
     optimiser.step()
-    whole = unsharded(model)
-    assert type(whole) is IndependentModel and unsharded(whole) is whole
+    whole = gather_weights(model)
+    assert type(whole) is IndependentModel and gather_weights(whole) is whole
     assert any(not torch.equal(before[name].reshape_as(tensor), tensor) for name, tensor in whole.state_dict().items())
     if rank == 0:
         whole.export(out)
@@ -173,7 +173,7 @@ def _train_as_accelerate_shards(rank: int, encoder: str, store: str, out: str) -
     assert computed and all(computed), "in half precision, as without shards"
     sharded = trainer.accelerator.unwrap_model(trainer.model)
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
-    whole = unsharded(sharded)
+    whole = gather_weights(sharded)
     assert any(not torch.equal(before[name].reshape_as(tensor), tensor) for name, tensor in whole.state_dict().items())
     whole.export(Path(out) / "model")
     dist.destroy_process_group()

@@ -191,11 +191,11 @@ class OrthogonalTransform(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Stay in float32 in half precision, which has no matrix exponential."""
 
-        def unrounded(tensor: Tensor) -> Tensor:
+        def compute_unrounded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if torch.finfo(moved.dtype).bits >= 32 else tensor.to(moved.device)
 
-        return super()._apply(unrounded, recurse)
+        return super()._apply(compute_unrounded, recurse)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """Transform every row.

@@ -33,14 +33,14 @@ class ScoreScale(NamedTuple):
         offset: in units of a score.
 
     Example:
-        >>> ScoreScale(2.0, 0.5).after(ScoreScale(3.0, 1.0))
+        >>> ScoreScale(2.0, 0.5).compose(ScoreScale(3.0, 1.0))
         ScoreScale(slope=6.0, offset=2.5)
     """
 
     slope: float = 1.0
     offset: float = 0.0
 
-    def after(self, first: ScoreScale) -> ScoreScale:
+    def compose(self, first: ScoreScale) -> ScoreScale:
         """Return a scale that applies another scale first."""
         return ScoreScale(self.slope * first.slope, self.slope * first.offset + self.offset)
 

@@ -190,7 +190,7 @@ def quickstart(folder: Path) -> Iterator[Asked]:
     recipe = load_recipe(folder / "recipe.yaml", [])
     settings = recipe.stages[-1]
     models = StageModels(recipe, settings)
-    model = models.trained(settings.name).eval()
+    model = models.load_trained(settings.name).eval()
     embedder = Embedder.from_model(model, "own")
     assert settings.data.test is not None
     test = load_pair_test_set(settings.data.test)

@@ -73,7 +73,7 @@ def plan(
     from xcompat.report import load_report, print_ways, report_file
     from xcompat.stores import commands
 
-    held = _held(from_, texts, images, embed, image_folder)
+    held = _source_field(from_, texts, images, embed, image_folder)
     service = _Service(embed_with, requests_per_minute, price)
     _require(uri, model, embed, image_folder if embed else None, service)
     with _messages_on_stderr(json):
@@ -120,7 +120,7 @@ def start(
         rate = {"batch": batch, "rows_per_second": rows_per_second}
         commands.start(store, source, into, **rate, dtype=dtype, max_bad_share=max_bad_share, spread=spread)
 
-    held = _held(from_, texts, images, embed, image_folder)
+    held = _source_field(from_, texts, images, embed, image_folder)
     engines = Workers(engine, workers, gpus_per_worker)
     service = _Service(embed_with, requests_per_minute, price)
     _require(uri, model, embed, image_folder if embed else None, service, engine)
@@ -220,7 +220,7 @@ def _open(uri: str, where: str | None = None) -> Store:
     return xcompat.stores.open(uri, where)
 
 
-def _held(
+def _source_field(
     from_: str | None, texts: str | None, images: str | None, embed: str | None, image_folder: str | None
 ) -> SourceField | None:
     """Return the field with the source texts or images of the stored vectors, if given."""

@@ -119,11 +119,11 @@ def on_one_core(function: Callable[[T], R]) -> Callable[[T], R]:
     """Wrap a function for use in several threads: torch then computes only in the calling thread."""
     of_all = torch.get_num_threads()
 
-    def alone(item: T) -> R:
+    def run_alone(item: T) -> R:
         with _one_torch_thread(of_all):
             return function(item)
 
-    return alone
+    return run_alone
 
 
 @contextmanager

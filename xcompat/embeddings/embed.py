@@ -224,14 +224,14 @@ def embed_rows(
     usual = prepare or processor.images
     draw = None if view is None else view.build_draw(processor)
 
-    def prepared(images: list[Any]) -> dict[str, Tensor]:
+    def prepare_images(images: list[Any]) -> dict[str, Tensor]:
         pixels = usual(images) if draw is None else processor.to_pixels(torch.stack(images))
         return _pin_batch({PIXEL_VALUES: pixels}, embedder.device)
 
     if embedder.device.type == "cpu":
         keep_freed_memory()
     batches = iterate_images(
-        dataset, batch_size, rows=rows, bad=bad, draw=draw, prepare=prepared, **decoding_options(embedder.device)
+        dataset, batch_size, rows=rows, bad=bad, draw=draw, prepare=prepare_images, **decoding_options(embedder.device)
     )
     for kept, batch in (waiting or Waiting()).track(batches):
         yield kept, embedder.embed(batch)
@@ -320,13 +320,13 @@ def _cut_by_shard(batches: Batches, shards: Sequence[slice]) -> Iterator[Batches
     """Distribute batches of ascending rows to shards, with rows numbered from 0. No batch spans two shards."""
     ahead = next(batches, None)
 
-    def of(shard: slice) -> Batches:
+    def batches_of(shard: slice) -> Batches:
         nonlocal ahead
         while ahead is not None and ahead[0][0] < shard.stop:
             yield ahead[0] - shard.start, ahead[1]
             ahead = next(batches, None)
 
-    yield from map(of, shards)
+    yield from map(batches_of, shards)
 
 
 def _embed(

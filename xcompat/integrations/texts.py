@@ -92,7 +92,7 @@ class TextEmbedder:
             A unit-length vector in the version's dimension.
         """
         _require_texts([text])
-        return self._view(self.own(text), text)
+        return self._view(self.embed_own(text), text)
 
     def vector(self, embedding: Sequence[float]) -> list[float]:
         """Map a query's embedding from the new model's space to the store's space.
@@ -158,7 +158,7 @@ class TextEmbedder:
         """
         return self._source if isinstance(self._source, ServedMap) else _require_embedder(self._source)
 
-    def own(self, text: str) -> Tensor:
+    def embed_own(self, text: str) -> Tensor:
         """Embed a query in the model's own space.
 
         Args:
@@ -214,7 +214,7 @@ class TextReranker:
         hits = [
             Hit(str(n), score or 0.0, version, {TEXT: text}) for n, (text, score) in enumerate(zip(texts, scores, strict=True))
         ]
-        (ordered,) = reranker.order(self._asking.own(query), [hits])
+        (ordered,) = reranker.order(self._asking.embed_own(query), [hits])
         return [(int(hit.id), hit.score) for hit in ordered]
 
 

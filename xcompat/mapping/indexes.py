@@ -95,7 +95,7 @@ def _spool(index: FaissIndex) -> NDArray[np.float32]:
     spool = Spool(np.float32)
     for start in range(0, index.rows, BLOCK):
         spool.add(index.vectors(np.arange(start, min(start + BLOCK, index.rows))))
-    return spool.mapped()
+    return spool.map_rows()
 
 
 def read_gallery(path: Path) -> Vectors:
@@ -118,7 +118,7 @@ def read_gallery(path: Path) -> Vectors:
             ids += segment.ids(rows_n)
             for start in range(0, len(rows_n), BLOCK):
                 spool.add(segment.vectors(rows_n[start : start + BLOCK]))
-    return Vectors(spool.mapped(), ids)
+    return Vectors(spool.map_rows(), ids)
 
 
 def describe_gallery_model(path: Path) -> dict[str, Any]:

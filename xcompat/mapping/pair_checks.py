@@ -54,7 +54,7 @@ class _Narrow(NamedTuple):
     along_DK: NDArray[np.float32] | None
 
     @classmethod
-    def of(cls, rows_ND: Rows, draw: np.random.Generator) -> _Narrow:
+    def project(cls, rows_ND: Rows, draw: np.random.Generator) -> _Narrow:
         dim = rows_ND.shape[1]
         return cls(rows_ND, draw.standard_normal((dim, _DIMS), np.float32) if dim > _DIMS else None)
 
@@ -82,7 +82,7 @@ def find_right_pairs(new_ND: Rows, old_Nd: Rows, seed: int = 0) -> NDArray[np.bo
     if count < FEWEST:
         return None
     rows_S = np.sort(draw.permutation(count)[:SCANNED])
-    new, old = (_Narrow.of(side, draw) for side in (new_ND, old_Nd))
+    new, old = (_Narrow.project(side, draw) for side in (new_ND, old_Nd))
     new_SD, old_Sd = new.read(rows_S), old.read(rows_S)
     folds_S = draw.permutation(len(rows_S)) % _FOLDS
     kept_S, threshold = np.ones(len(rows_S), bool), None

@@ -174,7 +174,7 @@ class _Search:
         runs = sorted((self.anchors(source_NS, target_MT) for _ in range(self.config.runs)), key=lambda run: -run.score)
         best = runs[: max(round(BEST * len(runs)), 1)]
         source_AS, target_AT = np.concatenate([run.source_CS for run in best]), np.concatenate([run.target_CT for run in best])
-        drawn_BS = self.drawn(source_NS, 2 * MATCHED)
+        drawn_BS = self.draw_rows(source_NS, 2 * MATCHED)
         described_BA, described_MA = _unit(drawn_BS @ _unit(source_AS).T), _unit(target_MT @ _unit(target_AT).T)
         return _rotation(drawn_BS, self.partners(described_BA @ described_MA.T, target_MT))
 
@@ -183,7 +183,7 @@ class _Search:
         from scipy.optimize import quadratic_assignment
 
         count = min(self.config.clusters, len(source_NS), len(target_MT))
-        source_CS, target_CT = (self.centroids(self.drawn(side, CLUSTERED), count) for side in (source_NS, target_MT))
+        source_CS, target_CT = (self.centroids(self.draw_rows(side, CLUSTERED), count) for side in (source_NS, target_MT))
         inner = [(rows - rows.mean(0)) @ (rows - rows.mean(0)).T for rows in (source_CS, target_CT)]
         usual: dict[str, Any] = {"maximize": True, "rng": self.draws}
         faq = {**usual, "P0": "randomized"}
@@ -203,7 +203,7 @@ class _Search:
     def refine(self, weight_ST: Floats, source_NS: Floats, target_MT: Floats) -> Floats:
         """Match mapped embeddings with their nearest targets, repeatedly."""
         for _ in range(self.config.rounds):
-            drawn_BS = self.drawn(source_NS, MATCHED)
+            drawn_BS = self.draw_rows(source_NS, MATCHED)
             partners_BT = self.partners(_unit(drawn_BS @ weight_ST) @ target_MT.T, target_MT)
             weight_ST = (1 - SMOOTHING) * weight_ST + SMOOTHING * _rotation(drawn_BS, partners_BT)
         return weight_ST
@@ -221,5 +221,5 @@ class _Search:
         nearest_BK = np.argpartition(-similar_BM, count - 1, axis=1)[:, :count]
         return np.asarray(target_MT[nearest_BK].mean(1))
 
-    def drawn(self, rows_ND: Floats, most: int) -> Floats:
+    def draw_rows(self, rows_ND: Floats, most: int) -> Floats:
         return rows_ND if len(rows_ND) <= most else rows_ND[self.draws.permutation(len(rows_ND))[:most]]

@@ -206,7 +206,7 @@ class PairMemoryContents:
             return lambda rows: _normalise(new_ND[rows]).float()
 
         def values(old: _GroupMeans, groups_N: NDArray[np.int64]) -> Read:
-            return lambda rows: F.normalize(old.centred(groups_N[rows]) @ transform.matrix_dd, dim=1)
+            return lambda rows: F.normalize(old.centre_groups(groups_N[rows]) @ transform.matrix_dd, dim=1)
 
         read_keys, read_values = [keys(new) for new in self.new], [values(*of) for of in zip(self.old, self.groups, strict=True)]
         memory = _build_memory(
@@ -244,7 +244,7 @@ class _GroupMeans:
         starts_C = np.concatenate([[0], np.cumsum(np.bincount(groups_N))])
         return cls(embeds_Nd, mean_d, np.argsort(groups_N, kind="stable"), starts_C)
 
-    def centred(self, groups_B: NDArray[np.int64]) -> Tensor:
+    def centre_groups(self, groups_B: NDArray[np.int64]) -> Tensor:
         """Return centred, normalised group means: (B, d) float32."""
         wanted_U, which_B = np.unique(groups_B, return_inverse=True)
         sizes_U = self.starts_C[wanted_U + 1] - self.starts_C[wanted_U]

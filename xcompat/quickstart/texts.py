@@ -142,7 +142,7 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Ev
     known = CandidateParts(PairedEmbeddings(_floats(new.passages()), _floats(old.passages())))
     asking = new.without_gallery()
 
-    def mapped(name: str, candidate: Candidate) -> EmbeddedTexts:
+    def embed_with_map(name: str, candidate: Candidate) -> EmbeddedTexts:
         def through(new_QD: Tensor) -> Tensor:
             return known.queries(candidate, new_QD.numpy(), "queries")
 
@@ -150,9 +150,9 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Ev
 
     line = replace(fitted.choice.chosen.candidate, old_share=0.0)
     sharpness, share = ITEM_MEMORY_SETTINGS
-    extra = {MAP: mapped(MAP, line), MEMORY: mapped(MEMORY, replace(line, sharpness=sharpness, share=share))}
+    extra = {MAP: embed_with_map(MAP, line), MEMORY: embed_with_map(MEMORY, replace(line, sharpness=sharpness, share=share))}
     if line.line != FAILING:
-        extra[FAILING] = mapped(FAILING, Candidate(FAILING))
+        extra[FAILING] = embed_with_map(FAILING, Candidate(FAILING))
     half_way = mixed_queries(extra[MAP], old, fitted.choice.chosen.candidate.old_share)
     return EvaluatedModels(old, half_way, new, new, extra)
 

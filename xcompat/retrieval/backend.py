@@ -65,7 +65,7 @@ class Backend(Protocol):
     def drop(self, name: str) -> None:
         """Delete an unused segment's vectors outside its folder."""
 
-    def damaged(self, record: SegmentRecord) -> list[str]:
+    def find_damage(self, record: SegmentRecord) -> list[str]:
         """Return a line if vectors outside the segment's files are missing."""
 
 
@@ -100,7 +100,7 @@ class FaissBackend(Backend):
         """Do nothing: the index file is deleted with its folder."""
 
     @override
-    def damaged(self, record: SegmentRecord) -> list[str]:
+    def find_damage(self, record: SegmentRecord) -> list[str]:
         """Return nothing: the segment's files include the index."""
         return []
 

@@ -44,7 +44,7 @@ class Backfill:
         self._kept = existing_embeddings(gallery.path, embedder)
         self.remaining = remaining_rows(gallery, originals, embedder, self._kept)
         ids = [originals.ids[row] for row in self.remaining.tolist()]
-        known = set() if self._kept is None else self._kept.known(ids, gallery.generation)
+        known = set() if self._kept is None else self._kept.known_ids(ids, gallery.generation)
         is_cached = np.array([name in known for name in ids], bool)
         self.cached, self.to_embed = self.remaining[is_cached], self.remaining[~is_cached]
         self.items = min(budget or len(self.to_embed), len(self.to_embed))

@@ -32,7 +32,7 @@ def _explain_errors(asking: Callable[P, R]) -> Callable[P, R]:
     """Turn pymilvus errors into a one-line :class:`XcompatError`."""
 
     @wraps(asking)
-    def asked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return asking(*args, **kwargs)
         except Exception as error:
@@ -41,7 +41,7 @@ def _explain_errors(asking: Callable[P, R]) -> Callable[P, R]:
             said = " ".join(str(error).split())[:200]
             raise XcompatError(f"Milvus failed ({said}); check that it is running, and try again") from error
 
-    return asked
+    return call
 
 
 class MilvusBackend:
@@ -97,7 +97,7 @@ class MilvusBackend:
         if client.has_collection(collection):
             client.drop_collection(collection)
 
-    def damaged(self, record: SegmentRecord) -> list[str]:
+    def find_damage(self, record: SegmentRecord) -> list[str]:
         """Return a line if a collection is missing or has a wrong number of vectors."""
         try:
             rows = MilvusIndex(self.uri, record, self.metric).rows

@@ -121,7 +121,7 @@ class NewEmbeddings:
                         found[names[key]] = np.frombuffer(embedding, "<f4")
         return found
 
-    def known(self, ids: Sequence[str], generation: int) -> set[str]:
+    def known_ids(self, ids: Sequence[str], generation: int) -> set[str]:
         """Return the ids with a valid embedding; arguments as in :meth:`get`."""
         names = {_hash(name): name for name in ids}
         found: set[str] = set()

@@ -150,7 +150,7 @@ class Queries(NamedTuple):
         parts = (None if part is None else part[rows] for part in self[2:])
         return Queries(self.version, self.embeds_Qd[rows], *parts)
 
-    def scaled(self, scores_Qk: NDArray[np.float32]) -> NDArray[np.float32]:
+    def scale_scores(self, scores_Qk: NDArray[np.float32]) -> NDArray[np.float32]:
         """Scale scores (Q, k) to the oldest version."""
         return scores_Qk if self.scale_Q2 is None else scores_Qk * self.scale_Q2[:, :1] + self.scale_Q2[:, 1:]
 
@@ -213,7 +213,7 @@ class Search:
         found = []
         for queries in asked:
             each = self._candidates(queries.version, queries.embeds_Qd, k, where, parameters)
-            found.append(each._replace(scores_Qk=queries.scaled(each.scores_Qk), sample_QS=queries.sample_QS))
+            found.append(each._replace(scores_Qk=queries.scale_scores(each.scores_Qk), sample_QS=queries.sample_QS))
         return self._hits(merge_candidates(found, k, merge), with_standing=len(found) > 1 and merge == "standardised")
 
     def _scales(

@@ -101,10 +101,10 @@ class Segment:
     def _open(self) -> VectorIndex:
         if INDEX_FILE in self.record.files:
             self._file(INDEX_FILE)
-        return self._backend.open(self.record, self.folder, self._as_added)
+        return self._backend.open(self.record, self.folder, self._original_reader)
 
     @property
-    def _as_added(self) -> ReadRows | None:
+    def _original_reader(self) -> ReadRows | None:
         """Reader for the original vectors, if stored outside the index."""
         file = self.record.files.get(VECTORS_FILE)
         return None if file is None else partial(_read_rows, self.gallery, self.folder / VECTORS_FILE, file)
@@ -224,7 +224,7 @@ class Segment:
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return stored vectors (n, d)."""
-        return (self._as_added or self.index.vectors)(rows_n)
+        return (self._original_reader or self.index.vectors)(rows_n)
 
     @property
     def side_dim(self) -> int:
@@ -255,12 +255,12 @@ class Segment:
     def missing(self) -> list[str]:
         """Return a line for each missing or truncated file, and for lost Milvus vectors."""
         gone = [path for path, record in self._written_files() if not path.is_file() or path.stat().st_size != record.size]
-        return self._backend.damaged(self.record) + [f"{path} is missing or truncated" for path in gone]
+        return self._backend.find_damage(self.record) + [f"{path} is missing or truncated" for path in gone]
 
-    def damaged(self) -> list[str]:
+    def find_damage(self) -> list[str]:
         """Compare every file with its checksum; return a line per difference."""
         wrong = [line for path, record in self._written_files() for line in difference(path, record)]
-        return self._backend.damaged(self.record) + wrong
+        return self._backend.find_damage(self.record) + wrong
 
     def _written_files(self) -> Iterator[tuple[Path, FileRecord]]:
         for name, record in self.record.files.items():

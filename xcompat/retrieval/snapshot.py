@@ -207,7 +207,7 @@ class Snapshot:
                 wrong.append(f"{self.path / CURRENT} has changed since it was committed")
             for segment in self.segments:
                 try:
-                    wrong += segment.damaged()
+                    wrong += segment.find_damage()
                 except XcompatError as error:
                     wrong.append(str(error))
         if wrong:

@@ -319,7 +319,7 @@ def gallery_scales(model: Model, versions: Sequence[VersionRecord], metric: Metr
         if own is None or older is None:
             return own
         further = total(older)
-        return further.after(own) if further is not None else None
+        return further.compose(own) if further is not None else None
 
     is_l2_model = own_metric(model) == "l2"
     scales = []

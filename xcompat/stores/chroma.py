@@ -180,7 +180,7 @@ class ChromaStore(Store):
 
     def _lacking(self, other: chromadb.Collection, own: chromadb.Collection, rows: Rows, newer: bool) -> Rows:
         """Return the rows missing or outdated in another collection. Services can have newer rows."""
-        held = self._held(other, rows.ids)
+        held = self._read_states(other, rows.ids)
         copied = (self._model(other) or {}).get("source") == str(own.id)  # else its states belong to other rows
         known = {None} if newer else set()
         lacks = [
@@ -190,7 +190,7 @@ class ChromaStore(Store):
         ]
         return rows.pick(lacks)
 
-    def _held(self, collection: chromadb.Collection, ids: list[str]) -> dict[str, str | None]:
+    def _read_states(self, collection: chromadb.Collection, ids: list[str]) -> dict[str, str | None]:
         """Return the existing ids with their states. A state is None if the row is not a copy."""
         held: dict[str, Any] = {}
         for start in range(0, len(ids), self._most):

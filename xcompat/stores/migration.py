@@ -210,7 +210,7 @@ def start(
         FingerprintMismatchError: the map is for another model.
     """
     with store.migration_lease():
-        migration = _begun(store, mapping, into, dtype, max_bad_share)
+        migration = _begin_migration(store, mapping, into, dtype, max_bad_share)
         migration.filled = False
         _fill(store, mapping, migration, min(batch, mapping.max_batch or batch), rows_per_second, spread)
         if migration.skipped:  # killed blocks can count twice
@@ -516,7 +516,9 @@ def _require_migration(store: Store, mapping: AnyVectorSource) -> Migration:
     return migration
 
 
-def _begun(store: Store, mapping: AnyVectorSource, into: str | None, dtype: str, max_bad_share: float | None = None) -> Migration:
+def _begin_migration(
+    store: Store, mapping: AnyVectorSource, into: str | None, dtype: str, max_bad_share: float | None = None
+) -> Migration:
     """Start or continue a migration."""
     if store.record(RECORD) is not None:
         migration = _require_migration(store, mapping)

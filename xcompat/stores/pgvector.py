@@ -205,7 +205,7 @@ class PgVectorStore(Store):
         own = space or self.space
         lacks = sql.SQL("AND {} IS NULL").format(sql.Identifier(without)) if without is not None else sql.SQL("")
 
-        def asked(after: str | None) -> sql.Composed:
+        def page_query(after: str | None) -> sql.Composed:
             behind = sql.SQL("AND {}").format(self.key.is_behind) if after is not None else sql.SQL("")
             return sql.SQL(
                 "SELECT {key}, {own}, xmin::text {more} FROM {table} AS t WHERE {own} IS NOT NULL AND {is_own} {lacks} {behind} "
@@ -221,7 +221,7 @@ class PgVectorStore(Store):
                 order=self.key.order,
             )
 
-        return self._blocks(self.client if self.client.in_transaction else None, asked, self._kind(own), batch, after)
+        return self._blocks(self.client if self.client.in_transaction else None, page_query, self._kind(own), batch, after)
 
     def _blocks(
         self, reader: Client | None, asked: Callable[[str | None], sql.Composed], stored: str, batch: int, after: str | None

@@ -36,7 +36,7 @@ class RandomState(NamedTuple):
     kind: str
 
     @classmethod
-    def now(cls, batch: Batch) -> Self:
+    def capture(cls, batch: Batch) -> Self:
         """Return the current state."""
         first = next(iter(batch.values()))
         return cls(torch.get_rng_state(), *get_device_states(first), first.device.type)
@@ -101,7 +101,7 @@ def backward_in_mini_batches(
     embedded: list[CompatOutput] = []
     with torch.no_grad():
         for part in parts:
-            states.append(RandomState.now(part))
+            states.append(RandomState.capture(part))
             embedded.append(model(**part, return_loss=False))
     whole = {name: torch.cat([output[name] for output in embedded]).requires_grad_() for name in embedded[0]}
     loss = method.loss(CompatOutput(**whole), batch)
@@ -112,7 +112,7 @@ def backward_in_mini_batches(
     direct = [(weight, own) for weight, own in zip(weights, gradients[len(whole) :], strict=True) if own is not None]
     if is_sharded and direct:  # FSDP gathers weights only during a forward pass
         raise XcompatError(f"mini_batch_size: the loss of {type(method).__name__} reads its own weights; launch without FSDP")
-    after = RandomState.now(batch)
+    after = RandomState.capture(batch)
     for start, (part, state) in enumerate(zip(parts, states, strict=True)):
         is_last = start == len(parts) - 1
         rows = slice(start * mini_batch_size, (start + 1) * mini_batch_size)

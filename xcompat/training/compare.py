@@ -89,7 +89,7 @@ def _evaluated_stages(recipe: Recipe) -> list[StageRecipe]:
 
 
 def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> EvaluatedMethod:
-    model = StageModels(next(iter(runs.values())), settings).trained(settings.name)
+    model = StageModels(next(iter(runs.values())), settings).load_trained(settings.name)
     return EvaluatedMethod(
         settings.name,
         settings.method,

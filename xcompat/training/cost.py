@@ -175,7 +175,7 @@ class SolvingCost:
         self.file, self.samples = file, 0
         self._begun, self._peak = time.perf_counter(), PeakMemory(torch.device("cpu"))  # solvers run in float64 on the CPU
 
-    def counted(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def count_rows(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches and count their rows."""
         for new_BD, old_Bd in batches:
             self.samples += len(new_BD)

@@ -107,13 +107,13 @@ def map_contestant(
     others = beside.matrices() if beside is not None else {}
 
     @torch.inference_mode()
-    def mapped(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
+    def map_matrix(*sides: Any) -> np.ndarray:  # noqa: ANN401 - array-like
         blocks = (slice(start, start + BLOCK) for start in range(0, max(len(sides[0]), 1), BLOCK))
         # copied block by block, as torch needs writable arrays
         parts = ([torch.from_numpy(np.array(side[block], np.float32)).to(device) for side in sides] for block in blocks)
         return torch.cat([through(*part).cpu() for part in parts]).numpy()
 
     result = model.with_matrices(
-        {kind: mapped(embeds, *([others[kind]] if others else [])) for kind, embeds in model.matrices().items()}
+        {kind: map_matrix(embeds, *([others[kind]] if others else [])) for kind, embeds in model.matrices().items()}
     )
     return replace(result, name=name, fingerprint=fingerprint)  # type: ignore[type-var]  # contestants are dataclasses

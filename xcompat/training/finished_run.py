@@ -119,7 +119,7 @@ class FinishedRun:
         Raises:
             XcompatError: a gallery belongs to another model or other data.
         """
-        contestant = self.embedded(old)
+        contestant = self.embed_test_set(old)
         matrices = contestant.matrices()
         found = {}
         for items in self.test.galleries():
@@ -132,13 +132,13 @@ class FinishedRun:
             found[items.title] = folder, items
         return found
 
-    def embedded(self, old: FrozenModel) -> EvaluatedModel:
+    def embed_test_set(self, old: FrozenModel) -> EvaluatedModel:
         """Return cached old test set embeddings."""
         return self.test.embed(old, self.cache_dir(old))
 
     def judged_rows(self, old: FrozenModel) -> dict[str, np.ndarray]:
         """Return evaluated rows by kind, in the report's order."""
-        contestant = self.embedded(old)
+        contestant = self.embed_test_set(old)
         numbered = {kind: np.arange(len(embeds))[:, None] for kind, embeds in contestant.matrices().items()}
         kept = contestant.with_matrices(numbered).keep(contestant.readable())
         return {kind: np.asarray(rows)[:, 0] for kind, rows in kept.matrices().items()}

@@ -24,7 +24,7 @@ def solved_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     """Solve a stage's map, and write its cost."""
     model, new, old = _map_and_caches(settings, models, data, seed)
     solving = SolvingCost(cost)
-    model = model.fit(solving.counted(readable_pairs(new, old)))
+    model = model.fit(solving.count_rows(readable_pairs(new, old)))
     solving.write(model)
     return model
 

@@ -25,7 +25,7 @@ class Header:
 
     said: dict[str, list[str]] = field(default_factory=dict)
 
-    def first(self, key: str) -> str:
+    def first_value(self, key: str) -> str:
         """Return the first value of a key, or an empty string."""
         return self.said.get(key, [""])[0]
 
@@ -44,7 +44,7 @@ def read_header(file: Path) -> Header:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "recipe.yaml"
         >>> _ = file.write_text("# A table.\n# data: photos/train,\n#   a folder per class\nmethod: oca\n")
-        >>> read_header(file).first("data")
+        >>> read_header(file).first_value("data")
         'photos/train, a folder per class'
     """
     said: dict[str, list[str]] = {}
@@ -62,7 +62,7 @@ def read_header(file: Path) -> Header:
 
 def expected_layout(file: Path) -> str:
     """Return file name and data layout of a recipe, or an empty string."""
-    layout = read_header(file).first("data")
+    layout = read_header(file).first_value("data")
     return f"{file.name} expects {layout}" if layout else ""
 
 

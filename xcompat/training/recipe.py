@@ -53,7 +53,7 @@ class Recipe(Section):
         seen: dict[str, StageRecipe] = {}
         for stage in self.stages:
             compared = stage.evaluation.compare_with if stage.evaluation else []
-            for name in [*stage.made_from(), *compared]:
+            for name in [*stage.source_stages(), *compared]:
                 if name not in seen:
                     raise ValueError(
                         f"stage {stage.name!r} refers to {name!r}, which is not an earlier stage "

@@ -134,7 +134,7 @@ def logged_losses(folder: Path) -> list[LossPoint]:
 
 def dump_settings(settings: StageRecipe, seed: int) -> dict[str, Any]:
     """Return a stage's settings and seed as JSON, for :func:`write_recipe`."""
-    return settings.resolved() | {"seed": seed}
+    return settings.resolve_training() | {"seed": seed}
 
 
 def write_recipe(folder: Path, settings: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def read_started_settings(folder: Path) -> dict[str, Any]:
         raise XcompatError(f"{file} must contain keys and values; delete {folder} to start again")
     seed = written.pop("seed", None)
     with suppress(ValidationError):  # an older version's recipe differs anyway
-        written = StageRecipe.model_validate(written).resolved()
+        written = StageRecipe.model_validate(written).resolve_training()
     return {**written, "seed": seed}
 
 

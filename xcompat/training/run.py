@@ -167,7 +167,7 @@ class StageRun:
     @property
     def is_finished(self) -> bool:
         """Whether stage, inputs and report are up to date."""
-        made = [*self._reported_stages, *self.settings.made_from()]
+        made = [*self._reported_stages, *self.settings.source_stages()]
         trained = all((self.recipe.stage_dir(name) / DONE).exists() for name in made)
         return trained and (not self.settings.is_judged or self._is_evaluated(self._report_inputs()))
 
@@ -277,7 +277,7 @@ class StageRun:
         if not done:
             test = load_test_set(self.settings.data)
             assert test is not None
-            model = self.models.trained(self.settings.name)
+            model = self.models.load_trained(self.settings.name)
             contestants = self._contestants(model, test)
             about = {"seconds": self._seconds(), "training": self._losses(), "costs": self._costs(), "verdict": self.verdict}
             self._write_report(contestants, test, self.paths.report, about, model)
@@ -354,7 +354,7 @@ class StageRun:
             raise XcompatError(
                 f"{self.settings.name}: its queries have no confidence (see {CHOICE}); set evaluation.fallback to null"
             )
-        others = {name: self.models.trained(name) for name in evaluation.compare_with}
+        others = {name: self.models.load_trained(name) for name in evaluation.compare_with}
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
         memory, ceiling = memory_of_one(self.paths.folder), None
         if memory is not None and model.maps_galleries:
@@ -385,7 +385,7 @@ class StageRun:
         """Map the galleries of earlier maps to this new model, hop by hop."""
         maps = [model]
         for hop in self._hops:
-            maps.insert(0, first := self.models.trained(hop.name))
+            maps.insert(0, first := self.models.load_trained(hop.name))
             old = test.embed(StageModels(self.recipe, hop).frozen("old"), self.recipe.cache_dir)
             side_info = side_info_of(first, test, self.recipe.cache_dir)
             upgraded = mapped_along(maps, old, side_info)

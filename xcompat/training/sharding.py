@@ -44,7 +44,7 @@ def autocast_inside(model: CompatModel, accelerator: Accelerator) -> None:
         model.forward = MethodType(torch.autocast(accelerator.device.type, dtype)(plain.__func__), model)  # type: ignore[method-assign]
 
 
-def unsharded(model: CompatModel) -> CompatModel:
+def gather_weights(model: CompatModel) -> CompatModel:
     """Gather sharded FSDP weights (collective call).
 
     Args:

@@ -199,7 +199,7 @@ class StageModels:
             )
         return ProjectionModel.from_pretrained(self.recipe.resolve(settings.projection))
 
-    def trained(self, name: str) -> CompatModel:
+    def load_trained(self, name: str) -> CompatModel:
         """Load a stage's finished model."""
         return torch.nn.Module.to(load_checkpoint(str(self.recipe.stage_dir(name) / "model")), device())
 
@@ -209,7 +209,7 @@ class StageModels:
 
     def inputs(self) -> dict[str, str]:
         """Return stage name -> digest of the models it is made from."""
-        return {name: self.digest_of(name) for name in sorted(self.settings.made_from())}
+        return {name: self.digest_of(name) for name in sorted(self.settings.source_stages())}
 
     def old_dim(self) -> int | None:
         """Return the old model's dimension, if known before training."""

@@ -242,12 +242,12 @@ class StageRecipe(Section):
         if self.data.old_reads == "captions":
             raise XcompatError(f"{where}, but the old model reads captions and the new one reads images; {fix}")
 
-    def resolved(self) -> dict[str, Any]:
+    def resolve_training(self) -> dict[str, Any]:
         """Return the settings of training as JSON, with defaults."""
         described = self.model_dump(mode="json", exclude={"evaluation"})
         return described | {"options": usual_options(self.method) | described["options"]}
 
-    def made_from(self) -> list[str]:
+    def source_stages(self) -> list[str]:
         """Return the earlier stages that this stage takes models from."""
         sources = [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
         named = dict.fromkeys([self.projection or "", *(source.name for source in sources)])

@@ -31,7 +31,7 @@ from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_opti
 from xcompat.training.preflight import not_installed
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
-from xcompat.training.sharding import autocast_inside, send_constants_once, shardable, unsharded
+from xcompat.training.sharding import autocast_inside, gather_weights, send_constants_once, shardable
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.training_sets import Data
 
@@ -164,7 +164,7 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
         raise XcompatError(
             f"interrupted at step {trainer.state.global_step}; a checkpoint is kept in {folder}: start again to continue"
         )
-    return unsharded(trainer.accelerator.unwrap_model(trainer.model))
+    return gather_weights(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def training_arguments(settings: StageRecipe, seed: int, folder: Path) -> TrainingArguments:

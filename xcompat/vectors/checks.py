@@ -92,7 +92,7 @@ def check_rows(
         for start in range(0, len(rows_ND), BLOCK):
             spool.add(normalise_rows(rows_ND[start : start + BLOCK]))
             forget_pages(rows_ND)
-        rows_ND = spool.mapped()
+        rows_ND = spool.map_rows()
     return CheckedRows(rows_ND, usable_N, tuple(notes))
 
 

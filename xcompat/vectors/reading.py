@@ -152,7 +152,7 @@ def _read_clip_retrieval(path: Path, folder: Path) -> Vectors:
         for start in range(0, len(rows_ND), BLOCK):
             spool.add(rows_ND[start : start + BLOCK])
     assert spool is not None, folder
-    return Vectors(spool.mapped(), ids)
+    return Vectors(spool.map_rows(), ids)
 
 
 def _read_names(table: Path, rows: int, array: Path) -> list[str]:
@@ -189,7 +189,7 @@ def _dequantise(path: Path, rows_ND: NDArray[Any]) -> NDArray[Any]:
         values_BD = rows_ND[part] * (scale[part] if len(scale) > 1 else scale)
         spool.add(normalise_rows(values_BD + (offset[part] if len(offset) > 1 else offset) if offset is not None else values_BD))
         forget_pages(rows_ND)
-    return spool.mapped()
+    return spool.map_rows()
 
 
 def _steps(file: Path, shape: tuple[int, ...]) -> NDArray[np.float32] | None:

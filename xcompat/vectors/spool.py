@@ -21,7 +21,7 @@ class Spool:
     Example:
         >>> spool = Spool(np.float32)
         >>> spool.add(np.ones((2, 3)))
-        >>> spool.mapped().shape
+        >>> spool.map_rows().shape
         (2, 3)
     """
 
@@ -34,7 +34,7 @@ class Spool:
         self._file.write(np.ascontiguousarray(rows_BD, self.dtype).data)
         self.shape = (self.shape[0] + len(rows_BD), rows_BD.shape[1])
 
-    def mapped(self) -> NDArray[Any]:
+    def map_rows(self) -> NDArray[Any]:
         """Return all rows, mapped into memory; nothing can be added afterwards."""
         self._file.flush()
         rows_ND: NDArray[Any] = np.memmap(self._file, self.dtype, "r", shape=self.shape)

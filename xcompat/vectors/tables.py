@@ -78,7 +78,7 @@ def read_tables(files: list[Path], columns: Columns) -> tuple[NDArray[Any], list
             raise XcompatError(f"cannot read {file} after row {number:,} ({cause}); fix it, or write it again") from error
     if spool is None:
         raise XcompatError(f"{files[0]} holds no embeddings; it needs a row with {ID} and {EMBEDDING} for each item")
-    return spool.mapped(), ids
+    return spool.map_rows(), ids
 
 
 def rows_of_batch(where: object, before: int, batch: pa.RecordBatch, dim: int | None = None) -> NDArray[Any]:
