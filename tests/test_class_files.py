@@ -67,7 +67,7 @@ def test_labels_are_names_indices_or_folders_of_wordnet() -> None:
     assert class_indices(["crane", "tench"], ["crane", "tench", "crane"]).tolist() == [0, 1], "two classes of one name"
     for labels, message in (
         (folders[:2], "3 classes, but the images are in 2 folders"),
-        ([0, 1], "'shark' of 3 classes has no image; use a class file with one line per label"),
+        ([0, 1], "'shark' of 3 classes has no image; use a class file with a line per label"),
         ([0, 2], "'goldfish' of 3 classes has no image"),
         (["goldfish"], "'tench' and 1 more of 3 classes have no image"),
         ([0, 5], "label 5 is not among the 3 classes"),

@@ -219,5 +219,5 @@ def test_it_stays_with_a_model_and_goes_with_its_entries(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("said", [1, "yes", None])
 def test_a_setting_that_is_none_is_refused(said: Any) -> None:
-    with pytest.raises(XcompatError, match="memory.confident is .*; use true or false"):
+    with pytest.raises(XcompatError, match="memory.confident is .*; set true or false"):
         build_memory({"entries": 2, "sharpness": 3.0, "share": 0.5, "confident": said}, 4, 3)

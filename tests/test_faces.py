@@ -277,7 +277,7 @@ def test_triplets_need_balanced_batches_and_something_to_be_added_to(image_folde
     for options, message in (
         ({"head": "triplet", "triplet_weight": 1.0}, "head: triplet has no classification loss to add triplets to"),
         ({"triplet_margin": 0.3}, "has no effect without triplet_weight"),
-        ({"triplet_weight": -1.0}, "use 0 or more"),
+        ({"triplet_weight": -1.0}, "set 0 or more"),
         ({"triplet_weight": 1.0, "mixup": 0.2}, "set options.mixup to 0, or no triplets"),
     ):
         with pytest.raises(XcompatError, match=message):

@@ -174,7 +174,7 @@ def test_an_old_query_in_the_place_of_every_new_one(model_folder: str, old_folde
     [
         ({"below": 0.5}, "set model to the model that embedded"),
         ({"model": "old", "bellow": 0.5}, "did you mean 'below'"),
-        ({"model": "old", "below": 0}, "below is 0; use a number above 0"),
+        ({"model": "old", "below": 0}, "below is 0; set a number above 0"),
         ({"model": "old", "below": "0.5"}, "below is '0.5'"),
         ({"model": "old", "share": 1.5}, "share is 1.5"),
         ({"model": "old", "share": True}, "share is True"),
@@ -303,7 +303,10 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     [
         ({"fallback": 0}, "greater than 0"),
         ({"fallback": 1.5}, "less than or equal to 1"),
-        ({"fallback": 0.5, "compare_with": ["fallback"]}, "the name fallback is reserved for the case of evaluation.fallback"),
+        (
+            {"fallback": 0.5, "compare_with": ["fallback"]},
+            "evaluation.fallback reports its results as 'fallback'; rename the stage",
+        ),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:

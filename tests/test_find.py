@@ -214,7 +214,7 @@ def test_nothing_found_says_what_to_do(hub: Hub) -> None:
 
 
 def test_bad_questions_are_one_line(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="name the old model with --old"):
+    with pytest.raises(XcompatError, match="choose the old model with --old"):
         found()
     np.save(tmp_path / "image_embeds.npy", np.eye(3, dtype=np.float32))
     for path in (tmp_path, tmp_path / "image_embeds.npy"):

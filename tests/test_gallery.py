@@ -168,7 +168,7 @@ def test_filters_take_values_of_other_kinds_and_keep_them_apart(tmp_path: Path) 
     assert left({"t": [None, [1, 2]]}) == {0, 1} and left({"nobody has it": None}) == set()
     assert left({"c": np.str_("red")}) == {0} and left({"c": ()}) == set()
     for where, said in (
-        ({"y": np.datetime64("2020-01-01")}, "the filter of 'y' holds a date; use texts, numbers"),
+        ({"y": np.datetime64("2020-01-01")}, "the filter of 'y' holds a date; give texts, numbers"),
         ({"c": [b"red"]}, "the filter of 'c' holds a bytes"),
         ({"c": (each for each in "ab")}, "the filter of 'c' holds a generator"),
         ({7: "red"}, "the filter {7: 'red'} is not a dictionary of metadata keys; use e.g. {'colour': 'red'}"),

@@ -194,7 +194,7 @@ def test_a_grey_picture_has_three_channels(folders: dict[str, str], images: list
 def test_texts_are_refused_in_one_line(name: str, folders: dict[str, str]) -> None:
     encoder, processor = load(folders[name])
     assert not encoder.has_text and list(encoder.towers) == ["image"] and processor.max_length == 0
-    with pytest.raises(XcompatError, match=r"has no text tower; to embed texts, use an image-text model") as refusal:
+    with pytest.raises(XcompatError, match=r"has no text tower; to embed texts, choose an image-text model") as refusal:
         encoder.embed_texts(torch.zeros(1, 4, dtype=torch.int64))
     assert "\n" not in str(refusal.value)
     with pytest.raises(XcompatError, match="an image encoder has no tokenizer"):
@@ -373,7 +373,10 @@ def test_an_encoder_at_another_size_is_the_library_at_that_size(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("vit", "cannot embed RGB images of 48x48"), ("timm_wrapper", "pixels, not 48; remove image_size or use an image encoder")],
+    [
+        ("vit", "cannot embed RGB images of 48x48"),
+        ("timm_wrapper", "pixels, not 48; remove image_size or choose an image encoder"),
+    ],
 )
 def test_an_encoder_that_reads_one_size_refuses_another(name: str, message: str, folders: dict[str, str]) -> None:
     with pytest.raises(XcompatError, match=message):

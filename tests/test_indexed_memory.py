@@ -209,7 +209,7 @@ SETTINGS = {"entries": 3, "sharpness": 20.0, "share": 0.5, "codec": "SQ8", "firs
         ({"lists": 0}, "memory.lists is 0"),
         ({"nearest": 2.5}, "memory.nearest is 2.5"),
         ({"probes": None}, "memory.probes is None"),
-        ({"entries": 0}, "memory.entries is 0; use a number of at least 1"),
+        ({"entries": 0}, "memory.entries is 0; set a number of at least 1"),
         ({"list": 3}, "did you mean 'lists'"),
     ],
 )

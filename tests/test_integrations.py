@@ -251,7 +251,7 @@ def test_threads_may_ask_at_once(source_of: dict[str, str]) -> None:
 def test_what_cannot_be_embedded_is_refused(
     source_of: dict[str, str], image_folder_of: dict[str, str], old: Embedder, tmp_path: Path
 ) -> None:
-    with pytest.raises(XcompatError, match="resnet embeds no texts; use a model with a text encoder"):
+    with pytest.raises(XcompatError, match="resnet embeds no texts; choose a model with a text encoder"):
         CompatEmbeddings(image_folder_of["resnet"])
     with pytest.raises(XcompatError, match="the model folder .* does not exist"):
         CompatEmbeddings(tmp_path / "nothing")

@@ -144,5 +144,5 @@ def test_bad_input_is_refused() -> None:
         bootstrap_interval(np.ones(3), clusters_Q=["a", "b"])
     with pytest.raises(XcompatError, match="same queries"):
         paired_bootstrap(np.ones(3), np.ones(4))
-    with pytest.raises(XcompatError, match="one number per query"):
+    with pytest.raises(XcompatError, match="a number per query"):
         bootstrap_interval(np.ones((3, 2)))

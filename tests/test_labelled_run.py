@@ -451,7 +451,7 @@ def test_penultimate_features_that_are_not_there_are_refused_before_training(
         ({"method": "bt2", "options": {"extra_dim": 4, "dim": 6}}, "its 6 added dimensions with the 8 of .*: set dim to 8"),
         ({"method": "nccl", "options": {"dim": 4}}, "at least the 8 dimensions .*, but options.dim .* give 4; increase them"),
         ({"method": "bct", "options": {"extra_dim": -1}}, "options.extra_dim is -1"),
-        ({"method": "l2", "options": {"dim": 0}}, "options.dim is 0; use 1 or more"),
+        ({"method": "l2", "options": {"dim": 0}}, "options.dim is 0; set 1 or more"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must be the old one, 8"),
     ],
 )

@@ -606,7 +606,7 @@ def test_fct_has_the_parameters_of_table_11(width: int, millions: float) -> None
     old, side = (describe_old(Fingerprint.from_string(name), dim=4) for name in ("old", "side"))
     model = FctModel(FctConfig(old=old, side_info=side, embedding_dim=8, mixer_width=5))
     assert model.transform.mixer[1].in_features == 5
-    with pytest.raises(XcompatError, match="options.mixer_width is 0; use 1 or more"):
+    with pytest.raises(XcompatError, match="options.mixer_width is 0; set 1 or more"):
         FctModel(FctConfig(old=old, embedding_dim=8, mixer_width=0))
 
 
@@ -781,7 +781,7 @@ def test_images_of_another_size_are_embedded_with_crops_alone(image_folder_of: d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"crops": -1}, "use 0 or more crops"),
+        ({"crops": -1}, "set 0 or more crops"),
         ({"crops": 2, "crop_size": 0}, "of at least 1 pixel"),
         ({"crops": 2, "crop_scale": 0.01}, "use 0.05 to 1"),
         ({"crop_scale": 0.3}, "options.crop_scale: it has no effect without options.crops"),

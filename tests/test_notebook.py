@@ -207,7 +207,7 @@ def test_what_cannot_be_trained_so_is_refused_in_one_line(
     contrast = built("contrast", folder_of, old_folder, classes=CLASSES)
     refused: list[tuple[CompatModel, Any, dict[str, Any], str]] = [
         (built("ridge", folder_of, old_folder), photos, {}, "RidgeModel is solved, not trained"),
-        (contrast, photos, {}, "ContrastModel reads embeddings of the old model: set old"),
+        (contrast, photos, {}, "ContrastModel learns from embeddings of the old model; pass old"),
         (contrast, pairs, {"old": old_folder}, "train_dataset.*label"),
         (contrast, photos, {"old": old_folder, "mini_batch": 2}, "unknown key 'mini_batch'; did you mean 'mini_batch_size'"),
         (contrast, photos, {"old": old_folder, "mini_batch_size": 2}, "the loss of method contrast"),

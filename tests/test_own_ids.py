@@ -165,7 +165,7 @@ def test_ids_can_be_given_for_own_ids_in_any_clear_way(tmp_path: Path) -> None:
         (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) // 2), "gives 300 ids to more than one vector, e.g. 0"),
         (lambda: make_index("IDMap,Flat", ids=np.arange(ROWS) // 2), "gives several vectors the same id; use --ids"),
         (lambda: make_index("IVF8,Flat", ids=np.arange(ROWS) - 1), "gives a vector the id -1"),
-        (lambda: make_index("IVF8,Flat"), "holds no ids; use --ids with a text file of one id per line"),
+        (lambda: make_index("IVF8,Flat"), "holds no ids; use --ids with a text file with an id per line"),
         (lambda: make_index("Flat"), "holds no ids; use --ids"),
     ],
 )

@@ -233,7 +233,7 @@ def test_a_column_of_fixed_dimension_is_refused_with_a_statement(
     assert columns(database) == ["id", "collection", "embedding"] and store.record(migration.RECORD) is None
     statement = str(raised.value).partition("run ")[2].partition(" first")[0]
     database.execute(statement)
-    with pytest.raises(XcompatError, match="has float32 numbers, and --where keeps them; use --dtype float32"):
+    with pytest.raises(XcompatError, match="has float32 numbers, which --where cannot change; set --dtype float32"):
         migration.plan(store, mapping, "float16")
     migration.start(store, mapping)
     migration.switch(store, mapping)

@@ -298,7 +298,7 @@ def test_too_few_items_to_hold_any_out_are_a_guess(raw: dict[str, Any], tmp_path
     run_recipe(recipe_of(raw))
     said = json.loads((tmp_path / "run" / CHOICE).read_text())
     assert "trials" not in said and said["memory"] == {"entries": 16, "sharpness": 60.0, "share": 0.5}
-    assert "the memory of queries is a guess" in " ".join(capsys.readouterr().out.split())
+    assert "the settings of the memory are not validated" in " ".join(capsys.readouterr().out.split())
     model = load_checkpoint(str(tmp_path / "run"))
     assert model.memory is not None and (tmp_path / "run" / OLD_MEMORY).exists()
     table = cases_of(tmp_path / "run")

@@ -362,8 +362,8 @@ def test_modules_that_read_no_tokens_are_refused_by_name(made: Made, folder_of: 
     refused(
         saved("router", Router.for_query_document(sides["query"], sides["document"])), r"Router\); save the modules of each role"
     )
-    refused(saved("bow", BoW(["a", "shoe"])), "starts with BoW, which xcompat does not support; use a model")
-    refused(saved("clip", Transformer(folder_of["clip"])), "reads image in addition to texts .*; use the image-text model")
+    refused(saved("bow", BoW(["a", "shoe"])), "starts with BoW, which xcompat does not support; choose a model")
+    refused(saved("clip", Transformer(folder_of["clip"])), "reads image in addition to texts .*; choose the image-text model")
 
 
 def test_pooling_without_the_prompt_is_refused_where_there_is_a_prompt(made: Made, tmp_path: Path) -> None:

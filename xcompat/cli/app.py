@@ -147,7 +147,7 @@ SearchedVectors = Annotated[
 ]
 MemoryCodec = Annotated[
     str | None,
-    typer.Option(help="Storage format for memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. Default: by their number."),
+    typer.Option(help="Storage format for memory entries: float32, SQfp16, SQ8, SQ4, PQ64. The default depends on their number."),
 ]
 OldIds = Annotated[
     Path | None,
@@ -181,7 +181,8 @@ def map_(
     texts: SideTexts = None,
     out: Annotated[Path, typer.Option(help="Output folder for the model and report.json.")] = Path("runs/map"),
     old_model: Annotated[
-        str | None, typer.Option(help="Old model, or its name in the gallery. Default: the model recorded in --old.")
+        str | None,
+        typer.Option(help="Old model, or its name in the gallery. Default: recorded in --old, else the file name."),
     ] = None,
     new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and pictures.")] = None,
     searched_classes: SearchedClasses = "unknown",
@@ -311,7 +312,7 @@ def evaluate(
     ] = None,
     qrels: Annotated[Path | None, typer.Option(help="Relevance judgements for --old and --new, in TREC or BEIR format.")] = None,
     by_map: Annotated[
-        Path | None, typer.Option("--map", help="Map to apply to --new, which then holds embeddings in the new space.")
+        Path | None, typer.Option("--map", help="Map to apply to --new, which then contains the new model's own embeddings.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--out", "--output", help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
@@ -405,7 +406,7 @@ def push(
     license: Annotated[str | None, typer.Option(help="License, e.g. apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
         Literal["all", "transform", "none"],
-        typer.Option(help="Memory parts to upload. The memory contains training embeddings."),
+        typer.Option(help="Memory parts to upload. A memory contains training embeddings, a learned transform does not."),
     ] = "all",
 ) -> None:
     """Push a model to the Hub, with a card of its results and compatible galleries."""
@@ -431,10 +432,11 @@ def find(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find checkpoints on the Hub for two models. Exit code 1 if there are none."""
+    from xcompat.mapping.map_search import find_maps, print_checkpoints, require_searchable
+
+    require_searchable(old, new)
     if not json:
         announce_loading()
-    from xcompat.mapping.map_search import find_maps, print_checkpoints
-
     if not print_checkpoints(find_maps(old, new), old, new, json):
         raise typer.Exit(1)
 

@@ -59,7 +59,7 @@ def shadow(
 
 def plan(
     report: Annotated[Path, typer.Argument(metavar="REPORT", help="Run folder, or output folder of `xcompat evaluate`.")],
-    items: Annotated[int, typer.Option(min=1, help="Items in the index.")],
+    items: Annotated[int, typer.Option(min=1, help="Number of items in the index.")],
     queries_per_day: Annotated[int, typer.Option(min=0, metavar="N", help="Queries per day.")],
     embeds_per_second: Annotated[
         float | None, typer.Option(min=1e-9, metavar="R", help="The new model's throughput, to estimate hours and milliseconds.")

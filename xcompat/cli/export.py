@@ -24,7 +24,7 @@ def to_faiss(
     out: Annotated[Path, typer.Option(help="Output index. Only this command's own output is replaced.")],
     memory: Annotated[
         Literal["all", "transform", "none"],
-        typer.Option(help="Memory parts to keep. A faiss index can contain the learned transform, but no entries."),
+        typer.Option(help="Memory parts to keep. A faiss index can contain the learned transform, but no memory entries."),
     ] = "all",
     overwrite: Overwrite = False,
 ) -> None:

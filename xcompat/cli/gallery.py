@@ -102,7 +102,7 @@ RecordDemand = Annotated[
 ]
 Conditions = Annotated[
     list[str] | None,
-    typer.Option(help="Filter by metadata, KEY=VALUE. Repeatable. For a store: a condition in its language."),
+    typer.Option(help="Filter by metadata, KEY=VALUE. Repeatable. For a store: a condition in its query language."),
 ]
 ManyQueries = Annotated[
     str | None,
@@ -563,7 +563,7 @@ def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float 
 def load_reranker(
     source: QuerySource, candidates: int | None, originals: Path | None, model: str, budget: int | None, record_demand: bool
 ) -> Reranker | None:
-    """Load what ``--rerank`` needs; None without it."""
+    """Load the re-ranker of ``--rerank``; None without the option."""
     if candidates is None:
         return None
     from xcompat.retrieval.reranking import Reranker, require_source

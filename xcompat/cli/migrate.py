@@ -28,10 +28,10 @@ ImageFolder = Annotated[str | None, typer.Option("--image-folder", help="Base fo
 Into = Annotated[str | None, typer.Option(help="Name of the new vectors. Default: the old name with _new.")]
 Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="Number format for new vectors.")]
 From = Annotated[str | None, typer.Option("--from", help="Model of the stored vectors. Default: the recorded model.")]
-Texts = Annotated[str | None, typer.Option("--texts", help="Field with the stored vectors' texts. Checks a sample of --from.")]
+Texts = Annotated[str | None, typer.Option("--texts", help="Field with the vectors' texts. Checks --from on a sample.")]
 Images = Annotated[
     str | None,
-    typer.Option("--images", help="Field with their images, or with paths below --image-folder. Checks a sample of --from."),
+    typer.Option("--images", help="Field with the vectors' images, or paths below --image-folder. Checks --from on a sample."),
 ]
 EmbedWith = Annotated[
     str | None,
@@ -192,7 +192,8 @@ def rollback(uri: Uri) -> None:
 
 @app.command()
 def finish(
-    uri: Uri, yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Without a terminal, finish never asks.")] = False
+    uri: Uri,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Without a terminal, finish never asks.")] = False,
 ) -> None:
     """Delete the old vectors. This cannot be undone."""
     store = _open(uri)

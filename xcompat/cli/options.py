@@ -28,5 +28,6 @@ EmbedWith = Annotated[
 ]
 RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")]
 PricePerMillion = Annotated[
-    float | None, typer.Option("--price-per-million-tokens", help="Price for --embed-with. Prints an estimate first.")
+    float | None,
+    typer.Option("--price-per-million-tokens", help="Price of --embed-with. Prints an estimate first."),
 ]

@@ -65,7 +65,7 @@ class ClassBalancedSampler(Sampler[int]):
                 f"classes_per_batch={classes_per_batch} exceeds the {len(self._counts_C)} classes of the data; use fewer"
             )
         if samples_per_class < 2:
-            raise XcompatError(f"samples_per_class={samples_per_class} leaves samples without positives; use at least 2")
+            raise XcompatError(f"samples_per_class={samples_per_class} leaves samples without positives; set at least 2")
         self.classes_per_batch, self.samples_per_class = classes_per_batch, samples_per_class
         self._passes = max(1, round(len(self.labels_N) / (len(self._counts_C) * samples_per_class)))
         self._batches = self._passes * per_pass // num_replicas

@@ -254,7 +254,7 @@ def _read_table(file: Path) -> pd.DataFrame:
     if not isinstance(table.index, pd.RangeIndex):  # pandas turns surplus fields into an index
         raise XcompatError(f"{file} has rows with more fields than its header; quote captions that contain the separator")
     if table.empty:
-        raise XcompatError(f"{file} contains no rows; it needs a header and one row per caption")
+        raise XcompatError(f"{file} contains no rows; it needs a header and a row per caption")
     return table
 
 

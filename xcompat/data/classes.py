@@ -37,7 +37,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
 
     path = Path(path)
     if not path.is_file():
-        raise MissingPathError(f"{path} does not exist; give a file with one class name per line, or a .tsv with a header")
+        raise MissingPathError(f"{path} does not exist; give a file with a class name per line, or a .tsv with a header")
     require_table(path)
     if path.suffix.lower() not in (".tsv", ".csv"):
         names = [line.strip() for line in read_lines(path)]

@@ -182,7 +182,7 @@ def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[i
     if not isinstance(values[0], int | str):
         raise XcompatError(
             f"{source.path}: labels are {type(values[0]).__name__}s, e.g. {values[0]!r}; set label_column to a column "
-            "with one class index or name per image"
+            "with a class index or name per image"
         )
     return values
 

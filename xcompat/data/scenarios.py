@@ -91,7 +91,9 @@ def old_and_new_rows(
         counts_C = np.bincount(labels_N, minlength=n_classes)
         if scenario == "open-data" and (counts_C == 1).any():
             lonely = int(np.flatnonzero(counts_C == 1)[0])
-            raise XcompatError(f"open-data gives each model samples of every class, but class {lonely} (from 0) has only one")
+            raise XcompatError(
+                f"open-data gives each model samples of every class, but class {lonely} (from 0) has only 1 sample"
+            )
         quotas_C = np.array([math.ceil(share * count) for count in counts_C.tolist()])
         if scenario == "open-data":
             quotas_C = np.minimum(quotas_C, np.maximum(counts_C - 1, 0))

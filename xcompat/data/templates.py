@@ -141,7 +141,7 @@ def _require_members(wanted_T: NDArray[np.int64], members: Members, wanted_by: s
     if len(missing_T := np.setdiff1d(distinct_T, members.templates_N)):
         raise XcompatError(
             f"{wanted_by} names template {missing_T[0]}{_more(len(missing_T))} (of {len(distinct_T):,}) without image in "
-            f"{members_file}; use files of one release of the protocol"
+            f"{members_file}; choose files of one release of the protocol"
         )
 
 

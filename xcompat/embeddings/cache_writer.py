@@ -118,7 +118,7 @@ def _write_shard(
         embeds_ND[np.concatenate(places)] = torch.cat(parts).numpy(force=True)
     if (np.abs(embeds_ND) > np.finfo(info.dtype).max).any():
         raise XcompatError(
-            f"{info.name} returns values beyond the range of {info.dtype}, the type of caches; use embeddings of length 1 "
+            f"{info.name} returns values beyond the range of {info.dtype}, the type of caches; give embeddings of length 1 "
             "(options.input: embedding)"
         )
     write_shard(path, shard, info, embeds_ND)

@@ -144,9 +144,9 @@ class Provider:
         try:
             rows_BD = np.array(answer, np.float32)
         except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError for tensors with gradients
-            raise XcompatError(f"{self.name} returned no matrix ({describe_error(error)}); return one row per text") from None
+            raise XcompatError(f"{self.name} returned no matrix ({describe_error(error)}); return a row per text") from None
         if rows_BD.ndim != 2 or len(rows_BD) != len(texts) or not rows_BD.size:
-            raise XcompatError(f"{self.name} returned shape {rows_BD.shape} for {len(texts)} texts; return one row per text")
+            raise XcompatError(f"{self.name} returned shape {rows_BD.shape} for {len(texts)} texts; return a row per text")
         if dim is not None and rows_BD.shape[1] != dim:
             raise XcompatError(f"{self.name} returned {rows_BD.shape[1]} dimensions, and {dim} before; use the same model")
         if (found := first_not_unit(torch.from_numpy(rows_BD))) is not None:

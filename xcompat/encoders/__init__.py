@@ -225,7 +225,7 @@ def load_encoder(source: EncoderSource | str) -> tuple[Encoder, Processor]:
         if source.image_size is not None and set(processor.image_size) != {source.image_size}:
             raise XcompatError(
                 f"{source.name} reads images of {'x'.join(map(str, processor.image_size))} pixels, not {source.image_size}; "
-                "remove image_size or use an image encoder of transformers"
+                "remove image_size or choose an image encoder of transformers"
             )
         return encoder, processor
 

@@ -46,7 +46,7 @@ class ImageOnlyProcessor(Processor):
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Raise, because there is no tokenizer."""
-        raise XcompatError("an image encoder has no tokenizer; to embed texts, use an image-text model (CLIP, SigLIP)")
+        raise XcompatError("an image encoder has no tokenizer; to embed texts, choose an image-text model (CLIP, SigLIP)")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the image processor."""
@@ -113,7 +113,7 @@ class ImageEncoder(Encoder):
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Raise, because there is no text tower."""
-        raise XcompatError(f"{self.name} has no text tower; to embed texts, use an image-text model (CLIP, SigLIP)")
+        raise XcompatError(f"{self.name} has no text tower; to embed texts, choose an image-text model (CLIP, SigLIP)")
 
     @property
     def towers(self) -> dict[str, nn.Module]:
@@ -259,7 +259,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         return getattr(transformers, saved_as)
     found = transformers.MODEL_MAPPING.get(type(config), None)
     if not isinstance(found, type) or found.main_input_name != "pixel_values":
-        raise XcompatError(f"{config.model_type} models do not embed images; use an image or image-text model")
+        raise XcompatError(f"{config.model_type} models do not embed images; choose an image or image-text model")
     return found
 
 

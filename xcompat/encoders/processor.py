@@ -85,7 +85,7 @@ class Processor(ABC):
     def require_images(self) -> None:
         """Raise if there is no image tower."""
         if self.image_size == (0, 0):
-            raise XcompatError("a text encoder has no image tower; to embed images, use an image-text model (CLIP, SigLIP)")
+            raise XcompatError("a text encoder has no image tower; to embed images, choose an image-text model (CLIP, SigLIP)")
 
     @abstractmethod
     def pixels(self, images: list[Image]) -> Tensor:

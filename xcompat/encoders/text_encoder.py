@@ -125,7 +125,7 @@ class TextEncoder(Encoder):
     has_images: ClassVar[bool] = False
 
     def _image_features(self, pixel_values: Tensor) -> NoReturn:
-        raise XcompatError(f"{self.name} has no image tower; to embed images, use an image-text model (CLIP, SigLIP)")
+        raise XcompatError(f"{self.name} has no image tower; to embed images, choose an image-text model (CLIP, SigLIP)")
 
     def text_features(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return unnormalised text features (B, D)."""
@@ -283,13 +283,13 @@ def _require_readable(whole: SentenceTransformer, name: str, prompts: list[str])
     others = [modality for modality in whole.modalities if modality != "text"]
     if others:
         raise XcompatError(
-            f"{name} reads {', '.join(map(str, others))} in addition to texts ({kind}); use the image-text model inside it "
+            f"{name} reads {', '.join(map(str, others))} in addition to texts ({kind}); choose the image-text model inside it "
             "without sentence-transformers"
         )
     states = isinstance(first, Transformer) and first.modality_config == _READ and first.module_output_name == "token_embeddings"
     if not (states or isinstance(first, StaticEmbedding)):
         raise XcompatError(
-            f"{name} starts with {kind}, which xcompat does not support; use a model with a Transformer (last hidden state, "
+            f"{name} starts with {kind}, which xcompat does not support; choose a model with a Transformer (last hidden state, "
             "pooled) or a StaticEmbedding as first module"
         )
     if any(isinstance(module, Pooling) and not module.include_prompt for module in whole) and any(prompts):
@@ -330,7 +330,7 @@ def _check_dimension(encoder: TextEncoder, processor: TextProcessor, whole: Sent
         if not apart <= TOLERANCE:
             raise XcompatError(
                 f"{name} reads more of a text than its token ids: embeddings differ from those of sentence-transformers by "
-                f"{apart:.1e} (maximum {TOLERANCE:.0e}); use a model without custom text settings"
+                f"{apart:.1e} (maximum {TOLERANCE:.0e}); choose a model without custom text settings"
             )
     processor.count_truncated = 0
     return encoder

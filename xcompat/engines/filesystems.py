@@ -39,7 +39,7 @@ def resolve_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
     except (pa.ArrowException, OSError, ValueError, ImportError) as error:
-        raise XcompatError(f"{uri} cannot be opened ({describe_error(error)}); use a path or a URI that Arrow supports") from None
+        raise XcompatError(f"{uri} cannot be opened ({describe_error(error)}); use a path or URI that Arrow supports") from None
     return found
 
 

@@ -148,7 +148,7 @@ class TableModel:
 
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if kind_of(kind) not in {"texts": ("text",), "images": ("text", "image")}[self.reads]:
-            raise XcompatError(f"column {self.column!r} has type {kind}, not {self.reads}; choose another")
+            raise XcompatError(f"column {self.column!r} has type {kind}, not {self.reads}; choose another column")
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
             raise XcompatError(f"column {self.column!r} row {before + row + 1:,} has nothing to embed; remove such rows")
@@ -187,4 +187,4 @@ def _require_towers(model: CompatModel | Embedder, reads: Reads) -> None:
     elif reads == "images":
         model.processor.require_images()
     elif not model.processor.max_length:
-        raise XcompatError(f"{model.name} embeds only images, but the input is texts; use a model with a text tower")
+        raise XcompatError(f"{model.name} embeds only images, but the input is texts; choose a model with a text tower")

@@ -33,7 +33,7 @@ def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
     tolist = getattr(ids_N, "tolist", None)  # NumPy and torch
     ids = [_plain(item) for item in ids_N] if tolist is None else tolist()
     if len(ids) != n_rows:
-        raise XcompatError(f"{what}: {n_rows} rows but {len(ids)} ids; give one id per row")
+        raise XcompatError(f"{what}: {n_rows} rows but {len(ids)} ids; give an id per row")
     for position, item in enumerate(ids):
         if not isinstance(item, Hashable):
             raise XcompatError(f"{what}: id {position} is a {type(item).__name__}; ids must be strings, integers or tuples")

@@ -235,7 +235,7 @@ def _unless_rounding(mean: float, differences: np.ndarray, rounding: float) -> f
 def _column(values_Q: np.ndarray) -> np.ndarray:
     values_Q = np.asarray(values_Q, dtype=np.float64)
     if values_Q.ndim != 1:
-        raise XcompatError(f"a bootstrap needs one number per query, not an array of shape {values_Q.shape}")
+        raise XcompatError(f"a bootstrap needs a number per query, not an array of shape {values_Q.shape}")
     return values_Q[:, None]
 
 

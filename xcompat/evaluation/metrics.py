@@ -214,7 +214,7 @@ def class_embeddings(prompt_embeds_CTD: Embeddings) -> np.ndarray:
     means_CD = (prompts / norms).reshape(n_classes, n_templates, dim).mean(axis=1)
     lengths_C1 = np.linalg.norm(means_CD, axis=1, keepdims=True)
     if (lengths_C1 < 1e-12).any():
-        raise XcompatError(f"the prompts of class {int(lengths_C1.argmin())} cancel out to zero; use other templates")
+        raise XcompatError(f"the prompts of class {int(lengths_C1.argmin())} cancel out to zero; choose other templates")
     return means_CD / lengths_C1
 
 

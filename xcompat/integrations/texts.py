@@ -248,7 +248,7 @@ def _load_text_model(model: Source, device: str | None) -> Embedder:
     loaded = _load_stored_embedder(model, device)
     inner = loaded.model
     if not (inner.embeds_texts if isinstance(inner, CompatModel) else getattr(inner, "has_text", False)):
-        raise XcompatError(f"{loaded.name} embeds no texts; use a model with a text encoder")
+        raise XcompatError(f"{loaded.name} embeds no texts; choose a model with a text encoder")
     return loaded
 
 

@@ -313,5 +313,5 @@ def numbers_of_head(kind: HeadKind) -> set[str]:
 def _choose(kind: str, name: str, given: float | None, place: int) -> float | None:
     usual = _USUAL[kind][place]
     if given is not None and usual is None:
-        raise XcompatError(f"a {kind} head has no {name}, but {name} is {given}; remove it, or use another kind")
+        raise XcompatError(f"a {kind} head has no {name}, but {name} is {given}; remove it, or choose another kind")
     return usual if given is None else given

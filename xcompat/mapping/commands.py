@@ -194,7 +194,7 @@ def _decide(
         choice = choose_by_labels_or_agreement(pairs, searched, seed, lines, with_old_model, texts)
     except NoValidationDataError as error:
         uncompared = " The imported map was not compared and is not used." if theirs is not None else ""
-        return _Decision(GUESS, [*about, f"{error}. The map is a guess.{uncompared}"])
+        return _Decision(GUESS, [*about, f"{error}. The map is a guess, not validated.{uncompared}"])
     judged = [theirs.describe_result(choice)] if theirs is not None else []
     return _Decision(choice.chosen.candidate, [*about, *describe_choice(choice), *judged], choice)
 

@@ -240,7 +240,7 @@ def _picture_embeddings(
         return select_rows(source.embeds_ND, places_N)
     assert isinstance(source, Embedder), source
     if not any(source.processor.image_size):
-        raise XcompatError(f"{source.name} embeds texts only, but --images contains pictures; use an image-text model, e.g. CLIP")
+        raise XcompatError(f"{source.name} embeds texts only, but --images contains pictures; choose a model like CLIP")
     digest = hashlib.sha256("\0".join([files or "", *pictures[ID]]).encode()).hexdigest()
     folder = _cache_folder(source, digest, cache_dir, "images")
     return embed_images(source, pictures, folder, digest, max_bad_share=max_bad_share)

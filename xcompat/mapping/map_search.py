@@ -40,15 +40,20 @@ def find_maps(old: str | None, new: str | None) -> SearchResult:
     Raises:
         XcompatError: neither model is given, a name is not a model, or the Hub is unreachable.
     """
-    if old is None and new is None:
-        raise XcompatError("name the old model with --old, the new one with --new, or both")
+    require_searchable(old, new)
     given = {SEARCHES: old, EMBEDS: new}
-    for name in filter(None, (old, new)):
-        _require_model(name)
     silence_libraries()
     wanted = {role: _digest_of(name) for role, name in given.items() if name is not None}
     maps = search(wanted)
     return maps._replace(found=[each for each in maps.found if not each.is_other])
+
+
+def require_searchable(old: str | None, new: str | None) -> None:
+    """Raise if no model is given, or a name is not a model; arguments as in :func:`find_maps`."""
+    if old is None and new is None:
+        raise XcompatError("choose the old model with --old, the new model with --new, or both")
+    for name in filter(None, (old, new)):
+        _require_model(name)
 
 
 def _require_model(name: str) -> None:

@@ -179,7 +179,7 @@ class MapRequest:
     def _require_columns(self) -> None:
         """Raise if no side has a chosen column, or the file with ids does not exist."""
         if self.reading.ids is not None and not self.reading.ids.is_file():
-            raise MissingPathError(f"--ids {self.reading.ids} does not exist; use a text file with one id per line")
+            raise MissingPathError(f"--ids {self.reading.ids} does not exist; choose a text file with an id per line")
         tables = [side for side in (self.old, self.new) if side.exists() and not is_gallery(side)]
         names = [name for side in tables if is_table(side) for name in column_names(side)]
         is_opaque = any(

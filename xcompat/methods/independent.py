@@ -136,7 +136,7 @@ class IndependentModel(ClassifiedModel):
         if log_scale is None:
             return pair_contrast(output, batch, self.config.logit_scale)
         if bias is not None and output.passage_embeds is not None:
-            raise XcompatError("SigLIP's loss needs images with texts; use another encoder for data.text_pairs")
+            raise XcompatError("SigLIP's loss needs images with texts; choose another encoder for data.text_pairs")
         if bias is not None:
             return siglip_loss(output["image_embeds"], output["text_embeds"], log_scale.exp(), bias)
         # like CLIP, so that no batch can make the logits explode

@@ -73,7 +73,7 @@ class SimClrModel(UnlabelledModel):
         assert isinstance(config, SimClrConfig)
         if config.crops < 0 or config.crop_size < 1:
             raise XcompatError(
-                f"options.crops is {config.crops} of {config.crop_size} pixels; use 0 or more crops of at least 1 pixel"
+                f"options.crops is {config.crops} of {config.crop_size} pixels; set 0 or more crops of at least 1 pixel"
             )
         if not _SMALLEST <= config.crop_scale <= 1:
             raise XcompatError(f"options.crop_scale is {config.crop_scale}; use {_SMALLEST} to 1, a share of the image's area")

@@ -65,7 +65,7 @@ class BackboneModel(CompatModel):
     def _check_dims(cls, config: BackboneConfig) -> None:
         """Raise if dimensions are impossible, before anything is built."""
         if config.dim is not None and config.dim < 1:
-            raise XcompatError(f"options.dim is {config.dim}; use 1 or more")
+            raise XcompatError(f"options.dim is {config.dim}; set 1 or more")
 
     @classmethod
     @override

@@ -218,7 +218,7 @@ class CheckpointModel(PreTrainedModel):
         if found != wanted:
             raise FingerprintMismatchError(
                 f"these adapters need {wanted}, but the base {at} is {found}; restore the base of their training, or "
-                "use a checkpoint with all weights"
+                "choose a checkpoint with all weights"
             )
         return {f"encoder.{key}": tensor for key, tensor in base.state_dict().items()}
 

@@ -64,7 +64,7 @@ class ClassifiedModel(BackboneModel):
         super().__init__(config, encoder)
         self.classifier: ClassificationHead | None = None
         if config.triplet_weight < 0:
-            raise XcompatError(f"options.triplet_weight is {config.triplet_weight:g}; use 0 or more")
+            raise XcompatError(f"options.triplet_weight is {config.triplet_weight:g}; set 0 or more")
         if config.classes and ("classifier" not in self.only_for_training or config.keeps_classifier):
             self.classifier = self._head(config.embedding_dim)
         if config.for_training:
@@ -76,7 +76,7 @@ class ClassifiedModel(BackboneModel):
         super()._check_dims(config)
         dim, extra = config.embedding_dim, config.extra_dim
         if extra < 0:
-            raise XcompatError(f"options.extra_dim is {extra}; use 0 or more")
+            raise XcompatError(f"options.extra_dim is {extra}; set 0 or more")
         if cls.compares_with_old and config.old is not None and dim < config.old["dim"]:
             raise XcompatError(
                 f"new embeddings need at least the {config.old['dim']} dimensions of the old ones, but options.dim and "

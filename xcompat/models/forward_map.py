@@ -59,7 +59,7 @@ class ForwardMapModel(CompatModel):
         if config.new_side_info is not None and config.side_info is None:
             raise XcompatError("new_side_info needs side_info, which is not set; set side_info too")
         if (width := config.mixer_width) < 1:
-            raise XcompatError(f"options.mixer_width is {width}; use 1 or more")
+            raise XcompatError(f"options.mixer_width is {width}; set 1 or more")
         self.transform = self._transform(config.embedding_dim, self.metric)
         new_side = config.new_side_info
         self.side_transform = self._transform(new_side["dim"], new_side.get("metric")) if new_side is not None else None

@@ -193,11 +193,11 @@ def refuse_settings(settings: Mapping[str, Any], least: Mapping[str, float | Non
     for name in settings.keys() - least.keys():
         raise XcompatError(f"a query memory has no setting {name!r}; {nearest(name, least)}")
     if not isinstance(confident := settings.get("confident", False), bool):
-        raise XcompatError(f"memory.confident is {confident!r}; use true or false")
+        raise XcompatError(f"memory.confident is {confident!r}; set true or false")
     for name, lowest in least.items():
         value = settings.get(name)
         kind = (int, float) if name in ("sharpness", "share") else int
         if lowest is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kind) or not lowest <= value < float("inf"):
-            raise XcompatError(f"memory.{name} is {value!r}; use a number of at least {lowest}")
+            raise XcompatError(f"memory.{name} is {value!r}; set a number of at least {lowest}")

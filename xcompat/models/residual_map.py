@@ -32,7 +32,7 @@ class ResidualMapModel(LearnedMapModel):
 
     def __init__(self, config: ResidualMapConfig, encoder: Encoder | None = None) -> None:
         if config.hidden < 1:
-            raise XcompatError(f"options.hidden is {config.hidden}; use 1 or more")
+            raise XcompatError(f"options.hidden is {config.hidden}; set 1 or more")
         super().__init__(config, encoder)
         self.skip = nn.Linear(self.source_dim, self.target_dim)
         last = nn.Linear(config.hidden, self.target_dim)

@@ -250,7 +250,7 @@ class SpacesModel(CheckpointModel):
         if version is not None and version not in (known := self.compatible_with):
             names = ", ".join(map(str, known))
             raise FingerprintMismatchError(
-                f"this model is compatible with {names}, not with {version}; use a model trained for it"
+                f"this model is compatible with {names}, not with {version}; choose a model trained for it"
             )
 
     def self_view(self, embeds: Tensor) -> Tensor:

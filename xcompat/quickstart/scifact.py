@@ -62,7 +62,7 @@ def _find_file(folder: Path, names: Sequence[str]) -> Path:
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
         raise XcompatError(
-            f"--data {folder} contains no {names[0]}; use a folder with {PASSAGES[0]}, {QUERIES[0]}, {JUDGEMENTS[0]}"
+            f"--data {folder} contains no {names[0]}; choose a folder with {PASSAGES[0]}, {QUERIES[0]}, {JUDGEMENTS[0]}"
         )
     return found
 

@@ -72,7 +72,7 @@ def read_ids(file: Path) -> list[str]:
     try:
         names = read_lines(file)
     except OSError as error:
-        raise XcompatError(f"--ids {file} cannot be read ({error}); use a text file with one id per line") from None
+        raise XcompatError(f"--ids {file} cannot be read ({error}); choose a text file with an id per line") from None
     while names and not names[-1]:
         names.pop()
     return names

@@ -50,7 +50,7 @@ class EmbeddedQueries:
         if vectors.rows_ND.ndim != 2:
             raise XcompatError(
                 f"{self.file} has the shape {vectors.rows_ND.shape}; an array of query embeddings needs two dimensions: "
-                "one row per query"
+                "a row per query"
             )
         ids = _read_ids(self.file, vectors)
         rows_QD = vectors.rows_ND if vectors.rows_ND.dtype.kind == "f" else np.asarray(vectors.rows_ND, np.float32)
@@ -83,7 +83,7 @@ class EmbeddedQueries:
     def re_embed(self, old: Embedder, places: Sequence[int]) -> Tensor:
         """Raise: embeddings cannot be re-embedded with another model."""
         raise XcompatError(
-            f"the fallback embeds queries with the old model, but {self.file} holds embeddings; use texts or pictures, "
+            f"the fallback embeds queries with the old model, but {self.file} holds embeddings; give texts or pictures, "
             "or remove --fallback"
         )
 

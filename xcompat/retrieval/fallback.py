@@ -97,7 +97,7 @@ class Fallback:
         for name in ("share",) if self.below is None else ("below", "share"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise XcompatError(f"fallback: {name} is {value!r}; use a number above 0 and at most 1")
+                raise XcompatError(f"fallback: {name} is {value!r}; set a number above 0 and at most 1")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], device: torch.device | str) -> Self:
@@ -141,7 +141,7 @@ class Fallback:
         """
         if self.below is not None and not getattr(model, "is_confident", False):
             raise XcompatError(
-                f"queries of {identity(model)} have no confidence; remove the fallback, or use a model with query memory "
+                f"queries of {identity(model)} have no confidence; remove the fallback, or choose a model with query memory "
                 "and enough validation data to calibrate it"
             )
         for version in manifest.present():

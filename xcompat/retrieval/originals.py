@@ -94,7 +94,7 @@ class Pictures:
     def require(self, embedder: Embedder) -> None:
         """Raise if the model embeds texts only."""
         if not any(embedder.processor.image_size):
-            raise XcompatError(f"{embedder.name} embeds texts only, but these are pictures; use an image-text model, e.g. CLIP")
+            raise XcompatError(f"{embedder.name} embeds texts only, but these are pictures; choose a model like CLIP")
 
     def require_same(self, gallery: Gallery) -> None:
         """Do nothing: pictures have no parts."""
@@ -155,7 +155,7 @@ class Texts:
     def require(self, embedder: Embedder) -> None:
         """Raise if the model embeds pictures only."""
         if not embedder.processor.max_length:
-            raise XcompatError(f"{embedder.name} embeds pictures only, but these are texts; use a model with a text tower")
+            raise XcompatError(f"{embedder.name} embeds pictures only, but these are texts; choose a model with a text tower")
 
     def require_same(self, gallery: Gallery) -> None:
         """Raise if the gallery's passages were cut differently.

@@ -150,12 +150,12 @@ def match_names(ids: Sequence[str] | None, own: OwnIds, rows: int, path: Path) -
     """
     if own.names_N is None:
         if ids is None:
-            raise XcompatError(f"{path} holds no ids; use --ids with a text file of one id per line")
+            raise XcompatError(f"{path} holds no ids; use --ids with a text file with an id per line")
         return _require_count(ids, rows, path)
     own_names = [str(name) for name in own.names_N.tolist()]
     if ids is None or (len(ids) >= rows and set(own_names) <= set(ids)):
         if len(set(own_names)) < rows:
-            raise XcompatError(f"{path} gives several vectors the same id; use --ids with a text file of one id per line")
+            raise XcompatError(f"{path} gives several vectors the same id; use --ids with a text file with an id per line")
         return own_names
     labels_N = own.labels_N
     if labels_N is None or own.has_map:
@@ -194,7 +194,7 @@ def name_rows(
         if len(known) != rows:
             raise XcompatError(
                 f"{path} holds {rows:,} vectors without ids, but there are {len(known):,} pictures or texts; use --ids with a "
-                "text file of one id per line"
+                "text file with an id per line"
             )
         return list(known)
     return list(map(str, range(rows))) if numbers_rows else match_names(None, own, rows, path)

@@ -175,7 +175,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         """Embed queries, and unsure ones with the old model too; keep vectors unchanged."""
         rows = {row: query for row, query in enumerate(queries) if isinstance(query, np.ndarray)}
         if rows and self.fallback is not None and self.fallback.below is not None:
-            raise XcompatError("the fallback cannot embed a vector with the old model; use a text or a picture as query")
+            raise XcompatError("the fallback cannot embed a vector with the old model; choose a text or a picture as query")
         others = {row: query for row, query in enumerate(queries) if not isinstance(query, np.ndarray)}
         parts = [torch.from_numpy(np.stack([*rows.values()]))] if rows else []
         parts += [self._own([*others.values()])] if others else []

@@ -123,7 +123,7 @@ class SourceQueries:
             return list(self.originals.dataset[TEXT])
         paths = [picture.get("path") for picture in self.originals.dataset.cast_column(IMAGE, hf.Image(decode=False))[IMAGE]]
         if not all(path and is_file(path) for path in paths):
-            raise XcompatError("cannot search one by one with pictures in an archive or a table; use a folder of pictures")
+            raise XcompatError("cannot search one by one with pictures in an archive or a table; choose a folder of pictures")
         return paths
 
     def re_embed(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
@@ -141,7 +141,7 @@ class SourceQueries:
 
     def _embed_by_service(self, service: ServedMap) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         if not isinstance(self.originals, Texts):
-            raise XcompatError(f"{service.provider.name} embeds texts, but the queries are {self.originals.kind}; use texts")
+            raise XcompatError(f"{service.provider.name} embeds texts, but the queries are {self.originals.kind}; give texts")
         size = service.provider.batch
         for start in range(0, len(self), size):
             block = np.arange(start, min(start + size, len(self)))

@@ -42,7 +42,7 @@ def load_embedded(
     if content != "embeddings":
         return None
     if conflict is not None:
-        raise XcompatError(f"{conflict} embeds queries, but {queries} holds embeddings; remove it, or use texts as queries")
+        raise XcompatError(f"{conflict} embeds queries, but {queries} holds embeddings; remove it, or give texts as queries")
     embedded = EmbeddedQueries(queries, BAD_SHARE if max_bad_share is None else max_bad_share)
     owner = owner if owner is not None else load_owner(model, known)
     embedded.require_fit(owner)

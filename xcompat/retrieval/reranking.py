@@ -111,12 +111,12 @@ class Reranker:
         record_demand: bool = False,
     ) -> None:
         if candidates < 1:
-            raise XcompatError(f"cannot re-rank {candidates} candidates; use at least 1")
+            raise XcompatError(f"cannot re-rank {candidates} candidates; set at least 1")
         if old_weight is None:
             chosen = getattr(getattr(query_model(model), "config", None), "rerank_old_weight", None)
             old_weight = OLD_WEIGHT if chosen is None else chosen
         if not 0 <= old_weight < 1:
-            raise XcompatError(f"the weight of old scores is {old_weight}; use a number from 0 to below 1")
+            raise XcompatError(f"the weight of old scores is {old_weight}; set a number from 0 to below 1")
         self.source, self.originals = model, originals
         self.candidates, self.old_weight, self.budget = candidates, old_weight, budget
         self.keep, self.record_demand = keep, record_demand
@@ -129,7 +129,7 @@ class Reranker:
         if isinstance(self.source, Embedder):
             originals.require(self.source)
         elif not isinstance(originals, Texts):
-            raise XcompatError(f"{self.source.provider.name} embeds texts, but the originals are {originals.kind}; use texts")
+            raise XcompatError(f"{self.source.provider.name} embeds texts, but the originals are {originals.kind}; give texts")
 
     @cached_property
     def _embedder(self) -> Embedder | None:
@@ -153,7 +153,7 @@ class Reranker:
         if source is self.source or (isinstance(source, CompatModel) and source.embeds_in_memory):
             return None
         if all(text is None for text in asked.texts) and isinstance(source, CompatModel | Fingerprint):
-            raise XcompatError(f"{self.fingerprint} cannot embed queries given as embeddings; use texts or pictures")
+            raise XcompatError(f"{self.fingerprint} cannot embed queries given as embeddings; give texts or pictures")
         if self._embedder is None:
             raise XcompatError(f"{self.fingerprint} is a service and re-ranks its own queries only; search with a map of it")
         return queries.re_embed(self._embedder.for_queries(), range(len(asked.ids)))
@@ -284,7 +284,7 @@ class Reranker:
             try:
                 kept.put(made, generation)
             except XcompatError as error:
-                notice_once(f"{error}; the search continues without it")
+                notice_once(f"{error}; the search continues without the saved embeddings")
         return known | made
 
     def _look_up(
@@ -296,7 +296,7 @@ class Reranker:
                 kept.count_demand(wanted)
             return kept.get(left, generation)
         except XcompatError as error:
-            notice_once(f"{error}; the search continues without it")
+            notice_once(f"{error}; the search continues without the saved embeddings")
             return {}
 
     def _read_stored(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:

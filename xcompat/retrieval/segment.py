@@ -340,7 +340,7 @@ def _plain(value: Any, key: str) -> Any:  # noqa: ANN401
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise XcompatError(
-        f"the filter of {key!r} holds a {type(value).__name__}; use texts, numbers, True, False or None, or a list of these"
+        f"the filter of {key!r} holds a {type(value).__name__}; give texts, numbers, True, False or None, or a list of these"
     )
 
 

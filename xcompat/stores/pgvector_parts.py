@@ -42,7 +42,7 @@ class Part(NamedTuple):
         """
         name = f"{self.column} of {self.client.uri}"
         if dtype != old_dtype:
-            raise XcompatError(f"{name} has {old_dtype} numbers, and --where keeps them; use --dtype {old_dtype}")
+            raise XcompatError(f"{name} has {old_dtype} numbers, which --where cannot change; set --dtype {old_dtype}")
         if old_dim not in (None, dim):
             raise XcompatError(
                 f"{name} holds {old_dim:,} dimensions in all rows, but the new vectors have {dim:,}; run ALTER TABLE "

@@ -85,7 +85,7 @@ def _load_evaluated(run: Path, items: int, seed: int) -> tuple[ReportContent, Ev
     folder = find_model(run)
     if not (folder.parent / RECIPE).exists():
         raise XcompatError(
-            f"{run} has no {RECIPE}, so its test set is unknown; use the folder of a run that was trained from a recipe"
+            f"{run} has no {RECIPE}, so its test set is unknown; choose the folder of a run that was trained from a recipe"
         )
     test = load_test_set(DataSettings.model_validate(read_started_settings(folder.parent)["data"]))
     if isinstance(test, TemplateTestSet):

@@ -65,7 +65,7 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
         )
         print_candidates(choice)
     except NoValidationDataError as error:
-        notice(f"{error}: the map is a guess")
+        notice(f"{error}: the map is not validated")
     candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)

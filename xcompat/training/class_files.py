@@ -15,7 +15,7 @@ from xcompat.core.progress import console, literal
 from xcompat.encoders.class_names import SETS, class_names
 
 WORDNET = r"n\d{8}"
-FIX = "use a class file with one line per label (`xcompat classes` writes public ones)"
+FIX = "use a class file with a line per label (`xcompat classes` writes public ones)"
 
 
 def print_classes(name: str | None, to: Path | None) -> None:

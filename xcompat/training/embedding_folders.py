@@ -16,7 +16,7 @@ from xcompat.report import require_report_place
 from xcompat.training.record import EVALUATED, find_model
 from xcompat.vectors.formats import is_table, stored_at
 
-NO_CHECKPOINT = "is not an xcompat checkpoint; use the folder with its config.json, usually RUN/model"
+NO_CHECKPOINT = "is not an xcompat checkpoint; choose the folder with its config.json, usually RUN/model"
 
 RUN_FILES = ("recipe.yaml", "report", "report.json")
 """Files that identify a run; the last one is from older versions."""
@@ -87,7 +87,7 @@ def judged_folders(
     if by_map is None:
         return {"old": old, "new_view": new, "new": new_own, "independent": independent}
     if new_own is not None:
-        raise XcompatError("--map already applies to --new, the new model's own embeddings; remove --new-own")
+        raise XcompatError("with --map, --new contains the new model's own embeddings; remove --new-own")
     find_model(by_map)
     return {"old": old, "new": new, "independent": independent or new}
 
@@ -145,7 +145,7 @@ def require_labels(folder: Path) -> Path:
     file = folder / LABELS
     if not file.is_file():
         raise XcompatError(
-            f"{folder} contains images without classes or texts, so relevant hits are unknown: add {LABELS} (one class per line, "
+            f"{folder} contains images without classes or texts, so relevant hits are unknown: add {LABELS} (a class per line, "
             "in row order), or texts in every folder (text_embeds.npy, and text_ids.txt with the id of the image each describes)"
         )
     return file

@@ -242,7 +242,7 @@ def evaluate_embeddings(
 def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
     """Return mapped queries and the vectors of a backfill."""
     if model.maps_galleries or not model.compatible_with:
-        raise XcompatError(f"{by_map} does not map queries into an old space; use the folder of a map that `xcompat map` wrote")
+        raise XcompatError(f"{by_map} does not map queries into an old space; choose a folder that `xcompat map` wrote")
     dims = model.config.embedding_dim, model.version_dims()[0][1]
     if (own.dim, old.dim) != dims:
         raise XcompatError(

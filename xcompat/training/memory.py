@@ -67,7 +67,7 @@ def remember(model: CompatModel, pairs: Paired, settings: StageRecipe, seed: int
         print_candidates(choice)
     except NoValidationDataError as error:
         candidate = Candidate(method, **GUESSES[kind])
-        notice(f"{error}: the memory of {'galleries' if kind == 'galleries' else 'queries'} is a guess")
+        notice(f"{error}: the settings of the memory are not validated")
     model.remember(known.memory(candidate, choice.confidence if choice is not None else None))
     write_candidates(folder, candidate, choice, known)
 

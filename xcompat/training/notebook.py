@@ -182,7 +182,7 @@ class _TrainingSets:
         """Load the old model; raise if it is not the new model's."""
         name, described = type(self.model).__name__, self.model.config.old
         if old is None:
-            raise XcompatError(f"{name} reads embeddings of the old model: set old to the model, its name or its folder")
+            raise XcompatError(f"{name} learns from embeddings of the old model; pass old, the model, its name or its folder")
         if isinstance(old, str):
             old = load_frozen(old, device())
         Fingerprint(described["fingerprint"], described["name"]).require(old.fingerprint, f"the old model {old.name}")

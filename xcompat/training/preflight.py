@@ -150,7 +150,7 @@ def require_served(
     if ids is not None and not opens_index:
         raise XcompatError(f"--ids gives the ids of a faiss index, but {target} is not a faiss index; remove --ids")
     if ids is not None and not ids.is_file():
-        raise MissingPathError(f"--ids {ids} does not exist; use a text file with one id per line")
+        raise MissingPathError(f"--ids {ids} does not exist; choose a text file with an id per line")
     if opens_index and allow_changes:
         raise XcompatError(f"--allow-changes needs a gallery; adopt {target} first with `xcompat gallery adopt`")
     if (folder / CURRENT).is_file() or opens_index:

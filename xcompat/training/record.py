@@ -221,7 +221,7 @@ def find_model(target: Path) -> Path:
             return folder
     stages = sorted(path.parent for path in target.glob("*/model") if is_model(path))
     if not stages:
-        raise XcompatError(f"{target} contains no model; use the folder of a finished run or of a checkpoint")
+        raise XcompatError(f"{target} contains no model; choose the folder of a finished run or of a checkpoint")
     if len(stages) > 1 and (report := report_file(target)).exists():
         last = list(load_report(report).seconds)[-1:]
         stages = [stage for stage in stages if stage.name in last] or stages

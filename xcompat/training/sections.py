@@ -249,5 +249,5 @@ class EvaluationSettings(Section):
     def _one_case_per_name(self) -> EvaluationSettings:
         for name in ("slerp", "fallback"):
             if getattr(self, name) is not None and name in self.compare_with:
-                raise ValueError(f"compare_with: the name {name} is reserved for the case of evaluation.{name}; rename the stage")
+                raise ValueError(f"compare_with: evaluation.{name} reports its results as {name!r}; rename the stage")
         return self
