@@ -179,7 +179,7 @@ def test_nothing_that_is_searched_was_learned_from(counts: list[int], searched: 
 @pytest.mark.parametrize(("classes", "each", "searching"), [(10, 4000, 10), (1000, 700, 17), (100, 500, 17), (4, 9000, 4)])
 def test_many_items_of_a_class_leave_room_for_other_classes(classes: int, each: int, searching: int) -> None:
     labels = np.repeat(np.arange(classes), each)
-    n_folds = min(FOLDS, max(2, classes // CLASSES))
+    n_folds = min(folds_of.FOLDS, max(2, classes // folds_of.CLASSES))
     for searched in ("known", "unknown"):
         for fold in folds(labels, searched):  # type: ignore[arg-type]
             for protocol in ("known classes", "new classes"):

@@ -1,8 +1,8 @@
 """Compare what a choice of maps promises on held-out items with what the map gains on a test set.
 
-A sample of half of the classes stands for the items that a user gives. The test set holds other items of these classes, and items
-of the other classes. A cell is a metric of a protocol. The promise *holds* if the test's gain lies in the promised 95 % interval, and
-*agrees* with the test if the difference is within the 95 % interval of a difference of both: the test's gain has an error of its own.
+A sample of half of the classes stands for a user's items. The test set holds other items of these classes, and items of the other
+classes. A cell is a metric of a protocol. The promise *holds* if the test's gain lies in the promised 95 % interval. It
+*agrees* if the difference is within the 95 % interval of a difference of both, because the test's gain has an error of its own.
 
     python benchmarks/studies/promises.py --old old.npy --new new.npy --labels labels.npy
 """

@@ -88,9 +88,7 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
         yield _hold_out(rows_C, part, number, searched, draw)
 
 
-def _hold_out(
-    rows_C: list[NDArray[np.int64]], part: range, number: int, searched: Searched, draw: np.random.Generator
-) -> Fold:
+def _hold_out(rows_C: list[NDArray[np.int64]], part: range, number: int, searched: Searched, draw: np.random.Generator) -> Fold:
     """Hold out items of the known classes, and all items of a part of the classes."""
     new, known = ([rows for each, rows in enumerate(rows_C) if (each in part) == is_new] for is_new in (True, False))
     split = [_split(rows, number) for rows in known]
