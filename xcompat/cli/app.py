@@ -212,15 +212,14 @@ def map_(
 
     Use a random gallery sample. --gallery checks it.
 
-    The best map on held-out items is written. Exit code 1, and no files, if no map is surely as good as old queries.
+    The best map on held-out items is written. Exit code 1, and no map, if no candidate is surely as good as old queries.
     """
     from xcompat.mapping.indexes import Reading
     from xcompat.mapping.request import MapRequest, make_initial_map, make_text_input
     from xcompat.vectors import Columns
     from xcompat.vectors.checks import BAD_SHARE
 
-    embedded = make_text_input(texts, images, embed_with, requests_per_minute, price)
-    given = embedded, make_initial_map(start_from, activation)
+    given = make_text_input(texts, images, embed_with, requests_per_minute, price), make_initial_map(start_from, activation)
     reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
@@ -246,9 +245,7 @@ def embed(
     out: Annotated[str, typer.Option(help="Output folder. For a table: folder or URI.")] = "",
     column: Annotated[str | None, typer.Option(help="Column to embed or map. Default: found by its name.")] = None,
     id_column: Annotated[str | None, typer.Option(help="Column with the id. Default: id.")] = None,
-    dtype: Annotated[
-        Literal["float32", "float16"] | None, typer.Option(help="Number format for table vectors. Default: float32.")
-    ] = None,
+    dtype: Annotated[Literal["float32", "float16"] | None, typer.Option(help="Dtype of table vectors. Default: float32.")] = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
@@ -281,18 +278,17 @@ def embed(
     from xcompat.encoders import require_model
     from xcompat.engines.source_types import is_picture_folder, require_source
 
-    if is_picture_folder(source):
-        if others := [name for name in given if name not in ("--model", "--out")]:
-            raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of pictures; remove it")
-        require_model(model)
-        announce_loading(model)
+    if not (has_pictures := is_picture_folder(source)):
+        require_source(source)
+    elif others := [name for name in given if name not in ("--model", "--out")]:
+        raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of pictures; remove it")
+    require_model(model)
+    announce_loading(model)
+    if has_pictures:
         from xcompat.engines.pictures import embed_pictures
 
         embed_pictures(Path(source), model, Path(out))
         return
-    require_source(source)
-    require_model(model)
-    announce_loading(model)
     from xcompat.engines.commands import embed as embed_table
 
     embed_table(source, model, out, where, column, id_column, dtype or "float32")

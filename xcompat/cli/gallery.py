@@ -154,8 +154,7 @@ def build(
         raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
     elif source is not None:
         argument_checks.require_inputs(source, model)
-        announce_loading(model, side_info)
-        embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
+        embedder, side = _load(model, dtype, side_info), _load(side_info, dtype) if side_info is not None else None
         commands.build(out, _originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
     else:
         raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
@@ -292,9 +291,8 @@ def add(
     kept = _kept_columns(metadata, no_metadata)
     opened = _open(gallery)
     argument_checks.require_inputs(source, model)
-    announce_loading(model, side_info)
     _warn_of_backfill(opened, model)
-    embedder, side = _load(model, dtype), _load(side_info, dtype) if side_info is not None else None
+    embedder, side = _load(model, dtype, side_info), _load(side_info, dtype) if side_info is not None else None
     commands.add(opened, _originals(source, texts, max_bad_share, kept), embedder, replace, side)
 
 
@@ -340,7 +338,6 @@ def upgrade(
             commands.upgrade(opened, newer, dry_run, spread)
     else:
         argument_checks.require_inputs(backfill, model)
-        announce_loading(model)
         _warn_of_backfill(opened, model)
         embedder, originals = _load(model, dtype), _originals(backfill, texts, max_bad_share, kept)
         with where.pool(model, embedder) as spread:
@@ -360,12 +357,9 @@ def _warn_of_backfill(gallery: Gallery, model: str) -> None:
 @app.command()
 def info(gallery: Folder, model: ModelName = "") -> None:
     """Show the items, models and earlier states of a gallery."""
-    from xcompat.retrieval import argument_checks, commands
+    from xcompat.retrieval import commands
 
     opened = _open(gallery)
-    if model:
-        argument_checks.require_models(model)
-        announce_loading(model)
     commands.info(opened, _load(model) if model else None)
 
 
@@ -426,7 +420,6 @@ def doctor(
 
         require_kind(gallery)
         argument_checks.require_models(model)
-        announce_loading(model)
         from xcompat.stores.commands import doctor as examine_store
         from xcompat.stores.doctor import SourceField
 
@@ -438,7 +431,6 @@ def doctor(
     else:
         opened = _open(Path(gallery))
         argument_checks.require_inputs(Path(images), model)
-        announce_loading(model)
         whole = commands.doctor(opened, _load(model), _originals(Path(images), texts), sample)
     if not whole:
         raise typer.Exit(1)
@@ -573,10 +565,12 @@ def load_reranker(
     return Reranker(embedder, read, candidates, budget=budget, record_demand=record_demand)
 
 
-def _load(model: str, dtype: Dtype = "float32") -> Embedder:
+def _load(model: str, dtype: Dtype = "float32", side_info: str | None = None) -> Embedder:
+    """Load a model. The announcement includes the model that is loaded next, for side-information."""
     from xcompat.retrieval import argument_checks
 
     argument_checks.require_models(model)
+    announce_loading(model, side_info)
     import torch
 
     from xcompat.core.distributed import device
