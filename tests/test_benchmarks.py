@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import warm
+from datasets import Dataset
+from datasets import Image as ImageFeature
 from PIL import Image
 
 from xcompat import Fingerprint
 from xcompat.core import progress
+from xcompat.encoders import load_encoder
+from xcompat.encoders.standins import save_stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "benchmarks" / "speed"
@@ -213,6 +218,31 @@ def test_transformers_of_the_study_of_texts_are_made_once(benchmark: Any, tmp_pa
     assert texts.halves(["One sentence of words. Another one of words. Short.", "Alone it stands here."]) == [
         ["One sentence of words", "Another one of words"]
     ]
+
+
+def test_towers_stay_frozen_while_their_projections_learn(
+    benchmark: Any, image_folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towers = benchmark("towers")
+    image, text = Path(image_folder_of["mobilenet_v1"]), save_stand_in(tmp_path / "text", "sentence-transformers", 12)
+    settings = Path(text, "config_sentence_transformers.json")
+    settings.write_text(settings.read_text(encoding="utf-8").replace("query: ", ""), encoding="utf-8")
+    for name, value in {"IMAGE_MODELS": image.parent, "BATCH": 4, "EMBEDDED": 3, "EPOCHS": 200, "LEARNING_RATE": 0.05}.items():
+        monkeypatch.setattr(towers, name, value)
+    monkeypatch.setattr(towers, "prepare_model", lambda *_: text)
+    captions = [["a red running shoe"], ["two dogs"], ["a shoe"], ["greek small letter alpha"]]
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)) for _ in captions]
+    columns = {"image": pictures, "caption": captions, "id": list("abcd")}
+    Dataset.from_dict(columns).cast_column("image", ImageFeature()).save_to_disk(tmp_path / "pairs")
+    towers.write_towers(tmp_path / "joined", towers.Towers(image.name, towers.OLD, 32, 8, 0), tmp_path / "pairs")
+    encoder, processor = load_encoder(str(tmp_path / "joined"))
+    assert not processor.image_processor.do_center_crop
+    whole = load_encoder(str(image))[0].model.state_dict()
+    assert all(torch.equal(value, whole[key]) for key, value in encoder.model.vision_model.state_dict().items())
+    photos_ND = encoder.embed_images(processor.images(pictures))
+    names_ND = encoder.embed_texts(**processor.texts([names[0] for names in captions]))
+    assert (photos_ND @ names_ND.T).argmax(dim=1).tolist() == [0, 1, 2, 3], "each photo finds its name"
 
 
 def test_memory_is_measured_in_a_fresh_process(benchmark: Any) -> None:

@@ -132,7 +132,7 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         (["stages.1.evaluation.slerp=1.5"], "evaluation.slerp: .*less than or equal to 1"),
         (
             ["stages.0.name=slerp", "stages.1.evaluation={slerp: 0.5, compare_with: [slerp]}"],
-            "the name slerp is reserved .*rename the stage",
+            "evaluation.slerp reports its results as .slerp.; rename the stage",
         ),
         (called("old"), "stage 'pair': evaluation.compare_with names old, a name reserved in reports; rename the stage"),
         (called("new"), "evaluation.compare_with names new, a name reserved"),

@@ -83,7 +83,7 @@ def test_scenarios_that_leave_nothing(scenario: Scenario) -> None:
         with pytest.raises(XcompatError, match="must be between 0 and 1"):
             old_and_new_rows(np.array([0, 0]), 1, scenario, fraction)
     if scenario == "open-data":
-        with pytest.raises(XcompatError, match="class 1 .* has only one"):
+        with pytest.raises(XcompatError, match="class 1 .* has only 1 sample"):
             old_and_new_rows(np.array([0, 0, 1]), 2, scenario, 0.5)
     if scenario == "open-class":
         with pytest.raises(XcompatError, match="no sample to the new model"):

@@ -75,22 +75,24 @@ class PairCollator:
             ``crop_pixel_values`` (B, crops, C, S, S); with captions ``input_ids`` and optional ``attention_mask`` (B, L) int64;
             with labels ``labels`` (B,) int64; extra columns stacked, floats as float32.
         """
-        images = [item[IMAGE] for item in items]
-        if self.transform is None:
-            batch = {PIXEL_VALUES: self.processor.images(images)}
-        else:
-            batch = {PIXEL_VALUES: self._augment(items, self.transform)}
-            if self.views.second:
-                batch[SECOND_PIXEL_VALUES] = self._augment(items, self.transform, view=1)
-            if self.crop is not None:
-                crops = [self._augment(items, self.crop, view=2 + crop) for crop in range(self.views.crops)]
-                batch[CROP_PIXEL_VALUES] = torch.stack(crops, dim=1)
+        batch = self._images(items) if IMAGE in items[0] else {}
         if CAPTION in items[0]:
             batch.update(self.processor.texts([item[CAPTION] for item in items]))
         if LABEL in items[0]:
             batch[LABELS] = torch.tensor([item[LABEL] for item in items], dtype=torch.int64)
         for name in items[0].keys() - {IMAGE, CAPTION, LABEL, INDEX, ID, SEED, CAPTION_NUMBER}:
             batch[name] = _floats(np.stack([item[name] for item in items]))
+        return batch
+
+    def _images(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if self.transform is None:
+            return {PIXEL_VALUES: self.processor.images([item[IMAGE] for item in items])}
+        batch = {PIXEL_VALUES: self._augment(items, self.transform)}
+        if self.views.second:
+            batch[SECOND_PIXEL_VALUES] = self._augment(items, self.transform, view=1)
+        if self.crop is not None:
+            crops = [self._augment(items, self.crop, view=2 + crop) for crop in range(self.views.crops)]
+            batch[CROP_PIXEL_VALUES] = torch.stack(crops, dim=1)
         return batch
 
     def _augment(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:

@@ -95,7 +95,7 @@ class ProjectedModel(PhiModel):
     def required_columns(self, batch: Batch) -> list[str]:
         """Return the required columns: embeddings of a frozen image tower instead of images if the batch contains them."""
         required = super().required_columns(batch)
-        return ["new_embeds" if name == "pixel_values" and name not in batch else name for name in required]
+        return ["new_embeds" if name == "pixel_values" and "new_embeds" in batch else name for name in required]
 
     def embed_batch(self, batch: Batch) -> CompatOutput:
         """Return synthetic old embeddings φ(v_new), φ(w_new) (XBT Eqn. 4); a frozen image tower's v_new may be in the batch."""
