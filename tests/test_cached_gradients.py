@@ -66,6 +66,8 @@ def batch_for(model: CompatModel) -> dict[str, Tensor]:
         "index": torch.arange(8),
     }
     wanted = {*model.columns, *model.columns_if_known}
+    if "pixel_values" in model.columns:
+        wanted.discard("new_embeds")  # it replaces photos
     if "input_ids" in wanted:
         height, width = model.processor.image_size
         made["pixel_values"] = torch.randn(8, 3, height, width, generator=torch.Generator().manual_seed(5))
