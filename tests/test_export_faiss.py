@@ -81,7 +81,7 @@ def with_memory(model: CompatModel, entries: int) -> CompatModel:
     """Return the model with queries that wear a metric which moves and bends them, and remember noise."""
     memory = QueryMemory(NEW_DIM, OLD_DIM, entries)
     covariance = torch.diag(torch.arange(1.0, OLD_DIM + 1))
-    memory.transform = LearnedTransform.solve(0.2 * unit(1, OLD_DIM, seed=5)[0], covariance, power=0.5, damping=0.1)
+    memory.metric = LearnedTransform.solve(0.2 * unit(1, OLD_DIM, seed=5)[0], covariance, power=0.5, damping=0.1)
     memory.keys_KD, memory.values_Kd = unit(entries, NEW_DIM, seed=6), unit(entries, OLD_DIM, seed=7)
     return model.remember(memory)
 

@@ -496,7 +496,7 @@ def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on
     remembered = QueryMemory(model.config.embedding_dim, model.config.old["dim"], entries=3)
     torch.nn.init.normal_(remembered.keys_KD)
     torch.nn.init.normal_(remembered.values_Kd)
-    remembered.transform = LearnedTransform.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
+    remembered.metric = LearnedTransform.solve(torch.ones(8) / 8, torch.diag(torch.arange(1.0, 9.0)), 0.5, 0.1)
     model.remember(remembered.calibrate(3.0, -1.0)).export(tmp_path / "model")
     push(tmp_path / "model", "me/whole")
     push(tmp_path / "model", "me/part", memory=memory)
@@ -506,9 +506,7 @@ def test_what_queries_remember_may_stay_at_home(memory: Remembered, hub: Hub, on
     assert (part.memory is None) == (memory == "none") and (held == [] or part.memory.settings["entries"] == 0)
     embeds = torch.randn(5, model.config.embedding_dim, generator=torch.Generator().manual_seed(0))
     expected = (
-        whole.to_space_without_memory(embeds)
-        if memory == "none"
-        else whole.memory.transform(whole.to_space_without_memory(embeds))
+        whole.to_space_without_memory(embeds) if memory == "none" else whole.memory.metric(whole.to_space_without_memory(embeds))
     )
     torch.testing.assert_close(part.to_space(embeds), expected)
     torch.testing.assert_close(whole.confidence(embeds), torch.sigmoid(3 * remembered.recall(embeds).norm(dim=1) - 1))

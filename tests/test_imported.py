@@ -99,7 +99,7 @@ def test_a_map_is_judged_with_the_memory_that_it_has() -> None:
     memory = known.memory(Candidate(IMPORTED, 0.25))
     assert memory is not None
     torch.testing.assert_close(
-        known.queries(Candidate(IMPORTED, 0.25), pairs.new_ND, "all"), nn.functional.normalize(memory.transform(bare), dim=1)
+        known.queries(Candidate(IMPORTED, 0.25), pairs.new_ND, "all"), nn.functional.normalize(memory.metric(bare), dim=1)
     )
     assert fit(Candidate(IMPORTED), known).memory is theirs.memory is not None
     choice = choose(pairs, "known", lines={IMPORTED: known.lines[IMPORTED]})

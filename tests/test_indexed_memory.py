@@ -45,7 +45,7 @@ def holding(codec: str = "SQ8", keys: np.ndarray = KEYS, **settings: Any) -> Ind
     key_transform.mean_d.copy_(torch.from_numpy(0.1 * unit(1, keys.shape[1], 3)[0]))
     kept = [key_transform(torch.from_numpy(keys)), torch.from_numpy(VALUES[: len(keys)])]
     memory = IndexedMemory.from_entries(len(keys), *(lambda rows, of=of: of[rows] for of in kept), key_transform, codec)
-    memory.transform = LearnedTransform(OLD)
+    memory.metric = LearnedTransform(OLD)
     memory.gate, memory.sharpness, memory.share = torch.tensor([2.0, -1.0]), 20.0, 0.7
     memory.probes, memory.nearest = memory.lists, len(keys)
     for name, value in settings.items():

@@ -59,12 +59,12 @@ def test_it_is_what_a_loop_over_queries_and_entries_gives() -> None:
 
     new, own = unit(4, NEW, 7), unit(4, OLD, 8)
     for x, q, found in zip(new, own, memory(torch.from_numpy(new), torch.from_numpy(own)), strict=True):
-        key = in_transform(x, "key_transform")
+        key = in_transform(x, "key_metric")
         cosines = [float(key @ entry) for entry in state["keys_KD"]]
         weights = np.exp(20.0 * (np.array(cosines) - max(cosines)))
         recalled = sum(weight * value for weight, value in zip(weights / weights.sum(), state["values_Kd"], strict=True))
         gate = 1 / (1 + np.exp(-(state["gate"][0] * max(cosines) + state["gate"][1])))
-        expected = normalised(in_transform(q, "transform") + 0.7 * gate * recalled)
+        expected = normalised(in_transform(q, "metric") + 0.7 * gate * recalled)
         np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
         assert memory.familiarity(memory.key_cosines(torch.from_numpy(x[None]))).item() == pytest.approx(gate, abs=1e-5)
 
@@ -188,7 +188,7 @@ def test_without_entries_only_the_metric_is_worn() -> None:
     memory = QueryMemory(NEW, OLD, 0)
     queries = torch.from_numpy(unit(3, OLD, 2))
     torch.testing.assert_close(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries)
-    memory.transform = filled().transform
+    memory.metric = filled().metric
     assert not torch.allclose(memory(torch.from_numpy(unit(3, NEW, 3)), queries), queries, atol=1e-2)
 
 

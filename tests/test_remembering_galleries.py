@@ -90,10 +90,10 @@ def test_what_is_mapped_leans_as_a_loop_over_classes_says() -> None:
     state = {name: tensor.double().numpy() for name, tensor in worn.state_dict().items()}
 
     def place(row: np.ndarray) -> np.ndarray:
-        moved = (row - state["key_transform.mean_d"]) @ state["key_transform.matrix_dd"]
+        moved = (row - state["key_metric.mean_d"]) @ state["key_metric.matrix_dd"]
         return moved / np.linalg.norm(moved)
 
-    np.testing.assert_allclose(state["key_transform.mean_d"], given.old_Nd.mean(0), atol=1e-6)
+    np.testing.assert_allclose(state["key_metric.mean_d"], given.old_Nd.mean(0), atol=1e-6)
     classes = [given.labels_N == label for label in range(CLASSES)]
     keys = [place(given.old_Nd[rows].astype(np.float64).mean(0)) for rows in classes]
     values = [normalised(given.new_ND[rows].astype(np.float64).mean(0)) for rows in classes]

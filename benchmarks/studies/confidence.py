@@ -101,7 +101,7 @@ def signs_of(model: CompatModel, new_QD: NDArray[np.float32]) -> dict[str, NDArr
     assert model.memory is not None
     memory, x_QD = model.memory, torch.from_numpy(np.array(new_QD, np.float32))
     nearest_Q2, recalled_Qd = memory.key_cosines(x_QD).topk(2, dim=1).values, memory.recall(x_QD)
-    agreement_Q = (memory.transform(model.to_space_without_memory(x_QD)) * F.normalize(recalled_Qd, dim=1)).sum(1)
+    agreement_Q = (memory.metric(model.to_space_without_memory(x_QD)) * F.normalize(recalled_Qd, dim=1)).sum(1)
     found = {
         "length of recalled vector": recalled_Qd.norm(dim=1),
         "largest cosine to a key": nearest_Q2[:, 0],

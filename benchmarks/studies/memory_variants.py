@@ -62,7 +62,7 @@ def learned(memory: QueryMemory, own_Nd: Tensor, train: PairedEmbeddings) -> Que
     sharpness, share = torch.tensor(memory.sharpness).log().requires_grad_(), torch.tensor(memory.share).requires_grad_()
     for name in ("keys_KD", "values_Kd", "gate"):
         getattr(memory, name).requires_grad_()
-    metric_Nd, looked_ND = memory.transform(own_Nd), memory.key_transform(new_ND)
+    metric_Nd, looked_ND = memory.metric(own_Nd), memory.key_metric(new_ND)
     adam = torch.optim.Adam([memory.keys_KD, memory.values_Kd, memory.gate, sharpness, share], RATE)
     for _ in range(STEPS):
         rows_B = torch.randperm(len(labels_N))[:BATCH]

@@ -153,8 +153,8 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
     weight_dD = weights["weight"][:dim].float().cpu().contiguous()
     steps = [(weight_dD, weights.get("bias", torch.zeros(dim))[:dim].float().cpu())]
     if memory is not None:
-        matrix_dd = memory.transform.matrix_dd.float().cpu()
-        steps.append((matrix_dd.T.contiguous(), -memory.transform.mean_d.float().cpu() @ matrix_dd))
+        matrix_dd = memory.metric.matrix_dd.float().cpu()
+        steps.append((matrix_dd.T.contiguous(), -memory.metric.mean_d.float().cpu() @ matrix_dd))
     return steps
 
 

@@ -186,7 +186,7 @@ class CandidateParts:
         transform = self._build_transform(candidate)
         if not candidate.share:
             alone = QueryMemory(*self.pairs.dims, entries=0)
-            alone.transform = transform
+            alone.metric = transform
             return alone
         if self._memory is None or self._memory[0] is not transform:  # entries do not depend on β and λ
             self._memory = transform, self._remembered.build_memory(transform, candidate.sharpness, candidate.share, self.codec)
@@ -217,7 +217,7 @@ class CandidateParts:
             if (memory := self.memory(candidate)) is None:
                 return own_Qd if line.memory is None else line.memory(inputs[0], own_Qd)
             recalled_Qd = self.recall_embeddings(candidate, new_QD, asked)
-            return F.normalize(memory.transform(own_Qd) + memory.share * recalled_Qd, dim=-1)
+            return F.normalize(memory.metric(own_Qd) + memory.share * recalled_Qd, dim=-1)
 
     @torch.inference_mode()
     def recall_embeddings(self, candidate: Candidate, new_QD: np.ndarray, asked: Hashable) -> Tensor:

@@ -95,7 +95,7 @@ class IndexedMemory(QueryMemory):
     ) -> None:
         super().__init__(new_dim, old_dim, 0, sharpness, share, confident)
         del self.keys_KD, self.values_Kd
-        self.key_transform = LearnedTransform(new_dim)
+        self.key_metric = LearnedTransform(new_dim)
         self.entries, self.codec, self.lists, self.nearest, self.probes = entries, codec, lists, nearest, probes
         self.first = min(first, new_dim)
         for name, part in self._codecs().items():
@@ -130,8 +130,8 @@ class IndexedMemory(QueryMemory):
         keys_SD, values_Sd = keys(sample_S), values(sample_S)
         memory = cls(keys_SD.shape[1], values_Sd.shape[1], entries, codec=codec, lists=lists)
         turn_DD = torch.linalg.eigh((keys_SD.T @ keys_SD).double())[1].flip(1).float()
-        memory.key_transform.mean_d.copy_(key_transform.mean_d)
-        memory.key_transform.matrix_dd.copy_(key_transform.matrix_dd @ turn_DD)
+        memory.key_metric.mean_d.copy_(key_transform.mean_d)
+        memory.key_metric.matrix_dd.copy_(key_transform.matrix_dd @ turn_DD)
 
         def parts(keys_ND: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
             turned_ND = (keys_ND @ turn_DD).numpy()
@@ -172,7 +172,7 @@ class IndexedMemory(QueryMemory):
         """Return unsorted cosines (B, k) to the nearest keys, and their code rows (row 0 and cosine -1 for missing keys)."""
         if torch.compiler.is_exporting():
             raise XcompatError(NOT_EXPORTABLE)
-        opened, keyed_BD = self._open(), self.key_transform(new_BD).detach().cpu()
+        opened, keyed_BD = self._open(), self.key_metric(new_BD).detach().cpu()
         opened.index.nprobe = min(self.probes, self.lists)
         cosines_Bk, rows_Bk = opened.index.search(keyed_BD[:, : self.first].numpy(), min(self.nearest, self.entries))
         rest_BkR = opened.read("rest", np.maximum(rows_Bk, 0))

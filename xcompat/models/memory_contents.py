@@ -36,7 +36,7 @@ def _build_memory(entries: int, keys: Read, values: Read, key_transform: Learned
         return IndexedMemory.from_entries(entries, keys, values, key_transform, codec)
     keys_KD, values_Kd = keys(np.arange(entries)), values(np.arange(entries))
     memory = QueryMemory(keys_KD.shape[1], values_Kd.shape[1], entries)
-    memory.key_transform, memory.keys_KD, memory.values_Kd = key_transform, keys_KD, values_Kd
+    memory.key_metric, memory.keys_KD, memory.values_Kd = key_transform, keys_KD, values_Kd
     return memory
 
 
@@ -149,7 +149,7 @@ class ClassMemoryContents:
 
         entries = len(self.keys_KD)
         memory = _build_memory(entries, lambda rows_B: self.keys_KD[torch.from_numpy(rows_B)], values, self.key_transform, codec)
-        memory.transform, memory.gate, memory.sharpness, memory.share = transform, self.gate, sharpness, share
+        memory.metric, memory.gate, memory.sharpness, memory.share = transform, self.gate, sharpness, share
         return memory
 
 
@@ -216,7 +216,7 @@ class PairMemoryContents:
             LearnedTransform(self.new[0].shape[1]),
             codec,
         )
-        memory.transform, memory.gate, memory.sharpness, memory.share = transform, torch.tensor([0.0, _OPEN]), sharpness, share
+        memory.metric, memory.gate, memory.sharpness, memory.share = transform, torch.tensor([0.0, _OPEN]), sharpness, share
         return memory
 
 

@@ -109,7 +109,8 @@ class QueryMemory(nn.Module):
     ) -> None:
         super().__init__()
         self.dims, self.entries, self.sharpness, self.share = (new_dim, old_dim), entries, sharpness, share
-        self.transform, self.key_transform = LearnedTransform(old_dim), LearnedTransform(new_dim if entries else 0)
+        # learned transforms of queries and of keys; the attributes are tensor names in saved maps, which must go on to load
+        self.metric, self.key_metric = LearnedTransform(old_dim), LearnedTransform(new_dim if entries else 0)
         self.register_buffer("keys_KD", torch.zeros(entries, new_dim))
         self.register_buffer("values_Kd", torch.zeros(entries, old_dim))
         self.register_buffer("gate", torch.zeros(2))  # slope and offset
@@ -129,7 +130,7 @@ class QueryMemory(nn.Module):
     def without_entries(self) -> QueryMemory:
         """Return a memory with this learned transform and without entries, i.e. without training data."""
         alone = QueryMemory(*self.dims, entries=0, sharpness=self.sharpness, share=self.share)
-        alone.transform = self.transform
+        alone.metric = self.metric
         return alone
 
     def check(self) -> None:
@@ -137,7 +138,7 @@ class QueryMemory(nn.Module):
 
     def key_cosines(self, new_BD: Tensor) -> Tensor:
         """Return new embeddings' cosines to keys: all (B, K), or in an index the nearest (B, k)."""
-        return self.key_transform(new_BD) @ self.keys_KD.float().T
+        return self.key_metric(new_BD) @ self.keys_KD.float().T
 
     def familiarity(self, cosines_BK: Tensor) -> Tensor:
         """Return the gate g (B,) in (0, 1) for cosines to keys (:meth:`key_cosines`)."""
@@ -161,7 +162,7 @@ class QueryMemory(nn.Module):
         Returns:
             (B, d) float32, L2-normalised, for the old model's galleries.
         """
-        return F.normalize(self.transform(queries_Bd) + self.share * self.recall(new_BD), dim=-1)
+        return F.normalize(self.metric(queries_Bd) + self.share * self.recall(new_BD), dim=-1)
 
     def recall(self, new_BD: Tensor) -> Tensor:
         """Return g(x)·Σ_k softmax_k(…)·value_k (B, d), the recalled old embeddings; zeros without entries."""
