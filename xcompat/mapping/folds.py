@@ -26,11 +26,11 @@ PROTOCOLS: dict[Searched, tuple[str, ...]] = {
 POPULATIONS = {"known classes": KNOWN, "half of them new": ALL, "new classes": NEW, IN_WHOLE: NEW_IN_WHOLE}
 """Protocol -> population of its queries in ``report.json``."""
 FOLDS = 5
-"""Most folds. Each holds out its own part of the classes, so that a fold's map learns from nearly as much as the saved map."""
+"""Most folds. Each holds out its own part of the classes. With more folds, each learns from more, as the saved map does."""
 HELD_OUT = 0.3
 """Share of a known class's items that is held out."""
-LEARNED = 100_000
-"""Most items that a fold learns from; more take longer and change little."""
+LEARNED = 40_000
+"""Most items that a fold learns from; more take longer and change little. All folds are in memory together."""
 QUERIES = 1000
 """Most held-out items of known classes, and of new classes. Each is a query and is searched."""
 CLASSES = 16
@@ -75,15 +75,13 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
     draw = np.random.default_rng(seed)
     rows_C = [draw.permutation(rows) for rows in samples_of_classes(labels_N, int(labels_N.max()) + 1) if len(rows) > 1]
     draw.shuffle(rows_C)
-    large = [len(rows) >= FEWEST for rows in rows_C]
+    rows_C.sort(key=lambda rows: len(rows) < FEWEST)  # stable: each part gets its share of the classes that can be held out
+    large, needed = sum(len(rows) >= FEWEST for rows in rows_C), 2 if searched == "known" else 4
+    if large < needed:
+        few = f"{needed} classes of {FEWEST} items each are needed, found {large}"
+        raise NoValidationDataError(f"too few items for a validation split: {few}")
     n_folds = min(FOLDS, max(2, len(rows_C) // CLASSES))
     parts = [range(number, len(rows_C), n_folds) for number in range(n_folds)] if searched != "known" else [range(0)] * 2
-    fewest = min(sum(large) - sum(large[number] for number in part) for part in parts)
-    if fewest < 2:
-        needed = 2 if searched == "known" else 4
-        raise NoValidationDataError(
-            f"too few items for a validation split: {needed} classes of {FEWEST} items each are needed, found {sum(large)}"
-        )
     for number, part in enumerate(parts):
         yield _hold_out(rows_C, part, number, searched, draw)
 
