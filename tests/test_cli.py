@@ -444,7 +444,7 @@ def test_push_shares_a_run_with_what_its_report_says(run: Run, done: Path, hub: 
         assert f"| {wanted} | {case['metrics']['recall@1'] * 100:.1f} (" in card
     assert ("Backward compatible: yes." in card) == report["criterion"]["backward_compatible"]
     assert "max_steps: 2" in card and str(done) not in card and hub.repos["me/pair"].private
-    assert "exclude each other" in refused(run("push", done / "run", "me/pair", "--merged", "--adapters-only"))
+    assert "cannot be combined" in refused(run("push", done / "run", "me/pair", "--merged", "--adapters-only"))
     assert "contains no model" in refused(run("push", done / "nothing", "me/pair"))
 
 

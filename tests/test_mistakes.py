@@ -114,7 +114,7 @@ MISTAKES = {
     "report nowhere": "nowhere does not exist",
     "report empty": "report.json does not exist",
     "push empty me/x": "empty contains no model; choose the folder of a finished run or of a checkpoint",
-    "push own me/x --merged --adapters-only": "--merged and --adapters-only exclude each other",
+    "push own me/x --merged --adapters-only": "--merged and --adapters-only cannot be combined",
     "find": "choose the old model with --old, the new model with --new, or both",
     "find --old ./nowhere": NO_MODEL,
     "find --old images": "images contains stored embeddings, not a model",

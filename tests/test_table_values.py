@@ -79,7 +79,7 @@ def test_wrong_metadata_options_are_one_line(run: Run, tmp_path: Path, folder_of
     code, _, err = run("build", table, "--model", model, "--out", tmp_path / "g", "--metadata", "yaer")
     assert code == 2 and "has no column 'yaer'; did you mean 'year'" in err
     code, _, err = run("build", table, "--model", model, "--out", tmp_path / "g", "--metadata", "year", "--no-metadata")
-    assert code == 2 and "exclude each other" in err
+    assert code == 2 and "cannot be combined" in err
     assert not (tmp_path / "g").exists()
 
 

@@ -278,7 +278,8 @@ def embed(
     from xcompat.encoders import require_model
     from xcompat.engines.source_types import is_picture_folder, require_source
 
-    if not (has_pictures := is_picture_folder(source)):
+    has_pictures = is_picture_folder(source)
+    if not has_pictures:
         require_source(source)
     elif others := [name for name in given if name not in ("--model", "--out")]:
         raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of pictures; remove it")
@@ -407,7 +408,7 @@ def push(
 ) -> None:
     """Push a model to the Hub, with a card of its results and compatible galleries."""
     if merged and adapters_only:
-        raise XcompatError("--merged and --adapters-only exclude each other: merged weights are no longer the base's")
+        raise XcompatError("--merged and --adapters-only cannot be combined; remove --merged or --adapters-only")
     from xcompat.core.progress import console, silence_libraries
     from xcompat.training.record import find_model
 

@@ -427,7 +427,7 @@ def doctor(
             gallery, _load(model), SourceField(images, Path(image_folder) if image_folder is not None else None), sample
         )
     elif image_folder is not None:
-        raise XcompatError("--image-folder applies to stores, whose rows contain paths; use --images for a gallery")
+        raise XcompatError("--image-folder is for the image paths of a store; for a gallery, replace it with --images")
     else:
         opened = _open(Path(gallery))
         argument_checks.require_inputs(Path(images), model)
@@ -450,10 +450,10 @@ def rollback(
 
     wanted = to if to is not None else generation
     if to is not None and generation is not None:
-        raise XcompatError(f"two generations are named, {generation} and --to {to}; name one with --to")
+        raise XcompatError(f"the generations {generation} and --to {to} cannot be combined; remove --to or the other generation")
     if list_states:
         if wanted is not None:
-            raise XcompatError("--list changes nothing; remove it to return to a generation, or remove the generation")
+            raise XcompatError("--list only shows the generations; to return to a generation, remove --list")
         commands.list_states(_open(gallery))
     else:
         commands.rollback(_open(gallery), wanted)
@@ -485,7 +485,7 @@ def _set_options(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - values of 
 def _kept_columns(metadata: list[str] | None, no_metadata: bool) -> bool | list[str]:
     """Return the columns to keep beside items; True for all, False for none."""
     if metadata and no_metadata:
-        raise XcompatError("--metadata and --no-metadata exclude each other; remove one of them")
+        raise XcompatError("--metadata and --no-metadata cannot be combined; remove --metadata or --no-metadata")
     return metadata or not no_metadata
 
 

@@ -85,7 +85,7 @@ def _matching(address: str) -> list[str]:
     except Exception as error:  # network errors, invalid names, missing permissions
         raise XcompatError(f"{redact_address(address)} cannot be looked up: {describe_failure(error)}") from None
     if not found:
-        raise XcompatError(f"nothing on the Hub matches {address}")
+        raise XcompatError(f"no file on the Hub matches {address}; check the repository and the pattern")
     return found
 
 

@@ -226,9 +226,9 @@ def _own_ids(file: Path, column: str, names: list[str], values: pd.Series[Any]) 
 def _one_value(values: list[Any], where: str, what: str, means: str) -> str:
     found = {str(value).strip() for value in values if value is not None and value == value} - {""}  # NaN differs from itself
     if not found:
-        raise XcompatError(f"{where} has no {what}; add one or delete the row")
+        raise XcompatError(f"{where} has no {what}; add it or delete the row")
     if len(found) > 1:
-        raise XcompatError(f"{where} has the {what}s {' and '.join(map(repr, sorted(found)))}; an image has one {means}")
+        raise XcompatError(f"{where} has the {what}s {' and '.join(map(repr, sorted(found)))}; give each image a single {means}")
     return found.pop()
 
 

@@ -57,7 +57,7 @@ def load_classes(path: str | Path, column: str | None = None) -> list[str]:
             table = table.iloc[order.argsort()]
         names = [text.strip() for text in _name_column(table, column, str(path))] if len(table) else []
     if not names:
-        raise XcompatError(f"{path} contains no class names; write one per line")
+        raise XcompatError(f"{path} contains no class names; write a class name on each line")
     if not all(names):
         raise XcompatError(f"{path}: class {names.index('')} has a blank name; name it or delete the line")
     return names

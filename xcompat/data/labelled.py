@@ -178,7 +178,7 @@ def _require_labels(dataset: datasets.Dataset, source: LabelledSource) -> list[i
     bad = [row for row, value in enumerate(values) if value is None or value == "" or value == -1]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise XcompatError(f"{source.path}: image {dataset[bad[0]][ID]!r}{more} has no label; add one or remove the image")
+        raise XcompatError(f"{source.path}: image {dataset[bad[0]][ID]!r}{more} has no label; add a label or remove the image")
     if not isinstance(values[0], int | str):
         raise XcompatError(
             f"{source.path}: labels are {type(values[0]).__name__}s, e.g. {values[0]!r}; set label_column to a column "

@@ -156,7 +156,7 @@ def _rows(labelled: LabelledImages, subset: Subset) -> NDArray[np.int64]:
 def _class_indices(names: Sequence[str], labelled: LabelledImages, labels_N: NDArray[np.int64]) -> list[int]:
     place = {name: index for index, name in enumerate(labelled.classes)}
     if not names:
-        raise XcompatError("the list of classes is empty; name at least one")
+        raise XcompatError("the list of classes is empty; add class names")
     for name in names:
         if name not in place:
             raise XcompatError(f"class {name!r} is not among the {len(place)} classes of the data; {nearest_class(name, place)}")
