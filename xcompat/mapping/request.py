@@ -125,11 +125,16 @@ class MapRequest:
         return [path for path in paths if path.exists()]
 
     @property
+    def _sides(self) -> tuple[Path, ...]:
+        """Sides with embeddings or models; a service makes the new side."""
+        is_service = self.texts is not None and self.texts.embed_with is not None
+        return (self.old,) if is_service else (self.old, self.new)
+
+    @property
     def models(self) -> list[str]:
         """Names of the models to load: the named models, and sides without embeddings."""
-        sides = (self.old,) if self.texts is not None and self.texts.embed_with is not None else (self.old, self.new)
         named = (self.old_model if self.old_model is not None and is_loadable(self.old_model) else None, self.new_model)
-        return [*(str(side) for side in sides if not holds_embeddings(side)), *(name for name in named if name is not None)]
+        return [*(str(side) for side in self._sides if not holds_embeddings(side)), *(name for name in named if name is not None)]
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -163,7 +168,7 @@ class MapRequest:
         """
         require_codec(self.memory_codec)
         require_replaceable(self.out, MADE_BY, self.overwrite, self.existing_inputs)
-        require_sides(self.old, self.new, self.texts, self.start, self.old_model, self.new_model)
+        self._require_sides()
         self._require_columns()
         made = read_marker(self.out)
         if self.overwrite or made is None:
@@ -175,6 +180,21 @@ class MapRequest:
                 f"{self.out} contains a map made with a different {', '.join(others)}; choose another folder with --out, or "
                 "replace it with --overwrite"
             )
+
+    def _require_sides(self) -> None:
+        """Raise if a side contains neither embeddings nor, with texts, a model, or a service would embed a stored side."""
+        if len(self._sides) == 1 and holds_embeddings(self.new):
+            raise XcompatError(
+                f"--embed-with embeds the texts as --new, but {self.new} already contains embeddings; remove --embed-with, or "
+                "set --new to the name of the service's model"
+            )
+        for side in self._sides:
+            if self.texts is None or holds_embeddings(side):
+                require_side(side)
+        for name in self.models:
+            require_model(name)
+        if self.start is not None and not require_start(self.start):
+            require_xcompat_model(self.start.name)
 
     def _require_columns(self) -> None:
         """Raise if no side has a chosen column, or the file with ids does not exist."""
@@ -246,37 +266,3 @@ def require_start(start: InitialMap) -> bool:
     if start.activation is not None:
         raise XcompatError(f"{start.name} is a checkpoint, which records its own activation; remove --activation")
     return False
-
-
-def require_sides(
-    old: Path, new: Path, texts: TextInput | None, start: InitialMap | None, old_model: str | None, new_model: str | None
-) -> None:
-    """Raise if a side contains neither embeddings nor, with texts, a model.
-
-    Args:
-        old: old side.
-        new: new side; with a service, the name of its model.
-        texts: texts for sides that are models.
-        start: existing map.
-        old_model: the gallery's model, or its name there.
-        new_model: model of the queries.
-
-    Raises:
-        XcompatError: something is missing, or a service would embed a stored side.
-    """
-    is_service = texts is not None and texts.embed_with is not None
-    if is_service and holds_embeddings(new):
-        raise XcompatError(
-            f"--embed-with embeds the texts as --new, but {new} already contains embeddings; remove --embed-with, or set --new "
-            "to the name of the service's model"
-        )
-    for side in (old,) if is_service else (old, new):
-        if texts is None or holds_embeddings(side):
-            require_side(side)
-        else:
-            require_model(str(side))
-    for name in (old_model if old_model is not None and is_loadable(old_model) else None, new_model):
-        if name is not None:
-            require_model(name)
-    if start is not None and not require_start(start):
-        require_xcompat_model(start.name)
