@@ -105,7 +105,7 @@ def memory_of_one(folder: Path) -> QueryMemory | None:
     if not file.exists():
         return None
     tensors = load_file(file)
-    dim = tensors["transform.mean_d"].shape[0]
+    dim = tensors["metric.mean_d"].shape[0]
     memory = build_memory(read_json(folder / CHOICE)["memory"], dim, dim)
     memory.load_state_dict(tensors)
     memory.check()
