@@ -187,15 +187,17 @@ def test_many_items_of_a_class_leave_room_for_other_classes(classes: int, each: 
                 if protocol in fold.queries:
                     new = protocol == "new classes"
                     there = min(searching, classes // n_folds if new else classes - classes // n_folds * (searched != "known"))
-                    counts = np.bincount(labels[fold.queries[protocol]])
-                    assert np.count_nonzero(counts) == there
+                    asked, counts = fold.queries[protocol], np.bincount(labels[fold.galleries[protocol]])
+                    assert np.count_nonzero(counts) == there == len(set(labels[asked]))
                     assert QUERIES <= counts.sum() < QUERIES + counts.max()
+                    n_asked = folds_of.ASKED // (n_folds if searched != "known" else 2)
+                    assert len(asked) == min(n_asked, counts.sum()) and set(asked) <= set(fold.galleries[protocol])
 
 
 def test_whole_classes_are_held_out_where_they_are_small() -> None:
     labels = np.repeat(np.arange(100), 200)  # 60 of each are held out
     (fold, _) = folds(labels, "known")
-    assert set(np.bincount(labels[fold.queries["known classes"]])) == {0, 60}
+    assert set(np.bincount(labels[fold.galleries["known classes"]])) == {0, 60}
 
 
 def test_gains_are_those_of_the_metrics_on_each_fold() -> None:

@@ -34,7 +34,8 @@ def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
     ids = [_plain(item) for item in ids_N] if tolist is None else tolist()
     if len(ids) != n_rows:
         raise XcompatError(f"{what}: {n_rows} rows but {len(ids)} ids; give an id per row")
-    for position, item in enumerate(ids):
+    is_plain = isinstance(ids_N, np.ndarray) and ids_N.ndim == 1 and ids_N.dtype != object  # numbers or strings
+    for position, item in enumerate([] if is_plain else ids):
         if not isinstance(item, Hashable):
             raise XcompatError(f"{what}: id {position} is a {type(item).__name__}; ids must be strings, integers or tuples")
     return ids

@@ -176,7 +176,9 @@ class CandidateParts:
                 self._transforms[key] = LearnedTransform(self.pairs.dims[1])
             else:
                 _, old = self._statistics
-                self._transforms[key] = LearnedTransform.solve(old.mean_d, old.within_dd, candidate.power, candidate.damping)
+                self._transforms[key] = LearnedTransform.solve(
+                    old.mean_d, old.within_dd, candidate.power, candidate.damping, old.eigen
+                )
         return self._transforms[key]
 
     def memory(self, candidate: Candidate, confidence: Calibration | None = None) -> QueryMemory | None:

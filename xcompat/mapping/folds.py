@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -32,7 +32,9 @@ HELD_OUT = 0.3
 LEARNED = 40_000
 """Most items that a fold learns from; more take longer and change little. All folds are in memory together."""
 QUERIES = 1000
-"""Most held-out items of known classes, and of new classes. Each is a query and is searched."""
+"""Most held-out items of known classes, and of new classes. Each is searched."""
+ASKED = 2000
+"""Most queries per protocol, over all folds. More make choices slower, and intervals over classes hardly narrower."""
 CLASSES = 16
 """Fewest new classes of a fold, if available: every map separates a few classes."""
 FEWEST = 4
@@ -83,7 +85,9 @@ def folds(labels_N: NDArray[np.int64], searched: Searched = "unknown", seed: int
     n_folds = min(FOLDS, max(2, len(rows_C) // CLASSES))
     parts = [range(number, len(rows_C), n_folds) for number in range(n_folds)] if searched != "known" else [range(0)] * 2
     for number, part in enumerate(parts):
-        yield _hold_out(rows_C, part, number, searched, draw)
+        fold = _hold_out(rows_C, part, number, searched, draw)
+        asked = {name: draw.permutation(rows_Q)[: ASKED // len(parts)] for name, rows_Q in fold.queries.items()}
+        yield replace(fold, queries={name: np.sort(rows_Q) for name, rows_Q in asked.items()})
 
 
 def _hold_out(rows_C: list[NDArray[np.int64]], part: range, number: int, searched: Searched, draw: np.random.Generator) -> Fold:

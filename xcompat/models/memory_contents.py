@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -55,6 +56,12 @@ class ClassStatistics:
     means_Cd: Tensor
     mean_d: Tensor
     within_dd: Tensor
+
+    @cached_property
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the covariance within classes."""
+        values_d, vectors_dd = torch.linalg.eigh(self.within_dd)
+        return values_d, vectors_dd
 
     @classmethod
     def compute(cls, embeds_Nd: Rows, labels_N: NDArray[np.int64], n_classes: int) -> ClassStatistics:

@@ -40,7 +40,9 @@ class LearnedTransform(nn.Module):
         self.register_buffer("matrix_dd", torch.eye(dim))
 
     @classmethod
-    def solve(cls, mean_d: Tensor, covariance_dd: Tensor, power: float, damping: float) -> Self:
+    def solve(
+        cls, mean_d: Tensor, covariance_dd: Tensor, power: float, damping: float, eigen: tuple[Tensor, Tensor] | None = None
+    ) -> Self:
         """Solve the learned transform from a mean and a covariance.
 
         Args:
@@ -48,6 +50,7 @@ class LearnedTransform(nn.Module):
             covariance_dd: C, within classes or over the stored gallery.
             power: α; use 0 only to centre, 0.5 to whiten.
             damping: ε, in units of the mean variance.
+            eigen: eigenvalues and eigenvectors of C, if known.
 
         Returns:
             The learned transform, with A divided by its mean eigenvalue.
@@ -58,7 +61,7 @@ class LearnedTransform(nn.Module):
         strength = damping * covariance_dd.diagonal().mean()
         if not strength > 0:
             raise XcompatError("the learned transform needs embeddings that differ within their classes, and a damping above 0")
-        values_d, vectors_dd = torch.linalg.eigh(covariance_dd.double())
+        values_d, vectors_dd = eigen if eigen is not None else torch.linalg.eigh(covariance_dd.double())
         scaled_d = (values_d.clamp(min=0) + strength) ** -power
         transform = cls(len(mean_d))
         transform.mean_d.copy_(mean_d)
