@@ -59,7 +59,8 @@ def test_map_warns_of_a_gallery_unlike_the_pairs(tmp_path: Path) -> None:
     with Gallery.create(tmp_path / "gallery", old, dim=16) as gallery:
         gallery.add(draw_vectors(5, 400, offset=3.0), [f"g{row}" for row in range(400)])
         gallery.commit()
-    assert read_gallery_vectors(tmp_path / "gallery").shape == (400, 16)
+    vectors, total = read_gallery_vectors(tmp_path / "gallery")
+    assert vectors.shape == (400, 16) and total == 400
     np.save(tmp_path / "old.npy", draw_vectors(1, 300))
     np.save(tmp_path / "new.npy", draw_vectors(1, 300))
     command = ["map", "--old", tmp_path / "old.npy", "--new", tmp_path / "new.npy", "--out", tmp_path / "map", "--allow-worse"]

@@ -27,11 +27,13 @@ from xcompat.core.ownership import MARKER
 from xcompat.evaluation import PairedDifference, cmc
 from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, commands, load_paired, selection
 from xcompat.mapping import folds as folds_of
+from xcompat.mapping.agreement import HeldOutItems, choose_by_agreement
 from xcompat.mapping.candidates import LINES, CandidateParts, fit
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.commands import map_embeddings
 from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, folds
 from xcompat.mapping.held_out import Trial
+from xcompat.mapping.item_memory import with_item_memory
 from xcompat.mapping.request import MapRequest
 from xcompat.mapping.selection import Choice, merge_choices, select_conservative
 from xcompat.models import memory_contents
@@ -475,9 +477,7 @@ def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> 
         np.save(tmp_path / f"{name}.npy", embeds)
     command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, [*command, "--remember-items", "--allow-worse"])
-    assert done.exit_code == 0 and f"old embeddings of similar items, out of {len(pairs)}." in " ".join(done.output.split()), (
-        done.output
-    )
+    assert done.exit_code == 0 and "the map uses the memory." in " ".join(done.output.split()), done.output
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.memory.entries == len(pairs) and not model.is_confident
     queries = normalised(np.random.default_rng(5).standard_normal((7, NEW)))
@@ -486,13 +486,40 @@ def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> 
     own = model.to_space_without_memory(torch.from_numpy(queries)).detach().numpy()
     for query, line, found in zip(queries, own, model.to_space(torch.from_numpy(queries)).detach().numpy(), strict=True):
         weights = np.exp(60 * (pairs.new_ND @ query))
-        expected = line + 0.8 * (weights[:, None] * values).sum(0) / weights.sum()
+        expected = line + 0.5 * (weights[:, None] * values).sum(0) / weights.sum()
         np.testing.assert_allclose(found, expected / np.linalg.norm(expected), atol=1e-5)
     labelled = [write(tmp_path / f"{name}_items", embeds) for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items()]
     for folder in labelled:
         (folder / "labels.txt").write_text("".join(f"class {label}\n" for label in pairs.labels_N))
     named = ["map", "--old", str(labelled[0]), "--new", str(labelled[1]), "--out", str(tmp_path / "two"), "--remember-items"]
     assert "--remember-items does not work with classes or captions" in str(CliRunner().invoke(app, named).exception)
+
+
+def test_item_memory_needs_gain_and_half_of_the_gallery(tmp_path: Path) -> None:
+    """A memory is taken if it surely finds more of the new model's neighbours, and not tried below half of the gallery."""
+    pairs = replace(made(), labels_N=None)
+    exact = PairedEmbeddings(pairs.new_ND, pairs.new_ND)  # the map alone finds every neighbour
+    for part, is_chosen in ((pairs, True), (exact, False), (replace(pairs, n_stored=2 * len(pairs) + 1), False)):
+        choice = choose_by_agreement(part, remember_items=True)
+        assert choice.item_memory is not None and choice.item_memory.is_chosen == is_chosen
+        assert (choice.candidate == with_item_memory(choice.chosen.candidate)) == is_chosen
+        assert choice.is_safe == choose_by_agreement(part).is_safe, "the memory does not change the verdict"
+    assert choice.item_memory.gain is None and "not tried: they are 50 % of the gallery" in describe_choice(choice)[-1]
+    assert as_json(choice)["item_memory"]["chosen"] is False and choose_by_agreement(pairs).item_memory is None
+    for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND, "gallery": np.tile(pairs.old_Nd, (3, 1))}.items():
+        np.save(tmp_path / f"{name}.npy", embeds)
+    sides = [f"--{name}={tmp_path / name}.npy" for name in ("old", "new", "gallery")]
+    done = CliRunner().invoke(app, ["map", *sides, f"--out={tmp_path / 'out'}", "--remember-items", "--allow-worse"])
+    assert "they are 33 % of the gallery" in " ".join(done.output.split()), done.output
+    assert AutoModel.from_pretrained(tmp_path / "out" / "model").memory is None
+
+
+def test_held_out_items_search_all_learned_items_of_the_gallery() -> None:
+    pairs = replace(made(), labels_N=None)
+    held = HeldOutItems(pairs, {"rotation": LINES["rotation"]}, 0, coverage=0.8)
+    for learned, searched in zip(held.learned_rows, held.searched_rows, strict=True):
+        assert sorted(searched) == list(range(len(pairs))) and len(learned) == round(0.8 * len(pairs))
+        assert set(searched[: held.n_queries]).isdisjoint(learned)
 
 
 def test_one_kind_of_items_alone_is_read_of_both(tmp_path: Path) -> None:

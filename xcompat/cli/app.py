@@ -161,7 +161,7 @@ SearchedClasses = Annotated[
     typer.Option(help="Classes that users will search: all known here, some new (open), or unknown."),
 ]
 RememberItems = Annotated[
-    bool, typer.Option("--remember-items", help="Add a memory of all items. Use it when they are most of the gallery.")
+    bool, typer.Option("--remember-items", help="Try a memory of all items. It needs at least half of the gallery.")
 ]
 VectorName = Annotated[
     str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")

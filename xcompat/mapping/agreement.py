@@ -12,11 +12,13 @@ from typing_extensions import override
 
 from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.core.errors import NoValidationDataError
+from xcompat.evaluation import paired_bootstrap
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.cleaning import leave_out_copies
 from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched
-from xcompat.mapping.held_out import FoldResult, Queries, Trial, ValidationSplit
+from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, Trial, ValidationSplit
+from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory, with_item_memory
 from xcompat.mapping.paired import PairedEmbeddings
 from xcompat.mapping.selection import MIXED, Choice, choose, select_conservative
 from xcompat.mapping.sentences import Sentences, Texts
@@ -28,6 +30,8 @@ SEARCHED = 10_000
 """Most validation items to search."""
 FEWEST = 40
 """Fewest items for a validation split."""
+HELD_OUT_OF_GALLERY = 0.1, 0.5
+"""Least and most of a gallery's items to hold out from a memory of its items."""
 NEIGHBOURS = 10
 PROTOCOL = "held-out items"
 SHARED = f"neighbours@{NEIGHBOURS}"
@@ -38,22 +42,33 @@ class HeldOutItems(ValidationSplit):
 
     ``neighbours@10`` is the share of an item's 10 nearest neighbours, by the new model, among its 10 hits in the old embeddings.
     The old queries' share is the baseline.
+
+    Args:
+        pairs: training set.
+        lines: linear map name -> solver.
+        seed: random seed for folds and intervals.
+        coverage: share of the gallery that the pairs cover, to hold out the rest and search learned items too; None to search
+            held-out items only.
     """
 
     sharpnesses, shares, powers = (), (), ()
 
-    def __init__(self, pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
+    def __init__(self, pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int, coverage: float | None = None) -> None:
         if len(pairs) < FEWEST:
             raise NoValidationDataError(f"too few items for a validation split: at least {FEWEST} are needed, found {len(pairs)}")
         self.pairs = pairs
         order_N = np.random.default_rng(seed).permutation(len(pairs))
         held = min(SEARCHED, round(HELD_OUT * len(pairs)))
+        if coverage is not None:
+            held = round(float(np.clip(1 - coverage, *HELD_OUT_OF_GALLERY)) * min(len(pairs), SEARCHED + LEARNED))
         folds = [np.roll(order_N, -number * held) for number in range(2)]
         self.learned_rows = [np.sort(rows_N[held:][:LEARNED]) for rows_N in folds]
-        self.searched_rows = [rows_N[:held] for rows_N in folds]  # random order: the first rows are queries
+        searched = held if coverage is None else held + LEARNED
+        self.searched_rows = [rows_N[:searched] for rows_N in folds]  # random order: the first rows are queries
+        self.n_queries = min(QUERIES, held)
         self.searched = [_unit(pairs.old_Nd, rows_G) for rows_G in self.searched_rows]
         own = (_unit(pairs.new_ND, rows_G) for rows_G in self.searched_rows)
-        self.near = [_nearest(new_GD[:QUERIES], new_GD) for new_GD in own]
+        self.near = [_nearest(new_GD[: self.n_queries], new_GD) for new_GD in own]
         super().__init__(lines, seed)
 
     @override
@@ -64,7 +79,7 @@ class HeldOutItems(ValidationSplit):
     def measure(self, queries: Queries) -> list[FoldResult]:
         parts = []
         for number, (rows_G, old_Gd, near_QK) in enumerate(zip(self.searched_rows, self.searched, self.near, strict=True)):
-            rows_Q = rows_G[:QUERIES]
+            rows_Q = rows_G[: self.n_queries]
             asked_Qd = queries(number, PROTOCOL, rows_Q, self.pairs)
             shared_Q = (_nearest(asked_Qd, old_Gd)[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
             parts.append(FoldResult(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q, len(rows_G)))
@@ -84,12 +99,26 @@ class HeldOutItems(ValidationSplit):
         return HeldOutItems(self.pairs.of_old(), LINES, self.seed)
 
 
+def _try_item_memory(pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int, chosen: Candidate) -> ItemMemory:
+    """Compare the chosen map with and without a memory of all items, in galleries of which it knows the same share."""
+    if pairs.coverage < LEAST_COVERAGE:
+        return ItemMemory(pairs.coverage)
+    held = HeldOutItems(pairs, lines, seed, pairs.coverage)
+    found = [
+        np.concatenate([each.found[SHARED] for each in held.measure(held.queries_of(candidate))])
+        for candidate in (chosen, with_item_memory(chosen))
+    ]
+    gain = paired_bootstrap(found[1], found[0], RESAMPLES, seed=seed, clusters_Q=held.clusters[PROTOCOL])
+    return ItemMemory(pairs.coverage, float(found[0].mean()), gain, len(found[0]))
+
+
 def choose_by_agreement(
     pairs: PairedEmbeddings,
     seed: int = 0,
     lines: Mapping[str, Solver] = LINES,
     with_old_model: bool = False,
     texts: Texts | None = None,
+    remember_items: bool = False,
 ) -> Choice:
     """Choose a linear map without labels, and measure its agreement with the new model.
 
@@ -104,6 +133,7 @@ def choose_by_agreement(
         with_old_model: whether to mix in old queries half-way. Agreement overrates maps alone if queries differ from stored items
             (docs/results/lines.md).
         texts: texts of the pairs, and the new model.
+        remember_items: whether to try a memory of all items.
 
     Returns:
         All trials, and the best trial.
@@ -129,7 +159,7 @@ def choose_by_agreement(
         chosen=chosen,
         without_new_model=None,
         floor=held.floor_means(),
-        n_queries={PROTOCOL: sum(min(QUERIES, len(rows_G)) for rows_G in held.searched_rows)},
+        n_queries={PROTOCOL: held.n_queries * len(held.searched_rows)},
         learned_at_most=most if most == LEARNED else None,
         no_confidence="the map has no memory",
         of_agreement=True,
@@ -137,6 +167,7 @@ def choose_by_agreement(
         sentences=sentences,
         by_chance=held.is_by_chance(chosen.candidate),
         cases=held.cases(chosen.candidate),
+        item_memory=_try_item_memory(pairs, lines, seed, chosen.candidate) if remember_items else None,
     )
 
 
@@ -155,6 +186,7 @@ def choose_by_labels_or_agreement(
     lines: Mapping[str, Solver],
     with_old_model: bool = False,
     texts: Texts | None = None,
+    remember_items: bool = False,
 ) -> Choice:
     """Choose by classes or captions, or by agreement with the new model if neither is known.
 
@@ -165,6 +197,7 @@ def choose_by_labels_or_agreement(
         lines: linear map name -> solver.
         with_old_model: whether the old model can embed queries.
         texts: as in :func:`choose_by_agreement`.
+        remember_items: as in :func:`choose_by_agreement`, for pairs without classes or captions.
 
     Raises:
         NoValidationDataError: too few items for a validation split.
@@ -172,7 +205,7 @@ def choose_by_labels_or_agreement(
 
     def choose_from(pairs: Paired, texts: Texts | None) -> Choice:
         if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
-            return choose_by_agreement(pairs, seed, lines, with_old_model, texts)
+            return choose_by_agreement(pairs, seed, lines, with_old_model, texts, remember_items)
         return choose(pairs, searched, seed, lines, with_old_model=with_old_model)
 
     distinct, kept, copies = leave_out_copies(pairs, texts.texts if texts is not None else None)

@@ -111,8 +111,6 @@ class Candidate:
 
 LEAST_SPREAD = 1e-12
 """Least variance per dimension that counts as a difference within classes: float32 rounding gives less."""
-ITEM_MEMORY_SETTINGS = 60.0, 0.8
-"""β and λ of a memory of stored items: the middle of the usual range, because they cannot be validated without questions."""
 GUESS = Candidate(WHITENED)
 """Candidate if there are too few items for a validation split."""
 

@@ -17,6 +17,7 @@ from xcompat.evaluation import PairedDifference
 from xcompat.hub.metadata import Gain
 from xcompat.mapping.agreement import NEIGHBOURS, SHARED
 from xcompat.mapping.held_out import Trial
+from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory
 from xcompat.mapping.selection import Choice
 from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
 from xcompat.score_scale import CANDIDATES
@@ -103,7 +104,7 @@ def describe_choice(choice: Choice) -> list[str]:
     held += [backfill_warning(choice.backfill_losses)] if choice.backfill_losses else []
     sure = _describe_confidence(choice)
     if choice.of_agreement:
-        return [*held, _describe_agreement(choice)]
+        return [*held, _describe_agreement(choice), *_describe_item_memory(choice.item_memory)]
     if choice.by_chance and best.is_surely_no_worse:
         return [*held, *sure]  # the gains are chance
     if not choice.is_safe:
@@ -144,6 +145,22 @@ def _describe_agreement(choice: Choice) -> str:
             "old ones. Add labels (labels.txt) or captions to test this on your data."
         )
     return f"{found} This agreement does not show that new queries find as much as old ones: {_describe_missing(choice)}."
+
+
+def _describe_item_memory(found: ItemMemory | None) -> list[str]:
+    if found is None:
+        return []
+    if found.gain is None:
+        return [
+            f"A memory of the items is not tried: they are {100 * found.coverage:.0f} % of the gallery, and it needs at least "
+            f"{100 * LEAST_COVERAGE:.0f} %."
+        ]
+    return [
+        f"In the whole gallery, queries find {100 * found.alone:.0f} % of these nearest items without a memory of the items and "
+        f"{100 * (found.alone + found.gain.mean):.0f} % with it "
+        f"({gain_with_interval(found.gain.mean, found.gain.low, found.gain.high)} points, {found.n_queries:,} held-out items): "
+        f"{'the map uses the memory' if found.is_chosen else 'the map does not use it'}."
+    ]
 
 
 def _describe_missing(choice: Choice) -> str:
@@ -196,7 +213,15 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
         "reranked": _trial(choice.reranked) | {"old_weight": choice.rerank_weight} if choice.reranked is not None else None,
         "confidence": _confidence(choice),
+        "item_memory": _item_memory(choice.item_memory),
     }
+
+
+def _item_memory(found: ItemMemory | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    gain = {"mean": found.gain.mean, "ci95": [found.gain.low, found.gain.high]} if found.gain is not None else None
+    return {"coverage": found.coverage, "alone": found.alone, "gain": gain, "queries": found.n_queries, "chosen": found.is_chosen}
 
 
 def _confidence(choice: Choice) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from xcompat.core.progress import console, literal, notice, silence_libraries, s
 from xcompat.core.provenance import provenance
 from xcompat.encoders import is_loadable
 from xcompat.mapping.agreement import choose_by_labels_or_agreement
-from xcompat.mapping.candidates import GUESS, ITEM_MEMORY_SETTINGS, LINES, Candidate, CandidateParts, Paired, Solver, fit
+from xcompat.mapping.candidates import GUESS, LINES, Candidate, CandidateParts, Paired, Solver, fit
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.confidence import Calibration
@@ -47,13 +47,11 @@ class _Decision(NamedTuple):
         candidate: the chosen candidate.
         said: sentences for the user.
         choice: all trials on the validation split; None without a split.
-        is_untried: whether a part of the candidate was not validated.
     """
 
     candidate: Candidate
     said: list[str]
     choice: Choice | None = None
-    is_untried: bool = False
 
     @property
     def confidence(self) -> Calibration | None:
@@ -63,7 +61,7 @@ class _Decision(NamedTuple):
     @property
     def is_safe(self) -> bool:
         """Whether new queries are surely at or above old ones (:attr:`~xcompat.mapping.selection.Choice.is_safe`)."""
-        return self.choice is not None and self.choice.is_safe and not self.is_untried
+        return self.choice is not None and self.choice.is_safe
 
 
 class MemorySettings(NamedTuple):
@@ -71,7 +69,7 @@ class MemorySettings(NamedTuple):
 
     Args:
         codec: codec for the memory's entries, as in :meth:`ClassMemoryContents.build_memory`.
-        items: whether queries lean towards the old embeddings of all similar given items.
+        items: whether to try a memory of all given items.
     """
 
     codec: str | None = None
@@ -85,18 +83,6 @@ class MemorySettings(NamedTuple):
             raise XcompatError("--remember-items does not work with classes or captions, which define the memory; remove it")
         if self.codec is not None and unknown and not self.items:
             raise XcompatError("--memory-codec needs a memory; add classes or captions, or remove it")
-
-    def add_memory(self, decided: _Decision, items: int) -> _Decision:
-        """Return the decision, with a memory of the items if requested."""
-        if not self.items:
-            return decided
-        sharpness, share = ITEM_MEMORY_SETTINGS
-        said = (
-            f"Queries lean towards the old embeddings of similar items, out of {items:,}. This memory was not validated. Use "
-            "most of the gallery's items: with a small part of them, queries find less than without a memory."
-        )
-        remembering = replace(decided.candidate, sharpness=sharpness, share=share)
-        return decided._replace(candidate=remembering, said=[*decided.said, said], is_untried=True)
 
 
 def map_embeddings(asked: MapRequest) -> bool:
@@ -127,7 +113,7 @@ def map_embeddings(asked: MapRequest) -> bool:
     lines = LINES | ({IMPORTED: theirs.solve} if theirs is not None else {})
     with stage("evaluate candidates on the validation split", seconds):
         both = old is not None and new is not None
-        decided = remembering.add_memory(_decide(found, lines, theirs, asked.searched, asked.seed, both), len(pairs))
+        decided = _decide(found, lines, theirs, asked, both)
     _say(decided)
     if not (decided.is_safe or asked.allow_worse):
         is_unlabelled = decided.choice is not None and decided.choice.of_agreement
@@ -156,13 +142,16 @@ def map_embeddings(asked: MapRequest) -> bool:
 
 
 def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:
-    """Add a warning to the pairs' notes if they are unlike the gallery."""
+    """Add the gallery's size to the pairs, and a warning to their notes if they are unlike the gallery."""
     if gallery is None:
         return found
     pairs = found.pairs
     items = pairs if isinstance(pairs, PairedEmbeddings) else pairs.images
-    warning = describe_shift(items.old_Nd, read_gallery_vectors(gallery), str(gallery))
-    return replace(found, pairs=replace(pairs, notes=(*pairs.notes, *warning)))
+    vectors, n_stored = read_gallery_vectors(gallery)
+    notes = (*pairs.notes, *describe_shift(items.old_Nd, vectors, str(gallery)))
+    if isinstance(pairs, PairedEmbeddings):
+        return replace(found, pairs=replace(pairs, notes=notes, n_stored=n_stored))
+    return replace(found, pairs=replace(pairs, notes=notes))
 
 
 def _require_classes(searched: Searched, pairs: Paired) -> None:
@@ -181,8 +170,7 @@ def _decide(
     found: TextPairs,
     lines: Mapping[str, Solver],
     theirs: ImportedMap | None,
-    searched: Searched,
-    seed: int,
+    asked: MapRequest,
     with_old_model: bool,
 ) -> _Decision:
     """Choose on a validation split, or guess if there are too few items."""
@@ -191,12 +179,15 @@ def _decide(
         texts = Texts(found.texts, found.new)
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
-        choice = choose_by_labels_or_agreement(pairs, searched, seed, lines, with_old_model, texts)
+        choice = choose_by_labels_or_agreement(
+            pairs, asked.searched, asked.seed, lines, with_old_model, texts, asked.remember_items
+        )
     except NoValidationDataError as error:
         uncompared = " The imported map was not compared and is not used." if theirs is not None else ""
-        return _Decision(GUESS, [*about, f"{error}. The map is a guess, not validated.{uncompared}"])
+        unremembered = " It has no memory, because that was not validated." if asked.remember_items else ""
+        return _Decision(GUESS, [*about, f"{error}. The map is a guess, not validated.{unremembered}{uncompared}"])
     judged = [theirs.describe_result(choice)] if theirs is not None else []
-    return _Decision(choice.chosen.candidate, [*about, *describe_choice(choice), *judged], choice)
+    return _Decision(choice.candidate, [*about, *describe_choice(choice), *judged], choice)
 
 
 def _pairs(asked: MapRequest) -> TextPairs:

@@ -61,8 +61,11 @@ def describe_shift(pairs_Nd: Rows, gallery_Gd: Rows, name: str) -> tuple[str, ..
     )
 
 
-def read_gallery_vectors(path: Path) -> NDArray[np.float32]:
+def read_gallery_vectors(path: Path) -> tuple[NDArray[np.float32], int]:
     """Read up to :data:`COMPARED` stored vectors of a gallery's oldest version, or of embedding files.
+
+    Returns:
+        These vectors, and the number of all.
 
     Raises:
         XcompatError: the gallery is empty, or there are no embeddings.
@@ -71,15 +74,16 @@ def read_gallery_vectors(path: Path) -> NDArray[np.float32]:
     from xcompat.retrieval.manifest import CURRENT
 
     if not (path / CURRENT).is_file():
-        return sample_side(next(iter(read_sides(path).values())))
+        side = next(iter(read_sides(path).values()))
+        return sample_side(side), int(side.usable_N.sum())
     with Gallery.open(path) as gallery, gallery.reading():
         if not len(gallery):
             raise XcompatError(f"{path} is empty: add items first")
         filled = [(segment, rows_n) for segment in gallery.segments if len(rows_n := segment.present())]
         stored = [(segment, rows_n) for segment, rows_n in filled if segment.record.version == filled[0][0].record.version]
-        share = COMPARED / sum(len(rows_n) for _, rows_n in stored)
-        parts = [segment.vectors(_spread(rows_n, max(1, round(share * len(rows_n))))) for segment, rows_n in stored]
-    return np.concatenate(parts)
+        total = sum(len(rows_n) for _, rows_n in stored)
+        parts = [segment.vectors(_spread(rows_n, max(1, round(COMPARED / total * len(rows_n))))) for segment, rows_n in stored]
+    return np.concatenate(parts), total
 
 
 def sample_side(side: Side) -> NDArray[np.float32]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -105,7 +106,7 @@ class FittedMap:
         dims = f"{self.model.config.embedding_dim} to {self.model.config.old['dim']} dimensions"
         if self.choice is None:
             return f"FittedMap({GUESS}, {dims}): a guess, without a validation split"
-        return f"FittedMap({self.choice.chosen.candidate}, {dims}): {describe_choice(self.choice)[-1]}"
+        return f"FittedMap({self.choice.candidate}, {dims}): {describe_choice(self.choice)[-1]}"
 
     def _repr_html_(self) -> str:
         table = choice_html(self.choice) if self.choice is not None else ""
@@ -121,6 +122,7 @@ def fit_map(
     new_model: str | None = None,
     seed: int = 0,
     gallery: ArrayLike | Tensor | str | Path | None = None,
+    remember_items: bool = False,
 ) -> FittedMap:
     """Choose a map of queries on held-out items, and solve it on all items.
 
@@ -135,6 +137,7 @@ def fit_map(
         new_model: new model, to embed texts as queries.
         seed: random seed for the validation split.
         gallery: stored embeddings or their path. A notice warns if the pairs are unlike them.
+        remember_items: whether to try a memory of all items, for pairs without classes or captions.
 
     Returns:
         The map. Check ``is_safe`` before you use it: the best candidate can find less than old queries.
@@ -147,10 +150,7 @@ def fit_map(
     """
     pairs, texts = _pairs(old, new, labels, texts)
     if gallery is not None:
-        stored = read_gallery_vectors(Path(gallery)) if isinstance(gallery, str | Path) else as_float32(gallery)
-        items = pairs if isinstance(pairs, PairedEmbeddings) else pairs.images
-        for warning in describe_shift(items.old_Nd, stored, "the gallery"):
-            notice(warning.removeprefix("! "))
+        pairs = _compare_with_gallery(pairs, gallery)
     right = drop_wrong_pairs(pairs, seed)
     if texts is not None and right.rows_R is not None:
         texts = [texts[row] for row in right.rows_R.tolist()]
@@ -161,14 +161,27 @@ def fit_map(
     both = asking is not None and embedder is not None
     said = Texts(texts, asking) if texts is not None and asking is not None else None
     try:
-        choice = choose_by_labels_or_agreement(pairs, "unknown", seed, LINES, both, said)
+        choice = choose_by_labels_or_agreement(pairs, "unknown", seed, LINES, both, said, remember_items)
     except NoValidationDataError:
         choice = None
-    candidate = choice.chosen.candidate if choice is not None else GUESS
+    candidate = choice.candidate if choice is not None else GUESS
     model = fit(candidate, CandidateParts(pairs, described), choice.confidence if choice is not None else None)
     model.config.encoder = asking.describe_encoder() if asking is not None else None
     model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
     return FittedMap(model, choice, right.dropped)
+
+
+def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Path) -> Paired:
+    """Add the gallery's size to the pairs; warn if they are unlike the gallery."""
+    if isinstance(gallery, str | Path):
+        stored_nd, n_stored = read_gallery_vectors(Path(gallery))
+    else:
+        stored_nd = as_float32(gallery)
+        n_stored = len(stored_nd)
+    items = pairs if isinstance(pairs, PairedEmbeddings) else pairs.images
+    for warning in describe_shift(items.old_Nd, stored_nd, "the gallery"):
+        notice(warning.removeprefix("! "))
+    return replace(pairs, n_stored=n_stored) if isinstance(pairs, PairedEmbeddings) else pairs
 
 
 def _describe_by_name(old: Any, name: str | None, dim: int) -> dict[str, Any]:  # noqa: ANN401 - see fit_map

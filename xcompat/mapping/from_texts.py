@@ -116,11 +116,12 @@ def pairs_of_texts(
     stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
     labels_N = _classes(stored, places_N[kept_N])
     notes = _notes(stored, ids, kept_N, texts.path)
-    if isinstance(old_source, Side) and len(old_Nd) < old_source.usable_N.sum():
+    n_stored = int(old_source.usable_N.sum()) if isinstance(old_source, Side) else None
+    if isinstance(old_source, Side) and len(old_Nd) < int(old_source.usable_N.sum()):
         notes = (*notes, *describe_shift(old_Nd, sample_side(old_source), str(old)))
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
     known = None if texts.are_pictures else taken[TEXT]
-    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes), old_model, new_model, described, known)
+    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes, n_stored), old_model, new_model, described, known)
 
 
 def _provider(new: Path, service: str, texts: TextInput) -> Source:

@@ -37,12 +37,14 @@ class PairedEmbeddings:
         old_Nd: the old model's float embeddings, row by row.
         labels_N: int64 classes, or None.
         notes: sentences for the user about the join.
+        n_stored: number of usable embeddings on the old side, pairs or not; None if both models embedded the items.
     """
 
     new_ND: Rows
     old_Nd: Rows
     labels_N: NDArray[np.int64] | None = None
     notes: tuple[str, ...] = ()
+    n_stored: int | None = None
 
     def __len__(self) -> int:
         return len(self.new_ND)
@@ -51,6 +53,11 @@ class PairedEmbeddings:
     def dims(self) -> tuple[int, int]:
         """Dimensions D and d of new and old embeddings."""
         return self.new_ND.shape[1], self.old_Nd.shape[1]
+
+    @property
+    def coverage(self) -> float:
+        """Share of the stored items that are in the pairs; 1 if both models embedded the items."""
+        return min(1.0, len(self) / self.n_stored) if self.n_stored is not None else 1.0
 
     def together(self) -> PairedEmbeddings:
         """Return all items as a single set."""
@@ -303,10 +310,11 @@ def _pair_items(old: Side, new: Side) -> tuple[PairedEmbeddings, list[str]]:
     labels = _same_classes(old, new, old_rows_N, new_rows_N)
     labels_N = number_strings(labels)[1] if labels is not None else None
     new_ND, old_Nd = select_rows(new.embeds_ND, new_rows_N), select_rows(old.embeds_ND, old_rows_N)
-    if len(old_Nd) < old.usable_N.sum():
+    n_stored = int(old.usable_N.sum())
+    if len(old_Nd) < n_stored:
         notes = (*notes, *describe_shift(old_Nd, sample_side(old), str(old.path)))
     ids = [old.ids[row] for row in old_rows_N.tolist()] if old.ids is not None else []
-    return PairedEmbeddings(new_ND, old_Nd, labels_N, notes), ids
+    return PairedEmbeddings(new_ND, old_Nd, labels_N, notes, n_stored), ids
 
 
 def _of_one_kind(sides: dict[str, Side], others: dict[str, Side]) -> dict[str, Side]:

@@ -11,6 +11,7 @@ from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solve
 from xcompat.mapping.confidence import Calibration, calibrate
 from xcompat.mapping.folds import LEARNED, Searched
 from xcompat.mapping.held_out import HeldOutCaptions, HeldOutClasses, HeldOutGalleries, Trial, ValidationSplit
+from xcompat.mapping.item_memory import ItemMemory, with_item_memory
 from xcompat.mapping.paired import CaptionedEmbeddings, SwappedEmbeddings
 from xcompat.score_scale import OLD_WEIGHT
 
@@ -56,6 +57,7 @@ class Choice:
         rerank_weight: best weight of old scores for re-ranking (:data:`OLD_WEIGHTS`), or None.
         by_chance: whether the chosen map does not surely beat chance
             (:meth:`~xcompat.mapping.held_out.ValidationSplit.is_by_chance`).
+        item_memory: results of a memory of all items, or None if it was not tried.
     """
 
     trials: list[Trial]
@@ -81,6 +83,13 @@ class Choice:
     copies: int = 0
     reranked: Trial | None = None
     rerank_weight: float | None = None
+    item_memory: ItemMemory | None = None
+
+    @property
+    def candidate(self) -> Candidate:
+        """Chosen candidate, with a memory of all items if that is chosen too."""
+        chosen = self.chosen.candidate
+        return with_item_memory(chosen) if self.item_memory is not None and self.item_memory.is_chosen else chosen
 
     @property
     def is_safe(self) -> bool:

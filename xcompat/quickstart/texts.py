@@ -19,7 +19,8 @@ from xcompat.evaluation import EmbeddedTexts, EvaluatedModels, Evaluation
 from xcompat.evaluation.cases import RERANKED, TEXT_TO_TEXT
 from xcompat.evaluation.query_changes import sort_by_change
 from xcompat.mapping import Candidate, FittedMap, PairedEmbeddings, fit_map
-from xcompat.mapping.candidates import ITEM_MEMORY_SETTINGS, CandidateParts
+from xcompat.mapping.candidates import CandidateParts
+from xcompat.mapping.item_memory import with_item_memory
 from xcompat.models.embedder import load_embedder
 from xcompat.quickstart.scifact import load_scifact
 from xcompat.quickstart.table import Comparison, SearchedQueries, render_markdown, render_rich
@@ -149,8 +150,7 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Ev
         return map_contestant(asking, name, new.fingerprint.derive(str(candidate)), through, torch.device("cpu"))
 
     line = replace(fitted.choice.chosen.candidate, old_share=0.0)
-    sharpness, share = ITEM_MEMORY_SETTINGS
-    extra = {MAP: embed_with_map(MAP, line), MEMORY: embed_with_map(MEMORY, replace(line, sharpness=sharpness, share=share))}
+    extra = {MAP: embed_with_map(MAP, line), MEMORY: embed_with_map(MEMORY, with_item_memory(line))}
     if line.line != FAILING:
         extra[FAILING] = embed_with_map(FAILING, Candidate(FAILING))
     half_way = mixed_queries(extra[MAP], old, fitted.choice.chosen.candidate.old_share)
