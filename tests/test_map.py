@@ -306,7 +306,7 @@ def seen_by_both(draw: np.random.Generator, classes: int, each: int, turns: tupl
 
 
 def test_ridge_is_left_out_where_folds_learn_from_fewer_items_than_dimensions() -> None:
-    """Its error has a peak where both are equal: of 130 items folds learn from 39, and did not show what 130 do."""
+    """Its error peaks where both are equal: of 130 items folds learn from 39, and did not show what 130 do."""
     draw = np.random.default_rng(2)
     turns = np.linalg.qr(draw.standard_normal((128, 128)))[0][:48], np.linalg.qr(draw.standard_normal((48, 48)))[0]
     pairs, others = seen_by_both(draw, 26, 5, turns), seen_by_both(draw, 60, 10, turns)

@@ -37,6 +37,11 @@ class PairedDifference:
     queries_needed: int | None = None
 
     @property
+    def expected(self) -> tuple[float, float]:
+        """Interval of the difference on as many other queries: √2 times as wide, because these are a sample too."""
+        return self.mean - math.sqrt(2) * (self.mean - self.low), self.mean + math.sqrt(2) * (self.high - self.mean)
+
+    @property
     def excludes_zero(self) -> bool:
         """Whether the interval excludes zero."""
         return outcome_of(self.low, self.high) != "cannot tell"

@@ -60,10 +60,10 @@ LINES: dict[str, Solver] = {
 
 
 def drop_unstable_ridge(lines: Mapping[str, Solver], learned: int, dim: int) -> Mapping[str, Solver]:
-    """Drop ridge regression if a fold learns from fewer items than the embedding dimension.
+    """Drop ridge regression if a fold learns from fewer items than twice the embedding dimension.
 
     With a weak penalty, its error peaks where both numbers are equal (double descent; Hastie et al. 2022, Surprises in
-    High-Dimensional Ridgeless Least Squares Interpolation). Results on fewer items then do not predict those on all items.
+    High-Dimensional Ridgeless Least Squares Interpolation). Near this peak, results on a fold do not predict those on all items.
 
     Args:
         lines: linear map name -> solver.
@@ -73,7 +73,7 @@ def drop_unstable_ridge(lines: Mapping[str, Solver], learned: int, dim: int) -> 
     Returns:
         The other maps, or all if there are no others.
     """
-    return {name: solve for name, solve in lines.items() if solve is not solve_ridge or learned >= dim} or lines
+    return {name: solve for name, solve in lines.items() if solve is not solve_ridge or learned >= 2 * dim} or lines
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,8 @@ def describe_choice(choice: Choice) -> list[str]:
         held.append(f"Candidates learned from at most {choice.learned_at_most:,} items; the saved map learns from all.")
     if choice.too_few_for_ridge is not None:
         held.append(
-            f"Candidates learned from {choice.too_few_for_ridge:,} items, fewer than an embedding has dimensions: "
-            "ridge regression is not tried, and the results are weak evidence. Add more items."
+            f"Candidates learned from {choice.too_few_for_ridge:,} items, fewer than twice the dimensions of an embedding: "
+            "ridge regression is not tried. Add more items."
         )
     held += choice.left_out
     held += [backfill_warning(choice.backfill_losses)] if choice.backfill_losses else []
@@ -116,7 +116,11 @@ def describe_choice(choice: Choice) -> list[str]:
             )
         least = f"the best, {best.candidate}, has a lowest gain of {_least(best)}"
         return [*held, f"No candidate is surely at or above old queries: {least}.{mix}", *sure]
-    said = [*held, f"New queries are surely at or above old ones on the validation split; the lowest gain is {_least(best)}."]
+    said = [
+        *held,
+        f"New queries are surely at or above old ones on the validation split; the lowest gain is {_least(best)}. On as many "
+        f"other queries, expect {interval(best.least.expected)}.",
+    ]
     if choice.without_new_model is not None:
         own = choice.without_new_model
         said.append(
@@ -240,7 +244,10 @@ def _confidence(choice: Choice) -> dict[str, Any]:
 
 def _trial(trial: Trial) -> dict[str, Any]:
     gains = {
-        protocol: {metric: {"mean": gain.mean, "ci95": [gain.low, gain.high]} for metric, gain in gains.items()}
+        protocol: {
+            metric: {"mean": gain.mean, "ci95": [gain.low, gain.high], "expected95": list(gain.expected)}
+            for metric, gain in gains.items()
+        }
         for protocol, gains in trial.gains.items()
     }
     return {"name": str(trial.candidate), **asdict(trial.candidate), "worst": trial.worst, "mean": trial.mean, "gains": gains}
