@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 from xcompat.core.errors import XcompatError
 from xcompat.encoders import load_encoder
-from xcompat.encoders.alexnet import AlexNetConfig, AlexNetModel
+from xcompat.encoders.architectures.alexnet import AlexNetConfig, AlexNetModel
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.methods import METHODS
 

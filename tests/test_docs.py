@@ -206,8 +206,9 @@ def test_what_is_typed_as_xcompat_is_the_command_line() -> None:
     assert installed.load() is cli.main
 
 
-def test_marked_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_marked_examples_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Page after page: the files that an example writes are there for the next page, its names are not."""
+    monkeypatch.syspath_prepend(workplace)
     assert {language for _, language, _ in EXAMPLES} == {"python", "sh"}
     names: dict[str, dict[str, Any]] = {}
     for page, language, code in EXAMPLES:

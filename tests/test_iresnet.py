@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModel
 
 from xcompat.core.errors import XcompatError
 from xcompat.encoders import load_encoder
+from xcompat.encoders.architectures.iresnet import IResNetConfig, IResNetModel
 from xcompat.encoders.auto_classes import auto_calls
-from xcompat.encoders.iresnet import IResNetConfig, IResNetModel
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.methods import METHODS
 

@@ -17,11 +17,11 @@ from transformers import AutoModel
 from xcompat import XcompatError
 from xcompat.data.collate import PairCollator
 from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.architectures.sentence_tower import join_towers
 from xcompat.encoders.auto_classes import auto_calls
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.scratch import train_tokenizer
-from xcompat.encoders.sentence_tower import join_towers
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import METHODS
 from xcompat.training.recipe import parse_recipe

@@ -26,9 +26,9 @@ from transformers import AutoImageProcessor, get_cosine_schedule_with_warmup
 from xcompat.core.files import read_json
 from xcompat.data.pairs import iterate_images
 from xcompat.encoders import EncoderSource, load_encoder
+from xcompat.encoders.architectures.sentence_tower import join_towers
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.processor import Processor
-from xcompat.encoders.sentence_tower import join_towers
 from xcompat.evaluation import paired_bootstrap
 from xcompat.losses import clip_contrastive_loss
 from xcompat.quickstart.text_models import NEW, OLD, PretrainedModel, prepare_model

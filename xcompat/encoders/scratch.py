@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.plugins import class_file, is_file_class
 from xcompat.encoders.build_limits import check_config
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ class ScratchSource(BaseModel):
     Args:
         model: transformers configuration with its ``model_type``. Image-text models have ``text_config``, ``vision_config`` and
             ``projection_dim``; vocabulary size and special ids are filled in. Image models have their configuration class's
-            options, e.g. ``depths`` for a ``resnet``. Use ``timm_wrapper`` with ``architecture`` and ``model_args`` for timm,
-            ``iresnet`` (:class:`~xcompat.encoders.iresnet.IResNetModel`) for faces, ``alexnet`` for
-            :class:`~xcompat.encoders.alexnet.AlexNetModel`.
+            options, e.g. ``depths`` for a ``resnet``. Use ``path.py:Class`` for your own module
+            (:func:`~xcompat.encoders.own_modules.register_encoder`), ``timm_wrapper`` with ``architecture`` and ``model_args``
+            for timm,
+            ``iresnet`` (:class:`~xcompat.encoders.architectures.iresnet.IResNetModel`) for faces, ``alexnet`` for
+            :class:`~xcompat.encoders.architectures.alexnet.AlexNetModel`.
         vocab_size: maximum tokens in the byte-level BPE tokenizer.
         image_size: side of an image model's square images in pixels; None to use its configuration's, or 224.
         stem: ``small`` for ResNets on images with 32 or 64 pixels: a 3x3 convolution with stride 1 without pooling.
@@ -58,12 +61,17 @@ class ScratchSource(BaseModel):
 
     @model_validator(mode="after")
     def _known_architecture(self, info: ValidationInfo) -> Self:
+        model_type = str(self.model.get("model_type"))
         if is_quick(info):
+            if is_file_class(model_type):
+                class_file(model_type)
             return self
         from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+        from xcompat.encoders.own_modules import load_model_type
+
         check_config(self.model, "model")
-        model_type = str(self.model.get("model_type"))
+        model_type = load_model_type(model_type)
         if model_type not in CONFIG_MAPPING:
             raise ValueError(f"unknown model_type {model_type!r}; use a model_type of transformers")
         if not self.image_only:
@@ -78,11 +86,18 @@ class ScratchSource(BaseModel):
         return self
 
     @property
+    def architecture(self) -> dict[str, Any]:
+        """Return ``model`` with a registered ``model_type``."""
+        from xcompat.encoders.own_modules import load_model_type
+
+        return self.model | {"model_type": load_model_type(self.model["model_type"])}
+
+    @property
     def image_only(self) -> bool:
         """Return whether the architecture has no text tower."""
         from transformers import CONFIG_MAPPING
 
-        return "text_config" not in CONFIG_MAPPING[self.model["model_type"]].sub_configs
+        return "text_config" not in CONFIG_MAPPING[self.architecture["model_type"]].sub_configs
 
 
 FROM_SCRATCH = "from scratch"
@@ -138,7 +153,7 @@ def image_model(source: ScratchSource) -> tuple[PreTrainedConfig, PreTrainedMode
     from xcompat.encoders.transformers_encoder import use_torch_momentum
 
     try:
-        config: Any = AutoConfig.for_model(**source.model, **({"stem": source.stem} if source.stem else {}))
+        config: Any = AutoConfig.for_model(**source.architecture, **({"stem": source.stem} if source.stem else {}))
         edge = _edge(source, config)
         if hasattr(config, "image_size"):
             config.image_size = edge

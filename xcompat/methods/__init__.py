@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel
 
-from xcompat.encoders import alexnet, iresnet, sentence_tower  # noqa: F401 - register themselves with AutoModel, as methods do
+from xcompat.encoders import architectures  # noqa: F401 - register themselves with AutoModel, as methods do
 from xcompat.methods.advbct import AdvBctConfig, AdvBctModel
 from xcompat.methods.autoencoder import AutoencoderConfig, AutoencoderModel
 from xcompat.methods.bct import BctConfig, BctModel

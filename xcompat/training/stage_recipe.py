@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.data import PairSource, View
@@ -31,6 +31,16 @@ ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 """Keys of a stage that name a model whose embeddings are cached."""
 SET_BY_TRAINER = ("classes", "for_training", "keeps_classifier")
 """Keys of a configuration that training sets, not the recipe."""
+
+
+def _is_architecture(given: Any) -> str:  # noqa: ANN401 - what YAML holds
+    return "Scratch" if isinstance(given, ScratchSource) or (isinstance(given, dict) and "model" in given) else "Encoder"
+
+
+NewEncoder = Annotated[
+    Annotated[EncoderSource, Tag("Encoder")] | Annotated[ScratchSource, Tag("Scratch")], Discriminator(_is_architecture)
+]
+"""A model, or an architecture with the key ``model``. An error concerns one of them, not both."""
 
 
 class StageRecipe(Section):
@@ -70,7 +80,7 @@ class StageRecipe(Section):
     name: str = ""
     method: str = AUTO_MAP
     old: EncoderSource | None = None
-    new: EncoderSource | ScratchSource | None = None
+    new: NewEncoder | None = None
     independent: EncoderSource | None = None
     side_info: EncoderSource | None = None
     new_side_info: EncoderSource | None = None
