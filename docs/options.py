@@ -1,4 +1,4 @@
-"""Writes the options of each method into its page in docs/methods, as its configuration's docstrings say them.
+"""Writes each method's options into its page and into ``methods.json``, which checks read without torch, and a stub for types.
 
 python docs/options.py
 """
@@ -6,6 +6,7 @@ python docs/options.py
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -14,7 +15,9 @@ import torch
 
 from xcompat.core.files import atomic_path
 from xcompat.methods import METHODS
+from xcompat.models import CompatConfig
 from xcompat.training.stage_recipe import usual_options
+from xcompat.training.static_options import METHODS_FILE
 
 FOLDER = Path(__file__).parent / "methods"
 OF_ALL = ("adapters", "logit_scale")
@@ -92,8 +95,37 @@ def with_options(method: str, page: str) -> str:
     return before + BEGIN + table_of(method) + END + rest.split(END)[1]
 
 
+def methods_json() -> str:
+    """Return ``methods.json``: each method's own options with their types as in the source, and whether it is solved."""
+    described = {}
+    for name, model in sorted(METHODS.items()):
+        bases = reversed(
+            [base for base in model.config_class.__mro__ if issubclass(base, CompatConfig) and base is not CompatConfig]
+        )
+        hints = [hint for base in bases for hint in vars(base).get("__annotations__", {}).items() if "ClassVar" not in hint[1]]
+        described[name] = {"is_solved": model.is_solved, "options": dict(hints)}
+    return json.dumps(described, indent=1) + "\n"
+
+
+def methods_stub() -> str:
+    """Return ``__init__.pyi`` of the methods, for type checkers, editors and the pages of the API."""
+    lines: list[str] = ["# Written by `python docs/options.py`."]
+    names: list[str] = []
+    for model in sorted(METHODS.values(), key=lambda model: model.__module__):
+        for cls in (model.config_class, model):
+            names.append(cls.__name__)
+            lines.append(f"from {model.__module__} import {cls.__name__} as {cls.__name__}")
+    lines.append("from xcompat.models.registry import METHODS as METHODS")
+    return "\n".join([*lines, "", "__all__ = [", *(f'    "{name}",' for name in ["METHODS", *sorted(names)]), "]", ""])
+
+
+def files() -> dict[Path, str]:
+    """Return every file that this script writes, with its text."""
+    pages = {page: with_options(page.stem, page.read_text(encoding="utf-8")) for page in FOLDER.glob("*.md")}
+    return pages | {METHODS_FILE: methods_json(), METHODS_FILE.with_name("__init__.pyi"): methods_stub()}
+
+
 if __name__ == "__main__":
-    for method in METHODS:
-        page = FOLDER / f"{method}.md"
-        with atomic_path(page) as temporary:
-            temporary.write_text(with_options(method, page.read_text(encoding="utf-8")), encoding="utf-8")
+    for file, text in files().items():
+        with atomic_path(file) as temporary:
+            temporary.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,7 @@ def test_what_is_typed_as_xcompat_is_the_command_line() -> None:
 
 def test_marked_examples_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Page after page: the files that an example writes are there for the next page, its names are not."""
+    monkeypatch.delitem(METHODS, "line", raising=False)  # after the test, too
     monkeypatch.syspath_prepend(workplace)
     assert {language for _, language, _ in EXAMPLES} == {"python", "sh"}
     names: dict[str, dict[str, Any]] = {}
@@ -230,28 +232,55 @@ def test_marked_examples_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "(2, 8)" in printed, "rows of the cache"
 
 
+LINE = next(code for page, _, code in EXAMPLES if page == "docs/add_a_method.md" and "class LineModel" in code)
+
+
+def install_as_package(folder: Path) -> str:
+    """Write a distribution with the example in an entry point group."""
+    (folder / "my_line.py").write_text(LINE, encoding="utf-8")
+    (folder / "my_line-1.dist-info").mkdir()
+    (folder / "my_line-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: my_line\nVersion: 1\n")
+    (folder / "my_line-1.dist-info" / "entry_points.txt").write_text("[xcompat.methods]\nline = my_line\n")
+    return "line"
+
+
+def copy_into_xcompat(folder: Path) -> str:
+    shutil.copytree(ROOT / "xcompat", folder / "xcompat", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "xcompat" / "methods" / "line.py").write_text(f'"""A line."""\n\n{LINE}', encoding="utf-8")
+    return "line"
+
+
+def write_file(folder: Path) -> str:
+    (folder / "line.py").write_text(LINE, encoding="utf-8")
+    return f"{folder / 'line.py'}:LineModel"
+
+
+LOAD = """
+import xcompat
+from transformers import AutoModel
+model = AutoModel.from_pretrained("runs/line/model", trust_remote_code=True)
+print(type(model).__name__, model.config.bias)
+"""
+
+
+@pytest.mark.parametrize("place", [write_file, install_as_package, copy_into_xcompat])
 def test_the_example_method_trains_from_a_recipe(
-    tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str
+    place: Callable[[Path], str], tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str
 ) -> None:
-    """As the page says: one file and one line in the package, then a dry run, then a training."""
-    package = tmp_path / "package" / "xcompat"
-    shutil.copytree(ROOT / "xcompat", package, ignore=shutil.ignore_patterns("__pycache__"))
-    example = next(code for page, _, code in EXAMPLES if page == "docs/add_a_method.md" and "class LineModel" in code)
-    (package / "methods" / "line.py").write_text(f'"""A line."""\n\n{example}', encoding="utf-8")
-    registry = package / "methods" / "__init__.py"
-    listed = registry.read_text(encoding="utf-8").replace(
-        "        XbtModel,\n    )", "        XbtModel,\n        LineModel,\n    )"
-    )
-    head, future, rest = listed.partition("from __future__ import annotations\n")
-    registry.write_text(f"{head}{future}from xcompat.methods.line import LineConfig, LineModel\n{rest}", encoding="utf-8")
+    """A method is one file and no other line: a dry run, a training, and a program that loads the model."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
     recipe = tmp_path / "line.yaml"
     data = {"embeddings_of": "images", "pairs": {"path": pairs_folder}, "test": {"path": pairs_folder}}
     training = {"max_steps": 2, "per_device_train_batch_size": 8}
-    raw = {"method": "line", "old": old_folder, "new": folder_of["clip"], "options": {"bias": False}, "data": data}
+    raw = {"method": place(packages), "old": old_folder, "new": folder_of["clip"], "options": {"bias": False}, "data": data}
     recipe.write_text(yaml.safe_dump(raw | {"training": training}), encoding="utf-8")
-    program = f"import sys; sys.path.insert(0, {str(package.parent)!r}); from xcompat import cli; cli.main()"
-    for more in (["--dry-run"], []):
-        done = warm.run("-c", program, "train", recipe, *more, folder=tmp_path)
+    path = f"import sys; sys.path.insert(0, {str(packages)!r})\n"
+    for more in (["--dry-run"], []) if place is copy_into_xcompat else ([],):
+        done = warm.run("-c", f"{path}from xcompat import cli; cli.main()", "train", recipe, *more, folder=tmp_path)
         assert done.returncode == 0, done.stderr
     saved = json.loads((tmp_path / "runs/line/model/config.json").read_text(encoding="utf-8"))
     assert (saved["model_type"], saved["bias"]) == ("xcompat-line", False)
+    if place is write_file:
+        done = warm.run("-c", LOAD, folder=tmp_path)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "LineModel False", done.stderr

@@ -81,6 +81,12 @@ def test_options_are_those_of_the_method(method: str) -> None:
     assert sorted([*(name for name, _, _ in listed), *of_all]) == sorted(usual_options(method))
 
 
+def test_generated_files_are_up_to_date() -> None:
+    """`python docs/options.py` writes them again."""
+    assert [file.name for file, text in options.files().items() if file.read_text(encoding="utf-8") != text] == []
+    assert {model.__module__.rpartition(".")[2]: name for name, model in METHODS.items()} == {name: name for name in METHODS}
+
+
 def test_an_option_is_told_by_the_nearest_docstring() -> None:
     told = options.meanings_of(METHODS["oca"].config_class)
     assert told["compat_weight"] == "the paper's λ1." and told["old_scale"].startswith("factor on cosines")

@@ -17,6 +17,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means, samples_of_classes
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 HIDDEN = 100
@@ -41,6 +42,7 @@ class AdvBctConfig(ClassifiedConfig):
     threshold: Annotated[float, Field(gt=0, le=2)] | None = None
 
 
+@register
 class AdvBctModel(ClassifiedModel):
     """L = CE(W, f) + L_p2s + (1 − p)·L_adv, p the progress of training (Pan et al. 2023).
 

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from xcompat.encoders.base import Encoder
 from xcompat.models.backbone import BackboneConfig
+from xcompat.models.registry import register
 from xcompat.models.unlabelled import UnlabelledModel
 from xcompat.outputs import Batch, CompatOutput
 
@@ -21,6 +22,7 @@ class AutoencoderConfig(BackboneConfig):
     model_type = "xcompat-autoencoder"
 
 
+@register
 class AutoencoderModel(UnlabelledModel):
     """L = mean ‖decode(ψ(x)) − x‖², ψ(x) = W_proj · backbone(x) (FCT §5.1, Appendix D.4.2).
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -15,6 +16,7 @@ class BctConfig(PrototypedConfig):
     model_type = "xcompat-bct"
 
 
+@register
 class BctModel(PrototypedModel):
     """L = CE(W, f) + λ·CE(W_old, f[:d]) (Shen et al. 2020, the influence loss).
 

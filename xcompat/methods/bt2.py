@@ -19,6 +19,7 @@ from xcompat.losses import angular_alignment_loss
 from xcompat.models.backbone import BackboneConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -58,6 +59,7 @@ class Bt2Output(CompatOutput):
     new_part: Tensor | None = None
 
 
+@register
 class Bt2Model(PrototypedModel):
     """φ_new = [B2·[φ2 ; φ4[:d−e]] ; φ4[d−e:]] (m + e dimensions), φ4 = C·B1·φ3 (BT² Algorithm 1).
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from xcompat.losses import ract_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -30,6 +31,7 @@ class ContrastConfig(ClassifiedConfig):
     topk_negatives: Annotated[int, Field(ge=1)] | None = None
 
 
+@register
 class ContrastModel(ClassifiedModel):
     """L = CE(W, f) + λ·RACT(f[:d], f_old, y) (Zhang et al. 2022; "Contrast" in BT² §4)."""
 

@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from xcompat.losses import clip_contrastive_loss
 from xcompat.models.projected import ProjectedConfig, ProjectedModel
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -20,6 +21,7 @@ class DirectConfig(ProjectedConfig):
     model_type = "xcompat-direct"
 
 
+@register
 class DirectModel(ProjectedModel):
     """L = L_c(φ(v_new), w_old) + L_c(φ(w_new), v_old), φ from random initialisation and all of it trained (XBT Eqn. 6)."""
 

@@ -16,6 +16,7 @@ from xcompat.losses import angular_alignment_loss
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes, solve_ridge
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 DAMPING = 0.01
@@ -39,6 +40,7 @@ class DriftAdapterConfig(MappedConfig):
     hidden: int = 256
 
 
+@register
 class DriftAdapterModel(LearnedMapModel):
     """g(x) = normalise(s ⊙ h(x)), L = mean(1 − cos(g(x), y)), s a factor for each dimension (Vejendla 2025, arXiv 2509.23471).
 

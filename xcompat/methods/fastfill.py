@@ -15,6 +15,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.models.forward_map import ForwardMapConfig, ForwardMapModel, squared_distances
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -45,6 +46,7 @@ class FastfillOutput(CompatOutput):
     log_variance_B: Tensor | None = None
 
 
+@register
 class FastfillModel(ForwardMapModel):
     """L = mean ½·exp(−s)·e + ½·s, e = λ·‖h(o, ψ) − n‖² + CE(W, h(o, ψ)), s = log σ²(o, ψ) (Jaeckle et al. 2023, §3).
 

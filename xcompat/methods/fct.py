@@ -13,6 +13,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.losses import classifier_kl_loss
 from xcompat.models.forward_map import ForwardMapConfig, ForwardMapModel, squared_distances
 from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -28,6 +29,7 @@ class FctConfig(ForwardMapConfig):
     loss: Literal["mse", "kl", "reversed_kl"] = "mse"
 
 
+@register
 class FctModel(ForwardMapModel):
     """L = mean ‖h(φ_old, ψ) − φ_new‖², and, in a chain, mean ‖g(φ_old, ψ) − ψ_new‖² (FCT §3.3, §4.4).
 

@@ -14,6 +14,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.losses.classification import mean_of_known
 from xcompat.models.closed_form import Moments, solve_procrustes, solve_ridge
+from xcompat.models.registry import register
 from xcompat.models.residual_map import ResidualMapConfig, ResidualMapModel
 from xcompat.outputs import Batch, CompatOutput
 
@@ -37,6 +38,7 @@ class GeometryResidualConfig(ResidualMapConfig):
     neighbours: int = 5
 
 
+@register
 class GeometryResidualModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean max(0, m + cos(g(x_i), y_n) − cos(g(x_i), y_i)).
 

@@ -21,6 +21,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.config import CompatConfig
 from xcompat.models.pair_contrast import pair_contrast
+from xcompat.models.registry import register
 from xcompat.models.trainable_model import PASSAGES
 from xcompat.outputs import Batch, CompatOutput
 
@@ -51,6 +52,7 @@ class MixedOutput(CompatOutput):
     order_B: Tensor | None = None
 
 
+@register
 class IndependentModel(ClassifiedModel):
     """Encoder trained on its own: by classification if it has classes, else by contrast with a learned scale.
 

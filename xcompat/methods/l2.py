@@ -14,6 +14,7 @@ from xcompat.losses import l2_alignment_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.credible import credible_mask
 from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -32,6 +33,7 @@ class L2Config(ClassifiedConfig):
     keep: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+@register
 class L2Model(ClassifiedModel):
     """L = CE(W, f) + λ·mean‖f̂[:d] − f̂_old‖, the norm and not its square (MixBCT §3.2).
 

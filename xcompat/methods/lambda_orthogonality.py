@@ -16,6 +16,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.models.closed_form import LeastSquaresModel, Moments, solve_procrustes
 from xcompat.models.mapped import MappedConfig
+from xcompat.models.registry import register
 
 Floats = NDArray[np.float64]
 ITERATIONS = 500
@@ -39,6 +40,7 @@ class LambdaOrthogonalityConfig(MappedConfig):
     steepness: float | None = None
 
 
+@register
 class LambdaOrthogonalityModel(LeastSquaresModel):
     """argmin mean ‖xW + b − y‖² + w·P(‖WᵀW − I‖), P(f) = σ(α(f − λ))·f or f² (Ricci et al. 2025, arXiv 2509.16664, §3.3).
 

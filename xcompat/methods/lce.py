@@ -19,6 +19,7 @@ from xcompat.heads import Projection
 from xcompat.losses.classification import in_blocks, mean_of_known
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import ROWS, OldKnowledge, Rows, class_means
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 CENTRES_AT_ONCE = 8192
@@ -40,6 +41,7 @@ class LceConfig(MappedConfig):
     boundary_weight: Annotated[float, Field(ge=0)] = 10.0
 
 
+@register
 class LceModel(LearnedMapModel):
     """L = λ_a·mean_j(1 − cos(T(s_j), c_j)) + λ_b·mean_i max(b_y − T(x_i)·c_y, 0) (Meng et al. 2021, Eqns. 3 to 5).
 

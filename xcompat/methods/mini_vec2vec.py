@@ -17,6 +17,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.models.closed_form import ClosedFormModel
 from xcompat.models.mapped import MappedConfig
+from xcompat.models.registry import register
 
 Floats = NDArray[np.float64]
 STARTS = 20
@@ -54,6 +55,7 @@ class MiniVec2VecConfig(MappedConfig):
     seed: Annotated[int, Field(ge=0)] = 0
 
 
+@register
 class MiniVec2VecModel(ClosedFormModel):
     """g(x) = normalise(s·(x − μ_x)·W + μ_y), W with orthonormal columns (rows, if T > S), found without pairs (arXiv 2510.02348).
 

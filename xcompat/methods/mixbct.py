@@ -17,6 +17,7 @@ from xcompat.models.backbone import BackboneConfig
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.credible import credible_mask
 from xcompat.models.old_knowledge import OldKnowledge
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -38,6 +39,7 @@ class MixBctConfig(ClassifiedConfig):
     head: HeadKind = "normalized_softmax"
 
 
+@register
 class MixBctModel(ClassifiedModel):
     """L = CE(W, mix(f, f_old)): a single loss and classifier for both (MixBCT Algorithm 1).
 

@@ -17,6 +17,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.losses import neighbour_weights, neighbourhood_loss
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 DISTANCES_AT_ONCE = 2**23
@@ -44,6 +45,7 @@ class NcclConfig(ClassifiedConfig):
     max_entropy: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 
+@register
 class NcclModel(ClassifiedModel):
     """L = CE(W, f) + α·L_feat + β·L_logit, neighbourhood consensus contrast (Wu et al. 2022).
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 from xcompat.heads import OrthogonalTransform
 from xcompat.losses import ace_loss
 from xcompat.models.prototyped import PrototypedConfig, PrototypedModel
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -36,6 +37,7 @@ class OcaConfig(PrototypedConfig):
     random_start: bool = False
 
 
+@register
 class OcaModel(PrototypedModel):
     """L = CE(W, Q·h_new) + λ1·CE(W_old, h_bct) + λ2·L_∠(h_bct), h_new = [h_bct | h_e] (OCA Eqn. 6).
 

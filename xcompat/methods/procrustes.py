@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from xcompat.models.closed_form import LeastSquaresModel, Moments, solve_procrustes
 from xcompat.models.mapped import MappedConfig
+from xcompat.models.registry import register
 
 
 class ProcrustesConfig(MappedConfig):
@@ -26,6 +27,7 @@ class ProcrustesConfig(MappedConfig):
     scale: bool = False
 
 
+@register
 class ProcrustesModel(LeastSquaresModel):
     """argmax tr(WᵀXᵀY) over W with orthonormal columns (rows, if d > D): W = UVᵀ of XᵀY = USVᵀ (Schönemann 1966)."""
 

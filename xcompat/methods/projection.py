@@ -13,6 +13,7 @@ from typing_extensions import override
 from xcompat.losses import clip_contrastive_loss
 from xcompat.models.config import CompatConfig
 from xcompat.models.projected import PhiModel
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -28,6 +29,7 @@ class ProjectionConfig(CompatConfig):
     noise_std: Annotated[float, Field(ge=0)] = 0.05
 
 
+@register
 class ProjectionModel(PhiModel):
     """φ trained on cached text embeddings: L = L_c(φ(normalise(w_new + ε)), w_old) (XBT Eqn. 3).
 

@@ -21,6 +21,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
 from xcompat.models.config import CompatConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 NOT_PREPARED = "QueryMapModel is not prepared; call prepare(OldKnowledge(...)) first"
@@ -51,6 +52,7 @@ class QueryMapConfig(CompatConfig):
     bank_size: Annotated[int, Field(ge=1)] = 8192
 
 
+@register
 class QueryMapModel(CompatModel):
     """φ(x) = normalise(x·W + b) on the frozen new embedding, W and b from orthogonal Procrustes, trained by bank contrast.
 

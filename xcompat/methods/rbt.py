@@ -18,6 +18,7 @@ from xcompat.losses import classifier_kl_loss, cross_entropy_to
 from xcompat.models.closed_form import Moments, readable_pairs, solve_procrustes
 from xcompat.models.mapped import LearnedMapModel, MappedConfig
 from xcompat.models.old_knowledge import OldKnowledge, Rows, class_means
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -46,6 +47,7 @@ class RbtConfig(MappedConfig):
     class_weight: Annotated[float, Field(ge=0)] = 1.0
 
 
+@register
 class RbtModel(LearnedMapModel):
     """L = λ1·mean‖m − t‖² + λ2·KL(p(t) ‖ p(m)) + λ3·CE(P, m), m = blocks(R·x), p = softmax(s·cos(P, ·)) (Wang et al. 2020).
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from xcompat.losses import angular_alignment_loss
 from xcompat.models.closed_form import Moments, solve_ridge
+from xcompat.models.registry import register
 from xcompat.models.residual_map import ResidualMapConfig, ResidualMapModel
 from xcompat.outputs import Batch, CompatOutput
 
@@ -26,6 +27,7 @@ class ResidualMlpConfig(ResidualMapConfig):
     regularisation: Annotated[float, Field(ge=0)] = 0.01
 
 
+@register
 class ResidualMlpModel(ResidualMapModel):
     """g(x) = normalise(Ax + c + W2·GELU(W1·x + b1) + b2), L = mean(1 − cos(g(x), y)) (Vejendla 2025, Drift-Adapter).
 

@@ -12,6 +12,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.models.closed_form import LeastSquaresModel, Moments, solve_ridge
 from xcompat.models.mapped import MappedConfig
+from xcompat.models.registry import register
 
 
 class RidgeConfig(MappedConfig):
@@ -28,6 +29,7 @@ class RidgeConfig(MappedConfig):
     rank: int | None = None
 
 
+@register
 class RidgeModel(LeastSquaresModel):
     """argmin ‖XW + b − Y‖² + λ‖W‖², with full or reduced rank (Hoerl and Kennard 1970; Izenman 1975).
 

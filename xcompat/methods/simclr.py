@@ -15,6 +15,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
 from xcompat.losses import nt_xent_loss
 from xcompat.models.backbone import BackboneConfig
+from xcompat.models.registry import register
 from xcompat.models.unlabelled import UnlabelledModel
 from xcompat.outputs import Batch, CompatOutput, Views
 
@@ -42,6 +43,7 @@ class SimClrConfig(BackboneConfig):
     binarise: bool = False
 
 
+@register
 class SimClrModel(UnlabelledModel):
     """L = NT-Xent over the global batch, ψ(x) = BN(W_proj · backbone(x)) (Chen et al. 2020; FCT Appendix D.4.1).
 

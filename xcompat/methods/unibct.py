@@ -19,6 +19,7 @@ from xcompat.encoders.base import Encoder
 from xcompat.losses import cross_entropy_to
 from xcompat.models.classified import ClassifiedConfig, ClassifiedModel
 from xcompat.models.old_knowledge import OldKnowledge, Rows, samples_of_classes
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -43,6 +44,7 @@ class UniBctConfig(ClassifiedConfig):
     refresh_at: list[Annotated[float, Field(ge=0, lt=1)]] = field(default_factory=lambda: [0.3, 0.6])
 
 
+@register
 class UniBctModel(ClassifiedModel):
     """L = CE(W, f) + w·CE(P̃, f[:d]), P̃ structurally refined prototypes (Zhang et al. 2022; as UniBCT in MixBCT).
 

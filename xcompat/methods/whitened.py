@@ -12,6 +12,7 @@ from typing_extensions import override
 from xcompat.core.errors import XcompatError
 from xcompat.models.closed_form import LeastSquaresModel, Moments
 from xcompat.models.mapped import MappedConfig
+from xcompat.models.registry import register
 
 DAMPING, DAMPING_OF_FEW = 0.03, 0.3
 """ε with many pairs, and with fewer than twice as many pairs as the larger space has dimensions."""
@@ -34,6 +35,7 @@ class WhitenedConfig(MappedConfig):
     damping: Annotated[float, Field(gt=0)] | None = None
 
 
+@register
 class WhitenedModel(LeastSquaresModel):
     """W = (C_x + ε)^(-a) · C_xy · (C_y + ε)^(-b), with uncentred second moments C of source x and target y.
 

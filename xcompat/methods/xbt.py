@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from xcompat.models.pair_contrast import pair_contrast
 from xcompat.models.projected import ProjectedConfig, ProjectedModel, TrainedPart
+from xcompat.models.registry import register
 from xcompat.outputs import Batch, CompatOutput
 
 
@@ -22,6 +23,7 @@ class XbtConfig(ProjectedConfig):
     train_projection: TrainedPart = "layer_norm"
 
 
+@register
 class XbtModel(ProjectedModel):
     """Pair stage: L = L_c(φ(v_new), φ(w_new)), without the old encoders in memory (XBT Eqn. 5).
 

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig, describe_old
+from xcompat.models.registry import register
 
-__all__ = ["CompatConfig", "CompatModel", "describe_old"]
+__all__ = ["CompatConfig", "CompatModel", "describe_old", "register"]

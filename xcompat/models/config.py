@@ -17,7 +17,7 @@ from xcompat.core.paths import model_folder
 from xcompat.encoders.build_limits import check_config
 from xcompat.score_scale import ScoreScales, Thresholds
 
-_TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels"}
+_TRANSFORMERS_KEYS = {*PreTrainedConfig().to_dict(), "torch_dtype", "name_or_path", "use_cache", "num_labels", "auto_map"}
 """Keys that transformers adds to configurations."""
 
 Metric = Literal["cosine", "l2"]

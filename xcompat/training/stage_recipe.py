@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.plugins import class_file, is_file_class
 from xcompat.data import PairSource, View
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource, is_quick
@@ -48,8 +49,8 @@ class StageRecipe(Section):
 
     Args:
         name: name of stage and folder; default: the method's.
-        method: name in ``xcompat.methods``. The default ``map`` chooses the solved query map and memory with the best validation
-            score.
+        method: name of a method, or ``path.py:Class`` to run your own file. The default ``map`` chooses the solved query map
+            and memory with the best validation score.
         old: model to stay compatible with: a name, folder, or ``stage:NAME``.
         new: encoder to train: the same, or an architecture to train from scratch.
         independent: new model trained without the old model, for comparison.
@@ -118,7 +119,9 @@ class StageRecipe(Section):
     @field_validator("method")
     @classmethod
     def _known_method(cls, value: str, info: ValidationInfo) -> str:
-        if value not in (known := [AUTO_MAP, *(method_names() if is_quick(info) else _methods())]):
+        if is_file_class(value):
+            class_file(value) if is_quick(info) else method_class(value)
+        elif value not in (known := [AUTO_MAP, *method_names()]):
             raise ValueError(f"unknown method {value!r}; {nearest(value, known)}")
         return value
 
@@ -265,7 +268,7 @@ class StageRecipe(Section):
 
     @model_validator(mode="after")
     def _default_name(self) -> StageRecipe:
-        self.name = self.name or self.method
+        self.name = self.name or (class_file(self.method).stem if is_file_class(self.method) else self.method)
         return self
 
     @model_validator(mode="after")
@@ -372,13 +375,10 @@ class StageRecipe(Section):
 
 def method_class(method: str) -> type[CompatModel]:
     """Return a method's class; ``map`` is a query map."""
-    return _methods()["query_map" if method == AUTO_MAP else method]
+    import xcompat.methods  # noqa: F401 - registers them
+    from xcompat.models.registry import load_method
 
-
-def _methods() -> dict[str, type[CompatModel]]:
-    from xcompat.methods import METHODS
-
-    return METHODS
+    return load_method("query_map" if method == AUTO_MAP else method)
 
 
 def usual_options(method: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Options of the Trainer and methods, parsed from source to avoid slow imports."""
+"""Options of the Trainer and methods, without slow imports: from transformers' source, and from ``methods.json``."""
 
 from __future__ import annotations
 
 import ast
-import re
+import json
 import sys
 from dataclasses import fields
 from functools import cache
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
+from xcompat.core.plugins import entry_point_names
+
 if TYPE_CHECKING:
     from xcompat.models import CompatModel
 
-PACKAGE = Path(__file__).resolve().parents[1]
+METHODS_FILE = Path(__file__).resolve().parents[1] / "methods" / "methods.json"
+"""Written by ``python docs/options.py``. A method that it lacks is imported instead."""
 KNOWN_TYPES: dict[str, Any] = {"Any": Any, "Annotated": Annotated, "Field": Field, "Literal": Literal, "__builtins__": {}}
 KNOWN_TYPES |= {each.__name__: each for each in (bool, int, float, str, list, dict)}
 """Names in types that can be checked here; other types need their library."""
-PREFIX = "xcompat-"
-BASE = "CompatConfig"
 
 
 def trainer_fields() -> dict[str, Any]:
@@ -52,78 +53,29 @@ def trackers() -> list[str]:
 
 
 def method_names() -> list[str]:
-    """Return the names of all methods, including registered ones.
+    """Return the names of all methods, including registered ones and those of installed packages.
 
     Example:
         >>> "xbt" in method_names()
         True
     """
-    declared = (re.search(_assignment("model_type", rf"{PREFIX}([\w-]+)"), text, re.M) for text in _texts().values())
-    imported = getattr(sys.modules.get("xcompat.methods"), "METHODS", ())
-    return sorted({*(found[1] for found in declared if found), *imported})
+    own = {file.stem for file in METHODS_FILE.parent.glob("[a-z]*.py")}
+    registry = sys.modules.get("xcompat.models.registry")
+    return sorted({*own, *entry_point_names("xcompat.methods"), *getattr(registry, "METHODS", ())})
 
 
 def method_options(method: str) -> dict[str, Any]:
     """Return a method's own options with types.
 
     Args:
-        method: from :func:`method_names`.
+        method: from :func:`method_names`, or ``path.py:Class``.
 
     Example:
         >>> sorted(method_options("xbt"))
         ['train_encoder', 'train_projection']
     """
-    found: dict[str, Any] = {}
-    configuration = _find_class("model_type", f"{PREFIX}{method}")
-    if (ancestry := _read_ancestry(configuration)) is None:
-        return _import_options(method)
-    for declared in ancestry:
-        found = _fields(declared) | found
-    return found
-
-
-def is_solved(method: str) -> bool:
-    """Return whether a method is solved in closed form.
-
-    Args:
-        method: from :func:`method_names`.
-
-    Example:
-        >>> is_solved("procrustes"), is_solved("xbt")
-        (True, False)
-    """
-    name = _find_class("config_class", _find_class("model_type", f"{PREFIX}{method}"))
-    if name not in _texts():
-        return _import_method(method).is_solved
-    while name in _texts():
-        if re.search(r"^    is_solved\b.*= True\b", _texts()[name], re.M):
-            return True
-        name = _base_of(_class(name))
-    return False
-
-
-def _read_ancestry(name: str) -> list[ast.ClassDef] | None:
-    """Return a configuration and its parents; None if a source is missing."""
-    ancestry = []
-    while name != BASE:
-        if name not in _texts():
-            return None
-        ancestry.append(_class(name))
-        name = _base_of(ancestry[-1])
-    return ancestry
-
-
-def _base_of(declared: ast.ClassDef) -> str:
-    return ast.unparse(declared.bases[0]) if declared.bases else ""
-
-
-def _import_method(method: str) -> type[CompatModel]:
-    from xcompat.methods import METHODS
-
-    return METHODS[method]
-
-
-def _import_options(method: str) -> dict[str, Any]:
+    if method in _generated():
+        return {name: _type(hint) for name, hint in _generated()[method]["options"].items()}
     import torch
 
     from xcompat.models import CompatConfig
@@ -134,31 +86,29 @@ def _import_options(method: str) -> dict[str, Any]:
     return {name: hints[name] for name in own}
 
 
+def is_solved(method: str) -> bool:
+    """Return whether a method is solved in closed form.
+
+    Args:
+        method: from :func:`method_names`, or ``path.py:Class``.
+
+    Example:
+        >>> is_solved("procrustes"), is_solved("xbt")
+        (True, False)
+    """
+    return _generated()[method]["is_solved"] if method in _generated() else _import_method(method).is_solved
+
+
+def _import_method(method: str) -> type[CompatModel]:
+    import xcompat.methods  # noqa: F401 - registers them
+    from xcompat.models.registry import load_method
+
+    return load_method(method)
+
+
 @cache
-def _texts() -> dict[str, str]:
-    """Return each class's source; parsing all of them is ten times slower."""
-    files = [*(PACKAGE / "methods").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
-    parts = (part for file in files for part in re.split(r"^(?=\S)", file.read_text(encoding="utf-8"), flags=re.M))
-    return {found[1]: part for part in parts if (found := re.match(r"class (\w+)", part))}
-
-
-def _assignment(name: str, value: str) -> str:
-    """Return a pattern for an assignment in a class."""
-    return rf"""^    {name}(?:: [^=]+)? = ["']?{value}["']?(?:\s*#.*)?$"""
-
-
-@cache
-def _find_class(name: str, value: str) -> str:
-    """Return the class that assigns this value; empty if not found."""
-    pattern = _assignment(name, re.escape(value))
-    return next((found for found, text in _texts().items() if re.search(pattern, text, re.M)), "")
-
-
-@cache
-def _class(name: str) -> ast.ClassDef:
-    (declared,) = ast.parse(_texts()[name]).body
-    assert isinstance(declared, ast.ClassDef)
-    return declared
+def _generated() -> dict[str, Any]:
+    return json.loads(METHODS_FILE.read_text(encoding="utf-8"))
 
 
 def _classes(file: Path) -> dict[str, ast.ClassDef]:

@@ -183,9 +183,9 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
 
 
 def _option_hints(method: str) -> dict[str, Any]:
-    from xcompat.methods import METHODS
+    from xcompat.models.registry import load_method
 
-    return _hints_of(METHODS[method].config_class)
+    return _hints_of(load_method(method).config_class)
 
 
 @cache
