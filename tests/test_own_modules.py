@@ -17,6 +17,8 @@ from xcompat.core.errors import XcompatError
 from xcompat.encoders import load_encoder
 from xcompat.encoders.own_modules import image_processor_of, register_encoder, save_module
 from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
+from xcompat.training import record
+from xcompat.training.stage_recipe import StageRecipe
 
 NORMALISE = Normalize([0.5, 0.4, 0.3], [0.2, 0.25, 0.3])
 NET = next(code for page, _, code in EXAMPLES if page == "docs/own_encoder.md" and code.startswith("# net.py"))
@@ -83,6 +85,17 @@ def test_modules_that_cannot_be_stored_are_refused() -> None:
         register_encoder(Wide)
     with pytest.raises(XcompatError, match="ResNet: transformers.* also has a 'resnet'; rename the class"):
         register_encoder(ResNet)
+
+
+def test_a_changed_file_is_a_changed_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "grey.py"
+    file.write_text("from torch import nn\nclass Grey(nn.Module):\n    ...\n", encoding="utf-8")
+    new = {"model": {"model_type": f"{file}:Grey"}, "image_size": 16}
+    settings = StageRecipe.model_validate({"method": "independent", "new": new})
+    record.write_recipe(tmp_path, begun := record.dump_settings(settings, seed=3))
+    assert record.read_started_settings(tmp_path) == begun
+    file.write_text("from torch import nn\nclass Grey(nn.Module):\n    gamma = 2\n", encoding="utf-8")
+    assert record.differences(record.dump_settings(settings, seed=3), begun, False) == [f"code.{file}:Grey"]
 
 
 def test_a_recipe_trains_a_module_from_a_file(tmp_path: Path, images: list[Image.Image]) -> None:

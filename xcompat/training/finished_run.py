@@ -24,7 +24,7 @@ from xcompat.retrieval.versions import stored_version, upgraded_version
 from xcompat.training.evaluation_models import EvaluationSet
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.model_evaluation import side_info_of
-from xcompat.training.record import EVALUATED, RECIPE, Evaluated, read_record, read_started_settings, require_ended
+from xcompat.training.record import ADDED, EVALUATED, RECIPE, Evaluated, read_record, read_started_settings, require_ended
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
 from xcompat.training.test_items import GalleryItems
 
@@ -62,9 +62,8 @@ class FinishedRun:
             judged = next(iter(read_record(folder / EVALUATED, Evaluated).models))
             stage = folder / judged if (folder / judged / RECIPE).is_file() else folder
         written = read_started_settings(stage)
-        written.pop("seed", None)
         try:
-            settings = StageRecipe.model_validate(written)
+            settings = StageRecipe.model_validate({key: value for key, value in written.items() if key not in ADDED})
         except ValidationError:
             raise XcompatError(
                 f"{stage / RECIPE} was written by another version of xcompat; train again, or serve a gallery"

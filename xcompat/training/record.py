@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from xcompat.core.checksums import file_record
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, read_json
+from xcompat.core.plugins import class_file
 from xcompat.report.content import LossPoint
 from xcompat.report.storage import load_report, report_file
 from xcompat.training.recipe import explain
@@ -21,6 +23,8 @@ from xcompat.training.yaml_files import parse_yaml
 RECIPE, ENVIRONMENT, DONE, EVALUATED = "recipe.yaml", "environment.json", "done.json", "evaluated.json"
 LOG = "log_history.json"
 CHOICE, OLD_MEMORY = "choice.json", "old_memory.safetensors"
+ADDED = ("seed", "code")
+"""Keys of a stage's written recipe that are not settings of the stage."""
 JUDGED_ON = (
     "data.test",
     "data.zero_shot",
@@ -133,8 +137,9 @@ def logged_losses(folder: Path) -> list[LossPoint]:
 
 
 def dump_settings(settings: StageRecipe, seed: int) -> dict[str, Any]:
-    """Return a stage's settings and seed as JSON, for :func:`write_recipe`."""
-    return settings.resolve_training() | {"seed": seed}
+    """Return a stage's settings, seed and checksums of own Python files as JSON, for :func:`write_recipe`."""
+    own = {name: file_record(class_file(name)).xxh3 for name in settings.own_classes()}
+    return settings.resolve_training() | {"seed": seed} | ({"code": own} if own else {})
 
 
 def write_recipe(folder: Path, settings: dict[str, Any]) -> None:
@@ -159,10 +164,10 @@ def read_started_settings(folder: Path) -> dict[str, Any]:
         raise XcompatError(f"{file} is not valid YAML: {' '.join(str(error).split())}; delete {folder} to start again") from None
     if not isinstance(written, dict):
         raise XcompatError(f"{file} must contain keys and values; delete {folder} to start again")
-    seed = written.pop("seed", None)
+    kept = {key: written.pop(key) for key in ADDED if key in written}
     with suppress(ValidationError):  # an older version's recipe differs anyway
         written = StageRecipe.model_validate(written).resolve_training()
-    return {**written, "seed": seed}
+    return {**written, "seed": None, **kept}
 
 
 def differences(settings: dict[str, Any], begun: dict[str, Any], learns_from_texts: bool) -> list[str]:

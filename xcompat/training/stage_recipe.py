@@ -260,6 +260,11 @@ class StageRecipe(Section):
         described = self.model_dump(mode="json", exclude={"evaluation"})
         return described | {"options": usual_options(self.method) | described["options"]}
 
+    def own_classes(self) -> list[str]:
+        """Return each ``path.py:Class`` in the stage."""
+        architecture = self.new.model.get("model_type") if isinstance(self.new, ScratchSource) else None
+        return [name for name in (self.method, str(architecture)) if is_file_class(name)]
+
     def source_stages(self) -> list[str]:
         """Return the earlier stages that this stage takes models from."""
         sources = [source for role in ROLES if isinstance(source := getattr(self, role), EncoderSource)]
