@@ -14,7 +14,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from xcompat.core.errors import XcompatError
+from xcompat import cli
+from xcompat.core.errors import XcompatError, require_no_problems
 from xcompat.encoders.scratch import QUICK
 from xcompat.methods import METHODS
 from xcompat.retrieval.manifest import CURRENT
@@ -262,6 +263,16 @@ def test_a_method_registered_by_a_program_is_known(monkeypatch: pytest.MonkeyPat
     assert settings.options == {"depth": 2}
     with pytest.raises(ValidationError, match=r"options.depth: Input should be a valid integer"):
         StageRecipe.model_validate({"method": "own", "options": {"depth": "deep"}}, context=QUICK)
+
+
+def test_several_mistakes_are_a_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> None:
+        require_no_problems(["a\nb: wrong", "c: wrong", "a\nb: wrong"])
+
+    monkeypatch.setattr(sys.modules["xcompat.cli.app"], "app", refuse)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2 and capsys.readouterr().err == "xcompat: a\\nb: wrong\nxcompat: c: wrong\n"
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from xcompat.core.errors import XcompatError
 from xcompat.methods import METHODS
+from xcompat.training.preflight import load_checked
 from xcompat.training.recipe import Recipe, load_recipe
 from xcompat.training.stage_recipe import StageRecipe, usual_options
 from xcompat.training.values import check_options
@@ -216,10 +217,65 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
         (["stages=7"], "stages must be a list"),
     ],
 )
-def test_mistakes_are_named_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_a_mistake_is_named_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    """A change of method may also make other settings of the recipe mistakes, each in its own line."""
     with pytest.raises(XcompatError, match=message) as raised:
         load(tmp_path, GOOD, *overrides)
-    assert "\n" not in str(raised.value)
+    lines = str(raised.value).splitlines()
+    assert len([line for line in lines if re.search(message, line)]) == 1
+    assert len({*lines}) == len(lines) and (len(lines) == 1 or all(line.startswith(str(tmp_path)) for line in lines))
+
+
+MISTAKEN = """
+old: ./old
+seeds: [1, -1]
+training: {learing_rate: 1e-3, max_steps: 0, per_device_train_batch_size: 0}
+data: {pairs: {path: ./pairs, shards: 2}, test: {path: ./test}}
+stages:
+  - {method: xtb, name: first}
+  - {method: xbt, new: {model: {model_type: clip}, size: 3}, options: {adapters: {prompts: -1}, tau: 2}}
+evaluation: {ks: [1, 0]}
+"""
+
+
+def test_every_mistake_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys and values with the paths of the rest, once for what stages inherit, and before anything large is imported."""
+    monkeypatch.chdir(tmp_path)
+    Path("demo.yaml").write_text(MISTAKEN, encoding="utf-8")
+    with pytest.raises(XcompatError) as raised:
+        load_checked("demo.yaml", [])
+    lines = [line.removeprefix("demo.yaml: ") for line in str(raised.value).splitlines()]
+    assert lines[:10] == [
+        "seeds.1: Input should be greater than or equal to 0",
+        "stages.0.method: unknown method 'xtb'; did you mean 'xbt'?",
+        "unknown key 'stages.0.data.pairs.shards'; known: camera_column, caption_column, captions, format, id_column, "
+        "image_column, label_column, labels, limit, max_bad_share, name, path, revision, split, streaming",
+        "stages.0.training: unknown key 'training.learing_rate'; did you mean 'learning_rate'?",
+        "stages.0.training: training.per_device_train_batch_size: Input should be greater than or equal to 1 (found 0)",
+        "stages.0.training: training.max_steps: 0 trains nothing; set 1 or more, or remove it for num_train_epochs",
+        "stages.0.evaluation.ks.1: Input should be greater than or equal to 1",
+        "unknown key 'stages.1.new.size'; known: image_size, mean, model, std, stem, vocab_size",
+        "stages.1.options: options.adapters.prompts: Input should be greater than or equal to 0 (found -1)",
+        "stages.1.options: unknown key 'options.tau' for method xbt; known: adapters, logit_scale, train_encoder, "
+        "train_projection",
+    ]
+    assert [" does not exist" in line and line.split(": ")[:2] for line in lines[10:]] == [
+        ["first", "old"],
+        ["first", "data.pairs.path"],
+        ["first", "data.test.path"],
+    ]
+
+
+def test_every_setting_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
+    given = "memory_codec=SQ8", "stages.pair.mini_batch_size=5", "data.views=2", "prompt_lr_factor=7"
+    with pytest.raises(XcompatError) as raised:
+        load(tmp_path, GOOD, *given)
+    assert [line.split(": ", 1)[1] for line in str(raised.value).splitlines()] == [
+        "stages.0: memory_codec needs a memory; set memory: classes or pairs, or remove memory_codec",
+        "stages.1: mini_batch_size 5 does not divide training.per_device_train_batch_size 8; choose a divisor",
+        "stage 'phi': prompt_lr_factor has no effect: options.adapters has no prompts; remove it",
+        "stage 'phi': data.views has no effect: method projection does not learn a map of images; remove it",
+    ]
 
 
 def test_whole_numbers_may_be_written_with_an_exponent() -> None:

@@ -526,11 +526,11 @@ def main() -> None:
 
 
 def _fail(line: str) -> NoReturn:
-    """Print a line and exit with code 2. All but the first process add their number. Stay quiet if the output has no reader."""
+    """Print the lines and exit with code 2. Other processes add their number. Stay quiet if the output has no reader."""
     who = "xcompat" if (rank := os.environ.get("RANK", "0")) == "0" else f"xcompat (process {rank})"
     enough = line == failures.BROKEN_PIPE and failures.only_prints(sys.argv[1:])
     if not enough:
-        print(f"{who}: {line}", file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
+        print("\n".join(f"{who}: {each}" for each in line.split("\n")), file=sys.stderr)  # noqa: T201 - rich would wrap and colour it
     end_processes()
     try:
         sys.stdout.flush()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _SPELLED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"} | {
     code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -50,11 +51,23 @@ def without_secrets(text: str) -> str:
 
 
 class XcompatError(ValueError):
-    """Mistake that the user can fix. The command line prints only its message and exits with code 2."""
+    r"""Mistake that the user can fix. The command line prints only its message and exits with code 2.
+
+    Args:
+        messages: a line for each mistake. Parts can come from a file or a server, so line breaks in them are escaped.
+
+    Example:
+        >>> print(XcompatError("a\nb", "c"))
+        a\nb
+        c
+    """
+
+    def __init__(self, *messages: str) -> None:
+        super().__init__(*messages)
 
     def __str__(self) -> str:
-        """Return the message as a single line. Parts can come from a file or a server."""
-        return without_secrets(visible_line(super().__str__()))
+        """Return a line for each mistake."""
+        return "\n".join(without_secrets(visible_line(str(message))) for message in self.args)
 
 
 class MissingPathError(XcompatError):
@@ -75,6 +88,25 @@ class NoValidationDataError(XcompatError):
 
 class TrainingDivergedError(XcompatError):
     """The loss or the gradient is no longer finite."""
+
+
+def require_no_problems(problems: Iterable[str]) -> None:
+    """Raise one error with a line for each problem, if there are any.
+
+    Args:
+        problems: messages with place, cause and fix; repeated ones count once.
+    """
+    if found := tuple(dict.fromkeys(problems)):
+        raise XcompatError(*found)
+
+
+@contextmanager
+def collect_problems(problems: list[str]) -> Iterator[None]:
+    """Append the messages of an error in the block to a list, instead of raising."""
+    try:
+        yield
+    except ValueError as error:
+        problems += map(str, error.args)
 
 
 def describe_error(error: BaseException) -> str:

@@ -66,13 +66,13 @@ def only_prints(words: Sequence[str]) -> bool:
 
 
 def explain(error: BaseException) -> str | None:
-    """Explain a user error in a single line.
+    """Explain a user error in a line for each mistake.
 
     Args:
         error: the command's exception.
 
     Returns:
-        The line, or None for a bug.
+        The lines, or None for a bug.
 
     Example:
         >>> explain(PermissionError(errno.EACCES, "Permission denied", "/data/run"))
@@ -84,7 +84,8 @@ def explain(error: BaseException) -> str | None:
     while seen is not None:  # libraries wrap errors of the operating system in their own
         line = _explain_one(seen)
         if line is not None:
-            return without_secrets(visible_line(line))
+            lines = line.split("\n") if isinstance(seen, XcompatError) else [line]
+            return "\n".join(without_secrets(visible_line(each)) for each in lines)
         seen = seen.__cause__
     return None
 

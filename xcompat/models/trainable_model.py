@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import XcompatError, require_no_problems
 from xcompat.models.old_knowledge import OldKnowledge, Rows
 from xcompat.models.spaces import SpacesModel
 from xcompat.outputs import Batch, CompatOutput, Views
@@ -114,9 +114,11 @@ class LearningModel(SpacesModel):
         assert cls.config_class is not None
         usual: Any = cls.config_class()
         whole = {field.name: getattr(usual, field.name) for field in fields(usual)} | dict(options)
+        unread: dict[str, str] = {}
         for name, why in cls.unread_options(whole, on_captions):
             if whole[name] != getattr(usual, name):
-                raise XcompatError(f"options.{name}: {why}; remove {name}")
+                unread.setdefault(name, why)
+        require_no_problems(f"options.{name}: {why}; remove {name}" for name, why in unread.items())
 
     @classmethod
     def planned_dim(cls, usual: int | None, options: Mapping[str, Any]) -> int | None:

@@ -174,7 +174,7 @@ def _source(kind: type[Source], given: dict[str, Any], where: str) -> Source:
     try:
         return kind(**given)
     except ValidationError as error:
-        raise XcompatError(f"{where}: {explain(error, kind)}") from None
+        raise XcompatError(*(f"{where}: {problem}" for problem in explain(error, kind))) from None
 
 
 def evaluate_embeddings(

@@ -76,4 +76,5 @@ def add_layout_to_errors(expected: str) -> Iterator[None]:
     try:
         yield
     except XcompatError as error:
-        raise XcompatError(f"{error}. {expected}" if expected else str(error)) from None
+        *others, last = error.args
+        raise XcompatError(*others, f"{last}. {expected}" if expected else last) from None

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from xcompat.core.checksums import file_record
-from xcompat.core.errors import MissingPathError, XcompatError
+from xcompat.core.errors import MissingPathError, XcompatError, require_no_problems
 from xcompat.core.paths import nearest_path
 from xcompat.data import CorpusSource, LabelledSource, TextSource
 from xcompat.data.addresses import list_addresses, redact_address
@@ -40,11 +40,9 @@ def check_paths(settings: StageRecipe, is_trained: bool = False) -> list[str]:
     Raises:
         XcompatError: a path is missing or invalid; with recipe key and nearest path.
     """
-    described = []
-    for key, check in _path_checks(settings, is_trained):
-        with error_prefix(key):
-            described.append(check())
-    return list(dict.fromkeys(line for line in described if line is not None))
+    described, problems = _examine_paths(settings, is_trained)
+    require_no_problems(f"{settings.name}: {key}: {error}" for key, error in problems)
+    return described
 
 
 def find_missing_paths(settings: StageRecipe) -> tuple[list[str], list[tuple[str, str]]]:
@@ -59,17 +57,24 @@ def find_missing_paths(settings: StageRecipe) -> tuple[list[str], list[tuple[str
     Raises:
         XcompatError: an existing path is invalid.
     """
+    described, problems = _examine_paths(settings)
+    missing = [(key, str(error)) for key, error in problems if isinstance(error, MissingPathError)]
+    require_no_problems(f"{settings.name}: {key}: {error}" for key, error in problems if not isinstance(error, MissingPathError))
+    return described, missing
+
+
+def _examine_paths(settings: StageRecipe, is_trained: bool = False) -> tuple[list[str], list[tuple[str, XcompatError]]]:
+    """Return a line per data source, and (recipe key, error) per invalid path."""
     described: list[str | None] = []
-    missing: list[tuple[str, str]] = []
-    for key, check in _path_checks(settings):
-        if any(absent.startswith(f"{key.removeprefix(f'{settings.name}: ')}.") for absent, _ in missing):
+    problems: list[tuple[str, XcompatError]] = []
+    for key, check in _path_checks(settings, is_trained):
+        if any(isinstance(error, MissingPathError) and absent.startswith(f"{key}.") for absent, error in problems):
             continue  # this check needs the missing file
         try:
-            with error_prefix(key):
-                described.append(check())
-        except MissingPathError as error:
-            missing.append((key.removeprefix(f"{settings.name}: "), str(error).removeprefix(f"{key}: ")))
-    return list(dict.fromkeys(line for line in described if line is not None)), missing
+            described.append(check())
+        except XcompatError as error:
+            problems.append((key, error))
+    return list(dict.fromkeys(line for line in described if line is not None)), problems
 
 
 def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tuple[str, Callable[[], str | None]]]:
@@ -78,8 +83,8 @@ def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tu
         named = getattr(settings, role)
         model = EncoderSource(name=named) if isinstance(named, str) else named
         if isinstance(model, EncoderSource) and not model.name.startswith(STAGE_PREFIX):
-            yield f"{settings.name}: {role}", partial(_check_model, model)
-    data, prefix = _drop_training_data(settings.data) if is_trained else settings.data, f"{settings.name}: data."
+            yield role, partial(_check_model, model)
+    data, prefix = _drop_training_data(settings.data) if is_trained else settings.data, "data."
     for key, source in _sources(data):
         yield f"{prefix}{key}.path", partial(_check_source, source)
     if data.judged_texts is not None:
@@ -175,7 +180,7 @@ def error_prefix(key: str) -> Iterator[None]:
     try:
         yield
     except XcompatError as error:
-        raise type(error)(f"{key}: {error}") from None
+        raise type(error)(*(f"{key}: {message}" for message in error.args)) from None
 
 
 def _zero_shot_sets(data: DataSettings) -> Iterator[tuple[str, ZeroShotSettings]]:

@@ -123,9 +123,9 @@ def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bo
         settings = StageRecipe(**{"method": method, "options": options, "training": training, "data": data, **given})
         refuse_unused([settings])
     except ValidationError as error:
-        raise XcompatError(f"CompatTrainer: {explain(error, StageRecipe)}") from None
-    except ValueError as error:
-        raise XcompatError(f"CompatTrainer: {error}") from None
+        raise XcompatError(*(f"CompatTrainer: {problem}" for problem in explain(error, StageRecipe))) from None
+    except XcompatError as error:
+        raise XcompatError(*(f"CompatTrainer: {problem}" for problem in error.args)) from None
     return settings
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from xcompat.core.errors import nearest
+from xcompat.core.errors import nearest, require_no_problems
 
 if TYPE_CHECKING:
     import torch
@@ -63,25 +63,30 @@ def check_optimiser(given: Mapping[str, Any]) -> None:
         given: explicitly set fields of ``TrainingArguments``.
 
     Raises:
-        ValueError: a single line with field and cause.
+        XcompatError: a line for each mistake, with field and cause.
     """
+    require_no_problems(_problems(given))
+
+
+def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     name = given.get("optim", USUAL)
     if name not in OPTIMISERS:
-        raise ValueError(f"training.optim: unsupported optimiser {name!r}; {nearest(str(name), OPTIMISERS)}")
+        yield f"training.optim: unsupported optimiser {name!r}; {nearest(str(name), OPTIMISERS)}"
+        return
     reads = OPTIMISERS[name]
     for field in ADAM:
         if field in given and field not in reads.fields:
-            raise ValueError(f"training.{field}: {name} ignores it; remove it")
+            yield f"training.{field}: {name} ignores it; remove it"
     for key, value in _options(given.get("optim_args")).items():
         if key == "weight_decay":
-            raise ValueError("training.optim_args: weight_decay has its own field; set training.weight_decay")
-        if key not in reads.options:
+            yield "training.optim_args: weight_decay has its own field; set training.weight_decay"
+        elif key not in reads.options:
             known = f"known: {', '.join(reads.options)}" if reads.options else "it has none"
-            raise ValueError(f"training.optim_args: {name} has no option {key!r}; {known}")
-        if not _is_value(value):
-            raise ValueError(f"training.optim_args: {key} must be a number, true or false (found {value!r})")
+            yield f"training.optim_args: {name} has no option {key!r}; {known}"
+        elif not _is_value(value):
+            yield f"training.optim_args: {key} must be a number, true or false (found {value!r})"
     if name == LARS and not given.get("weight_decay"):
-        raise ValueError("training.optim: lars only adapts the rates of decayed weights; set training.weight_decay, or use sgd")
+        yield "training.optim: lars only adapts the rates of decayed weights; set training.weight_decay, or use sgd"
 
 
 def with_momentum(optim: str, optim_args: str | None) -> str | None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from xcompat.core.errors import MissingPathError, XcompatError, nearest
+from xcompat.core.errors import MissingPathError, XcompatError, collect_problems, nearest, require_no_problems
 from xcompat.core.progress import announce_loading
 from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
 from xcompat.training.headers import add_layout_to_errors
 from xcompat.training.input_checks import check_paths
-from xcompat.training.recipe import Recipe, load_recipe
+from xcompat.training.recipe import Recipe, examine_recipe, load_recipe
 from xcompat.training.record import DONE, require_ended
 from xcompat.training.stage_recipe import AUTO_MAP, StageRecipe
 from xcompat.training.static_options import is_solved, trackers
@@ -69,18 +69,27 @@ def load_checked(
         The recipe.
 
     Raises:
-        XcompatError: the recipe, a path or a tracker is invalid, or ``seed`` is overridden while each of ``seeds`` runs.
+        XcompatError: a line for each mistake in the recipe, its paths and trackers, or ``seed`` is overridden while each of
+            ``seeds`` runs.
     """
-    recipe = load_recipe(path, overrides, is_quick=True, more=more)
-    if every_seed and recipe.seeds:
-        _refuse_seed(recipe, overrides)
-    runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
-    for settings in recipe.stages:
-        if every_stage or not all(_is_trained(run, settings) for run in runs):
+    recipe, problems = examine_recipe(path, overrides, is_quick=True, more=more)
+    if recipe is not None:
+        if every_seed and recipe.seeds:
+            _refuse_seed(recipe, overrides)
+        runs = [recipe.of_seed(seed) for seed in recipe.seeds or [recipe.seed]] if every_seed else [recipe]
+        stages = [each for each in recipe.stages if every_stage or not all(_is_trained(run, each) for run in runs)]
+        said: dict[str, str] = {}  # what stages inherit is one problem
+        for settings in stages:
+            found: list[str] = []
+            with collect_problems(found):
+                check_trackers(settings)
             if check_data:
-                with add_layout_to_errors(recipe.layout):
+                with collect_problems(found), add_layout_to_errors(recipe.layout):
                     check_paths(settings)
-            check_trackers(settings)
+            for problem in found:
+                said.setdefault(problem.removeprefix(f"{settings.name}: "), problem)
+        problems += said.values()
+    require_no_problems(problems)
     announce_loading()
     return load_recipe(path, overrides, more=more)
 
@@ -109,15 +118,15 @@ def check_trackers(settings: StageRecipe) -> None:
     given = settings.training.get("report_to")
     if given is None or settings.method == AUTO_MAP or is_solved(settings.method):
         return
-    known = trackers()
+    known, problems = trackers(), list[str]()
     for name in [given] if isinstance(given, str) else given:
         if name in SEVERAL or not known:
             continue
         if name not in known:
-            raise XcompatError(f"{settings.name}: training.report_to: unknown tracker {name!r}; {nearest(name, known)}")
-        libraries = ALSO.get(name, (name,))
-        if libraries and not any(map(find_spec, libraries)):
-            raise XcompatError(not_installed(settings.name, name))
+            problems.append(f"{settings.name}: training.report_to: unknown tracker {name!r}; {nearest(name, known)}")
+        elif (libraries := ALSO.get(name, (name,))) and not any(map(find_spec, libraries)):
+            problems.append(not_installed(settings.name, name))
+    require_no_problems(problems)
 
 
 def not_installed(stage: str, tracker: str) -> str:

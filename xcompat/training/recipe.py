@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_validator
 
-from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, collect_problems, nearest, require_no_problems
 from xcompat.encoders.scratch import QUICK, is_quick
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, RESERVED_NAMES, WITHOUT_MEMORY
 from xcompat.report.storage import FOLDER_NAME as REPORT
@@ -49,34 +49,35 @@ class Recipe(Section):
     layout: str = ""
 
     @model_validator(mode="after")
-    def _stages_exist(self, info: ValidationInfo) -> Recipe:
+    def _stages_fit(self, info: ValidationInfo) -> Recipe:
+        require_no_problems([*self._stage_problems(is_quick(info)), *self._seed_problems()])
+        return self
+
+    def _stage_problems(self, quick: bool) -> Iterator[str]:
         seen: dict[str, StageRecipe] = {}
         for stage in self.stages:
             compared = stage.evaluation.compare_with if stage.evaluation else []
-            for name in [*stage.source_stages(), *compared]:
+            for name in dict.fromkeys([*stage.source_stages(), *compared]):
                 if name not in seen:
-                    raise ValueError(
+                    yield (
                         f"stage {stage.name!r} refers to {name!r}, which is not an earlier stage "
                         f"(earlier: {', '.join(seen) or 'none'})"
                     )
             if stage.name == REPORT and len(self.stages) > 1:
-                raise ValueError(f"the stage name {REPORT!r} is reserved for the run's report; choose another name")
+                yield f"the stage name {REPORT!r} is reserved for the run's report; choose another name"
             if stage.name in seen:
-                raise ValueError(f"two stages are called {stage.name!r}; give each its own name")
-            _require_comparable(stage, [seen[name] for name in compared], is_quick(info))
+                yield f"two stages are called {stage.name!r}; give each its own name"
+            yield from _comparison_problems(stage, [seen[name] for name in compared if name in seen], quick)
             seen[stage.name] = stage
-        return self
 
-    @model_validator(mode="after")
-    def _seeds_with_offsets_fit(self) -> Recipe:
+    def _seed_problems(self) -> Iterator[str]:
         largest = max([self.seed, *self.seeds])
         for stage in self.stages:
             if largest + stage.seed_offset >= SEED_LIMIT:
-                raise ValueError(
+                yield (
                     f"stage {stage.name!r}: seed {largest} and seed_offset {stage.seed_offset} add up to {SEED_LIMIT} or more; "
                     "choose smaller ones"
                 )
-        return self
 
     def of_seed(self, seed: int) -> Recipe:
         """Return the recipe for a ``compare`` run."""
@@ -95,14 +96,14 @@ class Recipe(Section):
         return str(self.stage_dir(name.removeprefix(STAGE_PREFIX)) / "model") if name.startswith(STAGE_PREFIX) else name
 
 
-def _require_comparable(stage: StageRecipe, others: Sequence[StageRecipe], quick: bool) -> None:
-    """Refuse ``evaluation.compare_with`` that no report can show."""
+def _comparison_problems(stage: StageRecipe, others: Sequence[StageRecipe], quick: bool) -> Iterator[str]:
+    """Yield a line for each ``evaluation.compare_with`` that no report can show."""
     for other in others:
         where = f"stage {stage.name!r}: evaluation.compare_with names {other.name}"
         if other.name in RESERVED_NAMES | {OLD_WITH_MEMORY, WITHOUT_MEMORY}:
-            raise ValueError(f"{where}, a name reserved in reports; rename the stage, or remove it here")
-        if not quick and method_class(other.method).maps_galleries_with(other.options):
-            raise ValueError(f"{where}, which maps galleries, so its queries do not search the old one; remove it")
+            yield f"{where}, a name reserved in reports; rename the stage, or remove it here"
+        elif not quick and method_class(other.method).maps_galleries_with(other.options):
+            yield f"{where}, which maps galleries, so its queries do not search the old one; remove it"
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False, more: Path | None = None) -> Recipe:
@@ -118,7 +119,30 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool 
         more: YAML file with an extra last stage.
 
     Raises:
-        XcompatError: the file is missing or not YAML, a key is unknown, or a value does not fit.
+        XcompatError: the file is missing or not YAML, or a line for each unknown key and each value that does not fit.
+    """
+    recipe, problems = examine_recipe(path, overrides, is_quick, more)
+    require_no_problems(problems)
+    assert recipe is not None
+    return recipe
+
+
+def examine_recipe(
+    path: str | Path, overrides: Sequence[str] = (), is_quick: bool = False, more: Path | None = None
+) -> tuple[Recipe | None, list[str]]:
+    """Load a recipe and find all its problems.
+
+    Args:
+        path: as the other arguments in :func:`load_recipe`.
+        overrides: the same.
+        is_quick: the same.
+        more: the same.
+
+    Returns:
+        The recipe without its invalid values, or None if the rest is not a recipe; and a line for each problem.
+
+    Raises:
+        XcompatError: the file is missing or not YAML, or an override is invalid.
     """
     path = Path(path)
     raw = _read(path)
@@ -129,7 +153,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), is_quick: bool 
     for override in overrides:
         apply_override(raw, override)
         refuse_shadowed(raw, override.partition("=")[0])
-    return parse_recipe(raw, path.stem, str(path), is_quick).model_copy(update={"layout": expected_layout(path)})
+    recipe, problems = _examine(raw, path.stem, str(path), is_quick)
+    return recipe and recipe.model_copy(update={"layout": expected_layout(path)}), problems
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -151,8 +176,15 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
         is_quick: as in :func:`load_recipe`.
 
     Raises:
-        XcompatError: a key is unknown, a value does not fit, or a setting has no effect.
+        XcompatError: a line for each unknown key, each value that does not fit, and each setting without effect.
     """
+    recipe, problems = _examine(raw, default_name, where, is_quick)
+    require_no_problems(problems)
+    assert recipe is not None
+    return recipe
+
+
+def _examine(raw: dict[str, Any], default_name: str, where: str, is_quick: bool) -> tuple[Recipe | None, list[str]]:
     top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds") if key in raw}
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
     name = str(top.get("name", default_name))
@@ -160,33 +192,85 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
     listed = raw.get("stages", [{}])
     if not isinstance(listed, list) or not listed or not all(isinstance(stage, dict) for stage in listed):
         raise XcompatError(f"{where}: stages must be a list of keys and values, e.g. '- method: xbt'")
-    stages = [_merge(shared, stage) for stage in listed]
-    given: dict[str, Any] = {**defaults, **top, "stages": stages}
+    given: dict[str, Any] = {**defaults, **top, "stages": [_merge(shared, stage) for stage in listed]}
+    problems: list[str] = []
+    recipe = _validate(given, QUICK if is_quick else None, problems)
+    if not is_quick and (known := recipe or _validate(given, QUICK, [])) is not None:
+        with collect_problems(problems):
+            refuse_unused(known.stages, tuple(problems))
+    return recipe, [f"{where}: {problem}" for problem in problems]
+
+
+def _validate(given: dict[str, Any], context: dict[str, Any] | None, problems: list[str]) -> Recipe | None:
+    """Return the recipe without its invalid values, if the rest is a recipe, and append the problems."""
     try:
-        recipe = Recipe.model_validate(given, context=QUICK if is_quick else None)
-        if not is_quick:
-            refuse_unused(recipe.stages)
+        return Recipe.model_validate(given, context=context)
     except ValidationError as error:
-        raise XcompatError(f"{where}: {explain(error, Recipe)}") from None
-    except ValueError as error:
-        raise XcompatError(f"{where}: {error}") from None
-    return recipe
+        problems += explain(error, Recipe)
+        kept = _prune(given, [each["loc"] for each in error.errors()])
+    try:
+        return Recipe.model_validate(kept, context=QUICK)
+    except ValidationError:
+        return None
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first error in one line, with the nearest known key.
+def _prune(given: dict[str, Any], places: Iterable[tuple[int | str, ...]]) -> dict[str, Any]:
+    """Remove the value at each place of pydantic, which also contains names of types."""
+    kept = copy.deepcopy(given)
+    for place in places:
+        inner: Any = kept
+        last: tuple[dict[str, Any], str] | None = None
+        for part in place:
+            if isinstance(inner, dict) and part in inner:
+                last, inner = (inner, str(part)), inner[part]
+            elif isinstance(inner, list) and isinstance(part, int) and part < len(inner):
+                inner = inner[part]
+        if last is not None:
+            last[0].pop(last[1])
+    return kept
+
+
+_TYPE = re.compile(r"[A-Z]\w+|function-.*|(?:str|int|float|bool|none|list|dict|tuple|literal|constrained)(?:[\[-].*)?")
+"""Names of types in pydantic's places."""
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return a line for each mistake, with the nearest known key.
 
     Args:
         error: pydantic's error.
         model: outermost model.
     """
-    # a union reports an unknown key once per member: use the most specific report
-    first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
-    place = ".".join(str(part) for part in first["loc"] if not re.fullmatch(r"[A-Z]\w+|function-.*", str(part)))
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {place!r}; {nearest(str(first['loc'][-1]), _keys_at(model, first['loc'][:-1]))}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
+    lines: dict[str, str] = {}
+    for each in _of_nearest_types(error.errors()):
+        place = ".".join(str(part) for part in each["loc"] if not _is_type(part))
+        cause = each.get("ctx", {}).get("error")
+        if each["type"] == "extra_forbidden":
+            messages = [f"unknown key {place!r}; {nearest(str(each['loc'][-1]), _keys_at(model, each['loc'][:-1]))}"]
+        else:
+            said = cause.args if isinstance(cause, ValueError) else [each["msg"]]
+            messages = [f"{place}: {message}" if place else str(message) for message in said]
+        for message in messages:  # a key that stages inherit is one mistake
+            lines.setdefault(re.sub(r"\bstages\.\d+\b", "stages", message), message)
+    return list(lines.values())
+
+
+def _of_nearest_types(errors: list[Any]) -> Iterator[Any]:
+    """Yield the errors of one type for each value of several types: of the type in which a mistake is deepest."""
+    chosen: dict[tuple[int | str, ...], tuple[int, int | str]] = {}
+    parts = [next((number for number, part in enumerate(each["loc"]) if _is_type(part)), None) for each in errors]
+    for each, number in zip(errors, parts, strict=True):
+        if number is not None:
+            place, depth = each["loc"][:number], len(each["loc"])
+            if place not in chosen or depth > chosen[place][0]:
+                chosen[place] = depth, each["loc"][number]
+    for each, number in zip(errors, parts, strict=True):
+        if number is None or chosen[each["loc"][:number]][1] == each["loc"][number]:
+            yield each
+
+
+def _is_type(part: int | str) -> bool:
+    return isinstance(part, str) and _TYPE.fullmatch(part) is not None
 
 
 def _keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation

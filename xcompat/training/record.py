@@ -100,7 +100,7 @@ def read_record(file: Path, kind: type[R]) -> R:
         return kind.model_validate(read_json(file))
     except ValidationError as error:
         raise XcompatError(
-            f"{file} is damaged ({explain(error, kind)}); restore it, or delete {file.parent} to make it again"
+            f"{file} is damaged ({'; '.join(explain(error, kind))}); restore it, or delete {file.parent} to make it again"
         ) from None
 
 

@@ -20,6 +20,22 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+def one_of(*models: type[BaseModel]) -> Discriminator:
+    """Return a discriminator that chooses the model with the fewest unknown keys, so that errors concern one model only.
+
+    Args:
+        models: members of a union; the first wins if several fit equally.
+    """
+
+    def choose(given: Any) -> str:  # noqa: ANN401 - what YAML holds
+        if isinstance(given, models):
+            return type(given).__name__
+        keys = given.keys() if isinstance(given, dict) else ()
+        return min(models, key=lambda model: len(keys - model.model_fields.keys()) if keys else 0).__name__
+
+    return Discriminator(choose)
+
+
 class ZeroShotSettings(Section):
     """Zero-shot classification from prompts.
 
@@ -118,6 +134,11 @@ class JudgedTemplates(Section):
         return self
 
 
+Texts = Annotated[
+    Annotated[CorpusSource, Tag("CorpusSource")] | Annotated[PairSource, Tag("PairSource")], one_of(CorpusSource, PairSource)
+]
+
+
 class DataSettings(Section):
     """Training and test data of a stage.
 
@@ -150,7 +171,7 @@ class DataSettings(Section):
 
     pairs: PairSource | None = None
     text_pairs: TextPairSource | None = None
-    texts: list[CorpusSource | PairSource] = []
+    texts: list[Texts] = []
     texts_limit: int | None = Field(None, ge=1)
     remembered: PairSource | None = None
     test: PairSource | None = None

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
 
-from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.errors import XcompatError, nearest, require_no_problems
 from xcompat.core.plugins import class_file, is_file_class
 from xcompat.data import PairSource, View
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.scratch import ScratchSource, is_quick
 from xcompat.mapping.folds import Searched
 from xcompat.training.optimiser import Decayed
-from xcompat.training.sections import DataSettings, EvaluationSettings, Section
+from xcompat.training.sections import DataSettings, EvaluationSettings, Section, one_of
 from xcompat.training.static_options import method_names, method_options
 from xcompat.training.values import check_options, check_training
 from xcompat.vectors.codecs import require_codec
@@ -33,15 +34,10 @@ ROLES = ("old", "new", "independent", "side_info", "new_side_info")
 SET_BY_TRAINER = ("classes", "for_training", "keeps_classifier")
 """Keys of a configuration that training sets, not the recipe."""
 
-
-def _is_architecture(given: Any) -> str:  # noqa: ANN401 - what YAML holds
-    return "Scratch" if isinstance(given, ScratchSource) or (isinstance(given, dict) and "model" in given) else "Encoder"
-
-
 NewEncoder = Annotated[
-    Annotated[EncoderSource, Tag("Encoder")] | Annotated[ScratchSource, Tag("Scratch")], Discriminator(_is_architecture)
+    Annotated[EncoderSource, Tag("EncoderSource")] | Annotated[ScratchSource, Tag("ScratchSource")],
+    one_of(EncoderSource, ScratchSource),
 ]
-"""A model, or an architecture with the key ``model``. An error concerns one of them, not both."""
 
 
 class StageRecipe(Section):
@@ -279,103 +275,90 @@ class StageRecipe(Section):
     @model_validator(mode="after")
     def _method_fits(self, info: ValidationInfo) -> StageRecipe:
         if not is_quick(info):
-            self._check_memory()
-            self._classes_are_learned()
-            self._text_pairs_are_read()
-            self._check_old_embeddings()
-            self._check_triplet_batch()
-            self._check_mini_batch()
+            memory = self._auto_map_problems() if self.method == AUTO_MAP else self._memory_problems()
+            require_no_problems((*memory, *self._data_problems(), *self._online_problems(), *self._batch_problems()))
         return self
 
-    def _check_memory(self) -> None:
-        method = method_class(self.method)
-        if self.method == AUTO_MAP and self.memory is not None:
-            raise ValueError("memory: without a method, the memory is chosen with the map; remove memory")
-        if self.method == AUTO_MAP and self.data.texts and (self.data.images is not None or self.remembered_pairs is not None):
-            raise ValueError(
-                "data.texts: without a method, the map learns from data.images or pairs; remove texts, or set method"
-            )
-        if self.method != AUTO_MAP and self.memory is None and self.memory_codec is not None:
-            raise ValueError("memory_codec needs a memory; set memory: classes or pairs, or remove memory_codec")
+    def _auto_map_problems(self) -> Iterator[str]:
+        labelled, pairs = self.data.images is not None, self.remembered_pairs
+        if self.memory is not None:
+            yield "memory: without a method, the memory is chosen with the map; remove memory"
+        if self.data.texts and (labelled or pairs is not None):
+            yield "data.texts: without a method, the map learns from data.images or pairs; remove texts, or set method"
+        if not labelled and pairs is not None and pairs.streaming:
+            yield "data.pairs: without a method, pairs are read more than once; remove streaming, or set method"
+
+    def _memory_problems(self) -> Iterator[str]:
+        method, pairs = method_class(self.method), self.remembered_pairs
+        if self.memory is None and self.memory_codec is not None:
+            yield "memory_codec needs a memory; set memory: classes or pairs, or remove memory_codec"
         if self.memory is not None and not method.compares_with_old:
-            raise ValueError(f"memory: method {self.method} does not map queries to an old space; remove memory")
-        if self.memory == "pairs" and method.maps_galleries_with(self.options):
-            raise ValueError(f"memory: method {self.method} maps galleries, which only remember classes; set memory: classes")
-        if self.memory == "classes" and self.data.images is None:
-            raise ValueError("memory: classes needs labelled images; set data.images")
-        pairs = self.remembered_pairs
-        if self.method == AUTO_MAP and self.data.images is None and pairs is not None and pairs.streaming:
-            raise ValueError("data.pairs: without a method, pairs are read more than once; remove streaming, or set method")
-        if self.memory == "pairs" and (pairs is None or pairs.streaming):
-            raise ValueError("memory: pairs are read more than once; set data.remembered or data.pairs, without streaming")
-        if self.memory != "pairs" and self.method != AUTO_MAP and self.data.remembered is not None:
-            raise ValueError(
-                "data.remembered: only memory: pairs remembers images with captions; set it, or remove data.remembered"
-            )
+            yield f"memory: method {self.method} does not map queries to an old space; remove memory"
+        elif self.memory == "classes" and self.data.images is None:
+            yield "memory: classes needs labelled images; set data.images"
+        elif self.memory == "pairs" and method.maps_galleries_with(self.options):
+            yield f"memory: method {self.method} maps galleries, which only remember classes; set memory: classes"
+        elif self.memory == "pairs" and (pairs is None or pairs.streaming):
+            yield "memory: pairs are read more than once; set data.remembered or data.pairs, without streaming"
+        if self.memory != "pairs" and self.data.remembered is not None:
+            yield "data.remembered: only memory: pairs remembers images with captions; set it, or remove data.remembered"
 
-    def _classes_are_learned(self) -> None:
-        method = method_class(self.method)
-        if self.trains_on_labelled and "input_ids" in method.columns and not method.learns_classes:
-            raise ValueError(
-                f"data.images: method {self.method} learns from images with captions, not from classes; remove images "
-                "(null in this stage, if another one uses them)"
-            )
-
-    def _text_pairs_are_read(self) -> None:
+    def _data_problems(self) -> Iterator[str]:
         from xcompat.models.trainable_model import PASSAGES
 
         pairs, method = self.data.text_pairs, method_class(self.method)
+        if self.trains_on_labelled and "input_ids" in method.columns and not method.learns_classes:
+            yield (
+                f"data.images: method {self.method} learns from images with captions, not from classes; remove images "
+                "(null in this stage, if another one uses them)"
+            )
         if pairs is None or method.embeds_in_memory:
             return
         if not set(PASSAGES) <= set(method.columns_if_known):
-            raise ValueError(f"data.text_pairs: method {self.method} does not learn from text pairs; remove them")
+            yield f"data.text_pairs: method {self.method} does not learn from text pairs; remove them"
+            return
         if pairs.negative_column is not None and "old_embeds" in method.columns:
-            raise ValueError(
+            yield (
                 f"data.text_pairs: method {self.method} needs old embeddings of the pairs, which negatives do not have; "
                 "remove negative_column"
             )
         if (self.options.get("adapters") or {}).get("prompts"):
-            raise ValueError("options.adapters.prompts need images, but data.text_pairs has none; remove prompts")
+            yield "options.adapters.prompts need images, but data.text_pairs has none; remove prompts"
 
-    def _check_old_embeddings(self) -> None:
+    def _online_problems(self) -> Iterator[str]:
         pairs = self.data.pairs
         if self.online_roles and self.training.get("dataloader_num_workers"):
             role = self.online_roles[0]
             setting = "old_embeddings" if role == "old" else "new_embeddings"
-            raise ValueError(
+            yield (
                 f"data.{setting}: online needs the {role} model for each batch; remove training.dataloader_num_workers "
                 "(0 in this stage, if another one sets it for all)"
             )
         if self.compares_pairs_with_old and not self.embeds_pairs_online and pairs is not None and pairs.streaming:
-            raise ValueError(
+            yield (
                 f"data.pairs: method {self.method} reads old embeddings, which are cached by row, but a stream has no rows; set "
                 "data.old_embeddings: online, or remove streaming"
             )
 
-    def _check_triplet_batch(self) -> None:
-        each, batch = self.data.samples_per_class, self.batch_size
+    def _batch_problems(self) -> Iterator[str]:
+        each, batch, size, method = self.data.samples_per_class, self.batch_size, self.mini_batch_size, method_class(self.method)
         if self.is_balanced and (batch % each or batch < 2 * each):
-            raise ValueError(
+            yield (
                 f"a batch of triplets needs {each} images (data.samples_per_class) of two or more classes, but "
                 f"training.per_device_train_batch_size is {batch}; set it to a multiple of {each}, at least {2 * each}"
             )
-
-    def _check_mini_batch(self) -> None:
-        size, method = self.mini_batch_size, method_class(self.method)
+        classified = self.data.images is not None and not method.embeds_in_memory  # the loss also reads the classifier
         if size is None:
             return
         if self.method == AUTO_MAP:
-            raise ValueError("mini_batch_size: without a method, the map is solved, not trained; remove mini_batch_size")
-        classified = self.data.images is not None and not method.embeds_in_memory  # the loss also reads the classifier
-        if classified or not method.loss_of_embeddings:
-            raise ValueError(
+            yield "mini_batch_size: without a method, the map is solved, not trained; remove mini_batch_size"
+        elif classified or not method.loss_of_embeddings:
+            yield (
                 f"mini_batch_size: the loss of method {self.method}{' on classes' * classified} reads more than embeddings; "
                 "remove mini_batch_size (null in this stage, if another one sets it for all)"
             )
-        if self.batch_size % size:
-            raise ValueError(
-                f"mini_batch_size {size} does not divide training.per_device_train_batch_size {self.batch_size}; choose a divisor"
-            )
+        elif batch % size:
+            yield f"mini_batch_size {size} does not divide training.per_device_train_batch_size {batch}; choose a divisor"
 
 
 def method_class(method: str) -> type[CompatModel]:

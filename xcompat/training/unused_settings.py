@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import collect_problems, require_no_problems
 from xcompat.data import PairSource
 from xcompat.data.schema import NEW_EMBEDS, OLD_EMBEDS
 from xcompat.encoders.scratch import ScratchSource
@@ -17,24 +18,28 @@ Setting = tuple[str, bool, str]
 """Name of a setting, whether a stage reads it, and the reason if not."""
 
 
-def refuse_unused(stages: Sequence[StageRecipe]) -> None:
+def refuse_unused(stages: Sequence[StageRecipe], known: Iterable[str] = ()) -> None:
     """Raise for settings that no stage reads.
 
     Opening a run skips this check, so older runs still open.
 
     Args:
         stages: all stages of a recipe.
+        known: problems of the recipe. A setting that they name is not a problem again.
 
     Raises:
-        ValueError: with stage, setting and reason.
+        XcompatError: a line for each setting, with stage and reason.
     """
+    found: list[tuple[StageRecipe, str]] = []
     for stage in stages:
-        try:
+        options: list[str] = []
+        with collect_problems(options):
             method_class(stage.method).refuse_unread(stage.options, on_captions=_learns_from_captions(stage))
-        except XcompatError as error:
-            raise ValueError(f"stage {stage.name!r}: {error}") from None
-    for stage, setting, why in _unread(stages, _settings):
-        raise ValueError(f"stage {stage.name!r}: {setting} has no effect: {why}; remove it")
+        found += [(stage, problem) for problem in options]
+    found += [(stage, f"{setting} has no effect: {why}; remove it") for stage, setting, why in _unread(stages, _settings)]
+    named = set(re.findall(r"[\w.]*\w", " ".join(known)))
+    new = [(stage, problem) for stage, problem in found if re.split("[: ]", problem)[0] not in named]
+    require_no_problems(f"stage {stage.name!r}: {problem}" for stage, problem in new)
 
 
 def describe_unused_sections(stages: Sequence[StageRecipe]) -> list[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from xcompat.core.errors import nearest
+from xcompat.core.errors import XcompatError, collect_problems, nearest, require_no_problems
 from xcompat.encoders.adapter_settings import AdapterConfig
 from xcompat.training.optimiser import check_optimiser
 from xcompat.training.static_options import method_options, trainer_fields
@@ -78,28 +78,44 @@ def check_training(given: Mapping[str, Any], is_quick: bool = False) -> dict[str
         The section, with whole numbers (``1e3``) as integers if needed.
 
     Raises:
-        ValueError: a single line with key and cause.
+        XcompatError: a line for each mistake, with key and cause.
     """
-    checked: dict[str, Any] = {}
     hints = trainer_fields() if is_quick else _imported_hints()
     known = hints.keys() - {"output_dir", "seed", "data_seed"}
-    for key, value in given.items():
+
+    def check(key: str, value: Any) -> Any:  # noqa: ANN401 - what the YAML holds
         if key not in known and hints:
             raise ValueError(f"unknown key 'training.{key}'; {nearest(key, known)}")
-        checked[key] = _check(f"training.{key}", CHOICES.get(key, hints.get(key, Any)), value, BOUNDS.get(key))
+        read = _check(f"training.{key}", CHOICES.get(key, hints.get(key, Any)), value, BOUNDS.get(key))
         if key in REFUSED and not is_quick and not is_default(key, value):
             raise ValueError(f"training.{key}: {REFUSED[key]}")
         if value in _NEED_A_TEST_SET.get(key, ()):
             raise ValueError(f"training.{key}: {value} needs a metric of the Trainer, but {_JUDGED}")
-    check_optimiser(given)
+        return read
+
+    checked, problems = _check_each(given, check)
+    with collect_problems(problems):
+        check_optimiser(checked)
+    require_no_problems([*problems, *_duration_problems(checked)])
+    return checked
+
+
+def _duration_problems(given: Mapping[str, Any]) -> Iterator[str]:
     epochs = given.get("num_train_epochs", 1)
     if not epochs > 0 and not given.get("max_steps", -1) > 0:
-        raise ValueError(f"training.num_train_epochs: {epochs} trains nothing; set more than 0, or training.max_steps")
-    if "max_steps" in given and given["max_steps"] != -1 and given["max_steps"] < 1:
-        raise ValueError(
-            f"training.max_steps: {given['max_steps']} trains nothing; set 1 or more, or remove it for num_train_epochs"
-        )
-    return checked
+        yield f"training.num_train_epochs: {epochs} trains nothing; set more than 0, or training.max_steps"
+    if given.get("max_steps", -1) != -1 and given["max_steps"] < 1:
+        yield f"training.max_steps: {given['max_steps']} trains nothing; set 1 or more, or remove it for num_train_epochs"
+
+
+def _check_each(given: Mapping[str, Any], check: Callable[[str, Any], Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the checked values, and the problems of the others."""
+    checked: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in given.items():
+        with collect_problems(problems):
+            checked[key] = check(key, value)
+    return checked, problems
 
 
 def dependent_fields(given: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
@@ -170,15 +186,17 @@ def check_options(method: str, given: Mapping[str, Any], known: Collection[str],
         The section, with whole numbers (``1e3``) as integers if needed.
 
     Raises:
-        ValueError: a single line with option and cause.
+        XcompatError: a line for each mistake, with option and cause.
     """
-    checked: dict[str, Any] = {}
     hints = {"logit_scale": float} | method_options(method) if is_quick else _option_hints(method)
-    for key, value in given.items():
+
+    def check(key: str, value: Any) -> Any:  # noqa: ANN401 - what the YAML holds
         if key not in known:
             raise ValueError(f"unknown key 'options.{key}' for method {method}; {nearest(key, known)}")
-        is_adapters = key == "adapters" and value is not None
-        checked[key] = _check(f"options.{key}", AdapterConfig if is_adapters else hints[key], value)
+        return _check(f"options.{key}", AdapterConfig if key == "adapters" and value is not None else hints[key], value)
+
+    checked, problems = _check_each(given, check)
+    require_no_problems(problems)
     return checked
 
 
@@ -200,9 +218,14 @@ def _check(key: str, hint: Any, value: Any, bound: Any = None) -> Any:  # noqa: 
     try:
         read = TypeAdapter(hint if bound is None else Annotated[hint, bound]).validate_python(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, (key, *(first["loc"] if isinstance(value, dict) else ()))))
-        raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')} (found {first['input']!r})") from None
+        inside = isinstance(value, dict)
+        raise XcompatError(
+            *(
+                f"{'.'.join(map(str, (key, *each['loc'] * inside)))}: {each['msg'].removeprefix('Value error, ')} "
+                f"(found {each['input']!r})"
+                for each in (error.errors() if inside else error.errors()[:1])
+            )
+        ) from None
     if isinstance(read, int | float) and (isinstance(value, str) or not math.isfinite(read)):
         raise ValueError(f"{key}: Input should be a finite number, without quotes (found {value!r})")
     return read if isinstance(value, float) and type(read) is int else value
