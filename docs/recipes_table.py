@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xcompat.core.files import atomic_path
 from xcompat.training.headers import Header, read_header
-from xcompat.training.shipped import about
+from xcompat.training.shipped import first_sentence
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 PAPERS = {
@@ -45,7 +45,7 @@ def overview() -> str:
             lines = (line for file, header in sorted(of_paper, key=lambda each: _order(*each)) for line in _lines(file, header))
             parts.append("\n".join([*head, *lines]) + "\n")
     of_none = [file for file, header in headers.items() if not header.first_value("paper")]
-    others = [f"| [{_name(file)}]({_path(file)}) | {about(file)} |" for file in of_none]
+    others = [f"| [{_name(file)}]({_path(file)}) | {first_sentence(file)} |" for file in of_none]
     parts.append("\n".join(["## Others", "", "| recipe | what it is |", "|---|---|", *others]) + "\n")
     return "\n".join(parts)
 

@@ -201,7 +201,7 @@ def test_several_zero_shot_sets_count_by_name(models: EvaluatedModels[EmbeddedPa
     """Each is what it is alone; what is mapped, filled up or embedded otherwise keeps them apart."""
 
     def named(model: EmbeddedPairs) -> EmbeddedPairs:
-        shot = model.classified[""]
+        shot = model.zero_shot_by_name[""]
         fewer = ZeroShot(shot.image_embeds_ND[:6], shot.class_embeds_CD[:2], shot.labels_N[:6])
         return replace(model, zero_shot={"all": shot, "few": fewer})
 
@@ -218,13 +218,13 @@ def test_several_zero_shot_sets_count_by_name(models: EvaluatedModels[EmbeddedPa
         assert (other.n_queries, other.n_gallery) == (6, 2)
     assert [each.metric for each in found.criterion.differences][-2:] == ["zero_shot:all@1", "zero_shot:few@1"]
     model = several.old
-    doubled = model.with_matrices({kind: 2 * np.asarray(embeds) for kind, embeds in model.matrices().items()}).classified
-    for name, shot in model.classified.items():
+    doubled = model.with_matrices({kind: 2 * np.asarray(embeds) for kind, embeds in model.matrices().items()}).zero_shot_by_name
+    for name, shot in model.zero_shot_by_name.items():
         assert np.array_equal(doubled[name].image_embeds_ND, 2 * shot.image_embeds_ND)
         assert np.array_equal(doubled[name].class_embeds_CD, 2 * shot.class_embeds_CD)
-    few = model.classified["few"]
+    few = model.zero_shot_by_name["few"]
     other = replace(
-        several.new_view, zero_shot={"all": model.classified["all"], "few": replace(few, labels_N=few.labels_N[::-1])}
+        several.new_view, zero_shot={"all": model.zero_shot_by_name["all"], "few": replace(few, labels_N=few.labels_N[::-1])}
     )
     with pytest.raises(XcompatError, match="zero-shot label of few 0 is 1 in new_view but 0 in old"):
         evaluate(replace(several, new_view=other))

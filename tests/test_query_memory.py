@@ -142,7 +142,7 @@ def test_any_view_wears_it_and_what_is_stored_does_not(method: str, tmp_path: Pa
     worn = model.to_space(embeds).detach()
     torch.testing.assert_close(worn, memory(embeds, own), rtol=0, atol=0)
     assert not torch.allclose(worn, own, atol=1e-2)
-    torch.testing.assert_close(model.stored(embeds).detach(), own, rtol=0, atol=0)
+    torch.testing.assert_close(model.to_gallery_space(embeds).detach(), own, rtol=0, atol=0)
     torch.testing.assert_close(model.to_space(embeds, model.compatible_with[1]).detach(), own, rtol=0, atol=0)
     assert model.stored_fingerprint() == stored_as and model.fingerprint() != before and model.view_layers is None
     model.save_pretrained(tmp_path / "model")

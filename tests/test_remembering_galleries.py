@@ -117,7 +117,7 @@ def test_an_upgrade_remembers_and_nothing_else_does(made: str, codec: str | None
     torch.testing.assert_close(leant, worn(given[0], own), rtol=0, atol=0)
     assert not torch.allclose(leant, own, atol=1e-2)
     torch.testing.assert_close(leant.norm(dim=1), torch.ones(5))
-    assert torch.equal(model.stored(queries), queries) and torch.equal(model.self_view(queries), queries)
+    assert torch.equal(model.to_gallery_space(queries), queries) and torch.equal(model.self_view(queries), queries)
     assert model.stored_fingerprint() == stored_as == stored_version(model, None).fingerprint
     assert model.fingerprint() != before and upgraded_version(model).digest != to.digest
     assert model.confidence(queries) is None and not model.is_confident

@@ -111,9 +111,9 @@ class ForwardTransform(nn.Module):
         Returns:
             (B, D) float32.
         """
-        return self.out(self.inside(old_Bd, side_BS))
+        return self.apply_last_layer(self.to_last_layer(old_Bd, side_BS))
 
-    def inside(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
+    def to_last_layer(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
         """Return the last layer's input (B, M), for the inputs of :meth:`forward`."""
         dtype = next(self.parameters()).dtype
         inside = self.old_branch(old_Bd.to(dtype))
@@ -123,7 +123,7 @@ class ForwardTransform(nn.Module):
             inside = torch.cat([inside, self.side_branch(side_BS.to(dtype))], dim=-1)
         return self.mixer[0](inside)
 
-    def out(self, inside_BM: Tensor) -> Tensor:
+    def apply_last_layer(self, inside_BM: Tensor) -> Tensor:
         """Return the output (B, D) float32 for the last layer's input."""
         mapped_BD = self.mixer[1](inside_BM).float()
         return F.normalize(mapped_BD, dim=-1) if self.unit else mapped_BD

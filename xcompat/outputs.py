@@ -53,7 +53,7 @@ class CompatOutput(ModelOutput):
     logits_per_image: Tensor | None = None
 
     @property
-    def searched(self) -> Tensor:
+    def searched_embeds(self) -> Tensor:
         """Embeddings of the searched items: passages or images."""
         embeds = self.passage_embeds if self.passage_embeds is not None else self.image_embeds
         assert embeds is not None

@@ -40,7 +40,7 @@ IMAGES_PER_BATCH = 64
 PICTURES_AT_ONCE = 512  # pictures given as values, which are held in memory twice
 __all__ = [
     "Contents",
-    "Embedded",
+    "EmbeddedContents",
     "EmbeddingCache",
     "decoding_options",
     "embed_blocks",
@@ -249,7 +249,7 @@ class Contents(NamedTuple):
     names: list[str] | None = None
 
 
-class Embedded(NamedTuple):
+class EmbeddedContents(NamedTuple):
     """Embeddings of contents.
 
     Args:
@@ -263,19 +263,19 @@ class Embedded(NamedTuple):
     truncated: int = 0
 
 
-def embed_contents(embedder: Embedder, contents: Contents) -> Embedded:
+def embed_contents(embedder: Embedder, contents: Contents) -> EmbeddedContents:
     """Embed contents. The same contents give the same bits everywhere."""
     embeds_ND = np.full((len(contents.values), embedder.dim), np.nan, np.float32)
     if contents.names is not None:
         bad = BadSamples(max_share=1, total=len(contents.values), quiet=True)
         for rows_B, embeds_BD in _embedded_pictures(embedder, contents, bad):
             embeds_ND[rows_B] = embeds_BD.numpy(force=True)
-        return Embedded(embeds_ND, bad.reasons)
+        return EmbeddedContents(embeds_ND, bad.reasons)
     before, blocks = embedder.processor.count_truncated, [contents.values] if contents.values else []
     for batches in embed_blocks(embedder, blocks, Waiting()):
         for rows_B, embeds_BD in batches:
             embeds_ND[rows_B] = embeds_BD.numpy(force=True)
-    return Embedded(embeds_ND, {}, embedder.processor.count_truncated - before)
+    return EmbeddedContents(embeds_ND, {}, embedder.processor.count_truncated - before)
 
 
 def _embedded_pictures(embedder: Embedder, pictures: Contents, bad: BadSamples) -> Batches:

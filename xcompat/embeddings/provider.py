@@ -243,7 +243,7 @@ class ServedMap:
             self._require_same_service(rows_BD[: len(probes)])
         own_BD = torch.from_numpy(rows_BD[len(probes) :]).to(self.model.device)
         with torch.inference_mode():
-            return self.model.stored(own_BD) if space == "stored" else own_BD
+            return self.model.to_gallery_space(own_BD) if space == "stored" else own_BD
 
     def _require_same_service(self, rows_PD: NDArray[np.float32]) -> None:
         known = self.model.config.service

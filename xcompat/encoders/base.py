@@ -39,7 +39,7 @@ class EmbedsBatches(ABC):
     def embed_texts(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Embed tokenised texts (B, L) int64 as (B, D) float32."""
 
-    def stored(self, embeds: Tensor) -> Tensor:
+    def to_gallery_space(self, embeds: Tensor) -> Tensor:
         """Convert embeddings to the gallery's space; unchanged unless the model shares an older space."""
         return embeds
 
@@ -57,7 +57,7 @@ class EmbedsBatches(ABC):
             embeds = self.embed_images(batch["pixel_values"])
         else:
             embeds = self.embed_texts(batch["input_ids"], batch.get("attention_mask"))
-        return self.stored(embeds) if space == "stored" else embeds
+        return self.to_gallery_space(embeds) if space == "stored" else embeds
 
     @property
     def text_encoder(self) -> Encoder | None:

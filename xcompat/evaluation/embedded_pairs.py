@@ -67,7 +67,7 @@ class EmbeddedPairs:
         return int(self.image_embeds_ND.shape[1])
 
     @property
-    def classified(self) -> dict[str, ZeroShot]:
+    def zero_shot_by_name(self) -> dict[str, ZeroShot]:
         """Zero-shot classifications by name; a single classification has an empty name."""
         if isinstance(self.zero_shot, ZeroShot):
             return {"": self.zero_shot}
@@ -79,8 +79,8 @@ class EmbeddedPairs:
             ("image", self.image_ids, other.image_ids),
             ("text", self.text_ids, other.text_ids),
         ]
-        for name_of_set, shot in self.classified.items():
-            if (theirs := other.classified.get(name_of_set)) is not None:
+        for name_of_set, shot in self.zero_shot_by_name.items():
+            if (theirs := other.zero_shot_by_name.get(name_of_set)) is not None:
                 sides.append((f"zero-shot label{_name_suffix(name_of_set)}", shot.labels_N, theirs.labels_N))
         for kind, expected_ids, found_ids in sides:
             expected, found = as_ids(expected_ids, len(expected_ids), "old"), as_ids(found_ids, len(found_ids), name)
@@ -95,7 +95,7 @@ class EmbeddedPairs:
     def matrices(self) -> dict[str, Embeddings]:
         """Return embeddings by kind: ``images``, ``texts`` and, if present, ``zero-shot images`` and ``classes``."""
         found = {"images": self.image_embeds_ND, "texts": self.text_embeds_MD}
-        for name, shot in self.classified.items():
+        for name, shot in self.zero_shot_by_name.items():
             found |= {
                 f"zero-shot images{_name_suffix(name)}": shot.image_embeds_ND,
                 f"classes{_name_suffix(name)}": shot.class_embeds_CD,
@@ -108,7 +108,7 @@ class EmbeddedPairs:
             name: ZeroShot(
                 matrices[f"zero-shot images{_name_suffix(name)}"], matrices[f"classes{_name_suffix(name)}"], shot.labels_N
             )
-            for name, shot in self.classified.items()
+            for name, shot in self.zero_shot_by_name.items()
         }
         return replace(self, image_embeds_ND=matrices["images"], text_embeds_MD=matrices["texts"], zero_shot=zero_shot)
 
@@ -136,7 +136,7 @@ class EmbeddedPairs:
     def directions(self, ks: Sequence[int] | None) -> list[Direction]:
         """Return image-to-text, text-to-image and a direction per zero-shot classification."""
         found = [self._direction(name, ks or _KS) for name in _SIDES]
-        for name, shot in self.classified.items():
+        for name, shot in self.zero_shot_by_name.items():
             found.append(Direction(IMAGE_TO_TEXT, zero_shot_metric(name), (1,), len(shot.class_embeds_CD)))
         return found
 
@@ -159,9 +159,9 @@ class EmbeddedPairs:
             if own is not None:
                 return None
             name = direction.metric.partition(":")[2]
-            if name not in self.classified or name not in gallery.classified:
+            if name not in self.zero_shot_by_name or name not in gallery.zero_shot_by_name:
                 return None
-            images, classes_CD = self.classified[name], gallery.classified[name].class_embeds_CD
+            images, classes_CD = self.zero_shot_by_name[name], gallery.zero_shot_by_name[name].class_embeds_CD
             return SearchResults(zero_shot_ranks(images.image_embeds_ND, classes_CD, images.labels_N, options.chunk_size), {})
         if own is not None:
             return SearchResults(rank(self.compare(gallery, direction, options, own).pairs, options.shared).first_hit_ranks_Q, {})

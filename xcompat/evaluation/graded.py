@@ -149,7 +149,7 @@ def grade(
     """
     if not ks or any(k < 1 for k in ks):
         raise XcompatError(f"ks must be one or more cut-offs of at least 1, not {tuple(ks)}")
-    judged = _Judged(qrels, query_ids, gallery_ids)
+    judged = _JudgementRows(qrels, query_ids, gallery_ids)
     place_of = {row: place for place, row in enumerate(judged.rows_J.tolist())}
     values = {metric: np.zeros(len(judged.rows_J)) for metric in _metrics(ks)}
     first_J = np.full(len(judged.rows_J), pairs.n_gallery, dtype=np.int64)
@@ -176,7 +176,7 @@ def find_unusable_ids(query_ids: Ids, gallery_ids: Ids, qrels: Qrels) -> Unusabl
     Raises:
         XcompatError: two rows have the same id, or no query is judged.
     """
-    return _Judged(qrels, query_ids, gallery_ids).unusable
+    return _JudgementRows(qrels, query_ids, gallery_ids).unusable
 
 
 def _rows(ids: Ids, what: str) -> dict[Hashable, int]:
@@ -188,7 +188,7 @@ def _rows(ids: Ids, what: str) -> dict[Hashable, int]:
     return rows
 
 
-class _Judged:
+class _JudgementRows:
     """Judgements by row: relevant gallery items of each query, and the best ranking's gains."""
 
     def __init__(self, qrels: Qrels, query_ids: Ids, gallery_ids: Ids) -> None:
@@ -238,7 +238,7 @@ def _metrics(ks: Sequence[int]) -> list[str]:
 
 
 def _measure(
-    pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged, ks: Sequence[int]
+    pairs: LabelledPairs, rows_B: np.ndarray, judged: _JudgementRows, ks: Sequence[int]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return first-hit ranks and metrics for a query block."""
     hits, gains_N = _rank(pairs, rows_B, judged)
@@ -262,7 +262,7 @@ def _discounted_gain(gains_k: np.ndarray) -> float:
     return float((gains_k / np.log2(np.arange(2, len(gains_k) + 2))).sum())
 
 
-def _rank(pairs: LabelledPairs, rows_B: np.ndarray, judged: _Judged) -> tuple[Hits, np.ndarray]:
+def _rank(pairs: LabelledPairs, rows_B: np.ndarray, judged: _JudgementRows) -> tuple[Hits, np.ndarray]:
     """Return the ranked relevant items and their gains, in the order of :class:`Hits`."""
     of_each = [judged.columns[row] for row in rows_B.tolist()]
     counts_B = np.array([len(columns) for columns in of_each])

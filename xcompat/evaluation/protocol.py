@@ -66,7 +66,7 @@ def evaluate(contestants: EvaluatedModels[C], options: EvaluationOptions | None 
         cases,
         _judge(cases, differences),
         ranks={key: one.ranks_Q for key, one in found.items() if key[2] in ranked},
-        dropped={each.direction.name: each.dropped for each in retrieval},
+        dropped={each.direction.name: each.n_dropped for each in retrieval},
         notes=notes,
         average_precision={
             (*key, metric): values_Q.astype(np.float32)
@@ -88,7 +88,7 @@ def _carry_over(searches: Sequence[Search[C]], measured: _DirectionResults, opti
     ]
     clusters_Q = measured.direction.clusters_Q
     draws = options.n_resamples, options.seed
-    return carry_over_threshold(compared, measured.direction.name, options.threshold, measured.known, clusters_Q, *draws)
+    return carry_over_threshold(compared, measured.direction.name, options.threshold, measured.is_matched, clusters_Q, *draws)
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class _DirectionResults:
     options: EvaluationOptions
 
     @property
-    def known(self) -> np.ndarray:
+    def is_matched(self) -> np.ndarray:
         return self.found["old", "old"].ranks_Q >= 0
 
     @property
-    def dropped(self) -> int:
-        return int((~self.known).sum())
+    def n_dropped(self) -> int:
+        return int((~self.is_matched).sum())
 
     def parts(self) -> list[_DirectionResults]:
         """Return these results and those of each population; skip populations without new queries or matches."""
@@ -120,12 +120,12 @@ class _DirectionResults:
             )
             for population, mask_Q in self.direction.parts.items()
         ]
-        return [part for part in (self, *parts) if part.direction.population == ALL or part.known.any()]
+        return [part for part in (self, *parts) if part.direction.population == ALL or part.is_matched.any()]
 
     def notes(self) -> list[str]:
         """Return the direction's notes and the number of excluded queries."""
         but = ", but serve as impostors for TPIR" if self.options.fpirs else ""
-        left_out = [f"{self.dropped} {self.direction.without_match} and are excluded{but}."] if self.dropped else []
+        left_out = [f"{self.n_dropped} {self.direction.without_match} and are excluded{but}."] if self.n_dropped else []
         return [*self.direction.notes, *left_out]
 
     def case(self, query: str, gallery: str) -> Case:
@@ -137,7 +137,7 @@ class _DirectionResults:
             and not is_zero_shot(self.direction.metric)
             and self.direction.is_ranked
         ):
-            floor_Q, ranks_Q = (self.found[asking, "old"].ranks_Q[self.known] for asking in ("old", query))
+            floor_Q, ranks_Q = (self.found[asking, "old"].ranks_Q[self.is_matched] for asking in ("old", query))
             columns[FLIP_METRIC] = (floor_Q == 0) & (ranks_Q > 0)
         values_QK = np.stack(list(columns.values()), axis=1).astype(np.float64)
         means_RK = resampled_means(values_QK, self.options.n_resamples, self.options.seed, self._clusters)
@@ -165,7 +165,7 @@ class _DirectionResults:
         return differences
 
     def _values(self, query: str, gallery: str) -> dict[str, np.ndarray]:
-        found, known_Q = self.found[query, gallery], self.known
+        found, known_Q = self.found[query, gallery], self.is_matched
         hits = {f"{self.direction.metric}@{k}": found.ranks_Q < k for k in self.direction.ks}
         return {name: values_Q[known_Q] for name, values_Q in {**hits, **found.average_precision}.items()}
 
@@ -173,7 +173,7 @@ class _DirectionResults:
     def _clusters(self) -> np.ndarray | None:
         """Bootstrap clusters; None if there are fewer than two."""
         clusters_Q = self.direction.clusters_Q
-        known_Q = clusters_Q[self.known] if clusters_Q is not None else None
+        known_Q = clusters_Q[self.is_matched] if clusters_Q is not None else None
         return None if known_Q is None or (known_Q == known_Q[:1]).all() else known_Q
 
 

@@ -48,7 +48,7 @@ class Ancestor:
             yield from each.walk()
 
 
-class _Found(NamedTuple):
+class _Checkpoint(NamedTuple):
     config: dict[str, Any]
     place: str
     fingerprint: str | None
@@ -92,7 +92,7 @@ def draw(first: Ancestor) -> Tree:
     return tree
 
 
-def _older(newer: _Found, path: tuple[str, ...]) -> list[Ancestor]:
+def _older(newer: _Checkpoint, path: tuple[str, ...]) -> list[Ancestor]:
     """Follow the compatible models without a link from a nearer model."""
     old = newer.config.get("old") if _kind(newer.config) not in ("encoder", "embeddings") else None
     if not old:
@@ -139,7 +139,7 @@ def _kind(config: dict[str, Any]) -> str:
     return kind.removeprefix("xcompat-") if kind.startswith("xcompat") or kind == "embeddings" else "encoder"
 
 
-def _find(name: str, revision: str | None) -> _Found | str:
+def _find(name: str, revision: str | None) -> _Checkpoint | str:
     name, named = split_revision(name)
     revision = revision or named
     if (folder := Path(plain_name(name))).is_dir():
@@ -147,17 +147,17 @@ def _find(name: str, revision: str | None) -> _Found | str:
     return _find_on_hub(name, revision) if is_hub_name(name) else f"{name} is neither a folder here nor a name on the Hub"
 
 
-def _find_folder(folder: Path) -> _Found | str:
+def _find_folder(folder: Path) -> _Checkpoint | str:
     for place in (folder, folder / "model"):
         for file in CONFIGS:
             if (place / file).exists():
-                return _Found(read_config(place / file), str(place.resolve()), None)
+                return _Checkpoint(read_config(place / file), str(place.resolve()), None)
     if list_entries(folder, "*.npy"):
-        return _Found({"model_type": "embeddings"}, str(folder.resolve()), None)
+        return _Checkpoint({"model_type": "embeddings"}, str(folder.resolve()), None)
     return f"{folder} contains no model"
 
 
-def _find_on_hub(name: str, revision: str | None) -> _Found | str:
+def _find_on_hub(name: str, revision: str | None) -> _Checkpoint | str:
     repo, api = plain_name(name), HfApi()
     place = f"{repo}@{revision}" if revision else repo
     with hub_errors(name):
@@ -169,4 +169,4 @@ def _find_on_hub(name: str, revision: str | None) -> _Found | str:
             return f"{place} is neither a folder here nor on {api.endpoint}, or you have no access"
     if held.config is None:
         return f"{place} on {api.endpoint} contains no model"
-    return _Found(held.config, place, held.fingerprint)
+    return _Checkpoint(held.config, place, held.fingerprint)

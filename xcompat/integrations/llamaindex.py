@@ -48,7 +48,7 @@ class CompatEmbedding(BaseEmbedding):
     ) -> None:
         texts = TextEmbedder(model, version, device, embed_with)
         # an ingestion cache identifies models by their fields
-        super().__init__(model_name=str(texts.stored), version=str(texts.version), **kwargs)
+        super().__init__(model_name=str(texts.stored_fingerprint), version=str(texts.version), **kwargs)
         self._texts = texts
 
     @classmethod

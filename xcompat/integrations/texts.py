@@ -78,7 +78,7 @@ class TextEmbedder:
         return self._version.fingerprint
 
     @property
-    def stored(self) -> Fingerprint:
+    def stored_fingerprint(self) -> Fingerprint:
         """Fingerprint of the documents' embeddings."""
         return self._stored.fingerprint
 
@@ -143,7 +143,8 @@ class TextEmbedder:
         if self._stored.dim != self._version.dim:  # old queries cannot use an expanded model's further dimensions
             raise XcompatError(
                 f"{self._stored.name} stores {self._stored.dim} dimensions, but a store of {self.version} has "
-                f"{self._version.dim}: keep new documents in a separate store, with version={self.stored.digest[:12]!r}"
+                f"{self._version.dim}: keep new documents in a separate store, "
+                f"with version={self.stored_fingerprint.digest[:12]!r}"
             )
         if isinstance(self._source, ServedMap):
             return self._source.embed(texts, "stored").tolist()

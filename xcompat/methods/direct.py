@@ -33,5 +33,5 @@ class DirectModel(ProjectedModel):
     def loss(self, output: CompatOutput, batch: Batch) -> Tensor:
         scale = self.config.logit_scale
         items_B = batch.get("passage_ids")
-        of_searched = clip_contrastive_loss(batch["old_text_embeds"], output.searched, scale, items_B)
+        of_searched = clip_contrastive_loss(batch["old_text_embeds"], output.searched_embeds, scale, items_B)
         return of_searched + clip_contrastive_loss(output["text_embeds"], batch["old_embeds"], scale, items_B)

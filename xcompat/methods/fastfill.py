@@ -97,7 +97,7 @@ class FastfillModel(ForwardMapModel):
             torch.Size([2])
         """
         self.require_side_info(side_info)
-        return self._log_variance(self.transform.inside(old_embeds, side_info))
+        return self._log_variance(self.transform.to_last_layer(old_embeds, side_info))
 
     def _log_variance(self, inside_BM: Tensor) -> Tensor:
         return self.log_variance(inside_BM)[:, 0].float()
@@ -106,8 +106,10 @@ class FastfillModel(ForwardMapModel):
     def embed_batch(self, batch: Batch) -> FastfillOutput:
         """Map old embeddings, and return their uncertainty."""
         self.begin_batch(batch)
-        inside_BM = self.transform.inside(batch["old_embeds"], batch.get("side_info"))
-        return FastfillOutput(image_embeds=self.transform.out(inside_BM), log_variance_B=self._log_variance(inside_BM))
+        inside_BM = self.transform.to_last_layer(batch["old_embeds"], batch.get("side_info"))
+        return FastfillOutput(
+            image_embeds=self.transform.apply_last_layer(inside_BM), log_variance_B=self._log_variance(inside_BM)
+        )
 
     @override
     def map_loss(self, output: CompatOutput, batch: Batch) -> Tensor:

@@ -31,8 +31,8 @@ from xcompat.models.old_knowledge import rows_by_class
 class Embedder:
     """Frozen model that embeds in one of its spaces (a :class:`FrozenModel`).
 
-    For a compatible model, this is usually its gallery's space (:meth:`CompatModel.stored`), so a chain of updates stays
-    compatible.
+    For a compatible model, this is usually its gallery's space (:meth:`CompatModel.to_gallery_space`), so a chain of updates
+    stays compatible.
 
     Args:
         model: an encoder, a compatible model, or penultimate features.

@@ -17,4 +17,4 @@ def pair_contrast(output: CompatOutput, batch: Batch, scale: Tensor | float) -> 
         scale: factor on cosines.
     """
     mined = output.negative_embeds, batch.get("negative_ids")
-    return clip_contrastive_loss(output["text_embeds"], output.searched, scale, batch.get("passage_ids"), *mined)
+    return clip_contrastive_loss(output["text_embeds"], output.searched_embeds, scale, batch.get("passage_ids"), *mined)

@@ -72,7 +72,7 @@ def fit_score_scales(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Scor
 def _tails(model: CompatModel, items: ScoredItems) -> Tensor:
     """Return the tails of new and old queries' scores, against added and native embeddings: (2, 2, 2)."""
     new_QD, old_Qd, new_ND, old_Nd = (rows.to(model.device) for rows in items[:4])
-    own_QD, own_Nd = model.self_view(new_QD), model.stored(new_ND)
+    own_QD, own_Nd = model.self_view(new_QD), model.to_gallery_space(new_ND)
     if model.maps_galleries:  # the gallery mixes mapped and new embeddings
         side_NS = None if items.side_info_NS is None else items.side_info_NS.to(model.device)
         new = _scores(model, own_QD, model.upgrade(old_Nd, side_NS)), _scores(model, own_QD, own_Nd)

@@ -321,7 +321,7 @@ class SpacesModel(CheckpointModel):
         """Return whether galleries store the view of the old space, so that a chain of updates shares a space."""
         return bool(self.compatible_with) and not self.maps_galleries
 
-    def stored(self, embeds: Tensor) -> Tensor:
+    def to_gallery_space(self, embeds: Tensor) -> Tensor:
         """Convert own embeddings for storage in a gallery, without the memory."""
         return self.to_space_without_memory(embeds) if self.stores_view else embeds
 
@@ -330,12 +330,12 @@ class SpacesModel(CheckpointModel):
         return Fingerprint(self._digests()[0], self._display_name)
 
     def stored_fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of embeddings from :meth:`stored`."""
+        """Return the fingerprint of embeddings from :meth:`to_gallery_space`."""
         plain = self.embeds_fingerprint()
         return plain.derive("view") if self.stores_view else plain
 
     @property
     def stored_dim(self) -> int:
-        """Return the dimension of embeddings from :meth:`stored`."""
+        """Return the dimension of embeddings from :meth:`to_gallery_space`."""
         assert not self.stores_view or self.config.old is not None
         return self.config.old["dim"] if self.stores_view else self.config.embedding_dim

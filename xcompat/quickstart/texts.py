@@ -144,10 +144,10 @@ def map_queries(fitted: FittedMap, old: EmbeddedTexts, new: EmbeddedTexts) -> Ev
     asking = new.without_gallery()
 
     def embed_with_map(name: str, candidate: Candidate) -> EmbeddedTexts:
-        def through(new_QD: Tensor) -> Tensor:
+        def map_queries(new_QD: Tensor) -> Tensor:
             return known.queries(candidate, new_QD.numpy(), "queries")
 
-        return map_contestant(asking, name, new.fingerprint.derive(str(candidate)), through, torch.device("cpu"))
+        return map_contestant(asking, name, new.fingerprint.derive(str(candidate)), map_queries, torch.device("cpu"))
 
     line = replace(fitted.choice.chosen.candidate, old_share=0.0)
     extra = {MAP: embed_with_map(MAP, line), MEMORY: embed_with_map(MEMORY, with_item_memory(line))}

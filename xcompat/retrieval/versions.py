@@ -157,7 +157,7 @@ def stored_embeddings(
     """
     stored, compat = as_float32(embeds_ND), None if model is None else _compat(model)
     if compat is not None and compat is model and compat.stores_view:
-        stored = _through(compat.stored, stored, compat)
+        stored = _through(compat.to_gallery_space, stored, compat)
     record = versions[0] if model is None else stored_version(model, stored.shape[-1])
     if stored.ndim == 2 and stored.shape[1] != record.dim:
         raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, but these embeddings have {stored.shape[1]}")

@@ -13,14 +13,14 @@ from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.data.images import UnusableSampleError
-from xcompat.embeddings.embed import Contents, Embedded, embed_contents, notice_truncated
+from xcompat.embeddings.embed import Contents, EmbeddedContents, embed_contents, notice_truncated
 from xcompat.models.embedder import Embedder
 from xcompat.stores.base import Rows, Store
 from xcompat.stores.vector_source import VectorSource
 
 
 @dataclass(frozen=True)
-class FieldSource(VectorSource[Contents, Embedded]):
+class FieldSource(VectorSource[Contents, EmbeddedContents]):
     """Source that computes new vectors from a field in the rows.
 
     Args:
@@ -59,7 +59,7 @@ class FieldSource(VectorSource[Contents, Embedded]):
         return found, Contents(values, found.ids if self.pictures is not None else None)
 
     @override
-    def attach(self, store: Store, rows: Rows, made: Embedded) -> Rows:
+    def attach(self, store: Store, rows: Rows, made: EmbeddedContents) -> Rows:
         """Return rows with their new vectors, without unreadable rows. Each reason is printed once."""
         for item, reason in made.unread.items():
             self._tell(store, item, reason)

@@ -118,7 +118,7 @@ class _Search:
         dependent = scripted(number) if scripted is not None else self._refuse_object(kind, number)
         if dependent is None:
             return
-        for other in self._above(kind, number):
+        for other in self._find_dependents(kind, number):
             self._visit(*other)
         self.found.append(dependent)
 
@@ -127,7 +127,7 @@ class _Search:
             _DEPENDS + " AND refobjid = %s AND refobjsubid = %s ORDER BY objid", "pg_class", relation, column
         )
 
-    def _above(self, kind: str, number: int) -> Iterator[tuple[str, int]]:
+    def _find_dependents(self, kind: str, number: int) -> Iterator[tuple[str, int]]:
         """Return a dropped object's dependents."""
         if kind == "pg_attrdef":
             yield from self._find_bound(*self.client.ask("SELECT adrelid::int8, adnum FROM pg_attrdef WHERE oid = %s", number)[0])

@@ -34,7 +34,7 @@ ORDER BY away + 0
 """The sum forces a sort, because iterative scans return distances only approximately sorted."""
 
 
-class _Seen(NamedTuple):
+class _State(NamedTuple):
     """A column in its last known state, with its record and the support for iterative scans."""
 
     said: str | None
@@ -62,7 +62,7 @@ class Searches:
     ) -> None:
         self.client, self.records, self.table, self.key, self.metric, self.look = client, records, table, key, metric, look
         self.models_record = "spaces"
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _State] = {}
 
     def use_record(self, key: str) -> None:
         """Read the columns' models from another record."""
@@ -91,13 +91,13 @@ class Searches:
         while hits is None:
             asked = sql.SQL("SELECT {}, {}").format(self.records.as_sql(self.models_record), sql.SQL(_ITERATES))
             said, iterates = self.client.ask(asked)[0]
-            seen = _Seen(said, self.look()[name], iterates)
+            seen = _State(said, self.look()[name], iterates)
             if self.records.exists:  # else a change would stay unnoticed
                 self._seen[name] = seen
             hits = self._find_hits(seen, queries(seen.space), top_k, filter)
         return hits
 
-    def _find_hits(self, seen: _Seen, queries_QD: NDArray[np.float32], top_k: int, filter: str | None) -> list[list[Hit]] | None:  # noqa: A002
+    def _find_hits(self, seen: _State, queries_QD: NDArray[np.float32], top_k: int, filter: str | None) -> list[list[Hit]] | None:  # noqa: A002
         """Return the hits, or None if the record has changed."""
         column = sql.Identifier(seen.space.name)
         half = sql.SQL("::halfvec" if seen.space.dtype == "float16" else "")

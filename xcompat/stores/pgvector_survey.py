@@ -69,7 +69,7 @@ class Survey(NamedTuple):
             f"after finish {self.column} is the last column, after {', '.join(behind)}: name the columns in INSERT and COPY"
             if behind
             else "",
-            *self._lost(),
+            *self._find_losses(),
         ]
         if recreated := [one.name for one in self._dependents() if one.create]:
             found.append(f"switch recreates {', '.join(recreated)}")
@@ -87,7 +87,7 @@ class Survey(NamedTuple):
     def _dependents(self) -> list[Dependent]:
         return find_dependents(self.client, find_columns(self.client, self.table, self.column), Resize(self.old_dim, self.dim))
 
-    def _lost(self) -> Iterator[str]:
+    def _find_losses(self) -> Iterator[str]:
         """Yield properties that the new column cannot have."""
         ((default, storage),) = self.client.ask(_DEFAULT, self._name, self.column)
         if default is not None and resized_default(self.client, default, self.dtype, self.dim) is None:

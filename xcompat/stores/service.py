@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.embeddings.embed import Contents, Embedded
+from xcompat.embeddings.embed import Contents, EmbeddedContents
 from xcompat.embeddings.provider import ALIKE, PROBES, Provider, compare_sketches, sketch_rows
 from xcompat.stores.base import Rows
 from xcompat.stores.embedding import FieldSource
@@ -20,7 +20,7 @@ from xcompat.stores.embedding import FieldSource
 CONTINUE = "run the command again to continue"
 
 
-def embed_by_service(provider: Provider, contents: Contents) -> Embedded:
+def embed_by_service(provider: Provider, contents: Contents) -> EmbeddedContents:
     """Embed texts in a service's batches.
 
     Args:
@@ -34,7 +34,7 @@ def embed_by_service(provider: Provider, contents: Contents) -> Embedded:
     for start in range(0, len(texts), provider.batch):
         dim = blocks[0].shape[1] if blocks else None
         blocks.append(provider.ask(texts[start : start + provider.batch], dim, CONTINUE, start))
-    return Embedded(np.concatenate(blocks) if blocks else np.empty((0, 1), np.float32), {})
+    return EmbeddedContents(np.concatenate(blocks) if blocks else np.empty((0, 1), np.float32), {})
 
 
 @dataclass(frozen=True)

@@ -103,12 +103,12 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
             Each block, and its rows with new vectors (n, D).
         """
 
-        def sent() -> Iterator[tuple[tuple[Rows, Rows], ModelInput]]:
+        def model_inputs() -> Iterator[tuple[tuple[Rows, Rows], ModelInput]]:
             for rows in blocks:
                 kept, given = self.prepare(store, rows)
                 yield (rows, kept), given
 
-        for (rows, kept), made in spread(self.function, self.model, sent()):
+        for (rows, kept), made in spread(self.function, self.model, model_inputs()):
             yield rows, self.attach(store, kept, made)
 
     def map_rows(self, store: Store, rows: Rows) -> Rows:

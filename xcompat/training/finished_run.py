@@ -24,7 +24,7 @@ from xcompat.retrieval.versions import stored_version, upgraded_version
 from xcompat.training.evaluation_models import EvaluationSet
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.model_evaluation import side_info_of
-from xcompat.training.record import ADDED, EVALUATED, RECIPE, Evaluated, read_record, read_started_settings, require_ended
+from xcompat.training.record import ADDED, EVALUATED, RECIPE, EvaluationRecord, read_record, read_started_settings, require_ended
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
 from xcompat.training.test_items import GalleryItems
 
@@ -59,7 +59,7 @@ class FinishedRun:
         """
         stage = folder
         if require_ended(folder):
-            judged = next(iter(read_record(folder / EVALUATED, Evaluated).models))
+            judged = next(iter(read_record(folder / EVALUATED, EvaluationRecord).models))
             stage = folder / judged if (folder / judged / RECIPE).is_file() else folder
         written = read_started_settings(stage)
         try:

@@ -48,7 +48,7 @@ _OF_ENCODERS = (*PATTERNS, MODULES, MODEL_CONFIG, CHECKSUMS, "*.jinja", "*.tikto
 _PARTS = ("images", "pairs", "text_pairs", "remembered", "texts", "queries", "gallery", "test", "judged_texts", "zero_shot")
 
 
-class _Pushed(NamedTuple):
+class _PushArguments(NamedTuple):
     """Arguments of :func:`~xcompat.hub.push.push_model`, and the model's digests."""
 
     facts: ModelFacts
@@ -107,7 +107,7 @@ def _without_memory(model: CompatModel, folder: Path, memory: Remembered) -> Com
     return model.remember(model.memory.without_entries() if memory == "transform" else None)
 
 
-def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
+def _encoder(folder: Path, form: Form, memory: Remembered) -> _PushArguments:
     if form != "as it is" or memory != "all":
         raise XcompatError(f"{folder} is a plain encoder without adapters or a memory; push it as it is")
     encoder, processor = load_encoder(str(folder))
@@ -116,7 +116,7 @@ def _encoder(folder: Path, form: Form, memory: Remembered) -> _Pushed:
     facts = ModelFacts("encoder", citation, known, encoder.embedding_dim, embeds=[known.digest], **about)
     config = next(read_json(folder / name) for name in CONFIGS if (folder / name).exists())
     write = partial(_copy_model, folder)
-    return _Pushed(facts, config, write, run_facts(folder, known), [known.digest])
+    return _PushArguments(facts, config, write, run_facts(folder, known), [known.digest])
 
 
 def _copy_model(folder: Path, target: Path) -> None:
@@ -129,7 +129,7 @@ def _copy_model(folder: Path, target: Path) -> None:
                 shutil.copy2(file, copied / file.name)
 
 
-def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
+def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _PushArguments:
     from transformers import AutoModel
 
     with reading_model(str(folder)):
@@ -152,7 +152,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _Pushed:
         if facts.holds == "adapters":
             raise XcompatError(f"its base {base} is a local folder, which others do not have; push the whole model")
         console.print(f"[yellow]its base {literal(base)} is a local folder: others can only apply the map to embeddings[/]")
-    return _Pushed(facts, model.config.to_dict(), model.save_pretrained, run, [each.digest for each in known])
+    return _PushArguments(facts, model.config.to_dict(), model.save_pretrained, run, [each.digest for each in known])
 
 
 def _date_results(run: RunFacts, when: str) -> RunFacts:

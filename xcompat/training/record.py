@@ -59,7 +59,7 @@ class Done(BaseModel):
     inputs: dict[str, str]
 
 
-class Evaluated(BaseModel):
+class EvaluationRecord(BaseModel):
     """Record of a report's inputs.
 
     Args:
@@ -76,7 +76,7 @@ class Evaluated(BaseModel):
     data: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)
 
-    def is_up_to_date(self, wanted: Evaluated) -> bool:
+    def is_up_to_date(self, wanted: EvaluationRecord) -> bool:
         """Return whether the report is valid for these inputs.
 
         Unrecorded files count as unchanged, unrecorded settings as unset.

@@ -46,7 +46,7 @@ from xcompat.training.record import (
     EVALUATED,
     RECIPE,
     Done,
-    Evaluated,
+    EvaluationRecord,
     differences,
     dump_settings,
     logged_losses,
@@ -308,20 +308,20 @@ class StageRun:
         """Whether the chosen map is surely at or above old queries; None if none was chosen."""
         return read_verdict(self.paths.folder) if self.settings.method == AUTO_MAP else None
 
-    def _report_inputs(self) -> Evaluated:
+    def _report_inputs(self) -> EvaluationRecord:
         """Return the inputs of an up-to-date report."""
-        return Evaluated(
+        return EvaluationRecord(
             settings=self._evaluation.model_dump(mode="json"),
             models={name: self.models.digest_of(name) for name in self._reported_stages} | self.models.inputs(),
             data=test_settings(dump_settings(self.settings, self.recipe.seed)),
             files=judged_files(self.settings),
         )
 
-    def _is_evaluated(self, wanted: Evaluated) -> bool:
+    def _is_evaluated(self, wanted: EvaluationRecord) -> bool:
         if not report_file(self.paths.report).is_file():
             return False
         with suppress(XcompatError):  # an unreadable record counts as none
-            made = read_record(self.paths.report / EVALUATED, Evaluated)
+            made = read_record(self.paths.report / EVALUATED, EvaluationRecord)
             return made.model_copy(
                 update={"data": made.data or test_settings(read_started_settings(self.paths.folder))}
             ).is_up_to_date(wanted)

@@ -69,7 +69,7 @@ def suggestion(path: Path) -> str:
     return f"copy xcompat's recipe with `xcompat recipes {name} --to recipes`"
 
 
-def about(file: Path) -> str:
+def first_sentence(file: Path) -> str:
     """Return the first sentence of a recipe's header."""
     lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
     return re.split(r"(?<=\.)\s", " ".join(line.lstrip("# ").strip() for line in lines))[0].rstrip(".")
@@ -119,9 +119,9 @@ def print_recipes(name: str | None, to: Path | None) -> None:
             table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
             table.add_column(no_wrap=True)
             for each, file in found.items():
-                table.add_row(literal(each), f"[dim]{literal(about(file))}[/]")
+                table.add_row(literal(each), f"[dim]{literal(first_sentence(file))}[/]")
             console.print(table)
         else:  # a table would pad each line
             width = max(map(len, found))
-            console.out("\n".join(f"{each:<{width}}  {about(file)}" for each, file in found.items()), highlight=False)
+            console.out("\n".join(f"{each:<{width}}  {first_sentence(file)}" for each, file in found.items()), highlight=False)
         console.print("[dim]Copy one: xcompat recipes NAME --to recipes[/]", soft_wrap=True)

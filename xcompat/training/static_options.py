@@ -74,8 +74,8 @@ def method_options(method: str) -> dict[str, Any]:
         >>> sorted(method_options("xbt"))
         ['train_encoder', 'train_projection']
     """
-    if method in _generated():
-        return {name: _type(hint) for name, hint in _generated()[method]["options"].items()}
+    if method in _read_methods():
+        return {name: _type(hint) for name, hint in _read_methods()[method]["options"].items()}
     import torch
 
     from xcompat.models import CompatConfig
@@ -96,7 +96,7 @@ def is_solved(method: str) -> bool:
         >>> is_solved("procrustes"), is_solved("xbt")
         (True, False)
     """
-    return _generated()[method]["is_solved"] if method in _generated() else _import_method(method).is_solved
+    return _read_methods()[method]["is_solved"] if method in _read_methods() else _import_method(method).is_solved
 
 
 def _import_method(method: str) -> type[CompatModel]:
@@ -107,7 +107,7 @@ def _import_method(method: str) -> type[CompatModel]:
 
 
 @cache
-def _generated() -> dict[str, Any]:
+def _read_methods() -> dict[str, Any]:
     return json.loads(METHODS_FILE.read_text(encoding="utf-8"))
 
 
