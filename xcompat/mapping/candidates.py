@@ -158,7 +158,7 @@ class CandidateParts:
         return new, old
 
     @cached_property
-    def _remembered(self) -> ClassMemoryContents | PairMemoryContents:
+    def _memory_contents(self) -> ClassMemoryContents | PairMemoryContents:
         pairs = self.pairs
         if isinstance(pairs, CaptionedEmbeddings):
             new, old = ((getattr(pairs.images, side), getattr(pairs.texts, side)) for side in ("new_ND", "old_Nd"))
@@ -189,7 +189,10 @@ class CandidateParts:
             alone.metric = transform
             return alone
         if self._memory is None or self._memory[0] is not transform:  # entries do not depend on β and λ
-            self._memory = transform, self._remembered.build_memory(transform, candidate.sharpness, candidate.share, self.codec)
+            self._memory = (
+                transform,
+                self._memory_contents.build_memory(transform, candidate.sharpness, candidate.share, self.codec),
+            )
         memory = self._memory[1]
         memory.sharpness, memory.share = candidate.sharpness, candidate.share
         return memory.calibrate(confidence.slope, confidence.offset) if confidence is not None else memory
@@ -213,7 +216,7 @@ class CandidateParts:
             return (line.own_upgrade(*placed) if line.maps_galleries else line.to_space_without_memory(placed[0])).cpu()
 
         with torch.inference_mode():
-            own_Qd = self._once((asked, candidate.line), own)
+            own_Qd = self._compute_once((asked, candidate.line), own)
             if (memory := self.memory(candidate)) is None:
                 return own_Qd if line.memory is None else line.memory(inputs[0], own_Qd)
             recalled_Qd = self.recall_embeddings(candidate, new_QD, asked)
@@ -225,9 +228,9 @@ class CandidateParts:
         memory = self.memory(candidate)
         assert memory is not None
         of_memory = bool(candidate.share), candidate.power, candidate.damping, candidate.sharpness
-        return self._once((asked, *of_memory), lambda: memory.recall(torch.from_numpy(np.array(new_QD, np.float32))))
+        return self._compute_once((asked, *of_memory), lambda: memory.recall(torch.from_numpy(np.array(new_QD, np.float32))))
 
-    def _once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def _compute_once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._computed:
             self._computed[key] = compute()
         return self._computed[key]

@@ -26,7 +26,7 @@ FEWEST = 30
 RESAMPLES, SEED = 200, 0
 
 
-class _Scored(NamedTuple):
+class _ScoredQueries(NamedTuple):
     """Cosines of old and new queries with gallery items, and the true matches if known."""
 
     old_QN: NDArray[np.float32]
@@ -46,7 +46,7 @@ def fit_thresholds(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Thresh
     """
     if not samples or any(model.metric == "l2" for model, _ in samples):
         return None
-    scored = [_Scored(*_scores(model, items), _matches(items)) for model, items in samples]
+    scored = [_ScoredQueries(*_scores(model, items), _matches(items)) for model, items in samples]
     has_matches = all(each.match_QN is not None and each.match_QN.sum() >= 2 * FEWEST for each in scored)
     keeps: Keeps = "matches" if has_matches else "hits"
     old_QB, new_QB = (_count_pairs(scored, side, keeps) for side in ("old_QN", "new_QN"))
@@ -60,7 +60,7 @@ def fit_thresholds(samples: Sequence[tuple[CompatModel, ScoredItems]]) -> Thresh
     return Thresholds(keeps, *map(tuple, zip(*rows, strict=True))) if len(rows) > 1 else None
 
 
-def _count_pairs(scored: Sequence[_Scored], side: str, keeps: Keeps) -> NDArray[np.float64]:
+def _count_pairs(scored: Sequence[_ScoredQueries], side: str, keeps: Keeps) -> NDArray[np.float64]:
     """Return each query's number of pairs (true matches or all), then those at or above each edge: (Q, 1 + B)."""
     above, n_bins = [], len(EDGES) + 1
     for each in scored:

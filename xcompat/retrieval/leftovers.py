@@ -103,7 +103,7 @@ def clear(folder: Path, backend: Backend) -> None:
     for journal in _ours(folder, _JOURNAL):
         if not _can_continue(folder, journal):
             journal.unlink()
-    begun = {match[2] for path in _inside(folder / SEGMENTS) if (match := _OLD_TEMPORARY.fullmatch(path.name)) and match[2]}
+    begun = {match[2] for path in _list_folder(folder / SEGMENTS) if (match := _OLD_TEMPORARY.fullmatch(path.name)) and match[2]}
     segments = begun | {path.name for path in _ours(folder / SEGMENTS, _SEGMENT)}
     removed = {path.name for path in _ours(folder / REMOVED, _REMOVED)}
     for name in sorted(_find_unnamed(folder, segments | removed)):
@@ -139,7 +139,7 @@ def _find_unnamed(folder: Path, names: set[str]) -> set[str]:
 def _clear_temporaries(folder: Path) -> None:
     for place in (folder, folder / GENERATIONS, folder / SEGMENTS, folder / REMOVED):
         clear_leftovers(place)
-        for path in _inside(place):
+        for path in _list_folder(place):
             if _OLD_TEMPORARY.fullmatch(path.name.removesuffix(_EARLIER)) and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
 
@@ -150,8 +150,8 @@ def _is_temporary(path: Path) -> bool:
 
 def _ours(folder: Path, name: re.Pattern[str]) -> list[Path]:
     """Return entries with matching names, without links."""
-    return [path for path in _inside(folder) if name.fullmatch(path.name) and not path.is_symlink()]
+    return [path for path in _list_folder(folder) if name.fullmatch(path.name) and not path.is_symlink()]
 
 
-def _inside(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []

@@ -105,7 +105,7 @@ class Pictures:
         held = self.dataset.select_columns(columns)[rows] if columns else {}
         nothing = [None] * len(rows)
         told = zip(held.get(CAPTION, nothing), held.get(METADATA, nothing), strict=True)
-        return [_about(captions_of(captions), others) for captions, others in told]
+        return [_other_metadata(captions_of(captions), others) for captions, others in told]
 
     def contents(self, rows: NDArray[np.int64]) -> Contents:
         """Return images as stored, possibly as paths only."""
@@ -131,7 +131,7 @@ class Pictures:
             yield np.concatenate([kept for kept, _ in made]), torch.cat([embeds for _, embeds in made]).numpy(force=True)
 
 
-def _about(captions: list[str], others: str | None) -> dict[str, Any] | None:
+def _other_metadata(captions: list[str], others: str | None) -> dict[str, Any] | None:
     return ({CAPTION: captions[0]} if captions else {}) | (json.loads(others) if others is not None else {}) or None
 
 

@@ -175,7 +175,7 @@ def map_block(model: CompatModel, block: Block) -> Block:
     return Block(mapped.float().cpu().numpy(), new_side)
 
 
-class _Stored(NamedTuple):
+class _StoredRows(NamedTuple):
     segment: Segment
     rows_n: NDArray[np.int64]
     items: Items
@@ -186,10 +186,12 @@ def _unmapped_rows(segment: Segment, progress: _Progress) -> NDArray[np.int64]:
     return rows[rows >= progress.done.get(segment.record.name, 0)]
 
 
-def _blocks(gallery: Snapshot, left: list[tuple[Segment, NDArray[np.int64]]], batch_size: int) -> Iterator[tuple[_Stored, Block]]:
+def _blocks(
+    gallery: Snapshot, left: list[tuple[Segment, NDArray[np.int64]]], batch_size: int
+) -> Iterator[tuple[_StoredRows, Block]]:
     for segment, rows in left:
         for rows_n, items in segment.blocks(batch_size, rows):
-            yield _Stored(segment, rows_n, items), _block(items, gallery, segment)
+            yield _StoredRows(segment, rows_n, items), _block(items, gallery, segment)
 
 
 def _block(items: Items, gallery: Snapshot, segment: Segment) -> Block:

@@ -157,7 +157,7 @@ def stored_embeddings(
     """
     stored, compat = as_float32(embeds_ND), None if model is None else _compat(model)
     if compat is not None and compat is model and compat.stores_view:
-        stored = _through(compat.to_gallery_space, stored, compat)
+        stored = _apply_in_chunks(compat.to_gallery_space, stored, compat)
     record = versions[0] if model is None else stored_version(model, stored.shape[-1])
     if stored.ndim == 2 and stored.shape[1] != record.dim:
         raise XcompatError(f"{record.fingerprint} stores {record.dim} dimensions, but these embeddings have {stored.shape[1]}")
@@ -203,20 +203,20 @@ def _at_length_one(model: CompatModel, embeds_QD: NDArray[np.float32]) -> NDArra
 def _compat_view(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
     own = model.stored_fingerprint()
     if version.digest == own.digest:  # metric and memory help here as for old embeddings
-        return _through(model.to_space if model.stores_view else model.self_view, embeds, model)
+        return _apply_in_chunks(model.to_space if model.stores_view else model.self_view, embeds, model)
     if model.maps_galleries:
         mapped = version.digest == model.fingerprint().derive(UPGRADED).digest
-        return _through(model.self_view, embeds, model) if mapped else _plain(model, embeds, version)
+        return _apply_in_chunks(model.self_view, embeds, model) if mapped else _plain(model, embeds, version)
     for older in model.compatible_with:
         if older.digest in (version.digest, *version.shares):
-            return _through(partial(model.to_space, version=older), embeds, model)
+            return _apply_in_chunks(partial(model.to_space, version=older), embeds, model)
     return _plain(model, embeds, version)
 
 
 def _plain(model: CompatModel, embeds: NDArray[np.float32], version: VersionRecord) -> NDArray[np.float32] | None:
     """Return queries unmapped for a gallery of the map's own encoder."""
     of_encoder = model.embeds_in_memory and (model.config.encoder or {}).get("fingerprint") == version.digest
-    return _through(model.self_view, embeds, model) if of_encoder else None
+    return _apply_in_chunks(model.self_view, embeds, model) if of_encoder else None
 
 
 def query_views(
@@ -354,7 +354,9 @@ def query_confidence(model: Model, embeds_QD: ArrayLike, manifest: Manifest) -> 
     compat = _compat(model)
     if compat is None or not compat.is_confident or not any(takes_old_queries(model, version) for version in manifest.present()):
         return None
-    return _through(cast("Callable[[Tensor], Tensor]", compat.confidence), _at_length_one(compat, as_float32(embeds_QD)), compat)
+    return _apply_in_chunks(
+        cast("Callable[[Tensor], Tensor]", compat.confidence), _at_length_one(compat, as_float32(embeds_QD)), compat
+    )
 
 
 def require_views(model: Model, manifest: Manifest, place: object = "GALLERY") -> None:
@@ -468,7 +470,7 @@ def as_float32(embeds: ArrayLike) -> NDArray[np.float32]:
     return array[None] if array.ndim == 1 else array
 
 
-def _through(function: Callable[[Tensor], Tensor], embeds: NDArray[np.float32], model: Any) -> NDArray[np.float32]:  # noqa: ANN401
+def _apply_in_chunks(function: Callable[[Tensor], Tensor], embeds: NDArray[np.float32], model: Any) -> NDArray[np.float32]:  # noqa: ANN401
     """Apply a model function to embeddings in chunks."""
     import torch
 
