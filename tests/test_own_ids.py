@@ -196,7 +196,8 @@ def test_fast_scan_codes_are_searched_and_read(factory: str, metric: int, tmp_pa
     vectors = segment.vectors(np.arange(ROWS))
     cosines = (vectors * unit(ROWS, 0)).sum(axis=1) / np.linalg.norm(vectors, axis=1)
     assert np.median(cosines) > (0.999 if "RFlat" in factory else 0.8)
-    np.testing.assert_array_equal(segment.vectors(np.array([7, 3, 7, 590])), vectors[[7, 3, 7, 590]])
+    rounding = 1e-6 if "OPQ" in factory else 0  # BLAS turns few rows and many with another order of sums on some processors
+    np.testing.assert_allclose(segment.vectors(np.array([7, 3, 7, 590])), vectors[[7, 3, 7, 590]], rtol=0, atol=rounding)
     hits = gallery.search(queries, OLD, 10, parameters=full_effort(factory))
     scores, _ = search_all(index, queries, 10)
     np.testing.assert_allclose(
