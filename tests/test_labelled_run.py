@@ -266,7 +266,7 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
     assert report.method == "map"
     (cost,) = report.costs.values()
     assert cost.samples == len(load_labelled(trained["data"]["images"]["path"]).dataset) and cost.parameters > 0, "it was solved"
-    assert {trial["line"] for trial in said["trials"]} == {*LINES, "procrustes of penultimate features"}
+    assert {trial["line"] for trial in said["trials"]} == {*LINES, "procrustes of penultimate features"} - {"ridge"}, "few items"
     inputs = [
         [trial for trial in said["trials"] if ("penultimate" in trial["line"]) == of_features] for of_features in (False, True)
     ]

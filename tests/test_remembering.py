@@ -276,8 +276,10 @@ def test_of_texts_alone_lines_are_compared_by_what_the_new_model_finds(
     del raw["method"], raw["memory"], raw["data"]["pairs"]
     run_recipe(recipe_of(raw))
     said = json.loads((tmp_path / "run" / CHOICE).read_text())
-    assert said["chosen"] in LINES and said["memory"] is None and said["of_agreement"]
-    assert {trial["name"] for trial in said["trials"]} == set(LINES)
+    line = said["chosen"].removesuffix(" + old query, weight 0.5")
+    assert line in LINES and said["memory"] is None and said["of_agreement"], "the old model can embed queries too"
+    assert {trial["name"] for trial in said["trials"]} == {*LINES, said["chosen"]}
+    assert "new alone/old" in {label for label, _ in cases_of(tmp_path / "run")}
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "that the new model finds nearest" in said

@@ -60,8 +60,9 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     solving.samples = max(len(each.pairs) for each in known)  # each sample counts once for all candidates
     choice: Choice | None = None
     try:
+        searched = settings.searched_classes
         choice = merge_choices(
-            [choose_by_labels_or_agreement(each.pairs, settings.searched_classes, seed, each.lines) for each in known]
+            [choose_by_labels_or_agreement(each.pairs, searched, seed, each.lines, with_old_model=True) for each in known]
         )
         print_candidates(choice)
     except NoValidationDataError as error:
