@@ -15,8 +15,8 @@ from test_models import build
 from torch import nn
 from transformers import AutoModel
 
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.errors import XcompatError
-from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.encoders import load_encoder
 from xcompat.encoders.build_limits import TensorCounts, check_config, limit_model_size, weights_of
 from xcompat.encoders.scratch import ScratchSource

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xcompat.core.folder_checksums import CHECKSUMS
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.training.checkpoints import STATE, CheckpointCallback, last_complete_checkpoint
 
 FILES = {

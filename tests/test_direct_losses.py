@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.errors import XcompatError
-from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.methods import METHODS
 from xcompat.models import describe_old
 from xcompat.models.credible import credible_mask

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xcompat.core import files
+from xcompat.core import checksums, files
 from xcompat.core.errors import XcompatError
 from xcompat.data import load_pairs
-from xcompat.embeddings import cache as embedding_cache
 from xcompat.embeddings.cache import StackedCaches
 from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder, load_embedder
@@ -117,11 +116,9 @@ def test_images_are_embedded_again(embedder: Embedder, pairs_folder: str, tmp_pa
 
 
 def test_a_shard_is_compared_once_and_only_when_it_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding_cache._differences.cache_clear()
-    compared, difference = [], embedding_cache.difference
-    monkeypatch.setattr(
-        embedding_cache, "difference", lambda path, record: compared.append(path.stem) or difference(path, record)
-    )
+    checksums._intact.clear()
+    compared, difference = [], checksums.difference
+    monkeypatch.setattr(checksums, "difference", lambda path, record: compared.append(path.stem) or difference(path, record))
     opened = EmbeddingCache(cache)
     assert not compared
     opened[np.array([7, 9])], opened[np.array([8])]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint, XcompatError
-from xcompat.core.folder_checksums import CHECKSUMS
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.export import to_onnx
 from xcompat.methods import METHODS, ProcrustesModel
 from xcompat.models import CompatModel, describe_old, indexed_memory, memory_contents, query_memory

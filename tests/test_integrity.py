@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from xcompat import Fingerprint, XcompatError
+from xcompat.core import checksums
 from xcompat.core.checksums import FileRecord
 from xcompat.retrieval import Gallery, faiss_building, integrity
 from xcompat.retrieval.integrity import CHECKED
@@ -114,32 +115,32 @@ def test_a_manifest_that_is_none_is_one_line(text: str, gallery: Path) -> None:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of files as they are read in full, where every file is a large one."""
     names: list[str] = []
-    plain: Callable[[Path, FileRecord], list[str]] = integrity.difference
+    plain: Callable[[Path, FileRecord], list[str]] = checksums.difference
 
     def difference(path: Path, record: FileRecord) -> list[str]:
         names.append(path.name)
         return plain(path, record)
 
-    monkeypatch.setattr(integrity, "difference", difference)
+    monkeypatch.setattr(checksums, "difference", difference)
     monkeypatch.setattr(integrity, "LARGE", 0)
     return names
 
 
 def test_a_large_file_is_read_in_full_once_by_all_processes(gallery: Path, compared: list[str]) -> None:
-    integrity._checked_stamps.clear()
+    checksums._intact.clear()
     use(gallery)
     assert sorted(compared) == sorted({*compared}) and "index.faiss" in compared
     compared.clear()
-    integrity._checked_stamps.clear()  # as another process finds it
+    checksums._intact.clear()  # as another process finds it
     use(gallery)
     assert not compared
     (index,) = gallery.glob("segments/*/index.faiss")
     flip(index)
-    integrity._checked_stamps.clear()
+    checksums._intact.clear()
     with pytest.raises(XcompatError, match="index.faiss has changed"):
         use(gallery)
     flip(index)
-    integrity._checked_stamps.clear()
+    checksums._intact.clear()
     use(gallery)
     assert compared == ["index.faiss", "index.faiss"]
 
@@ -148,7 +149,7 @@ def test_a_large_file_is_read_in_full_once_by_all_processes(gallery: Path, compa
 def test_what_is_remembered_may_be_lost_or_damaged(found: bytes, gallery: Path, compared: list[str]) -> None:
     use(gallery)
     (gallery / CHECKED).write_bytes(found)
-    integrity._checked_stamps.clear()
+    checksums._intact.clear()
     compared.clear()
     use(gallery)
     assert "index.faiss" in compared

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModel
 
 from xcompat import XbtModel, XcompatError
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.files import read_json, write_json
-from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.encoders.model_files import record_model, require_whole
 from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import IndependentModel

@@ -23,8 +23,8 @@ from PIL import Image
 from schedule import METHOD_OF_EACH_KIND, mostly_nightly, mostly_nightly_rows
 from transformers import AutoModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.errors import TrainingDivergedError, XcompatError
-from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.data import load_pairs
 from xcompat.embeddings.cache import EmbeddingCache
 from xcompat.encoders.base import Encoder

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from xcompat.core.checksums import FileRecord, difference, file_record
+from xcompat.core.checksums import FileRecord, difference, file_record, json_digest
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, read_json, write_json
 from xcompat.core.progress import notice
@@ -76,7 +74,7 @@ def cached_dataset(
 
     # not Dataset.from_generator: it opens damaged files and keeps no record
     schema = features.arrow_schema
-    digest = _digest({"format": FORMAT, "schema": str(schema), **key})
+    digest = json_digest({"format": FORMAT, "schema": str(schema), **key})
     stem = f"{kind}-{digest[:24]}"
     folder = cache_folder()
     arrow_file, record_file = folder / f"{stem}.arrow", folder / f"{stem}.json"
@@ -106,11 +104,7 @@ class _FileState(FileRecord):
 
     @classmethod
     def from_file(cls, path: Path, record: dict[str, Any]) -> _FileState:
-        return cls(**file_record(path).model_dump(), changed=path.stat().st_mtime_ns, record=_digest(record))
-
-
-def _digest(value: Any) -> str:  # noqa: ANN401 - any JSON value
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        return cls(**file_record(path).model_dump(), changed=path.stat().st_mtime_ns, record=json_digest(record))
 
 
 def _load_valid_record(arrow_file: Path, record_file: Path) -> dict[str, Any] | None:
@@ -121,7 +115,7 @@ def _load_valid_record(arrow_file: Path, record_file: Path) -> dict[str, Any] | 
     try:
         record = read_json(record_file)
         written = _FileState(**record.pop(_FILE)) if _FILE in record else None
-        is_damaged = written is not None and written.record != _digest(record)
+        is_damaged = written is not None and written.record != json_digest(record)
     except (XcompatError, ValidationError, TypeError):
         is_damaged = True
     if is_damaged or not isinstance(record, dict):

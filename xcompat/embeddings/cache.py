@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import override
 
-from xcompat.core.checksums import FileRecord, difference, file_record
+from xcompat.core.checksums import FileRecord, difference_once, file_record
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, read_json, write_array, write_json
 from xcompat.core.fingerprint import Fingerprint
@@ -216,8 +215,8 @@ def open_shard(folder: Path, shard: int, info: CacheInfo) -> NDArray[Any]:
     path = _shard_path(folder, shard)
     if not path.is_file():
         raise MissingShardError(f"{path} is missing")
-    stat = path.stat()
-    if found := _differences(path, stat.st_size, stat.st_mtime_ns, _read_record(path.with_suffix(".json"))):
+    record = _read_record(path.with_suffix(".json"))
+    if record is not None and (found := difference_once(path, record)):
         raise DamagedShardError(found[0])
     rows = min(info.shard_rows, info.rows - shard * info.shard_rows)
     try:
@@ -236,9 +235,3 @@ def _read_record(file: Path) -> FileRecord | None:
         return FileRecord(**read_json(file))
     except (XcompatError, TypeError, ValidationError):
         raise DamagedShardError(f"{file}, the checksum of a shard, is damaged") from None
-
-
-@functools.cache
-def _differences(path: Path, size: int, changed: int, record: FileRecord | None) -> list[str]:
-    """Compare a file with its checksum. The cache key includes size and time of change."""
-    return [] if record is None else difference(path, record)

@@ -6,9 +6,9 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
+from xcompat.core.checksums import CHECKSUMS, changes, write_checksums
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import list_entries, read_json
-from xcompat.core.folder_checksums import CHECKSUMS, changes, write_checksums
 
 LORA = "lora"
 """Folder with the LoRA in PEFT's format, in checkpoints without base weights."""

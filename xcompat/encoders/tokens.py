@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from xcompat.core.checksums import json_digest
 from xcompat.encoders.processor import Processor
 
 
@@ -45,4 +45,4 @@ def describe_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = json.loads(backend.to_str()) if backend is not None else {"vocab": tokenizer.get_vocab()}
     state = {k: v for k, v in state.items() if k not in {"truncation", "padding"}}
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    return json_digest(state)

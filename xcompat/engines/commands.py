@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
+from xcompat.core.checksums import json_digest
 from xcompat.core.distributed import (
     barrier,
     from_main_process,
@@ -144,7 +144,7 @@ def _job(source: Source, model: TableModel, out: str, id_column: str) -> Job:
             with write_to(out, PLAN) as file:
                 file.write(json.dumps(plan | about, indent=2).encode() + b"\n")
     barrier()
-    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    digest = json_digest(plan)
     return Job(model, source.reader, out if "://" in out else path, id_column, digest)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xcompat.core.checksums import HashedFile
 from xcompat.core.errors import XcompatError, describe_error, nearest
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import ID
 from xcompat.engines.filesystems import open_file, path_in, write_to
-from xcompat.engines.part_checksums import HashedFile, find_damage, write_checksum
+from xcompat.engines.part_checksums import find_damage, write_checksum
 from xcompat.engines.sources import Part, Reader
 from xcompat.engines.tables import EMBEDDING, ROWS, TableModel
 from xcompat.vectors.formats import SCALE

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file, resolve_revision
 
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.distributed import is_main_process
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.core.paths import model_folder
 from xcompat.core.progress import notice
 from xcompat.encoders import AdapterConfig, EncoderSource, load_encoder, reading_model

@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
 
-from xcompat.core.checksums import FileRecord, difference
+from xcompat.core.checksums import FileRecord, Stamp, difference_once
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import write_json
 
@@ -22,8 +21,6 @@ CHECKED = "checked.json"
 LARGE = 1 << 26
 """Bytes from which a stamp is faster than reading. Checking 64 MB takes about 0.01 seconds."""
 REPAIR_ADVICE = "open the gallery again if it was compacted in the meantime, or run `xcompat gallery verify`"
-_Stamp: TypeAlias = tuple[int, int, int, int, str]
-_checked_stamps: set[_Stamp] = set()
 
 
 def require_whole(gallery: Path, path: Path, record: FileRecord) -> Path:
@@ -40,39 +37,26 @@ def require_whole(gallery: Path, path: Path, record: FileRecord) -> Path:
     Raises:
         XcompatError: the file is missing or has changed.
     """
-    stamp = _stamp(path, record)
-    if stamp is not None and stamp in _checked_stamps:
-        return path
     is_large = record.size >= LARGE
-    if not (is_large and stamp is not None and stamp in _read_stamps(gallery).values()):
-        if wrong := difference(path, record):
-            raise XcompatError(f"{wrong[0]}; {REPAIR_ADVICE}")
+
+    def is_known(stamp: Stamp) -> bool:
+        return is_large and stamp in _read_stamps(gallery).values()
+
+    def remember(stamp: Stamp) -> None:
         if is_large:
-            _remember(gallery, path, record)
-    if (stamp := _stamp(path, record)) is not None:
-        _checked_stamps.add(stamp)
+            there = {name: found for name, found in _read_stamps(gallery).items() if (gallery / name).is_file()}
+            with suppress(OSError):  # without write access, the next process checks the file again
+                write_json(gallery / CHECKED, there | {str(path.relative_to(gallery)): stamp})
+
+    if wrong := difference_once(path, record, is_known, remember):
+        raise XcompatError(f"{wrong[0]}; {REPAIR_ADVICE}")
     return path
 
 
-def _stamp(path: Path, record: FileRecord) -> _Stamp | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, record.xxh3
-
-
-def _read_stamps(gallery: Path) -> dict[str, _Stamp]:
+def _read_stamps(gallery: Path) -> dict[str, Stamp]:
     """Return large files' stamps by path; empty if unreadable."""
     try:
         found = json.loads((gallery / CHECKED).read_bytes())
         return {str(name): tuple(stamp) for name, stamp in found.items()}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return {}
-
-
-def _remember(gallery: Path, path: Path, record: FileRecord) -> None:
-    there = {name: stamp for name, stamp in _read_stamps(gallery).items() if (gallery / name).is_file()}
-    if (stamp := _stamp(path, record)) is not None:
-        with suppress(OSError):  # without write access, the next process checks the file again
-            write_json(gallery / CHECKED, there | {str(path.relative_to(gallery)): stamp})

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from xcompat.core.checksums import FileRecord
+from xcompat.core.checksums import FileRecord, json_checksum
 from xcompat.core.errors import GenerationGoneError, XcompatError
 from xcompat.core.files import atomic_path, list_entries, sync_folder
 from xcompat.core.fingerprint import Fingerprint
@@ -198,14 +198,6 @@ def _read(path: Path) -> Manifest:
 
 def _damage_error(path: Path, reason: str) -> XcompatError:
     return XcompatError(f"{path} is damaged ({reason}); copy the newest good file of {GENERATIONS} over it")
-
-
-def json_checksum(fields: dict[str, Any]) -> str:
-    """Return a JSON object's checksum without ``checksum``, independent of layout and key order."""
-    import xxhash
-
-    rest = {key: value for key, value in fields.items() if key != "checksum"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:

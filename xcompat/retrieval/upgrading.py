@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from xcompat.core.arrays import normalise_rows
+from xcompat.core.checksums import json_checksum
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.files import read_json, write_json
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.parallel import Executor, run_locally
 from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.retrieval.items import Items, checked_embeddings
-from xcompat.retrieval.manifest import SegmentRecord, json_checksum
+from xcompat.retrieval.manifest import SegmentRecord
 from xcompat.retrieval.segment import Segment
 from xcompat.retrieval.snapshot import Snapshot
 from xcompat.retrieval.staging import Staging

@@ -8,10 +8,10 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from xcompat.core.checksums import changes, write_checksums
 from xcompat.core.distributed import barrier, is_main_process
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import clear_leftovers, files_below, list_entries, read_json, sync_folder, sync_tree
-from xcompat.core.folder_checksums import changes, write_checksums
 from xcompat.core.progress import console
 
 STATE = "trainer_state.json"

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import list_entries, read_json
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.core.folder_checksums import CHECKSUMS
 from xcompat.core.progress import console, literal
 from xcompat.data import addresses
 from xcompat.data.addresses import PIPE, SCHEMES

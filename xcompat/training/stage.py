@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xcompat.core.checksums import digest_of_files
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import list_entries
@@ -345,8 +345,4 @@ class StageData:
 
 def weights_digest(folder: Path) -> str:
     """Return the SHA-256 of a model's safetensors files, 64 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for file in list_entries(folder, "*.safetensors"):
-        with file.open("rb") as handle:
-            digest.update(hashlib.file_digest(handle, "sha256").digest())
-    return digest.hexdigest()
+    return digest_of_files(list_entries(folder, "*.safetensors"))
