@@ -27,7 +27,7 @@ from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EmbeddedTexts
 from xcompat.evaluation.scores import Embeddings
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.recipe import Recipe, load_recipe
-from xcompat.training.stage import StageModels
+from xcompat.training.stage import Stage
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "bench"
 FOLDER = Path("runs/bench")
@@ -47,7 +47,7 @@ def old_gallery(recipe: Recipe, folder: Path) -> None:
     settings = next(each for each in run.stages if each.is_judged)
     test = load_test_set(settings.data)
     assert test is not None
-    made = test.embed(StageModels(run, settings).frozen("old"), run.cache_dir)
+    made = test.embed(Stage(run, settings).frozen("old"), run.cache_dir)
     with atomic_path(folder) as temporary:
         temporary.mkdir()
         for kind, (embeds_ND, ids) in _sides(made).items():

@@ -48,7 +48,7 @@ from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
-from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 CLASSES = ["ant", "bee", "cat", "dog"]
@@ -116,7 +116,7 @@ def test_a_limit_that_leaves_both_models_the_same_images_is_said(
     raw = {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "data": {"images": {"path": folders["train"]}}}
     recipe = recipe_of(raw, stages=stages)
     notice_once.cache_clear()
-    assert len(StageData(recipe, recipe.stages[1]).images) == 8, "it is said, and done"
+    assert len(Stage(recipe, recipe.stages[1]).images) == 8, "it is said, and done"
     assert ("old model was trained on 100% of the new" in " ".join(capsys.readouterr().out.split())) is said
 
 
@@ -371,8 +371,7 @@ def test_map_embeds_with_the_model_it_belongs_to(trained: dict[str, Any], tmp_pa
 def test_frozen_models_embed_in_the_precision_of_the_recipe(key: str, dtype: torch.dtype, trained: dict[str, Any]) -> None:
     changes = {"method": "query_map", "new": trained["independent"], "options": {"input": "penultimate"}}
     exact, half = (
-        StageModels(recipe := recipe_of(trained, **changes, training=training), recipe.stages[0])
-        for training in ({}, {key: True})
+        Stage(recipe := recipe_of(trained, **changes, training=training), recipe.stages[0]) for training in ({}, {key: True})
     )
     assert exact.embedder("new").autocast is None
     assert half.embedder("old").autocast == half.as_input(half.embedder("new")).autocast == dtype
@@ -388,10 +387,10 @@ def test_a_map_of_penultimate_features_is_trained_and_judged_on_them(trained: di
     cases = {case.label: case for case in load_report(tmp_path / "run").cases}
     assert cases["new/new"].metrics == cases["independent/independent"].metrics, "the new model is not touched"
     model = AutoModel.from_pretrained(tmp_path / "run" / "model")
-    models, data = StageModels(recipe, recipe.stages[0]), StageData(recipe, recipe.stages[0])
-    plain = models.embedder("new")
-    features = torch.from_numpy(data.cache(models.as_input(plain))[:])
-    pixels = plain.processor.images([open_image(record["image"]) for record in data.images.dataset])
+    stage = Stage(recipe, recipe.stages[0])
+    plain = stage.embedder("new")
+    features = torch.from_numpy(stage.cache(stage.as_input(plain))[:])
+    pixels = plain.processor.images([open_image(record["image"]) for record in stage.images.dataset])
     with torch.inference_mode():
         torch.testing.assert_close(features, plain.model.encoder.image_features(pixels), atol=1e-3, rtol=1e-3)  # float16
         torch.testing.assert_close(model.self_view(features), plain.embed({"pixel_values": pixels}), atol=2e-3, rtol=0)
@@ -541,13 +540,13 @@ def what_is_left(trained: dict[str, Any], folders: dict[str, str], folder: Path)
 def test_old_captions_are_embedded_row_by_row(old_folder: str, tmp_path: Path) -> None:
     raw = {"method": "procrustes", "old": old_folder, "new": old_folder, "cache_dir": str(tmp_path), "data": MODALITY}
     recipe = parse_recipe(raw, "demo", "demo.yaml")
-    models, data = StageModels(recipe, recipe.stages[0]), StageData(recipe, recipe.stages[0])
-    old = models.frozen("old")
+    stage = Stage(recipe, recipe.stages[0])
+    old = stage.frozen("old")
     assert isinstance(old, Embedder)
-    captions = [record["caption"] for record in data.images.dataset]
+    captions = [record["caption"] for record in stage.images.dataset]
     expected = old.embed(old.processor.texts(captions))
-    assert np.allclose(data.cache(old)[:], expected.numpy(), atol=1e-3)
-    assert not np.allclose(data.cache(models.embedder("new"))[:], expected.numpy(), atol=0.1)
+    assert np.allclose(stage.cache(old)[:], expected.numpy(), atol=1e-3)
+    assert not np.allclose(stage.cache(stage.embedder("new"))[:], expected.numpy(), atol=0.1)
 
 
 MODALITY = {
@@ -756,7 +755,7 @@ def test_what_could_not_be_embedded_is_not_trained_on(
             raise UnusableSampleError("the storage does not answer")
         return image
 
-    unlucky = open_image(StageData(recipe, recipe.stages[0]).images.dataset[0]["image"]).tobytes()
+    unlucky = open_image(Stage(recipe, recipe.stages[0]).images.dataset[0]["image"]).tobytes()
     with monkeypatch.context() as patch:
         patch.setattr("xcompat.data.pairs.open_image", failing)
         embed_recipe(recipe)

@@ -71,7 +71,7 @@ from xcompat.training.model_evaluation import evaluate_cases, side_info_of
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.run import embed_recipe, run_recipe
 from xcompat.training.sections import EvaluationSettings
-from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 OLD = describe_old(Fingerprint.from_string("old"), dim=6)
@@ -980,17 +980,16 @@ def test_a_map_learns_from_views_that_every_model_embeds_alike(raw: dict[str, An
     assert steps[-1] == 2 * 3 * 24 // 8, "an epoch has every view of every image"
 
     recipe = recipe_of(raw, method="lce", **(changes | {"side_info": None}), output_dir=str(tmp_path / "other"))
-    (stage,) = recipe.stages
-    models, of_stage = StageModels(recipe, stage), StageData(recipe, stage)
-    dataset = map_and_data(stage, models, of_stage, 0)[1].dataset
+    stage = Stage(recipe, recipe.stages[0])
+    dataset = map_and_data(stage)[1].dataset
     assert isinstance(dataset, EmbeddingPairDataset)
-    assert dataset.arrays["labels"].tolist() == 3 * of_stage.images.labels().tolist()
-    batch, rows = dataset.__getitems__(range(72)), of_stage.images.dataset
+    assert dataset.arrays["labels"].tolist() == 3 * stage.images.labels().tolist()
+    batch, rows = dataset.__getitems__(range(72)), stage.images.dataset
     for role, column in (("old", "old_embeds"), ("new", "new_embeds")):
         model = load_embedder(raw[role])
         seen = [
             view.build_draw(model.processor)(open_image(row["image"]), row["id"])
-            for view in stage.views(recipe.seed)
+            for view in stage.settings.views(recipe.seed)
             for row in rows
         ]
         embeds = model.embed({"pixel_values": model.processor.to_pixels(torch.stack(seen))})

@@ -284,7 +284,7 @@ def test_every_stage_is_checked_on_its_own_data_and_built_with_its_own_options(
             run_recipe(recipe)
     for stage in recipe.stages:
         run = StageRun(recipe, stage)
-        build(run, run.data.images.classes if is_made and stage.data.images is not None else ["a", "b", "c"])
+        build(run, run.images.classes if is_made and stage.data.images is not None else ["a", "b", "c"])
 
 
 def small_batches(stage: StageRecipe) -> StageRecipe:
@@ -295,7 +295,7 @@ def small_batches(stage: StageRecipe) -> StageRecipe:
 
 def build(run: StageRun, classes: list[str]) -> None:
     """Build the model of a stage around a tiny encoder."""
-    settings, method = run.settings, run.models.method
+    settings, method = run.settings, run.method
     if settings.method == AUTO_MAP:
         return
     if isinstance(settings.new, ScratchSource):
@@ -304,7 +304,7 @@ def build(run: StageRun, classes: list[str]) -> None:
     else:
         labelled = settings.data.images is not None
         encoder = stand_in(settings.new.model_type or ("resnet" if labelled else "clip"), 16)
-    old = describe_old(Fingerprint.from_string("old"), run.models.old_dim() or WIDE)
+    old = describe_old(Fingerprint.from_string("old"), run.old_dim() or WIDE)
     if (metric := settings.options.get("metric")) is not None:
         old["metric"] = metric  # that of its own stage, which is trained with the same or refused
     if method.embeds_in_memory:

@@ -165,17 +165,18 @@ def test_where_an_image_cannot_be_read_the_others_stay_on_disk(tmp_path: Path, m
     }
     embeds["new", "images"][3] = embeds["old", "images"][5] = np.nan
     caches = {(model, kind): cache_of(tmp_path / model / kind, rows, kind) for (model, kind), rows in embeds.items()}
-    data: Any = SimpleNamespace(
+    stage: Any = SimpleNamespace(
+        frozen=str,
+        embedder=str,
         cache=lambda model: caches[model, "images"],
         images=SimpleNamespace(labels=lambda: np.arange(len(names)) // 3),
-        remembered=pictures,
+        remembered_images=pictures,
         remembered_caches=lambda model: (caches[model, "images"], caches[model, "texts"]),
         settings=SimpleNamespace(data=SimpleNamespace(remembered=None)),
     )
-    models: Any = SimpleNamespace(frozen=str, embedder=str)
     with monkeypatch.context() as patched:
         patched.setattr(EmbeddingCache, "__getitem__", None)  # nothing is read
-        labelled, captioned = labelled_pairs(models, data, "new"), captioned_pairs(models, data, "new")
+        labelled, captioned = labelled_pairs(stage, "new"), captioned_pairs(stage, "new")
     kept = np.array([0, 1, 2, 4, 6, 7, 8])
     texts = np.repeat(kept, 2) * 2 + np.tile([0, 1], len(kept))
     assert labelled.labels_N.tolist() == [0, 0, 0, 1, 2, 2, 2]

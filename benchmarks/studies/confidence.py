@@ -35,7 +35,7 @@ from xcompat.report.wording import gain_with_interval
 from xcompat.training.caches import cached_images
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.recipe import load_recipe
-from xcompat.training.stage import StageModels
+from xcompat.training.stage import Stage
 
 SHARED, OUT = Path("../shared"), Path("runs/confidence")
 OLD, NEW = (str(SHARED / "models" / name) for name in ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"))
@@ -189,7 +189,7 @@ def quickstart(folder: Path) -> Iterator[Asked]:
     """Load the trained XBT of a quickstart, with a memory of captioned images."""
     recipe = load_recipe(folder / "recipe.yaml", [])
     settings = recipe.stages[-1]
-    models = StageModels(recipe, settings)
+    models = Stage(recipe, settings)
     model = models.load_trained(settings.name).eval()
     embedder = Embedder.from_model(model, "own")
     assert settings.data.test is not None

@@ -25,23 +25,20 @@ from xcompat.training.cost import SolvingCost
 from xcompat.training.memory import captioned_pairs, labelled_pairs, print_candidates, write_candidates
 from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.record import CHOICE
-from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage import Stage
 from xcompat.training.stage_recipe import StageRecipe
 
 OF_FEATURES = "procrustes of penultimate features"
 
 
-def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed: int, folder: Path) -> CompatModel | None:
+def choose_map(stage: Stage, folder: Path) -> CompatModel | None:
     """Try all candidate maps on a validation split, and solve the best on all data.
 
     All processes embed, the first chooses. Candidates are solved in closed form: trained maps take minutes and find no more
     (docs/results/chosen_map.md).
 
     Args:
-        settings: the stage.
-        models: old and new model.
-        data: labelled images, captioned images, or texts (where agreement with old queries decides).
-        seed: random seed for the validation split.
+        stage: the stage.
         folder: stage folder, for the candidates' record.
 
     Returns:
@@ -50,19 +47,19 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     Raises:
         XcompatError: data or models are missing.
     """
-    if settings.data.images is not None:
-        warn_of_shared_images(data)
-    plain, old = models.embedder("new"), models.frozen("old").describe_old()
-    known = [CandidateParts(pairs, old, lines, settings.memory_codec) for pairs, lines in _inputs(settings, models, data, plain)]
+    if stage.settings.data.images is not None:
+        warn_of_shared_images(stage)
+    plain, old = stage.embedder("new"), stage.frozen("old").describe_old()
+    known = [CandidateParts(pairs, old, lines, stage.settings.memory_codec) for pairs, lines in _inputs(stage, plain)]
     if not is_main_process():
         return None
     solving = SolvingCost(folder / COST)
     solving.samples = max(len(each.pairs) for each in known)  # each sample counts once for all candidates
     choice: Choice | None = None
     try:
-        searched = settings.searched_classes
+        searched = stage.settings.searched_classes
         choice = merge_choices(
-            [choose_by_labels_or_agreement(each.pairs, searched, seed, each.lines, with_old_model=True) for each in known]
+            [choose_by_labels_or_agreement(each.pairs, searched, stage.seed, each.lines, with_old_model=True) for each in known]
         )
         print_candidates(choice)
     except NoValidationDataError as error:
@@ -70,7 +67,7 @@ def choose_map(settings: StageRecipe, models: StageModels, data: StageData, seed
     candidate = choice.chosen.candidate if choice is not None else replace(GUESS, line=next(iter(known[0].lines)))
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
-    model.config.encoder = data.with_query_prompt(plain).describe_encoder()
+    model.config.encoder = stage.with_query_prompt(plain).describe_encoder()
     model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
     solving.write(model)
     write_candidates(folder, candidate, choice, taken, verdict=choice is not None and choice.is_safe)
@@ -83,29 +80,27 @@ def read_verdict(folder: Path) -> bool | None:
     return read_json(file).get("verdict") if file.exists() else None
 
 
-def _inputs(
-    settings: StageRecipe, models: StageModels, data: StageData, plain: Embedder
-) -> Iterator[tuple[Paired, Mapping[str, Solver]]]:
+def _inputs(stage: Stage, plain: Embedder) -> Iterator[tuple[Paired, Mapping[str, Solver]]]:
     """Yield embedding pairs with the solvers to try.
 
     A final layer trained on these classes is better on its training images than elsewhere, which misleads validation. Then only
     penultimate features are tried (docs/results/trained_maps.md).
     """
-    if settings.data.images is not None:
-        features = _features(settings, plain)
-        if features is None or set(plain.classes).isdisjoint(data.images.classes):
-            yield labelled_pairs(models, data, plain), LINES
+    if stage.settings.data.images is not None:
+        features = _features(stage.settings, plain)
+        if features is None or set(plain.classes).isdisjoint(stage.images.classes):
+            yield labelled_pairs(stage, plain), LINES
         if features is not None:
-            yield labelled_pairs(models, data, features), {OF_FEATURES: partial(_solve_from_features, plain.describe_encoder())}
-    elif settings.remembered_pairs is not None:
-        yield captioned_pairs(models, data, plain), LINES
+            yield labelled_pairs(stage, features), {OF_FEATURES: partial(_solve_from_features, plain.describe_encoder())}
+    elif stage.settings.remembered_pairs is not None:
+        yield captioned_pairs(stage, plain), LINES
     else:
-        if settings.data.test is not None:
+        if stage.settings.data.test is not None:
             notice(
                 "the map is fitted and chosen on texts only, so image queries may find less than the old model's; if you have "
                 "images with captions, set data.remembered instead of data.texts"
             )
-        yield PairedEmbeddings(data.cache_of_new(plain), data.cache(models.frozen("old"))), LINES
+        yield PairedEmbeddings(stage.cache_of_new(plain), stage.cache(stage.frozen("old"))), LINES
 
 
 def _features(settings: StageRecipe, plain: Embedder) -> Embedder | None:

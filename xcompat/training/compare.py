@@ -24,7 +24,7 @@ from xcompat.training.output_checks import require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.run import run_recipe
-from xcompat.training.stage import StageModels
+from xcompat.training.stage import Stage
 from xcompat.training.stage_recipe import StageRecipe
 
 
@@ -89,7 +89,7 @@ def _evaluated_stages(recipe: Recipe) -> list[StageRecipe]:
 
 
 def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mapping[int, Mapping[str, Path]]) -> EvaluatedMethod:
-    model = StageModels(next(iter(runs.values())), settings).load_trained(settings.name)
+    model = Stage(next(iter(runs.values())), settings).load_trained(settings.name)
     return EvaluatedMethod(
         settings.name,
         settings.method,

@@ -25,7 +25,7 @@ from xcompat.models.indexed_memory import build_memory
 from xcompat.models.query_memory import QueryMemory
 from xcompat.training.overlap import warn_of_shared_texts
 from xcompat.training.record import CHOICE, OLD_MEMORY
-from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage import Stage
 from xcompat.training.stage_recipe import StageRecipe
 
 GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "galleries": {"share": 0.5}, "pairs": {"sharpness": 60.0, "share": 0.5}}
@@ -34,16 +34,16 @@ GUESSES = {"classes": {"power": 0.25, "share": 0.5}, "galleries": {"share": 0.5}
 P = TypeVar("P", bound=PairedEmbeddings)
 
 
-def pairs_to_remember(settings: StageRecipe, models: StageModels, data: StageData, model: CompatModel) -> Paired:
+def pairs_to_remember(stage: Stage, model: CompatModel) -> Paired:
     """Embed training data for a memory (all processes).
 
     Raises:
         XcompatError: there is nothing to remember.
     """
-    new = models.as_input(models.embedder("new")) if model.embeds_in_memory else Embedder.from_model(model, "own")
+    new = stage.as_input(stage.embedder("new")) if model.embeds_in_memory else Embedder.from_model(model, "own")
     if model.maps_galleries:
-        return gallery_pairs(models, data, new, model)
-    return labelled_pairs(models, data, new) if settings.memory == "classes" else captioned_pairs(models, data, new)
+        return gallery_pairs(stage, new, model)
+    return labelled_pairs(stage, new) if stage.settings.memory == "classes" else captioned_pairs(stage, new)
 
 
 def remember(model: CompatModel, pairs: Paired, settings: StageRecipe, seed: int, folder: Path) -> None:
@@ -112,54 +112,51 @@ def memory_of_one(folder: Path) -> QueryMemory | None:
     return memory
 
 
-def labelled_pairs(models: StageModels, data: StageData, new: Embedder) -> PairedEmbeddings:
+def labelled_pairs(stage: Stage, new: Embedder) -> PairedEmbeddings:
     """Embed labelled images with both models, without unreadable ones.
 
     Args:
-        models: the stage's models.
-        data: the images.
+        stage: the stage.
         new: query model before any map.
     """
-    caches = data.cache(new), data.cache(models.frozen("old"))
-    return without_unreadable(PairedEmbeddings(*caches, data.images.labels()), *caches)
+    caches = stage.cache(new), stage.cache(stage.frozen("old"))
+    return without_unreadable(PairedEmbeddings(*caches, stage.images.labels()), *caches)
 
 
-def gallery_pairs(models: StageModels, data: StageData, new: Embedder, model: CompatModel) -> SwappedEmbeddings:
+def gallery_pairs(stage: Stage, new: Embedder, model: CompatModel) -> SwappedEmbeddings:
     """Embed labelled images for a gallery map, without unreadable ones.
 
     Args:
-        models: the stage's models.
-        data: the images.
+        stage: the stage.
         new: new model, whose queries are not mapped.
         model: the map, possibly with side-information.
 
     Returns:
         Embeddings with old and new exchanged.
     """
-    caches = data.cache(models.frozen("old")), data.cache(new)
-    sides = [data.cache(models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
-    turned = SwappedEmbeddings(*caches, data.images.labels(), side_NS=sides[0] if sides else None)
+    caches = stage.cache(stage.frozen("old")), stage.cache(new)
+    sides = [stage.cache(stage.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
+    turned = SwappedEmbeddings(*caches, stage.images.labels(), side_NS=sides[0] if sides else None)
     return without_unreadable(turned, *caches, *sides)
 
 
-def captioned_pairs(models: StageModels, data: StageData, new: Embedder) -> CaptionedEmbeddings:
+def captioned_pairs(stage: Stage, new: Embedder) -> CaptionedEmbeddings:
     """Embed images and distinct captions with both models, grouped by id.
 
     Args:
-        models: the stage's models.
-        data: captioned images.
+        stage: the stage.
         new: query model before any map.
 
     Returns:
         Embeddings without unreadable images.
     """
-    texts, text_ids = flatten_captions(data.remembered)
-    if data.settings.data.remembered is not None:  # for data.pairs, training has warned already
-        warn_of_shared_texts(data, texts, "data.remembered")
-    image_groups_N, text_groups_M = number_groups(data.remembered[ID], text_ids, texts)
+    texts, text_ids = flatten_captions(stage.remembered_images)
+    if stage.settings.data.remembered is not None:  # for data.pairs, training has warned already
+        warn_of_shared_texts(stage, texts, "data.remembered")
+    image_groups_N, text_groups_M = number_groups(stage.remembered_images[ID], text_ids, texts)
     _, rows_M = np.unique(number_strings(texts)[1], return_index=True)
-    new_images, new_texts = data.remembered_caches(new)
-    old_images, old_texts = data.remembered_caches(models.embedder("old"))
+    new_images, new_texts = stage.remembered_caches(new)
+    old_images, old_texts = stage.remembered_caches(stage.embedder("old"))
     images = without_unreadable(PairedEmbeddings(new_images, old_images, image_groups_N), new_images, old_images)
     texts_alone = without_unreadable(PairedEmbeddings(new_texts, old_texts, text_groups_M[rows_M]), new_texts, old_texts)
     return CaptionedEmbeddings.join_complete(images, texts_alone)

@@ -16,7 +16,7 @@ from xcompat.retrieval.lock import lock_writer
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import CHOICE, DONE, ENVIRONMENT, EVALUATED, OLD_MEMORY, RECIPE
 from xcompat.training.sequence import CSV_NAME
-from xcompat.training.stage import StagePaths
+from xcompat.training.stage import Stage
 
 _ELSEWHERE = "move it, or choose another output_dir"
 
@@ -32,14 +32,14 @@ def require_places(recipe: Recipe) -> None:
     Raises:
         XcompatError: a file or folder is in the way.
     """
-    stages = [(settings, StagePaths(recipe, settings)) for settings in recipe.stages]
-    for settings, paths in stages:
-        if not (paths.folder / RECIPE).is_file():
-            written = paths.model.name, paths.checkpoints.name, ENVIRONMENT, DONE, EVALUATED, CHOICE, OLD_MEMORY
-            _require_free(paths.folder, written)
-        if settings.is_judged:
-            require_report_place(paths.report)
-    begun = any((paths.folder / RECIPE).is_file() for _, paths in stages)
+    stages = [Stage(recipe, settings) for settings in recipe.stages]
+    for stage in stages:
+        if not (stage.folder / RECIPE).is_file():
+            written = stage.model_folder.name, stage.checkpoints.name, ENVIRONMENT, DONE, EVALUATED, CHOICE, OLD_MEMORY
+            _require_free(stage.folder, written)
+        if stage.settings.is_judged:
+            require_report_place(stage.report)
+    begun = any((stage.folder / RECIPE).is_file() for stage in stages)
     if report_file(recipe.output_dir).is_file():  # stages may be deleted to train again
         _require_own_report(recipe, begun)
     elif not begun:

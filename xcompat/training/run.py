@@ -59,7 +59,7 @@ from xcompat.training.score_scales import FOLDER as SCALED
 from xcompat.training.score_scales import pairs_to_scale, solver_of
 from xcompat.training.sections import EvaluationSettings
 from xcompat.training.sequence import AGAINST, write_sequence
-from xcompat.training.stage import StageData, StageModels, StagePaths, weights_digest
+from xcompat.training.stage import Stage, weights_digest
 from xcompat.training.stage_recipe import AUTO_MAP, ROLES, STAGE_PREFIX, StageRecipe
 from xcompat.training.test_data import check_test_sets
 from xcompat.training.train_stage import check_inputs, fill_caches, train_stage
@@ -98,7 +98,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
         check_test_sets([run.settings for run in unfinished])
     for run in runs:
         if not run.is_done:
-            check_inputs(run.settings, run.models, run.data, recipe.seed_of(run.settings), run.paths.checkpoints)
+            check_inputs(run, run.checkpoints)
     if is_main_process():
         for line in describe_unused_sections([run.settings for run in runs if not run.is_done]):
             notice(line)
@@ -144,7 +144,7 @@ def embed_recipe(recipe: Recipe) -> None:
             StageRun(recipe, settings).fill_caches()
 
 
-class StageRun:
+class StageRun(Stage):
     """A stage's training and evaluation.
 
     Args:
@@ -152,17 +152,12 @@ class StageRun:
         settings: stage settings.
     """
 
-    def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
-        self.recipe, self.settings = recipe, settings
-        self.paths, self.models = StagePaths(recipe, settings), StageModels(recipe, settings)
-        self.data = StageData(recipe, settings)
-
     # ------------------------------------------------------------------------------------------------ training
 
     @property
     def is_done(self) -> bool:
         """Whether the stage is trained."""
-        return (self.paths.folder / DONE).exists()
+        return (self.folder / DONE).exists()
 
     @property
     def is_finished(self) -> bool:
@@ -176,74 +171,73 @@ class StageRun:
         self._begin_folder()
         if self.is_done:
             self._require_same()
-            console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.paths.folder)}[/]")
+            console.print(f"  [dim]{literal(self.settings.name)} is done, reused from {literal(self.folder)}[/]")
             return
-        before = seconds_before(self.paths.checkpoints) if is_main_process() else 0.0
+        before = seconds_before(self.checkpoints) if is_main_process() else 0.0
         started = time.perf_counter()
         model = self._make_model()
         if is_main_process():
             assert model is not None
-            with atomic_path(self.paths.model) as temporary:
+            with atomic_path(self.model_folder) as temporary:
                 model.export(temporary)
             seconds = round(before + time.perf_counter() - started, 3)
-            done = Done(seconds=seconds, model=weights_digest(self.paths.model), inputs=self.models.inputs())
-            write_json(self.paths.folder / DONE, done.model_dump())
+            done = Done(seconds=seconds, model=weights_digest(self.model_folder), inputs=self.inputs())
+            write_json(self.folder / DONE, done.model_dump())
         barrier()
         del model
         gc.collect()
 
     def _make_model(self) -> CompatModel | None:
         """Train, solve or choose the model; chosen models are None on all but the first process."""
-        settings, models, data = self.settings, self.models, self.data
-        seed = self.recipe.seed_of(settings)
+        settings = self.settings
         if settings.method == AUTO_MAP:
-            return choose_map(settings, models, data, seed, self.paths.folder)
-        model = train_stage(settings, models, data, seed, self.paths.checkpoints)
+            return choose_map(self, self.folder)
+        model = train_stage(self, self.checkpoints)
         pairs: Paired | None
         if settings.memory is not None:
-            pairs = pairs_to_remember(settings, models, data, model.eval())
+            pairs = pairs_to_remember(self, model.eval())
             if is_main_process():
-                remember(model, pairs, settings, seed, self.paths.folder)
+                remember(model, pairs, settings, self.seed, self.folder)
         else:
-            pairs = pairs_to_scale(models, data, model.eval(), self.paths.folder / SCALED)
+            pairs = pairs_to_scale(self, model.eval(), self.folder / SCALED)
         if pairs is not None and is_main_process():
             scale_scores(model, pairs, solver_of(model))
-            shutil.rmtree(self.paths.folder / SCALED, ignore_errors=True)
+            shutil.rmtree(self.folder / SCALED, ignore_errors=True)
         return model
 
     def require_own_folder(self) -> None:
         """Refuse a folder of another recipe."""
-        if not (self.paths.folder / RECIPE).exists():
+        if not (self.folder / RECIPE).exists():
             return
         wanted = dump_settings(self.settings, self.recipe.seed)
-        if different := differences(wanted, read_started_settings(self.paths.folder), self.settings.learns_from_texts):
+        if different := differences(wanted, read_started_settings(self.folder), self.settings.learns_from_texts):
             raise XcompatError(
-                f"{self.paths.folder} was made by a recipe that differs in {', '.join(different)}; "
+                f"{self.folder} was made by a recipe that differs in {', '.join(different)}; "
                 "choose another output_dir, or delete the folder to start again"
             )
 
     def _begin_folder(self) -> None:
         if is_main_process():
-            for folder in {self.paths.folder, self.paths.report}:
+            for folder in {self.folder, self.report}:
                 clear_leftovers(folder)
-            if not (self.paths.folder / RECIPE).exists():
-                write_recipe(self.paths.folder, dump_settings(self.settings, self.recipe.seed))
-                write_json(self.paths.folder / ENVIRONMENT, provenance())
+            if not (self.folder / RECIPE).exists():
+                write_recipe(self.folder, dump_settings(self.settings, self.recipe.seed))
+                write_json(self.folder / ENVIRONMENT, provenance())
         barrier()
 
     def _require_same(self) -> None:
         """Refuse a model whose inputs or weights have changed."""
-        done = read_record(self.paths.folder / DONE, Done)
-        changed = [name for name, digest in self.models.inputs().items() if done.inputs.get(name) != digest]
+        done = read_record(self.folder / DONE, Done)
+        changed = [name for name, digest in self.inputs().items() if done.inputs.get(name) != digest]
         if changed:
             raise XcompatError(
-                f"{self.paths.folder} was made from a {' and a '.join(changed)} that has since been trained again; "
-                f"delete {self.paths.folder} to make it again"
+                f"{self.folder} was made from a {' and a '.join(changed)} that has since been trained again; "
+                f"delete {self.folder} to make it again"
             )
-        if weights_digest(self.paths.model) != done.model:
+        if weights_digest(self.model_folder) != done.model:
             raise XcompatError(
-                f"the weights in {self.paths.model} have changed since training; restore them, or delete "
-                f"{self.paths.folder} to train again"
+                f"the weights in {self.model_folder} have changed since training; restore them, or delete "
+                f"{self.folder} to train again"
             )
 
     def fill_caches(self) -> None:
@@ -256,16 +250,16 @@ class StageRun:
             if source.name.startswith(STAGE_PREFIX) and not Path(self.recipe.resolve(source.name)).exists():
                 console.print(f"  [dim]{literal(source.name)} is not trained yet; its embeddings follow after training[/]")
                 continue
-            if self.settings.learns_from_pairs and (role == "old" or (role == "new" and self.models.method.embeds_in_memory)):
-                self.data.remembered_caches(self.models.embedder(role))
+            if self.settings.learns_from_pairs and (role == "old" or (role == "new" and self.method.embeds_in_memory)):
+                self.remembered_caches(self.embedder(role))
             if not (self.settings.learns_from_pairs and self.settings.method == AUTO_MAP):
-                fill_caches(self.settings, self.models, self.data, role)
+                fill_caches(self, role)
             if test is not None:
-                frozen = self.models.frozen(role)
+                frozen = self.frozen(role)
                 test.embed(frozen, self.recipe.cache_dir)
                 if role == "new":
                     new = frozen.require_model("contains embeddings, not a model")
-                    test.embed(self.models.as_input(new), self.recipe.cache_dir)
+                    test.embed(self.as_input(new), self.recipe.cache_dir)
 
     # ---------------------------------------------------------------------------------------------- evaluation
 
@@ -277,26 +271,26 @@ class StageRun:
         if not done:
             test = load_test_set(self.settings.data)
             assert test is not None
-            model = self.models.load_trained(self.settings.name)
+            model = self.load_trained(self.settings.name)
             contestants = self._contestants(model, test)
             about = {"seconds": self._seconds(), "training": self._losses(), "costs": self._costs(), "verdict": self.verdict}
-            self._write_report(contestants, test, self.paths.report, about, model)
+            self._write_report(contestants, test, self.report, about, model)
             for version, earlier in self._earlier_galleries(model, test):
                 cache_dir, old_on_new = self.recipe.cache_dir, self._evaluation.old_on_new
                 against = embed_new(model, earlier, contestants.independent, test, cache_dir, old_on_new)
                 name = f"{display_name(version.name).replace('/', '-')}-{version.digest[:6]}"
-                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}}, model)
+                self._write_report(against, test, self.report / f"{AGAINST}{name}", {"seconds": {}}, model)
             for against in self._mapped_again(model, contestants, test):
                 name = f"{against.old.name.replace('/', '-')}-{against.old.fingerprint.digest[:6]}"
-                self._write_report(against, test, self.paths.report / f"{AGAINST}{name}", {"seconds": {}}, model)
+                self._write_report(against, test, self.report / f"{AGAINST}{name}", {"seconds": {}}, model)
             if is_main_process():
                 # the test data may have changed
-                write_recipe(self.paths.folder, dump_settings(self.settings, self.recipe.seed))
-                write_json(self.paths.report / EVALUATED, wanted.model_dump())
+                write_recipe(self.folder, dump_settings(self.settings, self.recipe.seed))
+                write_json(self.report / EVALUATED, wanted.model_dump())
         barrier()
         if not console.quiet:
-            print_report(load_report(self.paths.report), console)
-        return self.paths.report
+            print_report(load_report(self.report), console)
+        return self.report
 
     @property
     def _evaluation(self) -> EvaluationSettings:
@@ -306,25 +300,25 @@ class StageRun:
     @property
     def verdict(self) -> bool | None:
         """Whether the chosen map is surely at or above old queries; None if none was chosen."""
-        return read_verdict(self.paths.folder) if self.settings.method == AUTO_MAP else None
+        return read_verdict(self.folder) if self.settings.method == AUTO_MAP else None
 
     def _report_inputs(self) -> EvaluationRecord:
         """Return the inputs of an up-to-date report."""
         return EvaluationRecord(
             settings=self._evaluation.model_dump(mode="json"),
-            models={name: self.models.digest_of(name) for name in self._reported_stages} | self.models.inputs(),
+            models={name: self.digest_of(name) for name in self._reported_stages} | self.inputs(),
             data=test_settings(dump_settings(self.settings, self.recipe.seed)),
             files=judged_files(self.settings),
         )
 
     def _is_evaluated(self, wanted: EvaluationRecord) -> bool:
-        if not report_file(self.paths.report).is_file():
+        if not report_file(self.report).is_file():
             return False
         with suppress(XcompatError):  # an unreadable record counts as none
-            made = read_record(self.paths.report / EVALUATED, EvaluationRecord)
-            return made.model_copy(
-                update={"data": made.data or test_settings(read_started_settings(self.paths.folder))}
-            ).is_up_to_date(wanted)
+            made = read_record(self.report / EVALUATED, EvaluationRecord)
+            return made.model_copy(update={"data": made.data or test_settings(read_started_settings(self.folder))}).is_up_to_date(
+                wanted
+            )
         return False
 
     def _write_report(
@@ -345,18 +339,17 @@ class StageRun:
 
     def _contestants(self, model: CompatModel, test: EvaluationSet) -> EvaluatedModels:
         evaluation, cache_dir = self._evaluation, self.recipe.cache_dir
-        old, plain = test.embed(self.models.frozen("old"), cache_dir), self.models.independent()
+        old, plain = test.embed(self.frozen("old"), cache_dir), self.independent()
         independent = test.embed(plain, cache_dir) if plain is not None else None
-        seed = self.recipe.seed_of(self.settings)
-        old, independent = add_learned_items(old, independent, self.settings, self.models, self.data, seed)
+        old, independent = add_learned_items(old, independent, self)
         contestants = embed_new(model, old, independent, test, cache_dir, evaluation.old_on_new)
         if evaluation.fallback is not None and contestants.confidence is None:
             raise XcompatError(
                 f"{self.settings.name}: its queries have no confidence (see {CHOICE}); set evaluation.fallback to null"
             )
-        others = {name: self.models.load_trained(name) for name in evaluation.compare_with}
+        others = {name: self.load_trained(name) for name in evaluation.compare_with}
         extra = {name: embed_new(other, old, independent, test, cache_dir).new_view for name, other in others.items()}
-        memory, ceiling = memory_of_one(self.paths.folder), None
+        memory, ceiling = memory_of_one(self.folder), None
         if memory is not None and model.maps_galleries:
             assert contestants.new is not None
             ceiling = apply_memory(contestants.new, memory)
@@ -385,8 +378,8 @@ class StageRun:
         """Map the galleries of earlier maps to this new model, hop by hop."""
         maps = [model]
         for hop in self._hops:
-            maps.insert(0, first := self.models.load_trained(hop.name))
-            old = test.embed(StageModels(self.recipe, hop).frozen("old"), self.recipe.cache_dir)
+            maps.insert(0, first := self.load_trained(hop.name))
+            old = test.embed(Stage(self.recipe, hop).frozen("old"), self.recipe.cache_dir)
             side_info = side_info_of(first, test, self.recipe.cache_dir)
             upgraded = mapped_along(maps, old, side_info)
             bare: dict[str, Any] = {"extra": {}, "forgetful": None, "ceiling": None, "side_info": side_info}

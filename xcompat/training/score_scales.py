@@ -25,7 +25,7 @@ from xcompat.models.embedder import Embedder
 from xcompat.models.old_knowledge import Rows
 from xcompat.training.caches import cached_captions, cached_images
 from xcompat.training.memory import without_unreadable
-from xcompat.training.stage import StageData, StageModels
+from xcompat.training.stage import Stage
 
 if TYPE_CHECKING:
     from xcompat.models.mapped import MappedConfig
@@ -44,56 +44,51 @@ def solver_of(model: CompatModel) -> Callable[[Paired], CompatModel] | None:
     return lambda pairs: type(model)(copy.deepcopy(config)).fit(pairs.batches()).eval()
 
 
-def pairs_to_scale(
-    models: StageModels, data: StageData, model: CompatModel, folder: Path
-) -> PairedEmbeddings | CaptionedEmbeddings | None:
+def pairs_to_scale(stage: Stage, model: CompatModel, folder: Path) -> PairedEmbeddings | CaptionedEmbeddings | None:
     """Embed a sample of training data with trained and old model (all processes).
 
     Args:
-        models: the stage's models.
-        data: the stage's training data.
+        stage: the stage.
         model: the trained model.
         folder: temporary; the caller deletes it.
 
     Returns:
         The embeddings; None if the models are incompatible or plain old embeddings unavailable.
     """
-    if model.config.old is None or data.settings.old is None:
+    if model.config.old is None or stage.settings.old is None:
         return None
     try:
-        if models.frozen("old").fingerprint not in model.compatible_with:  # the evaluation raises
+        if stage.frozen("old").fingerprint not in model.compatible_with:  # the evaluation raises
             return None
-        return _of_map(models, data, model) if model.embeds_in_memory else _of_backbone(models, data, model, folder)
+        return _of_map(stage, model) if model.embeds_in_memory else _of_backbone(stage, model, folder)
     except XcompatError as error:
         notice(f"scores of a partly re-embedded gallery are calibrated on its own items only: {error}")
         return None
 
 
-def _of_map(models: StageModels, data: StageData, model: CompatModel) -> PairedEmbeddings:
-    new = data.embed_training_data(data.with_query_prompt(models.as_input(models.embedder("new"))))
-    old = data.embed_training_data(models.frozen("old"))
+def _of_map(stage: Stage, model: CompatModel) -> PairedEmbeddings:
+    new = stage.embed_training_data(stage.with_query_prompt(stage.as_input(stage.embedder("new"))))
+    old = stage.embed_training_data(stage.frozen("old"))
     if not model.maps_galleries:
         return without_unreadable(PairedEmbeddings(new, old), new, old)
-    sides = [data.embed_training_data(models.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
+    sides = [stage.embed_training_data(stage.frozen(SIDE_INFO))] if getattr(model.config, SIDE_INFO, None) is not None else []
     return without_unreadable(SwappedEmbeddings(old, new, side_NS=sides[0] if sides else None), new, old, *sides)
 
 
-def _of_backbone(
-    models: StageModels, data: StageData, model: CompatModel, folder: Path
-) -> PairedEmbeddings | CaptionedEmbeddings:
-    settings, own = data.settings.data, Embedder.from_model(model, "own")
+def _of_backbone(stage: Stage, model: CompatModel, folder: Path) -> PairedEmbeddings | CaptionedEmbeddings:
+    settings, own = stage.settings.data, Embedder.from_model(model, "own")
     if settings.images is not None:
-        rows = _spread(len(data.images))
-        images, share = data.images.dataset.select(rows), data.images.max_bad_share
+        rows = _spread(len(stage.images))
+        images, share = stage.images.dataset.select(rows), stage.images.max_bad_share
         new = cached_images(own, images, folder, share)
-        if "old" in data.settings.online_roles:
-            of_old: Rows = cached_images(models.frozen("old"), images, folder, share)
+        if "old" in stage.settings.online_roles:
+            of_old: Rows = cached_images(stage.frozen("old"), images, folder, share)
         else:
-            of_old = data.cache(models.frozen("old"))[rows]  # cached by the training
+            of_old = stage.cache(stage.frozen("old"))[rows]  # cached by the training
         return _readable(PairedEmbeddings(new, of_old))
-    old = models.embedder("old")
-    if data.text_pairs is not None:
-        texts = data.text_pairs.select(_spread(len(data.text_pairs)))
+    old = stage.embedder("old")
+    if stage.text_pairs is not None:
+        texts = stage.text_pairs.select(_spread(len(stage.text_pairs)))
         passages = _captions(texts[PASSAGE][:], own, old, folder)
         return CaptionedEmbeddings(passages, _captions(texts[QUERY][:], own.for_queries(), old.for_queries(), folder))
     assert settings.pairs is not None

@@ -74,8 +74,8 @@ def keep_frozen_models() -> Iterator[None]:
         _kept.reset(token)
 
 
-class StagePaths:
-    """Output folders of a stage.
+class Stage:
+    """A stage of a recipe: its folders, models, training data and their embeddings.
 
     Args:
         recipe: the recipe.
@@ -83,23 +83,14 @@ class StagePaths:
     """
 
     def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
+        self.recipe, self.settings, self.cache_dir = recipe, settings, recipe.cache_dir
+        self.method, self.seed = method_class(settings.method), recipe.seed_of(settings)
         self.folder = recipe.stage_dir(settings.name)
-        self.model, self.checkpoints = self.folder / "model", self.folder / "checkpoints"
+        self.model_folder, self.checkpoints = self.folder / "model", self.folder / "checkpoints"
         # the report of the last stage is the result of the run
         self.report = recipe.output_dir if settings is recipe.stages[-1] else self.folder
 
-
-class StageModels:
-    """Models of a stage by role.
-
-    Args:
-        recipe: the recipe.
-        settings: stage settings.
-    """
-
-    def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
-        self.recipe, self.settings = recipe, settings
-        self.method = method_class(settings.method)
+    # ------------------------------------------------------------------------------------------------ models
 
     def embedder(self, role: str) -> Embedder:
         """Load a frozen model, in half precision with ``*16_full_eval``.
@@ -169,21 +160,18 @@ class StageModels:
         plain = self.method.embeds_in_memory or (data.queries is None and data.templates is None)
         return self.embedder("new") if plain and isinstance(self.settings.new, EncoderSource) else None
 
-    def new_encoder(self, data: StageData) -> tuple[Encoder, Processor]:
+    def new_encoder(self) -> tuple[Encoder, Processor]:
         """Load the encoder to train, or make an encoder with random weights.
-
-        Args:
-            data: texts for a tokenizer.
 
         Raises:
             XcompatError: encoder or texts are missing.
         """
-        source, seed = self.settings.new, self.recipe.seed_of(self.settings)
+        source = self.settings.new
         if source is None:
             raise XcompatError(f"{self.settings.name}: method {self.settings.method} needs a new encoder; set new")
         if isinstance(source, EncoderSource):
             return load_encoder(self._resolve(source))
-        return encoder_from_scratch(source, () if source.image_only else data.texts_of_pairs(), seed)
+        return encoder_from_scratch(source, () if source.image_only else self.texts_of_pairs(), self.seed)
 
     def projection(self) -> ProjectionModel:
         """Load the stage's pretrained φ.
@@ -217,7 +205,7 @@ class StageModels:
         if not name.startswith(STAGE_PREFIX):
             return StoredModel(name).dim if name and is_stored(name) else None
         made_by = next(stage for stage in self.recipe.stages if stage.name == name.removeprefix(STAGE_PREFIX))
-        return StageModels(self.recipe, made_by).planned_dim()
+        return Stage(self.recipe, made_by).planned_dim()
 
     def planned_dim(self) -> int | None:
         """Return the model's dimension, if independent of the backbone."""
@@ -226,17 +214,7 @@ class StageModels:
     def _resolve(self, source: EncoderSource) -> EncoderSource:
         return source.model_copy(update={"name": self.recipe.resolve(source.name)})
 
-
-class StageData:
-    """A stage's training data and their embeddings.
-
-    Args:
-        recipe: the recipe.
-        settings: stage settings.
-    """
-
-    def __init__(self, recipe: Recipe, settings: StageRecipe) -> None:
-        self.recipe, self.cache_dir, self.settings = recipe, recipe.cache_dir, settings
+    # ------------------------------------------------------------------------------------------------ data
 
     @cached_property
     def images(self) -> LabelledImages:
@@ -284,7 +262,7 @@ class StageData:
 
     def embed_training_data(self, frozen: FrozenModel) -> EmbeddingCache:
         """Embed a map's training data: views of images, or plain data."""
-        return self.cache(frozen, self.settings.views(self.recipe.seed_of(self.settings)))
+        return self.cache(frozen, self.settings.views(self.seed))
 
     def cache(self, frozen: FrozenModel, views: Sequence[View] = ()) -> EmbeddingCache:
         """Embed a map's plain training data or views, or open the cache."""
@@ -305,7 +283,7 @@ class StageData:
     def with_query_prompt(self, new: Embedder) -> Embedder:
         """Return the new model with its query prompt, if the map is for queries."""
         settings = self.settings
-        asks = settings.learns_from_texts and not method_class(settings.method).maps_galleries_with(settings.options)
+        asks = settings.learns_from_texts and not self.method.maps_galleries_with(settings.options)
         return new.for_queries() if asks else new
 
     def cache_of_new(self, new: Embedder) -> EmbeddingCache:
@@ -330,7 +308,7 @@ class StageData:
         return cached_images(old, pairs, self.cache_dir, source.max_bad_share), cached_captions(old, captions, self.cache_dir)
 
     @cached_property
-    def remembered(self) -> datasets.Dataset:
+    def remembered_images(self) -> datasets.Dataset:
         """Captioned images for the memory."""
         assert self.settings.remembered_pairs is not None
         return load_pairs(self.settings.remembered_pairs)
@@ -338,8 +316,8 @@ class StageData:
     def remembered_caches(self, embedder: Embedder) -> tuple[EmbeddingCache, EmbeddingCache]:
         """Embed images for the memory, and distinct captions, sorted."""
         assert self.settings.remembered_pairs is not None
-        images = cached_images(embedder, self.remembered, self.cache_dir, self.settings.remembered_pairs.max_bad_share)
-        distinct = sorted(set(flatten_captions(self.remembered)[0]))
+        images = cached_images(embedder, self.remembered_images, self.cache_dir, self.settings.remembered_pairs.max_bad_share)
+        distinct = sorted(set(flatten_captions(self.remembered_images)[0]))
         return images, cached_captions(embedder, distinct, self.cache_dir)
 
 

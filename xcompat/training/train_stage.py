@@ -18,76 +18,75 @@ from xcompat.training.from_embeddings import fill_map_caches, map_and_data, solv
 from xcompat.training.from_labels import fill_labelled_caches, labelled_model_and_data
 from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
 from xcompat.training.overlap import warn_of_shared_images
-from xcompat.training.stage import STORED_ROLES, StageData, StageModels
-from xcompat.training.stage_recipe import StageRecipe
+from xcompat.training.stage import STORED_ROLES, Stage
 from xcompat.training.trainer import check_services, check_size, train, training_arguments
 from xcompat.training.training_sets import triplet_sampler
 from xcompat.vectors.formats import is_stored
 
 
-def train_stage(settings: StageRecipe, models: StageModels, data: StageData, seed: int, checkpoints: Path) -> CompatModel:
+def train_stage(stage: Stage, checkpoints: Path) -> CompatModel:
     """Build, and train or solve, a stage's model."""
-    if settings.data.images is not None:
-        warn_of_shared_images(data)
-    if models.method.is_solved:
-        return solved_map(settings, models, data, seed, checkpoints.with_name(COST))
-    if models.method.embeds_in_memory:
+    if stage.settings.data.images is not None:
+        warn_of_shared_images(stage)
+    if stage.method.is_solved:
+        return solved_map(stage, checkpoints.with_name(COST))
+    if stage.method.embeds_in_memory:
         build = map_and_data
-    elif settings.trains_on_labelled:
+    elif stage.settings.trains_on_labelled:
         build = labelled_model_and_data
     else:
         build = pair_model_and_data
-    return train(*build(settings, models, data, seed), settings, seed, checkpoints)
+    return train(*build(stage), stage.settings, stage.seed, checkpoints)
 
 
-def check_inputs(settings: StageRecipe, models: StageModels, data: StageData, seed: int, checkpoints: Path) -> None:
+def check_inputs(stage: Stage, checkpoints: Path) -> None:
     """Raise for errors known before training.
 
     Raises:
         XcompatError: settings, dimensions, classes or triplets do not fit, or a tracker or stored embedding is missing.
     """
-    if not models.method.is_solved:
-        arguments = training_arguments(settings, seed, checkpoints)
-        check_services(settings, arguments)
-        if settings.is_trained:
-            _check_size(settings, models, data, seed, arguments)
-    if (dim := models.old_dim()) is not None:
-        models.method.check_plan(dim, settings.options)
-    if settings.data.images is None:
+    if not stage.method.is_solved:
+        arguments = training_arguments(stage.settings, stage.seed, checkpoints)
+        check_services(stage.settings, arguments)
+        if stage.settings.is_trained:
+            _check_size(stage, arguments)
+    if (dim := stage.old_dim()) is not None:
+        stage.method.check_plan(dim, stage.settings.options)
+    if stage.settings.data.images is None:
         return
-    for role in STORED_ROLES if settings.views(seed) else ():
-        if (source := getattr(settings, role)) is not None and is_stored(source.name):
+    for role in STORED_ROLES if stage.settings.views(stage.seed) else ():
+        if (source := getattr(stage.settings, role)) is not None and is_stored(source.name):
             raise XcompatError(
-                f"{settings.name}: {source.name} contains embeddings of plain images, but data.views needs a model; set "
+                f"{stage.settings.name}: {source.name} contains embeddings of plain images, but data.views needs a model; set "
                 f"{role} to the model, or remove data.views"
             )
-    if settings.old is not None and is_stored(settings.old.name):
-        old = StoredModel(settings.old.name)
+    if stage.settings.old is not None and is_stored(stage.settings.old.name):
+        old = StoredModel(stage.settings.old.name)
         if old.embeds_Nd is not None:
-            old.lookup(data.images.dataset[ID])
+            old.lookup(stage.images.dataset[ID])
 
 
-def _check_size(settings: StageRecipe, models: StageModels, data: StageData, seed: int, arguments: TrainingArguments) -> None:
+def _check_size(stage: Stage, arguments: TrainingArguments) -> None:
     """Raise if the data, as far as countable now, cannot fill a batch."""
-    if settings.data.images is not None:
-        sampler = triplet_sampler(settings, data.images, seed)
-        check_size(len(data.images) * max(1, settings.data.views) if sampler is None else len(sampler), arguments)
-    source = settings.data.text_pairs or settings.data.pairs
-    if not settings.trains_on_captions or source is None:
+    if stage.settings.data.images is not None:
+        sampler = triplet_sampler(stage.settings, stage.images, stage.seed)
+        check_size(len(stage.images) * max(1, stage.settings.data.views) if sampler is None else len(sampler), arguments)
+    source = stage.settings.data.text_pairs or stage.settings.data.pairs
+    if not stage.settings.trains_on_captions or source is None:
         return
     if isinstance(source, PairSource) and source.streaming:
         check_size(None, arguments)
     elif local_files(source.path) is not None:
-        pairs = load_pairs(source) if isinstance(source, PairSource) else data.text_pairs
+        pairs = load_pairs(source) if isinstance(source, PairSource) else stage.text_pairs
         assert pairs is not None, "a source was named"
-        check_size(len(rows_of_ids(pairs) if settings.data.one_per_id else pairs), arguments)
+        check_size(len(rows_of_ids(pairs) if stage.settings.data.one_per_id else pairs), arguments)
 
 
-def fill_caches(settings: StageRecipe, models: StageModels, data: StageData, role: str) -> None:
+def fill_caches(stage: Stage, role: str) -> None:
     """Embed training data with the model in a role, if needed."""
-    if models.method.embeds_in_memory:
-        fill_map_caches(models, data, role)
-    elif settings.data.images is not None:
-        fill_labelled_caches(models, data, role)
+    if stage.method.embeds_in_memory:
+        fill_map_caches(stage, role)
+    elif stage.settings.data.images is not None:
+        fill_labelled_caches(stage, role)
     else:
-        fill_pair_caches(models, data, role)
+        fill_pair_caches(stage, role)
