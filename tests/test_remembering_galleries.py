@@ -24,6 +24,7 @@ from xcompat.mapping.folds import folds
 from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings
 from xcompat.methods import METHODS, FctConfig, FctModel
 from xcompat.models import CompatModel, describe_old
+from xcompat.models.push import model_facts
 from xcompat.models.query_memory import QueryMemory
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.upgrading import plan_upgrade
@@ -139,7 +140,7 @@ def test_how_sure_queries_are_is_no_gallerys_matter() -> None:
 
 
 def test_the_card_says_what_is_mapped_remembers() -> None:
-    unnamed = mapping("fct").remember(memory()).facts()
+    unnamed = model_facts(mapping("fct").remember(memory()))
     assert "into the space of a newer model, which is not named:" in str(model_card("me/map", unnamed, None))
     facts = replace(unnamed, base={"name": "new", "revision": None, "library": "timm"})
     card = str(model_card("me/map", facts, None))

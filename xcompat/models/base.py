@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from xcompat.core.distributed import is_main_process
 from xcompat.core.errors import XcompatError
 from xcompat.encoders import AdapterConfig, EncoderSource, build_encoder, load_encoder, load_processor
 from xcompat.encoders.adapters import VisualPrompts
@@ -22,12 +25,13 @@ from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
 from xcompat.models.checkpoint import load_map_encoder
 from xcompat.models.config import CompatConfig
 from xcompat.models.indexed_memory import build_memory
-from xcompat.models.pushable import PushableModel
+from xcompat.models.push import PUSH_ARGUMENTS, push
 from xcompat.models.query_memory import QueryMemory
+from xcompat.models.trainable_model import LearningModel
 from xcompat.outputs import Batch, CompatOutput
 
 
-class CompatModel(PushableModel, EmbedsBatches):
+class CompatModel(LearningModel, EmbedsBatches):
     """Embedding model whose queries can search an old model's galleries.
 
     A subclass sets ``columns``, builds its parts in ``__init__`` after ``super().__init__`` and implements ``loss``. It
@@ -266,6 +270,46 @@ class CompatModel(PushableModel, EmbedsBatches):
             self.config.adapters = {**self.config.adapters, "lora": None}
             self.config.weights = "all"  # merged weights differ from the base
         return self
+
+    # -------------------------------------------------------------------------------------------------- writing
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,  # noqa: ANN401 - transformers' own
+        push_to_hub: bool = False,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Write the model (:meth:`CheckpointModel.save_pretrained`), and optionally push it.
+
+        Args:
+            save_directory: output folder for ``from_pretrained``, created if missing.
+            args: as in transformers.
+            push_to_hub: whether to push the model, by default under the folder's name (``repo_id``).
+            kwargs: as in transformers and :meth:`push_to_hub`.
+        """
+        of_push = {key: kwargs.pop(key) for key in PUSH_ARGUMENTS if push_to_hub and key in kwargs}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if push_to_hub and is_main_process():
+            self.push_to_hub(of_push.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **of_push)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:  # type: ignore[override]  # noqa: ANN401 - transformers' own
+        """Push the model with its preprocessing and a card, and return the commit's address.
+
+        Args:
+            repo_id: ``user/name``.
+            overwrite: whether to replace another model.
+            private: whether the repository is private; by default only if the base is gated or private.
+            license: license on the card.
+            tags: additional card tags.
+            max_shard_size: maximum size of a weight file.
+            kwargs: as in transformers, e.g. ``revision``, ``token`` and ``commit_message``.
+
+        Raises:
+            XcompatError: the repository contains another model or has another visibility, or the Hub refuses or cannot be
+                reached.
+        """
+        return push(self, repo_id, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -32,6 +32,7 @@ from xcompat.hub.push import push_model, record_push
 from xcompat.mapping.choice_report import read_gains
 from xcompat.models import CompatModel
 from xcompat.models.embedder import is_checkpoint
+from xcompat.models.push import model_facts
 from xcompat.report import Report, load_report, render_markdown, report_file
 from xcompat.report.storage import is_report_of_map
 from xcompat.report.wording import NOT_SHOWN, search_name
@@ -146,7 +147,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _PushArguments:
         run = _date_results(run, "before LoRA was merged into the weights")
     elif form == "adapters":
         model.leave_out_base()
-    facts = model.facts()
+    facts = model_facts(model)
     if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
         base = facts.base["name"]
         if facts.holds == "adapters":
