@@ -10,7 +10,8 @@ recipes/bench --stage mine.yaml`, then the same command; embeddings alone enter 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from xcompat.core.files import atomic_path, read_json, write_json
 from xcompat.core.metric_names import metric_name
+from xcompat.evaluation import PairedDifference
 from xcompat.evaluation.cases import ALL
 from xcompat.report import Report, load_report, report_file
 from xcompat.report.comparison import EvaluatedMethod, compare, comparison_file
@@ -41,6 +43,8 @@ ROW = ("name", "method", "gain", "compatible", "runs", "parameters", "seconds")
 """What is kept of a method."""
 RAN = ("git_revision", "machine", "versions")
 """What is kept of the first run of a protocol."""
+HALF_WAY = "slerp"
+"""The queries half-way to old ones, in cases of reports."""
 ENTRIES = "entries"
 """The folder of a protocol in which embeddings that enter alone are judged."""
 FIRST = ("cmc@1", "ndcg@10", "recall@10")
@@ -58,9 +62,48 @@ def study(protocol: Path) -> dict[str, Any]:
     seen = read_json(comparison_file(protocol))
     entries = [place for place in sorted((protocol / ENTRIES).glob("*")) if report_file(place).is_file()]
     rows = [row | {"runs": len(seen["seeds"])} for row in seen["rows"] if row["method"]]
-    rows = [{key: row[key] for key in ROW} for row in rows] + [entry(place, protocol) for place in entries]
+    rows = [{key: row[key] for key in ROW} for row in rows]
+    rows += [half_way for row in rows for half_way in half_way_rows(protocol, row, seen["seeds"])]
+    rows += [entry(place, protocol) for place in entries]
     ran = {key: value for key, value in _a_report(protocol).run.items() if key in RAN}
     return {"seeds": seen["seeds"], "test": seen["test"], "run": ran, "rows": rows}
+
+
+def half_way_rows(protocol: Path, row: dict[str, Any], seeds: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the row of a method's queries half-way to old ones, if the recipe has ``evaluation: {slerp: 0.5}``.
+
+    Args:
+        protocol: folder of the runs.
+        row: the method's row.
+        seeds: seeds of the runs.
+    """
+    folders = {seed: protocol / f"seed-{seed}" / row["name"] for seed in seeds}
+    reports = {seed: load_report(folder) for seed, folder in folders.items() if report_file(folder).is_file()}
+    if len(reports) < len(seeds) or not all(any(case.query == HALF_WAY for case in each.cases) for each in reports.values()):
+        return
+    name, renamed = f"{row['name']}, half-way", {seed: _half_way_as_new(report) for seed, report in reports.items()}
+
+    def gains_of(seeds: list[int]) -> dict[tuple[str, str], PairedDifference]:
+        ran = {seed: renamed[seed] for seed in seeds}
+        return compare(name, [EvaluatedMethod(name, row["method"], ran, 0, False, [0.0])]).methods[0].gains
+
+    gain: dict[str, dict[str, Any]] = {}
+    for (side, metric), each in gains_of(seeds).items():
+        gain.setdefault(side, {})[metric] = {"mean": each.mean, "low": each.low, "high": each.high}
+    compatible = sum(all(each.mean > 0 for each in gains_of([seed]).values()) for seed in seeds)
+    yield row | {"name": name, "gain": gain, "compatible": compatible}
+
+
+def _half_way_as_new(report: Report) -> Report:
+    """Return a report in which the half-way queries are the new queries on the old gallery."""
+
+    def rename(found: Mapping[Any, Any]) -> dict[Any, Any]:
+        kept = {key: value for key, value in found.items() if key[:2] != ("new", "old")}
+        return {("new", *key[1:]) if key[0] == HALF_WAY else key: value for key, value in kept.items()}
+
+    kept = [case for case in report.cases if (case.query, case.gallery) != ("new", "old")]
+    cases = [replace(case, query="new") if case.query == HALF_WAY else case for case in kept]
+    return replace(report, cases=cases, ranks=rename(report.ranks), average_precision=rename(report.average_precision))
 
 
 def kept() -> dict[str, dict[str, Any]]:
