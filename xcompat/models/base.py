@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,10 +23,11 @@ from xcompat.encoders.base import EmbedsBatches, Encoder
 from xcompat.encoders.penultimate import Penultimate
 from xcompat.encoders.processor import Processor
 from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
+from xcompat.hub.push import push_model
 from xcompat.models.checkpoint import load_map_encoder
 from xcompat.models.config import CompatConfig
 from xcompat.models.indexed_memory import build_memory
-from xcompat.models.push import PUSH_ARGUMENTS, push
+from xcompat.models.push import PUSH_ARGUMENTS, model_facts
 from xcompat.models.query_memory import QueryMemory
 from xcompat.models.trainable_model import LearningModel
 from xcompat.outputs import Batch, CompatOutput
@@ -293,7 +295,17 @@ class CompatModel(LearningModel, EmbedsBatches):
         if push_to_hub and is_main_process():
             self.push_to_hub(of_push.pop("repo_id", Path(save_directory).name), token=kwargs.get("token"), **of_push)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:  # type: ignore[override]  # noqa: ANN401 - transformers' own
+    def push_to_hub(  # type: ignore[override]  # transformers' own takes anything
+        self,
+        repo_id: str,
+        *,
+        overwrite: bool = False,
+        private: bool | None = None,
+        license: str | None = None,  # noqa: A002 - the Hub's word
+        tags: str | list[str] | None = None,
+        max_shard_size: int | str = "50GB",
+        **kwargs: Any,  # noqa: ANN401 - the Hub's own
+    ) -> str:
         """Push the model with its preprocessing and a card, and return the commit's address.
 
         Args:
@@ -309,7 +321,17 @@ class CompatModel(LearningModel, EmbedsBatches):
             XcompatError: the repository contains another model or has another visibility, or the Hub refuses or cannot be
                 reached.
         """
-        return push(self, repo_id, **kwargs)
+        return push_model(
+            repo_id,
+            model_facts(self),
+            self.config.to_dict(),
+            partial(self.save_pretrained, max_shard_size=max_shard_size),
+            overwrite=overwrite,
+            private=private,
+            license=license,
+            tags=[tags] if isinstance(tags, str) else tags or [],
+            **kwargs,
+        )
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -1,13 +1,11 @@
-"""Pushing compatible models to the Hub with a model card."""
+"""Facts of compatible models for their cards on the Hub."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from xcompat.hub.card import ModelFacts
 from xcompat.hub.endpoint import replace_by_hub_name
-from xcompat.hub.push import push_model
 
 PUSH_ARGUMENTS = (
     "repo_id",
@@ -43,29 +41,4 @@ def model_facts(model: Any) -> ModelFacts:  # noqa: ANN401 - a CompatModel, whic
         remembers=config.memory["entries"] if config.memory is not None else None,
         embeds=[each.digest for each in model.saved_embedding_fingerprints()],
         started_from=replace_by_hub_name(config.started_from) if config.started_from is not None else None,
-    )
-
-
-def push(
-    model: Any,  # noqa: ANN401 - a CompatModel
-    repo_id: str,
-    *,
-    overwrite: bool = False,
-    private: bool | None = None,
-    license: str | None = None,  # noqa: A002 - the Hub's word
-    tags: str | list[str] | None = None,
-    max_shard_size: int | str = "50GB",
-    **kwargs: Any,  # noqa: ANN401 - the Hub's own
-) -> str:
-    """Push a model, as :meth:`~xcompat.models.CompatModel.push_to_hub` describes."""
-    return push_model(
-        repo_id,
-        model_facts(model),
-        model.config.to_dict(),
-        partial(model.save_pretrained, max_shard_size=max_shard_size),
-        overwrite=overwrite,
-        private=private,
-        license=license,
-        tags=[tags] if isinstance(tags, str) else tags or [],
-        **kwargs,
     )
