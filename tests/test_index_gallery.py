@@ -12,6 +12,7 @@ from pathlib import Path
 
 import faiss
 import numpy as np
+import pyarrow as pa
 import pytest
 from conftest import SHARED, write_photos
 from PIL import Image
@@ -190,6 +191,35 @@ def test_real_photos_are_found_with_the_new_model(tmp_path: Path, run_xcompat: R
     first = np.mean([answer["hits"][0]["id"] == answer["query"] for answer in found])
     assert len(found) == COUNT and first > 0.9, "the photos that the map was fitted on find themselves"
     assert read_head(tmp_path / "own.faiss") == (old.dim, COUNT)
+
+
+def test_the_vectors_of_an_index_migrate_with_a_map_of_galleries(
+    shop: Path, folder_of: dict[str, str], old_folder: str, run_xcompat: Run
+) -> None:
+    lancedb = pytest.importorskip("lancedb")
+    index = faiss.read_index("own.faiss")
+    stored = index.reconstruct_n(0, index.ntotal)
+    columns = {"id": range(len(stored)), "vector": pa.FixedSizeListArray.from_arrays(stored.ravel(), stored.shape[1])}
+    lancedb.connect(shop / "database").create_table("items", pa.table(columns))
+    uri = f"lancedb://{shop}/database?table=items"
+    code, _, err = run_xcompat("migrate", "plan", uri, "--from", "own", "--model", "runs/map")
+    assert code == 2 and "fit a map of the stored vectors with `xcompat map --direction old_to_new`" in err
+    mapping = ("map", "--old", "own.faiss", "--ids", "ids.txt", "--new", folder_of["clip"], "--images", "photos", "--allow-worse")
+    code, _, err = run_xcompat(*mapping, "--direction", "old_to_new")
+    assert code == 2 and "different --direction" in err
+    code, out, err = run_xcompat(*mapping, "--direction", "old_to_new", "--out", "runs/forward")
+    assert code == 0 and "xcompat migrate plan URI --model runs/forward" in out, err
+    code, out, err = run_xcompat("migrate", "plan", uri, "--from", "own", "--model", "runs/forward")
+    assert code == 0 and "not validated" in out, err
+    code, _, err = run_xcompat("gallery", "adopt", "own.faiss", "--ids", "ids.txt", "--model", old_folder, "--out", "adopted")
+    assert code == 0, err
+    assert run_xcompat("gallery", "alias", "adopted", "own")[0] == 0
+    code, _, err = run_xcompat("gallery", "upgrade", "adopted", "--model", "runs/forward")
+    assert code == 0, err
+    code, out, err = run_xcompat("gallery", "search", "adopted", "photos/10.png", "--model", folder_of["clip"], "--json")
+    assert code == 0 and json.loads(out)["hits"], err
+    code, _, err = run_xcompat(*mapping, "--direction", "old_to_new", "--out", "runs/x", "--remember-items")
+    assert code == 2 and "--remember-items works with maps of queries" in err
 
 
 def test_an_index_is_adopted_by_a_verb_and_exported(shop: Path, old_folder: str, run_xcompat: Run) -> None:

@@ -27,7 +27,7 @@ from xcompat.core.ownership import MARKER
 from xcompat.evaluation import PairedDifference, cmc
 from xcompat.mapping import Candidate, CaptionedEmbeddings, PairedEmbeddings, choose, commands, load_paired, selection
 from xcompat.mapping import folds as folds_of
-from xcompat.mapping.agreement import HeldOutItems, choose_by_agreement
+from xcompat.mapping.agreement import HeldOutItems, choose_by_agreement, choose_by_labels_or_agreement
 from xcompat.mapping.candidates import LINES, CandidateParts, fit
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.commands import map_embeddings
@@ -762,3 +762,26 @@ def test_queries_with_ids_of_their_own_are_not_used(tmp_path: Path) -> None:
         write_questions(tmp_path / side, np.eye(8), np.eye(8), [f"q{row}" for row in range(8)])
     pairs = load_paired(tmp_path / "old", tmp_path / "new")
     assert isinstance(pairs, PairedEmbeddings) and "queries are not used" in pairs.notes[-1]
+
+
+def test_a_map_of_galleries_is_chosen_in_the_mapped_gallery() -> None:
+    pairs = made()
+    for labels_N in (pairs.labels_N, None):
+        turned = replace(pairs, labels_N=labels_N).swapped()
+        choice = choose_by_labels_or_agreement(turned, "known", 0, LINES)
+        assert choice.of_galleries and choice.rerank_weight is None and choice.mixed is None
+        model = fit(choice.candidate, CandidateParts(turned))
+        assert model.maps_galleries and (model.config.old["dim"], model.config.embedding_dim) == (OLD, NEW)
+        mapped, labels = model.upgrade(torch.from_numpy(pairs.old_Nd)).numpy(), pairs.labels_N
+        rows = np.arange(len(pairs))
+        found = cmc(pairs.new_ND, mapped, labels, labels, rows, rows)[1]
+        floor = cmc(pairs.old_Nd, pairs.old_Nd, labels, labels, rows, rows)[1]
+        assert found > floor, "the new model's queries find more in the mapped gallery than old queries in the old one"
+
+
+def test_a_captioned_map_of_galleries_gains_as_much_as_its_queries_do() -> None:
+    images, rows = made(1), np.arange(300)
+    pairs = CaptionedEmbeddings.join_complete(*(replace(side.take(rows), labels_N=rows) for side in (images, images)))
+    choice = choose(pairs.swapped(), seed=0)
+    assert choice.of_galleries and not choice.candidate.share and choice.candidate.power is None
+    assert fit(choice.candidate, CandidateParts(pairs.swapped())).maps_galleries

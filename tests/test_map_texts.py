@@ -236,7 +236,7 @@ def test_sentences_of_texts_choose_the_line(clip: str) -> None:
     choice = choose_by_agreement(pairs, texts=SentenceTexts(texts, new))
     assert choice.chosen.candidate.line == max(choice.sentences, key=choice.sentences.__getitem__)
     held = HeldOutItems(pairs, LINES, 0)
-    asking, found = Sentences(held, held.searched_folds(), SentenceTexts(texts, new)), []
+    asking, found = Sentences(held, held.searched_folds(), SentenceTexts(texts, new), pairs), []
     for number, (rows_G, (rows_Q, side)) in enumerate(zip(held.searched_rows, asking.asking, strict=True)):
         queries = held.known[number].queries(Candidate("rotation"), np.array(side.new_ND), "again").numpy()
         for row, query in zip(rows_Q.tolist(), queries, strict=True):

@@ -166,6 +166,10 @@ RememberItems = Annotated[
 VectorName = Annotated[
     str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")
 ]
+MapDirection = Annotated[
+    Literal["new_to_old", "old_to_new"],
+    typer.Option(help="new_to_old maps new queries. old_to_new maps stored vectors, for `migrate` and `gallery upgrade`."),
+]
 AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best map, even if it can find less than old queries.")]
 
 
@@ -200,6 +204,7 @@ def map_(
     gallery: SearchedVectors = None,
     id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: found by its name, e.g. id or doc_id.")] = None,
     vector_name: VectorName = None,
+    direction: MapDirection = "new_to_old",
 ) -> None:
     """Fit a map from new queries to an old gallery, from embeddings alone.
 
@@ -223,7 +228,7 @@ def map_(
     reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
-    asked = MapRequest(old, new, out, *choices, bad_share, allow_worse, gallery, reading)
+    asked = MapRequest(old, new, out, *choices, bad_share, allow_worse, gallery, reading, direction)
     asked.require()
     announce_loading(*asked.models)
     from xcompat.mapping.commands import map_embeddings

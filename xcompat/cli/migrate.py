@@ -69,8 +69,8 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show the cost and result of a migration. Writes nothing."""
-    from xcompat.core.progress import console, literal
-    from xcompat.report import load_report, print_ways, report_file
+    from xcompat.core.progress import console
+    from xcompat.report import print_quality
     from xcompat.stores import commands
 
     held = _source_field(from_, texts, images, embed, image_folder)
@@ -80,10 +80,7 @@ def plan(
         source, store = _vector_source(model, embed, image_folder if embed else None, service), _open(uri, where)
         commands.name_model(store, from_, held)
         found = commands.plan(store, source, dtype, max_bad_share)
-        if report_file(model).is_file():
-            print_ways(load_report(model), console, mapped=embed is None)
-        else:
-            console.print(f"quality is unknown: {literal(model)} has no report; create one with `xcompat evaluate`")
+        print_quality(model, console, mapped=embed is None)
     _print_json(found, json)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.cleaning import leave_out_copies
 from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched
-from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, Trial, ValidationSplit
+from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, SwappedSplit, Trial, ValidationSplit
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory, with_item_memory
-from xcompat.mapping.paired import PairedEmbeddings
+from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings
 from xcompat.mapping.selection import MIXED, Choice, choose, select_conservative
 from xcompat.mapping.sentences import Sentences, Texts
 from xcompat.models.old_knowledge import Rows
@@ -51,7 +51,8 @@ class HeldOutItems(ValidationSplit):
             held-out items only.
     """
 
-    sharpnesses, shares, powers = (), (), ()
+    sharpnesses, shares = (), ()
+    powers: Sequence[float] = ()
 
     def __init__(self, pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int, coverage: float | None = None) -> None:
         if len(pairs) < FEWEST:
@@ -67,7 +68,7 @@ class HeldOutItems(ValidationSplit):
         self.searched_rows = [rows_N[:searched] for rows_N in folds]  # random order: the first rows are queries
         self.n_queries = min(QUERIES, held)
         self.searched = [_unit(pairs.old_Nd, rows_G) for rows_G in self.searched_rows]
-        own = (_unit(pairs.new_ND, rows_G) for rows_G in self.searched_rows)
+        own = self.searched if self.of_galleries else (_unit(pairs.new_ND, rows_G) for rows_G in self.searched_rows)
         self.near = [_nearest(new_GD[: self.n_queries], new_GD) for new_GD in own]
         super().__init__(lines, seed)
 
@@ -77,11 +78,15 @@ class HeldOutItems(ValidationSplit):
 
     @override
     def measure(self, queries: Queries) -> list[FoldResult]:
+        return self.measure_search(queries, lambda number, *_: self.searched[number])
+
+    @override
+    def measure_search(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[FoldResult]:
         parts = []
-        for number, (rows_G, old_Gd, near_QK) in enumerate(zip(self.searched_rows, self.searched, self.near, strict=True)):
+        for number, (rows_G, near_QK) in enumerate(zip(self.searched_rows, self.near, strict=True)):
             rows_Q = rows_G[: self.n_queries]
-            asked_Qd = queries(number, PROTOCOL, rows_Q, self.pairs)
-            shared_Q = (_nearest(asked_Qd, old_Gd)[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
+            found_QK = _nearest(asked(number, PROTOCOL, rows_Q, self.pairs), searched(number, PROTOCOL, rows_G, self.pairs))
+            shared_Q = (found_QK[:, :, None] == near_QK[:, None, :]).any(2).mean(1)
             parts.append(FoldResult(number, PROTOCOL, {SHARED: shared_Q}, shared_Q, rows_Q, rows_Q, len(rows_G)))
         return parts
 
@@ -97,6 +102,10 @@ class HeldOutItems(ValidationSplit):
     @override
     def with_old_queries(self) -> ValidationSplit:
         return HeldOutItems(self.pairs.of_old(), LINES, self.seed)
+
+
+class HeldOutItemGalleries(SwappedSplit, HeldOutItems):
+    """Mapped galleries of items, searched by new embeddings of other items."""
 
 
 def _try_item_memory(pairs: PairedEmbeddings, lines: Mapping[str, Solver], seed: int, chosen: Candidate) -> ItemMemory:
@@ -141,16 +150,16 @@ def choose_by_agreement(
     Raises:
         NoValidationDataError: too few items for a validation split.
     """
-    held = HeldOutItems(pairs, lines, seed)
+    held = (HeldOutItemGalleries if isinstance(pairs, SwappedEmbeddings) else HeldOutItems)(pairs, lines, seed)
     held.direction = TEXT_TO_TEXT if texts is not None else held.direction
     trials = [held.try_candidate(Candidate(name)) for name in lines]
     sentences = {}
-    if texts is not None and len(asking := Sentences(held, held.searched_folds(), texts)):
+    if texts is not None and len(asking := Sentences(held, held.searched_folds(), texts, pairs)):
         sentences = {trial.candidate.line: float(asking.reciprocal_ranks(trial.candidate).mean()) for trial in trials}
         chosen = max(trials, key=lambda trial: sentences[trial.candidate.line])
     else:
         chosen = _prefer_whitened(trials)
-    if with_old_model:
+    if with_old_model and not held.of_galleries:
         chosen = held.try_candidate(replace(chosen.candidate, old_share=MIXED))
         trials.append(chosen)
     most = max(map(len, held.learned_rows))
@@ -163,6 +172,7 @@ def choose_by_agreement(
         learned_at_most=most if most == LEARNED else None,
         no_confidence="the map has no memory",
         of_agreement=True,
+        of_galleries=held.of_galleries,
         of_few_pairs=len(pairs) < 2 * max(pairs.dims),
         sentences=sentences,
         by_chance=held.is_by_chance(chosen.candidate),

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +29,17 @@ Solver = Callable[[Paired, Described], CompatModel]
 """Maps pairs and the old model (from ``describe_old``) to a linear map; an imported map ignores the pairs."""
 
 
+def _settings(pairs: Paired, old: Described) -> dict[str, Any]:
+    """Return the settings of every linear map. Swapped pairs give a map of galleries."""
+    new_dim = pairs.dims[pairs.direction == "old_to_new"]
+    return {"old": old, "embedding_dim": new_dim, "direction": pairs.direction}
+
+
 def rotation(centre: bool = False, scale: bool = False) -> Solver:
     """Return the solver of a rotation (see :class:`~xcompat.methods.procrustes.ProcrustesConfig`)."""
 
     def solve(pairs: Paired, old: Described) -> CompatModel:
-        config = ProcrustesModel.config_class(old=old, embedding_dim=pairs.dims[0], centre=centre, scale=scale)
+        config = ProcrustesModel.config_class(**_settings(pairs, old), centre=centre, scale=scale)
         return ProcrustesModel(config).fit_moments(pairs.moments).eval()
 
     return solve
@@ -40,12 +47,12 @@ def rotation(centre: bool = False, scale: bool = False) -> Solver:
 
 def solve_ridge(pairs: Paired, old: Described) -> CompatModel:
     """Solve a ridge regression."""
-    return RidgeModel(RidgeModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit_moments(pairs.moments).eval()
+    return RidgeModel(RidgeModel.config_class(**_settings(pairs, old))).fit_moments(pairs.moments).eval()
 
 
 def solve_whitened(pairs: Paired, old: Described) -> CompatModel:
     """Solve a whitened map."""
-    return WhitenedModel(WhitenedModel.config_class(old=old, embedding_dim=pairs.dims[0])).fit_moments(pairs.moments).eval()
+    return WhitenedModel(WhitenedModel.config_class(**_settings(pairs, old))).fit_moments(pairs.moments).eval()
 
 
 WHITENED = "whitened"
@@ -56,7 +63,7 @@ LINES: dict[str, Solver] = {
     "ridge": solve_ridge,
     WHITENED: solve_whitened,
 }
-"""Solvers of linear maps from the new space to the old one, by name."""
+"""Solvers of linear maps by name: from the new space to the old one, or the reverse with swapped pairs."""
 
 
 def drop_unstable_ridge(lines: Mapping[str, Solver], learned: int, dim: int) -> Mapping[str, Solver]:
@@ -129,7 +136,7 @@ class CandidateParts:
         self, pairs: Paired, old: Described | None = None, lines: Mapping[str, Solver] = LINES, codec: str | None = None
     ) -> None:
         self.pairs, self.codec = pairs, codec
-        self.old = old or describe_old(Fingerprint.from_string("old"), pairs.dims[1])
+        self.old = old or describe_old(Fingerprint.from_string("old"), pairs.dims[pairs.direction == "new_to_old"])
         self.lines = lines
         self._lines: dict[str, CompatModel] = {}
         self._transforms: dict[tuple[float | None, float], LearnedTransform] = {}

@@ -135,7 +135,8 @@ def _describe_agreement(choice: Choice) -> str:
     old, change = floor[SHARED], gains[SHARED]
     found = (
         f"Of the {NEIGHBOURS} items that the new model finds nearest, {choice.chosen.candidate} finds "
-        f"{100 * (old + change.mean):.0f} % in the old gallery and old queries find {100 * old:.0f} % "
+        f"{100 * (old + change.mean):.0f} % in the {'mapped' if choice.of_galleries else 'old'} gallery and old queries find "
+        f"{100 * old:.0f} %{' in the old one' if choice.of_galleries else ''} "
         f"({gain_with_interval(change.mean, change.low, change.high)} points, {choice.n_queries[protocol]:,} {protocol})."
     )
     if choice.sentences:
@@ -168,9 +169,9 @@ def _describe_item_memory(found: ItemMemory | None) -> list[str]:
 
 
 def _describe_missing(choice: Choice) -> str:
-    few, is_mixed = choice.of_few_pairs, choice.chosen.candidate.old_share > 0
+    few, no_mixture = choice.of_few_pairs, choice.chosen.candidate.old_share > 0 or choice.of_galleries
     pairs = "more pairs than twice the dimensions"
-    other = "" if is_mixed else "the old model with --old-model to mix both queries"
+    other = "" if no_mixture else "the old model with --old-model to mix both queries"
     more = " and ".join(filter(None, (pairs if few else "", other)))
     return "add classes (labels.txt) or captions" + (f", or {more}" if more else "")
 

@@ -86,7 +86,7 @@ class MemorySettings(NamedTuple):
 
 
 def map_embeddings(asked: MapRequest) -> bool:
-    """Choose a map of queries on a validation split, solve it on all items, and save it as a model.
+    """Choose a map of queries or galleries on a validation split, solve it on all items, and save it as a model.
 
     Args:
         asked: inputs and settings, checked by :meth:`~xcompat.mapping.request.MapRequest.require`.
@@ -110,6 +110,9 @@ def map_embeddings(asked: MapRequest) -> bool:
     described = old.describe_old() if old is not None else _describe_old(old_name, asked.old, pairs.dims[1])
     encoder = new.describe_encoder() if new is not None else None
     theirs = read_imported(asked.start, pairs, described, encoder) if asked.start is not None else None
+    if asked.direction == "old_to_new":
+        pairs = pairs.swapped()
+        found = replace(found, pairs=pairs)
     lines = LINES | ({IMPORTED: theirs.solve} if theirs is not None else {})
     with stage("evaluate candidates on the validation split", seconds):
         both = old is not None and new is not None
@@ -132,12 +135,15 @@ def map_embeddings(asked: MapRequest) -> bool:
         document |= {
             "dropped_pairs": dropped,
             "searched_classes": asked.searched,
+            "direction": asked.direction,
             "seed": asked.seed,
             "seconds": seconds,
             "run": provenance(),
         }
         write_json(temporary / "report.json", document)
     console.print(f"[green]✓[/] {literal(out / 'model')}: {literal(decided.candidate)}", soft_wrap=True)
+    if asked.direction == "old_to_new":
+        console.print(f"Next: `xcompat migrate plan URI --model {literal(out)}`, or `xcompat gallery upgrade`", soft_wrap=True)
     return True
 
 
@@ -193,7 +199,8 @@ def _decide(
 def _pairs(asked: MapRequest) -> TextPairs:
     """Read both sides, or embed texts with models."""
     if asked.texts is not None:
-        return pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), asked.max_bad_share, asked.reading)
+        read = asked.max_bad_share, asked.reading, asked.direction
+        return pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), *read)
     return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share, asked.reading), None, None)
 
 

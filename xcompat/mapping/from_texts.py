@@ -25,6 +25,7 @@ from xcompat.embeddings.embed import embed_images, embed_texts
 from xcompat.embeddings.provider import ALIKE, Provider, compare_sketches, load_function
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.domain import describe_shift, sample_side
+from xcompat.mapping.folds import Direction
 from xcompat.mapping.indexes import Reading
 from xcompat.mapping.paired import PairedEmbeddings, select_rows
 from xcompat.mapping.request import TextInput
@@ -64,11 +65,17 @@ class TextPairs:
 
 
 def pairs_of_texts(
-    old: Path, new: Path, texts: TextInput, cache_dir: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
+    old: Path,
+    new: Path,
+    texts: TextInput,
+    cache_dir: Path,
+    max_bad_share: float = BAD_SHARE,
+    reading: Reading | None = None,
+    direction: Direction = "new_to_old",
 ) -> TextPairs:
     """Embed texts or pictures with the sides that are models, and join both sides by ids.
 
-    The new model embeds queries, because the map receives queries; the old model embeds gallery items.
+    The new model embeds queries if the map receives queries, else gallery items. The old model embeds gallery items.
 
     Stored ids are text ids or picture paths. If no path is an id, file names are compared, then file names
     without suffix.
@@ -81,6 +88,7 @@ def pairs_of_texts(
         cache_dir: folder with cached embeddings; another call continues there.
         max_bad_share: largest share of unusable stored rows or unreadable pictures.
         reading: column names, and the file with the old side's ids.
+        direction: whether the map receives queries or stored embeddings.
 
     Returns:
         Pairs in text or picture order.
@@ -99,7 +107,7 @@ def pairs_of_texts(
     old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
     kept_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
     taken = items if len(kept_N) == len(items) else items.select(kept_N)
-    asked = new_source.for_queries() if isinstance(new_source, Embedder) else new_source
+    asked = new_source.for_queries() if isinstance(new_source, Embedder) and direction == "new_to_old" else new_source
     described = None
     if isinstance(asked, Provider) and service is not None:
         process_state()  # join the process group before the main process acts for all

@@ -178,6 +178,16 @@ class ValidationSplit(ABC):
             queries: maps queries to the searched space.
         """
 
+    @abstractmethod
+    def measure_search(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[FoldResult]:
+        """Measure held-out items as queries.
+
+        Args:
+            asked: embeds items as queries.
+            searched: embeds items as gallery entries.
+            old_weight: weight of old scores for re-ranking by the new model; None for no re-ranking.
+        """
+
     def measure_old(self) -> list[FoldResult]:
         """Measure old queries on old galleries."""
         return self.measure(_stored_embeddings)
@@ -326,14 +336,8 @@ class HeldOutClasses(ValidationSplit):
     def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
         return self.measure_search(queries, _stored_embeddings, old_weight)
 
+    @override
     def measure_search(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[FoldResult]:
-        """Measure held-out items as queries.
-
-        Args:
-            asked: embeds items as queries.
-            searched: embeds items as gallery entries.
-            old_weight: weight of old scores for re-ranking by the new model; None for no re-ranking.
-        """
         parts = []
         for number, fold in enumerate(self.folds):
             for protocol, rows_Q in fold.queries.items():
@@ -362,15 +366,14 @@ class HeldOutClasses(ValidationSplit):
         return HeldOutClasses(self.pairs.of_old(), self.searched, LINES, self.seed)
 
 
-class HeldOutGalleries(HeldOutClasses):
+class SwappedSplit(ValidationSplit):
     """New embeddings of items that search mapped old embeddings of others; the pairs exchange old and new.
 
     No learned transform is tried: it would change mapped embeddings, but not queries and new embeddings.
     """
 
-    powers = ()
+    powers: Sequence[float] = ()
     of_galleries = True
-    pairs: SwappedEmbeddings
 
     @override
     def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
@@ -388,9 +391,15 @@ class HeldOutGalleries(HeldOutClasses):
     def measure_old(self) -> list[FoldResult]:
 
         def old(_: int, __: str, rows_Q: NDArray[np.int64], turned: PairedEmbeddings) -> NDArray[np.float32]:
-            return turned.new_ND[rows_Q]
+            return normalise_rows(copy_rows(turned.new_ND, rows_Q))
 
         return self.measure_search(old, old)
+
+
+class HeldOutGalleries(SwappedSplit, HeldOutClasses):
+    """Mapped galleries of items with classes."""
+
+    pairs: SwappedEmbeddings
 
     @override
     def with_old_queries(self) -> ValidationSplit:
@@ -404,7 +413,9 @@ class HeldOutCaptions(ValidationSplit):
     Results of passages that search questions are only shown and do not affect the choice.
     """
 
-    sharpnesses, shares, powers = (40.0, 60.0, 100.0), (0.3, 0.5, 0.8, 1.2), ()
+    sharpnesses = (40.0, 60.0, 100.0)
+    shares: Sequence[float] = (0.3, 0.5, 0.8, 1.2)
+    powers: Sequence[float] = ()
 
     def __init__(self, pairs: CaptionedEmbeddings, lines: Mapping[str, Solver], seed: int) -> None:
         self.pairs = pairs
@@ -438,14 +449,8 @@ class HeldOutCaptions(ValidationSplit):
         alone = replace(candidate, old_share=0.0)  # old queries join where old embeddings are left
         return self.measure_search(self.queries_of(alone), self.stored_by(alone))
 
+    @override
     def measure_search(self, queries: Queries, stored: Queries, old_weight: float | None = None) -> list[FoldResult]:
-        """Measure both directions of search.
-
-        Args:
-            queries: embeds items as queries.
-            stored: embeds items as gallery entries.
-            old_weight: weight of old scores for re-ranking by the new model; None for no re-ranking.
-        """
         parts = []
         for number, pairs in enumerate(self.searched):
             sides, groups = (pairs.images, pairs.texts), pairs.groups
@@ -468,6 +473,12 @@ class HeldOutCaptions(ValidationSplit):
     @override
     def with_old_queries(self) -> ValidationSplit:
         return HeldOutCaptions(self.pairs.of_old(), LINES, self.seed)
+
+
+class HeldOutCaptionedGalleries(SwappedSplit, HeldOutCaptions):
+    """Mapped galleries of images with captions, or of passages with questions. No memory is tried."""
+
+    shares = ()
 
 
 def _stored_embeddings(_: int, __: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from typing_extensions import override
 from xcompat.core.arrays import RowSelection, copy_rows, number_strings
 from xcompat.core.errors import XcompatError
 from xcompat.mapping.domain import describe_shift, sample_side
+from xcompat.mapping.folds import Direction
 from xcompat.mapping.indexes import Reading
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
@@ -45,9 +46,14 @@ class PairedEmbeddings:
     labels_N: NDArray[np.int64] | None = None
     notes: tuple[str, ...] = ()
     n_stored: int | None = None
+    direction: ClassVar[Direction] = "new_to_old"
 
     def __len__(self) -> int:
         return len(self.new_ND)
+
+    def swapped(self) -> SwappedEmbeddings:
+        """Return the same items for a map of galleries."""
+        return SwappedEmbeddings(self.old_Nd, self.new_ND, self.labels_N, self.notes, self.n_stored)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -109,6 +115,7 @@ class SwappedEmbeddings(PairedEmbeddings):
     """
 
     side_NS: Rows | None = None
+    direction: ClassVar[Direction] = "old_to_new"
 
     @override
     def _pick_rows(self, rows_R: NDArray[np.int64], pick: Pick) -> Self:
@@ -157,6 +164,15 @@ class CaptionedEmbeddings:
         if not len(both_K):
             raise XcompatError("no image has a caption, so there is nothing to remember; give captions the ids of their images")
         return cls(images, texts, notes, are_questions)._select_groups(both_K, PairedEmbeddings.narrowed)
+
+    @property
+    def direction(self) -> Direction:
+        """Direction of the map for which the sides are ordered."""
+        return self.images.direction
+
+    def swapped(self) -> CaptionedEmbeddings:
+        """Return the same items for a map of galleries."""
+        return replace(self, images=self.images.swapped(), texts=self.texts.swapped())
 
     def of_old(self) -> CaptionedEmbeddings:
         """Return the same items with the old model in place of the new model."""

@@ -16,7 +16,7 @@ from xcompat.core.ownership import read_marker, require_replaceable
 from xcompat.core.progress import notice
 from xcompat.data.sources import files_digest
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
-from xcompat.mapping.folds import Searched
+from xcompat.mapping.folds import Direction, Searched
 from xcompat.mapping.indexes import READ_AS_IT_IS, Reading, is_gallery
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
 from xcompat.vectors.checks import BAD_SHARE
@@ -99,6 +99,7 @@ class MapRequest:
         allow_worse: whether to write a map that is not surely at or above old queries.
         gallery: gallery or vectors to compare with the pairs, or None.
         reading: file with the ids of ``old``, and column names.
+        direction: ``new_to_old`` to map queries, ``old_to_new`` to map the gallery, e.g. for a migration.
     """
 
     old: Path
@@ -117,6 +118,7 @@ class MapRequest:
     allow_worse: bool = False
     gallery: Path | None = None
     reading: Reading = READ_AS_IT_IS
+    direction: Direction = "new_to_old"
 
     @cached_property
     def existing_inputs(self) -> list[Path]:
@@ -149,6 +151,7 @@ class MapRequest:
             "seed": self.seed,
             "memory-codec": self.memory_codec,
             "remember-items": self.remember_items or None,
+            "direction": self.direction if self.direction != "new_to_old" else None,
             "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
             "id-column": self.reading.columns.id,
             "vector-name": self.reading.columns.vector,
@@ -167,6 +170,10 @@ class MapRequest:
             XcompatError: something is missing or in the way.
         """
         require_codec(self.memory_codec)
+        if self.direction == "old_to_new":
+            for option, value in (("remember-items", self.remember_items), ("start-from", self.start)):
+                if value:
+                    raise XcompatError(f"--{option} works with maps of queries; remove it, or remove --direction old_to_new")
         require_replaceable(self.out, MADE_BY, self.overwrite, self.existing_inputs)
         self._require_sides()
         self._require_columns()

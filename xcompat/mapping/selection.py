@@ -10,7 +10,14 @@ from xcompat.evaluation.cases import BackfillLoss, Case
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver, drop_unstable_ridge
 from xcompat.mapping.confidence import Calibration, calibrate
 from xcompat.mapping.folds import LEARNED, Searched
-from xcompat.mapping.held_out import HeldOutCaptions, HeldOutClasses, HeldOutGalleries, Trial, ValidationSplit
+from xcompat.mapping.held_out import (
+    HeldOutCaptionedGalleries,
+    HeldOutCaptions,
+    HeldOutClasses,
+    HeldOutGalleries,
+    Trial,
+    ValidationSplit,
+)
 from xcompat.mapping.item_memory import ItemMemory, with_item_memory
 from xcompat.mapping.paired import CaptionedEmbeddings, SwappedEmbeddings
 from xcompat.score_scale import OLD_WEIGHT
@@ -257,7 +264,7 @@ def _try_old_model(held: ValidationSplit, chosen: Trial) -> Trial | None:
 
 def _held_out(pairs: Paired, searched: Searched, lines: Mapping[str, Solver], seed: int) -> ValidationSplit:
     if isinstance(pairs, CaptionedEmbeddings):
-        return HeldOutCaptions(pairs, lines, seed)
+        return (HeldOutCaptionedGalleries if pairs.direction == "old_to_new" else HeldOutCaptions)(pairs, lines, seed)
     if pairs.labels_N is None:
         raise NoValidationDataError("a validation split needs classes or captions")
     return (HeldOutGalleries if isinstance(pairs, SwappedEmbeddings) else HeldOutClasses)(pairs, searched, lines, seed)

@@ -38,7 +38,7 @@ class Texts(NamedTuple):
 
 
 class Sentences:
-    """Sentences of held-out texts that search the old embeddings of whole held-out texts.
+    """Sentences of held-out texts that search the old embeddings of whole held-out texts, mapped if the map is of galleries.
 
     Stored passages as queries flatter every map, because user queries are shorter, like sentences. On SciFact, sentences rank
     linear maps exactly as nDCG does (docs/results/lines.md). They do not compare maps with old queries, because models that count
@@ -48,12 +48,17 @@ class Sentences:
         held: validation split.
         folds: rows (G,) of the held-out items and their old embeddings (G, d), per fold.
         given: texts of all items, and the new model.
+        pairs: embeddings of all items.
     """
 
     def __init__(
-        self, held: ValidationSplit, folds: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]], given: Texts
+        self,
+        held: ValidationSplit,
+        folds: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]],
+        given: Texts,
+        pairs: PairedEmbeddings,
     ) -> None:
-        self.held, self.folds, draw = held, folds, np.random.default_rng(held.seed)
+        self.held, self.folds, self.pairs, draw = held, folds, pairs, np.random.default_rng(held.seed)
         self.asking: list[tuple[NDArray[np.int64], PairedEmbeddings]] = []
         for rows_G, _ in folds:
             drawn = {row: said for row in rows_G.tolist() if (said := split_sentences(given.texts[row]))}
@@ -71,7 +76,10 @@ class Sentences:
         """Return the reciprocal rank of each sentence's text (Q,)."""
         queries, found = self.held.queries_of(candidate), []
         for number, ((rows_G, old_Gd), (rows_Q, side)) in enumerate(zip(self.folds, self.asking, strict=True)):
-            asked_Qd = queries(number, "sentences", np.arange(len(rows_Q)), side)
+            if self.held.of_galleries:
+                asked_Qd, old_Gd = np.asarray(side.new_ND), queries(number, "texts", rows_G, self.pairs)
+            else:
+                asked_Qd = queries(number, "sentences", np.arange(len(rows_Q)), side)
             found.append(1 / (1.0 + first_hit_ranks(asked_Qd, old_Gd, rows_Q, rows_G)))
         return np.concatenate(found)
 

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from xcompat.report.pages import render_html, render_markdown
     from xcompat.report.report import render_report, write_report
     from xcompat.report.storage import load_report, recorded_backfill_losses, report_file, require_report_place
-    from xcompat.report.terminal import print_report, print_ways
+    from xcompat.report.terminal import print_quality, print_report, print_ways
 
 _PLACES = {
     "content": ["Example", "ExampleRow", "Hit", "ModelInfo", "Report", "ReportContent"],
     "pages": ["render_html", "render_markdown"],
     "report": ["render_report", "write_report"],
     "storage": ["load_report", "recorded_backfill_losses", "report_file", "require_report_place"],
-    "terminal": ["print_report", "print_ways"],
+    "terminal": ["print_quality", "print_report", "print_ways"],
 }
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Report",
     "ReportContent",
     "load_report",
+    "print_quality",
     "print_report",
     "print_ways",
     "recorded_backfill_losses",

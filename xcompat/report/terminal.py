@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from xcompat.core.files import read_json
 from xcompat.core.metric_names import metric_name
 from xcompat.core.progress import literal
 from xcompat.evaluation import Case
 from xcompat.report.content import Example, Hit, Report
 from xcompat.report.planning import Plan, describe_plan
+from xcompat.report.storage import is_report_of_map, load_report, report_file
 from xcompat.report.wording import failed_lines, gain, interval, search_name, verdicts
 
 _STYLES = {
@@ -40,6 +42,24 @@ def print_report(report: Report, console: Console) -> None:
         which = literal(f"{search_name(each.direction, each.population)} {metric_name(each.metric)}")
         found = f"{gain(each.mean)} points ({interval(each.ci95)})"
         console.print(f"  [dim]{which}: new/old - old/old = {found}[/]")
+
+
+def print_quality(model: str, console: Console, mapped: bool) -> None:
+    """Print the result of each way to the new model on a run's test set, or a map's result on its validation split.
+
+    Args:
+        model: the run or map.
+        console: output console.
+        mapped: whether it maps galleries.
+    """
+    file = report_file(model)
+    if not file.is_file():
+        console.print(f"quality is unknown: {literal(model)} has no report; create one with `xcompat evaluate`")
+    elif is_report_of_map(document := read_json(file)):
+        for line in document.get("said", []):
+            console.print(literal(line), soft_wrap=True)
+    else:
+        print_ways(load_report(file), console, mapped)
 
 
 def print_ways(report: Report, console: Console, mapped: bool) -> None:

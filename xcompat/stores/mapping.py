@@ -43,8 +43,8 @@ class Mapping(VectorSource[Block, Block]):
         if not self.model.maps_galleries:
             raise XcompatError(
                 f"{identity(self.model)} maps queries, so the store stays as it is; search with "
-                "`xcompat gallery search URI … --model RUN`. To migrate, train a map of stored vectors: a recipe with `options: "
-                "{direction: old_to_new}`, as in docs/tutorials/migrate.md"
+                "`xcompat gallery search URI … --model RUN`. To migrate, fit a map of the stored vectors with `xcompat map "
+                "--direction old_to_new`, as in docs/tutorials/migrate.md"
             )
         if self.model.metric == "l2":
             raise XcompatError(
