@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lancedb
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from lancedb.index import BTree, HnswSq, IvfPq
@@ -284,3 +285,25 @@ def test_a_store_that_does_not_answer_is_named_without_its_keys() -> None:
 def test_a_condition_that_is_wrong_is_told_in_one_line(place: LancePlace) -> None:
     with pytest.raises(XcompatError, match="table=items: .*No field named prize"):
         place.open().search(np.ones((1, DIM)), filter="prize < 3")
+
+
+def test_a_map_is_fitted_to_the_vectors_of_a_database(
+    place: LancePlace, vectors: np.ndarray, tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
+) -> None:
+    new = vectors[::-1] @ np.linalg.qr(np.random.default_rng(1).standard_normal((DIM, DIM)))[0]
+    ids = [str(row) for row in reversed(range(N))]
+    pq.write_table(pa.table({"id": ids, "embedding": fixed_size(new.astype(np.float32))}), tmp_path / "new.parquet")
+    mapping = ("map", "--old", place.uri(), "--new", tmp_path / "new.parquet", "--out", tmp_path / "forward")
+    code, out, err = run_xcompat(*mapping, "--direction", "old_to_new")
+    assert code == 0, err
+    code, out, err = run_xcompat("migrate", "plan", place.uri(), "--model", tmp_path / "forward")
+    assert code == 0 and "600" in out and "finds 100 % in the mapped gallery" in out, "the map knows the recorded model"
+    code, _, err = run_xcompat(*mapping)
+    assert code == 2 and "different --direction" in err
+    found = xcompat.fit_map(old=place.uri(), new=tmp_path / "new.parquet")
+    assert found.is_safe and found.model.config.old["fingerprint"] == OLD.digest
+    np.testing.assert_allclose(found.to_space(new[::-1]), vectors / np.linalg.norm(vectors, axis=1, keepdims=True), atol=1e-3)
+    code, _, err = run_xcompat("map", "--old", "lancedb:///nowhere?table=items", "--new", tmp_path / "new.parquet")
+    assert code == 2 and "nowhere" in err
+    code, _, err = run_xcompat("map", "--old", "mysql://me:secret@db/shop", "--new", tmp_path / "new.parquet")
+    assert code == 2 and "mysql is not a kind of store" in err and "secret" not in err

@@ -176,8 +176,10 @@ AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best 
 @app.command("map")
 def map_(
     old: Annotated[
-        Path,
-        typer.Option(help="Old embeddings: faiss index, gallery, file or folder. With --texts or --images, also the old model."),
+        str,
+        typer.Option(
+            help="Old embeddings: faiss index, gallery, database address, file or folder. With --texts or --images: old model."
+        ),
     ],
     new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts or --images, also the new model.")],
     ids: OldIds = None,
@@ -219,7 +221,7 @@ def map_(
 
     The best map on held-out items is written. Exit code 1, and no map, if no candidate is surely as good as old queries.
     """
-    from xcompat.mapping.indexes import Reading
+    from xcompat.mapping.indexes import Reading, parse_place
     from xcompat.mapping.request import MapRequest, make_initial_map, make_text_input
     from xcompat.vectors import Columns
     from xcompat.vectors.checks import BAD_SHARE
@@ -228,7 +230,7 @@ def map_(
     reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
-    asked = MapRequest(old, new, out, *choices, bad_share, allow_worse, gallery, reading, direction)
+    asked = MapRequest(parse_place(old), new, out, *choices, bad_share, allow_worse, gallery, reading, direction)
     asked.require()
     announce_loading(*asked.models)
     from xcompat.mapping.commands import map_embeddings

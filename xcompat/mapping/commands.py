@@ -24,7 +24,7 @@ from xcompat.mapping.domain import describe_shift, read_gallery_vectors
 from xcompat.mapping.folds import Searched
 from xcompat.mapping.from_texts import TextPairs, pairs_of_texts
 from xcompat.mapping.imported_maps import IMPORTED, ImportedMap, read_imported
-from xcompat.mapping.indexes import describe_gallery_model, is_gallery
+from xcompat.mapping.indexes import Place, describe_stored_model
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.request import MADE_BY, MapRequest
 from xcompat.mapping.selection import Choice
@@ -235,7 +235,7 @@ def _name_of_old(asked: MapRequest) -> str | None:
     name, path = asked.old_model, asked.old
     if asked.texts is not None and not holds_embeddings(path):
         return None
-    if is_loadable(name) if name is not None else is_gallery(path):
+    if is_loadable(name) if name is not None else describe_stored_model(path) is not None:
         return None
     if name is None:
         notice(
@@ -251,9 +251,10 @@ def _name_of_old(asked: MapRequest) -> str | None:
     return name
 
 
-def _describe_old(name: str | None, path: Path, dim: int) -> dict[str, Any]:
-    """Describe the old model by its name, as in galleries with an adopted index, or by the gallery's record."""
-    return describe_gallery_model(path) if name is None else describe_old(Fingerprint.from_string(name), dim)
+def _describe_old(name: str | None, path: Place, dim: int) -> dict[str, Any]:
+    """Describe the old model by its name, as in galleries with an adopted index, or by the record of a gallery or database."""
+    known = describe_stored_model(path) if name is None else None
+    return known or describe_old(Fingerprint.from_string(name or path.stem), dim)
 
 
 def _new_model(name: str | None, found: TextPairs) -> Embedder | None:

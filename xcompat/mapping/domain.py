@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.arrays import copy_rows, normalise_rows
 from xcompat.core.errors import XcompatError
+from xcompat.mapping.indexes import Place, StoreAddress, is_gallery
 from xcompat.mapping.sides import Side, read_sides
 from xcompat.models.old_knowledge import Rows
 
@@ -61,8 +60,8 @@ def describe_shift(pairs_Nd: Rows, gallery_Gd: Rows, name: str) -> tuple[str, ..
     )
 
 
-def read_gallery_vectors(path: Path) -> tuple[NDArray[np.float32], int]:
-    """Read up to :data:`COMPARED` stored vectors of a gallery's oldest version, or of embedding files.
+def read_gallery_vectors(path: Place) -> tuple[NDArray[np.float32], int]:
+    """Read up to :data:`COMPARED` stored vectors of a gallery's oldest version, of embedding files or of a database.
 
     Returns:
         These vectors, and the number of all.
@@ -71,9 +70,8 @@ def read_gallery_vectors(path: Path) -> tuple[NDArray[np.float32], int]:
         XcompatError: the gallery is empty, or there are no embeddings.
     """
     from xcompat.retrieval import Gallery
-    from xcompat.retrieval.manifest import CURRENT
 
-    if not (path / CURRENT).is_file():
+    if isinstance(path, StoreAddress) or not is_gallery(path):
         side = next(iter(read_sides(path).values()))
         return sample_side(side), int(side.usable_N.sum())
     with Gallery.open(path) as gallery, gallery.reading():

@@ -25,7 +25,7 @@ from xcompat.mapping.choice_report import as_json, choice_html, describe_choice
 from xcompat.mapping.cleaning import drop_wrong_pairs
 from xcompat.mapping.commands import require_dim
 from xcompat.mapping.domain import describe_shift, read_gallery_vectors
-from xcompat.mapping.indexes import describe_gallery_model, is_gallery, read_vectors_of_index
+from xcompat.mapping.indexes import Place, describe_stored_model, parse_place, read_vectors_of_index
 from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.selection import Choice
 from xcompat.mapping.sentences import Texts
@@ -37,7 +37,7 @@ from xcompat.retrieval import Gallery
 from xcompat.retrieval.versions import as_float32
 
 Embeddings: TypeAlias = ArrayLike | Tensor | str | Path | Gallery | Any
-"""Embeddings in memory, a faiss index, a gallery, or their path."""
+"""Embeddings in memory, a faiss index, a gallery, or their path or address."""
 
 
 class FittedMap:
@@ -127,8 +127,8 @@ def fit_map(
     """Choose a map of queries on held-out items, and solve it on all items.
 
     Args:
-        old: (N, d) float embeddings by the old model: an array, a tensor, a faiss index, a gallery, or a path as in
-            `xcompat map --old`.
+        old: (N, d) float embeddings by the old model: an array, a tensor, a faiss index, a gallery, or a path or database's
+            address as in `xcompat map --old`.
         new: (N, D) float embeddings of the same items by the new model, as for ``old``. Two paths or galleries are joined by
             their ids. Otherwise rows are in the same order.
         labels: N classes for validation. Two paths have their own.
@@ -174,7 +174,7 @@ def fit_map(
 def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Path) -> Paired:
     """Add the gallery's size to the pairs; warn if they are unlike the gallery."""
     if isinstance(gallery, str | Path):
-        stored_nd, n_stored = read_gallery_vectors(Path(gallery))
+        stored_nd, n_stored = read_gallery_vectors(parse_place(str(gallery)))
     else:
         stored_nd = as_float32(gallery)
         n_stored = len(stored_nd)
@@ -187,13 +187,13 @@ def _compare_with_gallery(pairs: Paired, gallery: ArrayLike | Tensor | str | Pat
 def _describe_by_name(old: Any, name: str | None, dim: int) -> dict[str, Any]:  # noqa: ANN401 - see fit_map
     """Describe the old model by its name, by the gallery's model, or by the name of the file as in `xcompat map`."""
     path = _path_of(old)
-    if name is None and path is not None and is_gallery(path):
-        return describe_gallery_model(path)
+    if name is None and path is not None and (known := describe_stored_model(path)) is not None:
+        return known
     return describe_old(Fingerprint.from_string(name or (path.stem if path is not None else "old")), dim)
 
 
-def _path_of(side: Any) -> Path | None:  # noqa: ANN401 - see fit_map
-    return side.path if isinstance(side, Gallery) else Path(side) if isinstance(side, str | Path) else None
+def _path_of(side: Any) -> Place | None:  # noqa: ANN401 - see fit_map
+    return side.path if isinstance(side, Gallery) else parse_place(str(side)) if isinstance(side, str | Path) else None
 
 
 def _read_rows(side: Any) -> NDArray[np.float32]:  # noqa: ANN401 - see fit_map

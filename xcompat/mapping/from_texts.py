@@ -26,7 +26,7 @@ from xcompat.embeddings.provider import ALIKE, Provider, compare_sketches, load_
 from xcompat.mapping.candidates import Paired
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.folds import Direction
-from xcompat.mapping.indexes import Reading
+from xcompat.mapping.indexes import Place, Reading
 from xcompat.mapping.paired import PairedEmbeddings, select_rows
 from xcompat.mapping.request import TextInput
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
@@ -65,7 +65,7 @@ class TextPairs:
 
 
 def pairs_of_texts(
-    old: Path,
+    old: Place,
     new: Path,
     texts: TextInput,
     cache_dir: Path,
@@ -173,7 +173,7 @@ def _cache_folder(source: Embedder | Provider, digest: str, cache_dir: Path, kin
     return cache_dir / f"{kind}-{source.fingerprint.digest[:16]}-{digest[:16]}"
 
 
-def _source(path: Path, max_bad_share: float, reading: Reading) -> Source:
+def _source(path: Place, max_bad_share: float, reading: Reading) -> Source:
     if not holds_embeddings(path):
         return load_embedder(str(path))
     sides = read_sides(path, max_bad_share, reading)

@@ -1,9 +1,12 @@
-"""Old embeddings in faiss indexes and galleries."""
+"""Old embeddings in faiss indexes, galleries and databases."""
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,16 +40,52 @@ READ_AS_IT_IS = Reading()
 """Ids and columns are found by their names."""
 
 
-def is_gallery(path: Path) -> bool:
+@dataclass(frozen=True)
+class StoreAddress:
+    """Address of a database with vectors.
+
+    Args:
+        uri: as in :func:`xcompat.stores.open`.
+    """
+
+    uri: str = field(repr=False)
+
+    def __str__(self) -> str:
+        """Return the address for messages, without passwords."""
+        from xcompat.stores.uri import without_credentials
+
+        return without_credentials(self.uri)
+
+    @property
+    def stem(self) -> str:
+        """Name of the table or collection."""
+        parts = urlsplit(self.uri)
+        options = parse_qs(parts.query)
+        named = next((options[key][0] for key in ("table", "collection") if key in options), None)
+        return named or Path(unquote(parts.path)).name
+
+
+Place: TypeAlias = Path | StoreAddress
+"""Embeddings in a file, a folder or a database."""
+
+
+def parse_place(text: str) -> Place:
+    """Return the place of a path or a store's address. ``file:///FOLDER`` is a gallery's path."""
+    if "://" not in text:
+        return Path(text)
+    return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else StoreAddress(text)
+
+
+def is_gallery(path: Place) -> bool:
     """Return whether a path is a gallery's folder."""
     from xcompat.retrieval.manifest import CURRENT
 
-    return path.is_dir() and (path / CURRENT).is_file()
+    return isinstance(path, Path) and path.is_dir() and (path / CURRENT).is_file()
 
 
-def is_index(path: Path) -> bool:
+def is_index(path: Place) -> bool:
     """Return whether a path is a faiss index, by its name and first byte."""
-    if path.name.endswith(SUFFIXES) or not path.is_file():
+    if not isinstance(path, Path) or path.name.endswith(SUFFIXES) or not path.is_file():
         return False
     with path.open("rb") as file:
         return file.read(1) == _MAGIC
@@ -121,11 +160,37 @@ def read_gallery(path: Path) -> Vectors:
     return Vectors(spool.map_rows(), ids)
 
 
-def describe_gallery_model(path: Path) -> dict[str, Any]:
-    """Describe the model of a gallery's oldest version, for a map's configuration."""
+def read_store(address: StoreAddress) -> Vectors:
+    """Read the searched vectors of a database.
+
+    Raises:
+        XcompatError: the store cannot be opened, or it has no vectors.
+    """
+    import xcompat.stores
+
+    with closing(xcompat.stores.open(address.uri)) as store:
+        spool, ids = Spool(np.float32), list[str]()
+        for names, vectors_ND in store.stream(BLOCK):
+            ids += names
+            spool.add(vectors_ND)
+    if not ids:
+        raise XcompatError(f"{address} has no vectors")
+    return Vectors(spool.map_rows(), ids)
+
+
+def describe_stored_model(place: Place) -> dict[str, Any] | None:
+    """Describe the model that a gallery's oldest version, or a database, records; None if no model is recorded."""
     from xcompat.models.config import describe_old
     from xcompat.retrieval import Gallery
 
-    with Gallery.open(path) as gallery:
+    if isinstance(place, StoreAddress):
+        import xcompat.stores
+
+        with closing(xcompat.stores.open(place.uri)) as store:
+            own = store.spaces()[store.space]
+        return describe_old(own.fingerprint, own.dim) if own.fingerprint is not None and own.dim is not None else None
+    if not is_gallery(place):
+        return None
+    with Gallery.open(place) as gallery:
         version = gallery.manifest.versions[0]
     return describe_old(version.fingerprint, version.dim)

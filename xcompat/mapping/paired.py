@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ from xcompat.core.arrays import RowSelection, copy_rows, number_strings
 from xcompat.core.errors import XcompatError
 from xcompat.mapping.domain import describe_shift, sample_side
 from xcompat.mapping.folds import Direction
-from xcompat.mapping.indexes import Reading
+from xcompat.mapping.indexes import Place, Reading
 from xcompat.mapping.sides import BARE, ITEM, KINDS, LABELS, Side, read_sides
 from xcompat.models.closed_form import Moments, readable_pairs
 from xcompat.models.old_knowledge import Rows
@@ -248,7 +247,7 @@ def number_groups(image_ids: Sequence[str], text_ids: Sequence[str], texts: Sequ
 
 
 def load_paired(
-    old: Path, new: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
+    old: Place, new: Place, max_bad_share: float = BAD_SHARE, reading: Reading | None = None
 ) -> PairedEmbeddings | CaptionedEmbeddings:
     """Read both models' embeddings, and bring them into the same order.
 
@@ -258,7 +257,8 @@ def load_paired(
       ``labels.txt`` (a class per line);
     - a folder with both, in which texts have the ids of their images;
     - texts with ``query_embeds.npy`` and ``query_ids.txt``, in which queries have the ids of their answers;
-    - a faiss index, a gallery, or a file of :func:`~xcompat.vectors.read_vectors`; without ids, with equal rows.
+    - a database's address, a faiss index, a gallery, or a file of :func:`~xcompat.vectors.read_vectors`; without ids, with equal
+      rows.
 
     Args:
         old: old side.
@@ -305,7 +305,7 @@ def load_paired(
     )
 
 
-def _common_kinds(old: Path, new: Path, old_sides: dict[str, Side], new_sides: dict[str, Side]) -> list[str]:
+def _common_kinds(old: Place, new: Place, old_sides: dict[str, Side], new_sides: dict[str, Side]) -> list[str]:
     """Return the kinds of items on both sides, or raise if there is none."""
     kinds = [kind for kind in old_sides if kind in new_sides]
     if not kinds:
@@ -373,7 +373,7 @@ def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_
     if len(found) == 2 and found[0] != found[1]:
         row, first, second = next((row, *both) for row, both in enumerate(zip(*found, strict=True)) if both[0] != both[1])
         name = old.ids[int(old_rows_N[row])] if old.ids is not None else f"row {row}"
-        raise XcompatError(f"{name} has the class {first!r} in {old.path / LABELS}, but {second!r} in {new.path / LABELS}")
+        raise XcompatError(f"{name} has the class {first!r} in {LABELS} of {old.path}, but {second!r} in {new.path}")
     return found[0] if found else None
 
 

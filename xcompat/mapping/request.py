@@ -17,7 +17,7 @@ from xcompat.core.progress import notice
 from xcompat.data.sources import files_digest
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
 from xcompat.mapping.folds import Direction, Searched
-from xcompat.mapping.indexes import READ_AS_IT_IS, Reading, is_gallery
+from xcompat.mapping.indexes import READ_AS_IT_IS, Place, Reading, is_gallery
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
 from xcompat.vectors.checks import BAD_SHARE
 from xcompat.vectors.codecs import require_codec
@@ -102,7 +102,7 @@ class MapRequest:
         direction: ``new_to_old`` to map queries, ``old_to_new`` to map the gallery, e.g. for a migration.
     """
 
-    old: Path
+    old: Place
     new: Path
     out: Path
     old_model: str | None = None
@@ -124,10 +124,10 @@ class MapRequest:
     def existing_inputs(self) -> list[Path]:
         """Existing input paths, which must not be overwritten."""
         paths = (self.old, self.new, *([Path(self.start.name)] if self.start is not None else []))
-        return [path for path in paths if path.exists()]
+        return [path for path in paths if isinstance(path, Path) and path.exists()]
 
     @property
-    def _sides(self) -> tuple[Path, ...]:
+    def _sides(self) -> tuple[Place, ...]:
         """Sides with embeddings or models; a service makes the new side."""
         is_service = self.texts is not None and self.texts.embed_with is not None
         return (self.old,) if is_service else (self.old, self.new)
@@ -143,7 +143,7 @@ class MapRequest:
         """Option -> value, or digest of its files, for all options that change the map."""
         texts, start = self.texts, self.start
         given = {
-            "old": _digest(side_files(self.old)) if holds_embeddings(self.old) else str(self.old),
+            "old": (holds_embeddings(self.old) and _digest(side_files(self.old))) or str(self.old),
             "new": _digest(side_files(self.new)) if holds_embeddings(self.new) else str(self.new),
             "old-model": self.old_model if self.old_model is not None else self.old.stem,
             "new-model": self.new_model,
@@ -207,7 +207,8 @@ class MapRequest:
         """Raise if no side has a chosen column, or the file with ids does not exist."""
         if self.reading.ids is not None and not self.reading.ids.is_file():
             raise MissingPathError(f"--ids {self.reading.ids} does not exist; choose a text file with an id per line")
-        tables = [side for side in (self.old, self.new) if side.exists() and not is_gallery(side)]
+        sides = [side for side in (self.old, self.new) if isinstance(side, Path)]
+        tables = [side for side in sides if side.exists() and not is_gallery(side)]
         names = [name for side in tables if is_table(side) for name in column_names(side)]
         is_opaque = any(
             side.name.endswith((*ARRAYS, *DOCUMENTS)) for side in tables

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import files_below
-from xcompat.mapping.indexes import Reading, is_gallery, is_index, read_gallery, read_index
+from xcompat.mapping.indexes import Place, Reading, StoreAddress, is_gallery, is_index, read_gallery, read_index, read_store
 from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE, require_floats
 from xcompat.vectors.formats import EMBEDDING_COLUMNS, ID, READABLE, SUFFIXES, is_table, steps_beside, stored_at
@@ -32,7 +32,7 @@ class Side:
     """A model's embeddings of a single kind of items; without ``ids``, both models' rows are in the same order.
 
     Args:
-        path: file or folder.
+        path: file, folder or database.
         embeds_ND: the embeddings; usable ones have length 1.
         usable_N: (N,) bool, False for rows without a usable embedding, which are not paired.
         notes: sentences for the user about such rows.
@@ -40,7 +40,7 @@ class Side:
         labels: class of each row.
     """
 
-    path: Path
+    path: Place
     embeds_ND: NDArray[Any]
     usable_N: NDArray[np.bool_]
     notes: tuple[str, ...] = ()
@@ -58,13 +58,15 @@ class Side:
         return keys
 
 
-def holds_embeddings(path: Path) -> bool:
-    """Return whether a path is a file or folder of embeddings, not a model."""
+def holds_embeddings(path: Place) -> bool:
+    """Return whether a path is a file, folder or database of embeddings, not a model."""
+    if isinstance(path, StoreAddress):
+        return True
     is_stored = path.is_file() or is_gallery(path) or is_table(path)
     return is_stored or any(stored_at(path / f"{kind}_embeds") is not None for kind in KINDS)
 
 
-def read_sides(path: Path, max_bad_share: float = BAD_SHARE, reading: Reading | None = None) -> dict[str, Side]:
+def read_sides(path: Place, max_bad_share: float = BAD_SHARE, reading: Reading | None = None) -> dict[str, Side]:
     """Read a model's embeddings.
 
     Args:
@@ -78,7 +80,7 @@ def read_sides(path: Path, max_bad_share: float = BAD_SHARE, reading: Reading | 
     Raises:
         XcompatError: a file is missing or unusable, or too many rows lack a usable embedding.
     """
-    if kinds := require_side(path):
+    if (kinds := require_side(path)) and isinstance(path, Path):
         return {kind: _read_side(path, kind, kind != kinds[0], max_bad_share) for kind in kinds}
     vectors = _read_file(path, reading or Reading())
     side = Side(path, *check_rows(vectors.rows_ND, path, vectors.ids, max_bad_share), vectors.ids)
@@ -87,13 +89,13 @@ def read_sides(path: Path, max_bad_share: float = BAD_SHARE, reading: Reading | 
     return {BARE if side.ids is None else ITEM: side}
 
 
-def _read_file(path: Path, reading: Reading) -> Vectors:
-    """Read a gallery, a faiss index, or any file of embeddings, with the given ids if it has none."""
-    if is_gallery(path):
+def _read_file(path: Place, reading: Reading) -> Vectors:
+    """Read a database, a gallery, a faiss index, or any file of embeddings, with the given ids if it has none."""
+    if isinstance(path, Path) and is_gallery(path):
         return read_gallery(path)
-    if is_index(path):
+    if isinstance(path, Path) and is_index(path):
         return read_index(path, reading.ids)
-    vectors = read_vectors(path, reading.columns)
+    vectors = read_store(path) if isinstance(path, StoreAddress) else read_vectors(path, reading.columns)
     if reading.ids is None:
         return vectors
     if vectors.ids is not None:
@@ -104,8 +106,8 @@ def _read_file(path: Path, reading: Reading) -> Vectors:
     return Vectors(vectors.rows_ND, ids)
 
 
-def require_side(path: Path) -> list[str]:
-    """Raise if a path does not contain embeddings, judged only by file names.
+def require_side(path: Place) -> list[str]:
+    """Raise if a path does not contain embeddings, judged only by file names, or an address has no known kind of store.
 
     Args:
         path: as in :func:`read_sides`.
@@ -116,6 +118,11 @@ def require_side(path: Path) -> list[str]:
     Raises:
         XcompatError: a file is missing or does not contain embeddings.
     """
+    if isinstance(path, StoreAddress):
+        from xcompat.stores import require_kind
+
+        require_kind(path.uri)
+        return []
     if is_gallery(path) or is_index(path):
         return []
     kinds = [kind for kind in KINDS if stored_at(path / f"{kind}_embeds") is not None or (path / f"{kind}_ids.txt").exists()]
@@ -130,15 +137,17 @@ def require_side(path: Path) -> list[str]:
     elif not path.exists() or (path.is_file() and not path.name.endswith(SUFFIXES)):
         what = "is not a file of embeddings" if path.exists() else "does not exist"
         raise XcompatError(
-            f"{path} {what}; use a faiss index, a gallery, a folder with image_embeds.npy and image_ids.txt, or {READABLE} with "
-            f"{ID} and {EMBEDDING_COLUMNS[0]}"
+            f"{path} {what}; use a faiss index, a gallery, a database's address, a folder with image_embeds.npy and "
+            f"image_ids.txt, or {READABLE} with {ID} and {EMBEDDING_COLUMNS[0]}"
         )
     return kinds
 
 
-def side_files(path: Path) -> list[Path]:
-    """Return the files read by :func:`read_sides`; raise as :func:`require_side` does."""
+def side_files(path: Place) -> list[Path]:
+    """Return the files read by :func:`read_sides`, none for a database; raise as :func:`require_side` does."""
     kinds = require_side(path)
+    if isinstance(path, StoreAddress):
+        return []
     if is_gallery(path):
         return [file for file in path.iterdir() if file.is_file()]  # manifests name the segments and their checksums
     places = [place for kind in kinds for place in (_files_of(path, kind)[0], path / f"{kind}_ids.txt")]
@@ -182,7 +191,7 @@ def _read_side(path: Path, kind: str, searches: bool, max_bad_share: float) -> S
     return Side(path, *check_rows(embeds_ND, place, ids, max_bad_share), ids, labels)
 
 
-def _require_distinct(file: Path, ids: list[str]) -> None:
+def _require_distinct(file: Place, ids: list[str]) -> None:
     if len(set(ids)) < len(ids):
         twice = next(name for name, count in Counter(ids).items() if count > 1)
         raise XcompatError(f"{file} contains the id {twice!r} more than once; ids must be unique")
