@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -21,11 +22,12 @@ from xcompat import XcompatError
 from xcompat.cli import app
 from xcompat.embeddings.provider import ATTEMPTS, Provider, load_function
 from xcompat.heads import slerp
-from xcompat.mapping import PairedEmbeddings, agreement
+from xcompat.mapping import PairedEmbeddings, agreement, request
 from xcompat.mapping.agreement import NEIGHBOURS, PROTOCOL, HeldOutItems, choose_by_agreement
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts
 from xcompat.mapping.choice_report import as_json, describe_choice
 from xcompat.mapping.from_texts import pairs_of_texts
+from xcompat.mapping.indexes import Reading
 from xcompat.mapping.request import TextInput
 from xcompat.mapping.sentences import Sentences
 from xcompat.mapping.sentences import Texts as SentenceTexts
@@ -431,3 +433,35 @@ def test_a_map_without_labels_is_safe_if_it_agrees_enough() -> None:
     for floor, is_safe in ((1.99, True), (2.01, False)):  # least and floor together are 1.5 times the floor where it is 2 least
         shifted = replace(choice, floor={protocol: dict.fromkeys(metrics, floor * choice.chosen.least.low)})
         assert shifted.is_safe == is_safe and not replace(shifted, of_few_pairs=True).is_safe
+
+
+def test_a_random_sample_of_an_index_is_embedded(clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, file = rotated(embedded(clip)), written(tmp_path)
+    index = faiss.IndexFlatIP(old.shape[1])
+    index.add(old)
+    faiss.write_index(index, str(tmp_path / "old.faiss"))
+    (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in IDS))
+    reading = Reading(tmp_path / "ids.txt")
+    sampled = [
+        pairs_of_texts(
+            tmp_path / "old.faiss", Path(clip), TextInput(file), tmp_path / "cache", 0.1, reading, "new_to_old", 45, seed
+        )
+        for seed in (0, 0, 1)
+    ]
+    first, again, other = (found.pairs for found in sampled)
+    assert len(first) == 45 and first.n_stored == len(TEXTS) and first.coverage == 0.75
+    np.testing.assert_array_equal(first.old_Nd, again.old_Nd)
+    assert not np.array_equal(first.old_Nd, other.old_Nd), "the seed draws the sample"
+    rows = [TEXTS.index(text) for text in sampled[0].texts]
+    np.testing.assert_allclose(first.old_Nd, old[rows], atol=1e-6)
+    monkeypatch.setattr(request, "ENOUGH", 45)
+    command = ("--old", tmp_path / "old.faiss", "--ids", tmp_path / "ids.txt", "--new", clip, "--texts", file)
+    for number, (more, items) in enumerate(
+        {(): 45, ("--sample", 0): 60, ("--sample", 50): 50, ("--remember-items",): 60}.items()
+    ):
+        report = mapped(*command, *more, "--out", tmp_path / str(number))
+        assert report["items"] == items, more
+    with pytest.raises(XcompatError, match="--remember-items needs all items; remove --sample"):
+        mapped(*command, "--sample", 50, "--remember-items", "--out", tmp_path / "map")
+    with pytest.raises(XcompatError, match="--sample draws items to embed; add --texts or --images"):
+        mapped(*command[:-2], "--sample", 50, "--out", tmp_path / "map")

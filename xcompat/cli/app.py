@@ -170,6 +170,13 @@ MapDirection = Annotated[
     Literal["new_to_old", "old_to_new"],
     typer.Option(help="new_to_old maps new queries. old_to_new maps stored vectors, for `migrate` and `gallery upgrade`."),
 ]
+SampleSize = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Items of --texts or --images to embed, drawn at random. Default: 20,000 of an index, gallery or database. 0: all.",
+    ),
+]
 AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best map, even if it can find less than old queries.")]
 
 
@@ -192,7 +199,7 @@ def map_(
     ] = None,
     new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and pictures.")] = None,
     searched_classes: SearchedClasses = "unknown",
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split and of --sample.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False,
     memory_codec: MemoryCodec = None,
     remember_items: RememberItems = False,
@@ -207,6 +214,7 @@ def map_(
     id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: found by its name, e.g. id or doc_id.")] = None,
     vector_name: VectorName = None,
     direction: MapDirection = "new_to_old",
+    sample: SampleSize = None,
 ) -> None:
     """Fit a map from new queries to an old gallery, from embeddings alone.
 
@@ -217,7 +225,7 @@ def map_(
 
     With --texts or --images, --old and --new may be models.
 
-    Use a random gallery sample. --gallery checks it.
+    Pairs must be a random sample of the gallery. --gallery checks this, and --sample draws one from --texts or --images.
 
     The best map on held-out items is written. Exit code 1, and no map, if no candidate is surely as good as old queries.
     """
@@ -230,7 +238,7 @@ def map_(
     reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
-    asked = MapRequest(parse_place(old), new, out, *choices, bad_share, allow_worse, gallery, reading, direction)
+    asked = MapRequest(parse_place(old), new, out, *choices, bad_share, allow_worse, gallery, reading, direction, sample)
     asked.require()
     announce_loading(*asked.models)
     from xcompat.mapping.commands import map_embeddings

@@ -199,7 +199,7 @@ def _decide(
 def _pairs(asked: MapRequest) -> TextPairs:
     """Read both sides, or embed texts with models."""
     if asked.texts is not None:
-        read = asked.max_bad_share, asked.reading, asked.direction
+        read = asked.max_bad_share, asked.reading, asked.direction, asked.n_sampled, asked.seed
         return pairs_of_texts(asked.old, asked.new, asked.texts, _cache_folder(asked), *read)
     return TextPairs(load_paired(asked.old, asked.new, asked.max_bad_share, asked.reading), None, None)
 

@@ -17,6 +17,7 @@ from xcompat.core.arrays import RowSelection, number_strings
 from xcompat.core.distributed import from_main_process, process_state
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
+from xcompat.core.progress import notice
 from xcompat.data import load_text_items
 from xcompat.data.ids import match_file_names
 from xcompat.data.schema import ID, TEXT
@@ -72,6 +73,8 @@ def pairs_of_texts(
     max_bad_share: float = BAD_SHARE,
     reading: Reading | None = None,
     direction: Direction = "new_to_old",
+    sample: int | None = None,
+    seed: int = 0,
 ) -> TextPairs:
     """Embed texts or pictures with the sides that are models, and join both sides by ids.
 
@@ -89,6 +92,8 @@ def pairs_of_texts(
         max_bad_share: largest share of unusable stored rows or unreadable pictures.
         reading: column names, and the file with the old side's ids.
         direction: whether the map receives queries or stored embeddings.
+        sample: number of items to embed, drawn at random from those on both sides; None for all.
+        seed: random seed of the sample.
 
     Returns:
         Pairs in text or picture order.
@@ -105,7 +110,10 @@ def pairs_of_texts(
     ids: list[str] = items[ID][:]
     old_source, new_source = (_with_ids_of(source, ids) if texts.are_pictures else source for source in (old_source, new_source))
     old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
-    kept_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
+    kept_N = matched_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
+    if sample is not None and len(kept_N) > sample:
+        kept_N = np.sort(np.random.default_rng(seed).permutation(kept_N)[:sample])
+        notice(f"embedding a random sample of {sample:,} of {len(matched_N):,} items (seed {seed}); change it with --sample")
     taken = items if len(kept_N) == len(items) else items.select(kept_N)
     asked = new_source.for_queries() if isinstance(new_source, Embedder) and direction == "new_to_old" else new_source
     described = None
@@ -123,7 +131,7 @@ def pairs_of_texts(
         old_Nd, new_ND = (_embeddings(source, taken, places_n, cache_dir) for source, places_n in sides)
     stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
     labels_N = _classes(stored, places_N[kept_N])
-    notes = _notes(stored, ids, kept_N, texts.path)
+    notes = _notes(stored, ids, matched_N, texts.path)
     n_stored = int(old_source.usable_N.sum()) if isinstance(old_source, Side) else None
     if isinstance(old_source, Side) and len(old_Nd) < int(old_source.usable_N.sum()):
         notes = (*notes, *describe_shift(old_Nd, sample_side(old_source), str(old)))

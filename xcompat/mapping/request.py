@@ -17,7 +17,7 @@ from xcompat.core.progress import notice
 from xcompat.data.sources import files_digest
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
 from xcompat.mapping.folds import Direction, Searched
-from xcompat.mapping.indexes import READ_AS_IT_IS, Place, Reading, is_gallery
+from xcompat.mapping.indexes import READ_AS_IT_IS, Place, Reading, StoreAddress, is_gallery, is_index
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
 from xcompat.vectors.checks import BAD_SHARE
 from xcompat.vectors.codecs import require_codec
@@ -26,6 +26,8 @@ from xcompat.vectors.tables import column_names
 
 MADE_BY = "map"
 Activation = Literal["relu", "gelu"]
+ENOUGH = 20_000
+"""Default size of a random sample: more than twice the dimensions of usual models, and about what a fold learns from."""
 SUFFIXES = (".npz", ".safetensors")
 """Suffixes of other tools' adapter files."""
 
@@ -100,6 +102,7 @@ class MapRequest:
         gallery: gallery or vectors to compare with the pairs, or None.
         reading: file with the ids of ``old``, and column names.
         direction: ``new_to_old`` to map queries, ``old_to_new`` to map the gallery, e.g. for a migration.
+        sample: items of ``texts`` to embed, drawn at random; 0 for all; None for :data:`ENOUGH` of an index, gallery or database.
     """
 
     old: Place
@@ -119,6 +122,15 @@ class MapRequest:
     gallery: Path | None = None
     reading: Reading = READ_AS_IT_IS
     direction: Direction = "new_to_old"
+    sample: int | None = None
+
+    @property
+    def n_sampled(self) -> int | None:
+        """Number of items to embed, or None for all: a memory of all items needs all."""
+        if self.sample is not None or self.remember_items:
+            return self.sample or None
+        is_whole = isinstance(self.old, StoreAddress) or is_gallery(self.old) or is_index(self.old)
+        return ENOUGH if is_whole and self.texts is not None else None
 
     @cached_property
     def existing_inputs(self) -> list[Path]:
@@ -151,6 +163,7 @@ class MapRequest:
             "seed": self.seed,
             "memory-codec": self.memory_codec,
             "remember-items": self.remember_items or None,
+            "sample": self.n_sampled,
             "direction": self.direction if self.direction != "new_to_old" else None,
             "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
             "id-column": self.reading.columns.id,
@@ -174,6 +187,10 @@ class MapRequest:
             for option, value in (("remember-items", self.remember_items), ("start-from", self.start)):
                 if value:
                     raise XcompatError(f"--{option} works with maps of queries; remove it, or remove --direction old_to_new")
+        if self.sample is not None and self.texts is None:
+            raise XcompatError("--sample draws items to embed; add --texts or --images, or remove --sample")
+        if self.sample and self.remember_items:
+            raise XcompatError("--remember-items needs all items; remove --sample")
         require_replaceable(self.out, MADE_BY, self.overwrite, self.existing_inputs)
         self._require_sides()
         self._require_columns()
