@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import store_places
 import torch
+import typer.main
 from hub_server import Hub, served
 from hypothesis import settings
 from PIL import Image
@@ -110,6 +111,14 @@ def _render_glyphs_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         rendered = cache(glyphs.render_glyphs)
         patched.setattr(glyphs, "render_glyphs", lambda size=32: rendered(size))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _build_command_line_once() -> Iterator[None]:
+    """Keep the commands that Typer builds: it builds all of them anew in each call, which takes a tenth of a second."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 

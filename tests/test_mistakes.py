@@ -185,9 +185,11 @@ REFUSED_BY_TYPER = (
 )
 
 TYPED = """
-import contextlib, io, json, sys
+import contextlib, functools, io, json, sys
+import typer.main
 from xcompat import cli
 
+typer.main.get_command = functools.cache(typer.main.get_command)  # it builds every command in a tenth of a second
 told = []
 for line in json.loads(sys.argv[1]):
     sys.argv = ["xcompat", *line.split()]
