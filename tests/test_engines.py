@@ -640,6 +640,20 @@ class EndingJob(Job):
         return super()._tables(part)
 
 
+def test_an_error_of_daft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    daft = pytest.importorskip("daft")
+
+    from xcompat.engines import daft as on_daft
+
+    def fail(_: Any) -> Iterator[Any]:
+        raise RuntimeError("UDF worker exited with signal 9")
+
+    monkeypatch.setattr(daft.DataFrame, "iter_rows", fail)
+    with pytest.raises(XcompatError, match=r"a Daft worker died \(.*signal 9.*\); run the command again to continue"):
+        list(on_daft.run(Job(None, None, "out", "id", "a plan"), [Part(0, "table", 0, 1)], workers=1))
+
+
+@pytest.mark.nightly
 def test_a_worker_of_daft_that_is_killed_ends_it_in_one_line(model: str, source: Path, tmp_path: Path) -> None:
     pytest.importorskip("daft")
     from daft.pickle import cloudpickle

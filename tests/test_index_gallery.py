@@ -181,8 +181,13 @@ def test_real_photos_are_found_with_the_new_model(tmp_path: Path, run_xcompat: R
     pictures = [Image.open(io.BytesIO(file.read_bytes())).convert("RGB") for file in files]
     write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(pictures)}).numpy())
     new = MODELS / "mobilenet_v1_0.5_160"
-    code, _, err = run_xcompat("map", "--old", "own.faiss", "--new", new, "--images", "photos", "--allow-worse")
+    mapping = ("map", "--old", "own.faiss", "--new", new, "--images", "photos", "--allow-worse")
+    (tmp_path / "short.txt").write_text(f"{files[0].name}\n")
+    code, _, err = run_xcompat(*mapping, "--ids", "short.txt")
+    assert code == 2 and f"holds {COUNT} vectors, but there are 1 ids" in err and not (tmp_path / "runs/map").exists()
+    code, out, err = run_xcompat(*mapping)
     assert code == 0, err
+    assert f"has no ids: its rows are matched with photos in order, from {files[0].name!r}" in " ".join(out.split())
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     searching = ("gallery", "search", "own.faiss", "--queries", "photos", "--originals", "photos", "--rerank", 2)
     code, out, err = run_xcompat(*searching, "--model", "runs/map", "--json", "--top-k", 5)

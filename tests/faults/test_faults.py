@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 RUN = Path(__file__).with_name("long_run.py")
 
 
-GROUPS = [["power cuts", "histories", "attacks"], ["kills"], ["injected errors", "full disks"]]
+GROUPS = [["power cuts: Flat: add", "histories"], ["power cuts", "attacks"], ["kills"], ["injected errors", "full disks"]]
 
 
 @pytest.mark.parametrize("groups", mostly_nightly(GROUPS, GROUPS[0].__eq__))

@@ -12,6 +12,7 @@ import pytest
 from mutation_galleries import galleries
 from mutation_subjects import Answer, Subject
 from mutations import Outcome, Tally, Trial, as_markdown, tally
+from schedule import mostly_nightly
 
 from xcompat import XcompatError
 
@@ -58,7 +59,8 @@ def test_the_table_counts_everything() -> None:
     assert lines[-1] == "| **all** | 4 | 2 | 1 | 0 | 0 | 0 | 1 | 0 |"
 
 
-def test_no_damage_to_a_gallery_gives_a_wrong_answer_or_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trials", mostly_nightly([5, 20], (5).__eq__))
+def test_no_damage_to_a_gallery_gives_a_wrong_answer_or_a_traceback(trials: int, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    failures = [trial for subject in galleries(tmp_path / "whole") for trial in tally(subject, 20, seed=0).failures]
+    failures = [trial for subject in galleries(tmp_path / "whole") for trial in tally(subject, trials, seed=0).failures]
     assert not failures

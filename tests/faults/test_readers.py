@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import readers
 
 from xcompat.retrieval import Gallery
@@ -20,5 +21,6 @@ def write_without_removing(folder: Path, number: int, changes: int) -> readers.O
     return readers.write_in_turn(folder, number, changes)
 
 
+@pytest.mark.nightly
 def test_a_state_that_shows_what_was_removed_is_seen() -> None:
     assert readers.run(100, write_without_removing).problems

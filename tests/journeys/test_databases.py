@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import warm
-from schedule import mostly_nightly
 from store_places import PLACES
 
 import xcompat.stores
@@ -131,7 +130,7 @@ def release(kind: str, uri: str) -> None:
         server_manager_instance.release_server(uri.removeprefix("milvus://").partition("?")[0])
 
 
-@pytest.fixture(params=mostly_nightly(STORES, "qdrant".__eq__))
+@pytest.fixture(params=STORES)
 def collection(request: pytest.FixtureRequest, tmp_path: Path, map_folder: Path) -> Collection:
     """The documents as their own client stores them, with the vectors of the old model."""
     pytest.importorskip(STORES[request.param][2])
@@ -142,6 +141,7 @@ def collection(request: pytest.FixtureRequest, tmp_path: Path, map_folder: Path)
     return Collection(request.param, uri, tmp_path, map_folder)
 
 
+@pytest.mark.nightly
 def test_a_migration_by_a_process_per_verb_survives_kills(collection: Collection) -> None:
     """Old questions find what they found until the switch, and new questions no less after it."""
     run, kill, into = collection.run, collection.kill, "embedding_new"

@@ -246,6 +246,7 @@ def test_an_attacker_gets_no_file_and_stops_nobody(page: Page) -> None:
     assert PASSWORD.encode() not in Path(f"/proc/{page.process.pid}/cmdline").read_bytes()
 
 
+@pytest.mark.nightly
 def test_a_flood_of_one_visitor_lets_others_search(page: Page) -> None:
     greedy, visitor = page.log_in(), page.log_in()
     picture = sorted((page.folder / "queries").rglob("*.jpg"))[0].read_bytes()

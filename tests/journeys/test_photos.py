@@ -165,6 +165,7 @@ def test_an_index_of_photos_from_map_to_export(desk: Desk) -> None:
     desk.type("gallery", "verify", "gallery")
 
 
+@pytest.mark.nightly
 def test_a_map_is_fitted_from_an_index_and_its_photos(desk: Desk) -> None:
     """No folder of embeddings, no recipe: an index, its photos and the name of a new model."""
     (desk.folder / "short.txt").write_text("000/0.jpg\n")
@@ -221,6 +222,7 @@ cli.main()
 """The command line, killed while the candidates of its second block of queries are about to be kept."""
 
 
+@pytest.mark.nightly
 def test_reranked_searches_become_the_backfill(desk: Desk) -> None:
     """Search with the old model and re-rank with the new one, by several processes, one of which is killed; then backfill."""
     desk.type("gallery", "build", "--from-faiss", "photos.faiss", "--ids", "ids.txt", "--model", OLD, "--out", "reranked")
