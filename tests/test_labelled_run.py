@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import faiss
 import numpy as np
 import pandas as pd
 import pytest
@@ -38,6 +39,7 @@ from xcompat.methods import METHODS
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
 from xcompat.report import load_report
 from xcompat.report.wording import NOT_SHOWN
+from xcompat.retrieval import Gallery
 from xcompat.training.auto_map import read_verdict
 from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_models import best_rows
@@ -587,6 +589,33 @@ def test_embeddings_stand_in_for_an_old_model_that_is_gone(
         run_recipe(recipe_of(trained, **raw, **new))
     gone, here = ({case.label: case.metrics for case in load_report(tmp_path / name).cases} for name in ("gone", "here"))
     assert gone["old/old"] == pytest.approx(here["old/old"]) and gone["new/old"] == pytest.approx(here["new/old"], abs=0.1)
+
+
+def test_an_index_or_a_gallery_stands_in_for_an_old_model(
+    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    folder = Path(what_is_left(trained, folders, tmp_path / "left"))
+    embeds, ids = np.load(folder / "image_embeds.npy"), (folder / "image_ids.txt").read_text().split("\n")[:-1]
+    unit = (embeds / np.linalg.norm(embeds, axis=1, keepdims=True)).astype(np.float32)
+    index = faiss.IndexFlatIP(unit.shape[1])
+    index.add(unit)
+    faiss.write_index(index, str(tmp_path / "own.faiss"))
+    made_by = Fingerprint.from_string("the old model")
+    gallery = Gallery.create(tmp_path / "gallery", made_by, unit.shape[1])
+    gallery.add(unit, ids)
+    gallery.commit()
+    raw = {"method": "ridge", "new": trained["independent"]}
+    with pytest.raises(XcompatError, match="own.faiss has no ids; write the id of each vector to own.ids.txt beside it"):
+        run_recipe(recipe_of(trained, **raw, old=str(tmp_path / "own.faiss"), output_dir=str(tmp_path / "none")))
+    shutil.copy(folder / "image_ids.txt", tmp_path / "own.ids.txt")
+    found = {}
+    for old in ("left", "own.faiss", "gallery"):
+        out = tmp_path / f"run-{old}"
+        run_recipe(recipe_of(trained, **raw, old=str(tmp_path / old), output_dir=str(out), cache_dir=str(tmp_path / "cache")))
+        found[old] = {case.label: case.metrics for case in load_report(out).cases}
+    for old in ("own.faiss", "gallery"):
+        assert found[old]["new/old"] == pytest.approx(found["left"]["new/old"])
+    assert AutoModel.from_pretrained(tmp_path / "run-gallery" / "model").compatible_with[0] == made_by
 
 
 def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, Any], tmp_path: Path) -> None:

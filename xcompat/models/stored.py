@@ -19,7 +19,7 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.models.config import Metric, describe_old
 from xcompat.models.old_knowledge import ONLY_PROTOTYPES, ROWS, Rows, rows_by_class
-from xcompat.vectors import check_rows, read_vectors
+from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.formats import CLASSES, EMBEDS, IDS, PROTOTYPES, require_names, stored_at
 
 
@@ -30,19 +30,25 @@ class StoredModel:
         folder: folder with ``image_embeds.npy`` (N, d) and ``image_ids.txt``, with ``prototypes.npy`` (C, d) and
             ``classes.txt`` (one id or class name per line), or with a table of both, e.g. ``image_embeds.parquet`` (see
             :func:`~xcompat.vectors.read_vectors`).
+        vectors: embeddings with ids that were read from ``folder``, e.g. from an index; None to read its files.
+        version: model that made them; None to identify it by the embeddings.
 
     Raises:
         XcompatError: a file is missing or not a matrix of numbers, or ids or names do not match its rows.
     """
 
     metric: Metric = "cosine"
+    digest: str
+    """Hash of ids and embeddings."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, vectors: Vectors | None = None, version: Fingerprint | None = None) -> None:
         folder = Path(folder)
         self.embeds_Nd = self.prototypes_Cd = None
         self.ids: list[str] = []
         self.classes: list[str] = []
-        if (embeds := stored_at(folder / EMBEDS)) is not None:
+        if vectors is not None:
+            self.embeds_Nd, self.ids = _check(vectors.rows_ND, vectors.ids or [], folder, "its ids")
+        elif (embeds := stored_at(folder / EMBEDS)) is not None:
             self.embeds_Nd, self.ids = _read(embeds, folder / IDS)
         elif (prototypes := stored_at(folder / PROTOTYPES)) is not None:
             self.prototypes_Cd, self.classes = _read(prototypes, folder / CLASSES)
@@ -54,7 +60,8 @@ class StoredModel:
         digest = hashlib.sha256("\n".join(self.ids or self.classes).encode())
         for start in range(0, len(known), ROWS):
             digest.update(np.ascontiguousarray(known[start : start + ROWS]).tobytes())
-        self.fingerprint = Fingerprint(digest.hexdigest(), str(folder))
+        self.digest = digest.hexdigest()
+        self.fingerprint = version or Fingerprint(self.digest, str(folder))
         self.reads: Literal["images", "captions"] = "images"
 
     @property
@@ -126,9 +133,14 @@ class _Directions(RowSelection):
 def _read(file: Path, lines: Path) -> tuple[NDArray[Any], list[str]]:
     require_names(file, lines)
     vectors = read_vectors(file)
-    array, names = vectors.rows_ND, vectors.ids if vectors.ids is not None else read_lines(lines)
+    names = vectors.ids if vectors.ids is not None else read_lines(lines)
+    return _check(vectors.rows_ND, names, file, lines)
+
+
+def _check(array: NDArray[Any], names: list[str], file: Path, lines: Path | str) -> tuple[NDArray[Any], list[str]]:
     if array.ndim != 2 or len(array) != len(names):
-        raise XcompatError(f"{file} has shape {array.shape}, but {lines.name} has {len(names)} lines; they must be N x d and N")
+        where = lines.name if isinstance(lines, Path) else lines
+        raise XcompatError(f"{file} has shape {array.shape}, but {where} has {len(names)} lines; they must be N x d and N")
     rows_Nd = array if array.dtype.kind == "f" else np.asarray(array, np.float32)
     for line in check_rows(rows_Nd, file, names, keep_lengths=True, option="").notes:
         notice(line)

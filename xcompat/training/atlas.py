@@ -19,7 +19,6 @@ from xcompat.evaluation import Evaluation
 from xcompat.evaluation.cases import IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT
 from xcompat.evaluation.selective import query_quality
 from xcompat.models.embedder import load_checkpoint
-from xcompat.models.frozen import load_frozen
 from xcompat.report import ReportContent
 from xcompat.report.storage import encode_png
 from xcompat.report.tsne import project, sampled_rows
@@ -31,6 +30,7 @@ from xcompat.training.judged_texts import JudgedTestSet
 from xcompat.training.model_evaluation import embed_new, evaluate_cases
 from xcompat.training.record import RECIPE, find_model, read_started_settings
 from xcompat.training.sections import DataSettings, EvaluationSettings
+from xcompat.training.stored_models import load_frozen
 
 MADE_BY = "export atlas"
 X, Y = "projection_x", "projection_y"

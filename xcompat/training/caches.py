@@ -17,6 +17,7 @@ from xcompat.embeddings.cache import StackedCaches
 from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
+from xcompat.models.stored import StoredModel
 
 if TYPE_CHECKING:
     import datasets
@@ -73,6 +74,8 @@ def _open_cache(
         model = embedder.require_model(NO_CAPTIONS)
         return cached_captions(model, _first_captions(pairs, model), cache_dir)
     digest = images_digest(pairs) if view is None else view.digest(images_digest(pairs))
+    if isinstance(embedder, StoredModel):  # stored embeddings can be other than those of the model, e.g. compressed
+        digest = hashlib.sha256(f"{digest} {embedder.digest}".encode()).hexdigest()
     folder = _folder(cache_dir, "images", embedder, digest)
     return embed_images(embedder, pairs, folder, digest, max_bad_share=max_bad_share, view=view)
 

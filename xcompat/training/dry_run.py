@@ -21,7 +21,6 @@ from xcompat.encoders import EncoderSource
 from xcompat.encoders.dimensions import read_embedding_dim, scratch_dim
 from xcompat.encoders.scratch import ScratchSource
 from xcompat.encoders.standins import save_stand_in, small_scratch
-from xcompat.models.stored import StoredModel
 from xcompat.training.data_checks import check_data
 from xcompat.training.headers import add_layout_to_errors
 from xcompat.training.input_checks import find_missing_paths
@@ -31,7 +30,7 @@ from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage import keep_frozen_models
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe, method_class, usual_options
-from xcompat.vectors.formats import is_stored
+from xcompat.training.stored_models import is_stored, load_stored
 
 BATCH = 4
 PAIRS = 16
@@ -168,7 +167,7 @@ def _real_dim(source: EncoderSource) -> int | None:
     if source.name.startswith(STAGE_PREFIX):
         return None
     if is_stored(source.name):
-        return StoredModel(source.name).dim
+        return load_stored(source.name).dim
     return read_embedding_dim(source)
 
 

@@ -22,7 +22,6 @@ from xcompat.evaluation.evaluated_models import C
 from xcompat.mapping.sides import read_labels
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, is_checkpoint, load_checkpoint, load_embedder
-from xcompat.models.frozen import load_frozen
 from xcompat.report import Report, ReportContent, load_report, print_report, report_file, write_report
 from xcompat.training.embedding_folders import (
     NO_CHECKPOINT,
@@ -43,6 +42,7 @@ from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
 from xcompat.training.run import run_recipe
 from xcompat.training.sections import DataSettings, EvaluationSettings
+from xcompat.training.stored_models import load_frozen
 from xcompat.vectors.checks import BAD_SHARE
 
 ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "gallery")

@@ -16,7 +16,7 @@ from xcompat.encoders import EncoderSource
 from xcompat.evaluation import EvaluatedModel
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
-from xcompat.models.frozen import FrozenModel, load_frozen
+from xcompat.models.frozen import FrozenModel
 from xcompat.report import report_file
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import CURRENT
@@ -26,6 +26,7 @@ from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.model_evaluation import side_info_of
 from xcompat.training.record import ADDED, EVALUATED, RECIPE, EvaluationRecord, read_record, read_started_settings, require_ended
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
+from xcompat.training.stored_models import load_frozen
 from xcompat.training.test_items import GalleryItems
 
 GALLERIES = "galleries"

@@ -21,7 +21,7 @@ from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
 from xcompat.training.sections import DataSettings, JudgedTemplates, ZeroShotSettings
 from xcompat.training.stage_recipe import ROLES, STAGE_PREFIX, StageRecipe
-from xcompat.vectors.formats import check_stored
+from xcompat.training.stored_models import require_stored
 
 Source = CorpusSource | ImageSource | TextSource
 CLASSES, CAPTIONS = "one class name per line", "captions, as `xcompat caption` writes it"
@@ -98,7 +98,7 @@ def _path_checks(settings: StageRecipe, is_trained: bool = False) -> Iterator[tu
 
 
 def _check_model(model: EncoderSource) -> None:
-    if not check_stored(Path(model.name)):
+    if not require_stored(model.name):
         model.check_folder()
 
 

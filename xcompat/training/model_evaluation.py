@@ -21,7 +21,6 @@ from xcompat.evaluation.evaluated_models import C
 from xcompat.heads import slerp
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate_embedder
-from xcompat.models.frozen import load_frozen
 from xcompat.models.query_memory import QueryMemory
 from xcompat.report import ReportContent
 from xcompat.report.planning import RERANKED_HITS
@@ -30,6 +29,7 @@ from xcompat.score_scale import OLD_WEIGHT
 from xcompat.training.evaluation_models import EvaluationSet, display_name, map_contestant
 from xcompat.training.fallback_eval import FALLBACK, confidence_of, describe_confidence, fallback_queries
 from xcompat.training.sections import EvaluationSettings
+from xcompat.training.stored_models import load_frozen
 
 
 def embed_new(

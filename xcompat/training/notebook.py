@@ -22,11 +22,12 @@ from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders import EncoderSource
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder, penultimate_embedder
-from xcompat.models.frozen import FrozenModel, load_frozen
+from xcompat.models.frozen import FrozenModel
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.columns import labelled_columns, map_data
 from xcompat.training.recipe import explain
 from xcompat.training.stage_recipe import StageRecipe, usual_options
+from xcompat.training.stored_models import load_frozen
 from xcompat.training.trainer import DEFAULTS, NEEDED, StageTrainer
 from xcompat.training.training_sets import Data, labelled_data, pair_data
 from xcompat.training.unused_settings import refuse_unused

@@ -39,15 +39,14 @@ from xcompat.encoders.scratch import encoder_from_scratch
 from xcompat.methods import ProjectionModel
 from xcompat.models import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder, penultimate_embedder
-from xcompat.models.frozen import FrozenModel, load_frozen
-from xcompat.models.stored import StoredModel
+from xcompat.models.frozen import FrozenModel
 from xcompat.training.caches import cached_captions, cached_images, cached_texts
 from xcompat.training.evaluation_sets import load_pair_test_set
 from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import DONE, Done, read_record
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
-from xcompat.vectors.formats import is_stored
+from xcompat.training.stored_models import is_stored, load_stored
 
 if TYPE_CHECKING:
     import datasets
@@ -127,7 +126,7 @@ class Stage:
         """
         source = getattr(self.settings, role)
         if role in STORED_ROLES and isinstance(source, EncoderSource) and is_stored(source.name):
-            return load_frozen(source)
+            return load_stored(source.name)
         embedder = self.embedder(role)
         return replace(embedder, reads=self.settings.data.old_reads) if role == "old" else embedder
 
@@ -203,7 +202,7 @@ class Stage:
         """Return the old model's dimension, if known before training."""
         name = self.settings.old.name if self.settings.old is not None else ""
         if not name.startswith(STAGE_PREFIX):
-            return StoredModel(name).dim if name and is_stored(name) else None
+            return load_stored(name).dim if name and is_stored(name) else None
         made_by = next(stage for stage in self.recipe.stages if stage.name == name.removeprefix(STAGE_PREFIX))
         return Stage(self.recipe, made_by).planned_dim()
 

@@ -17,9 +17,9 @@ from xcompat.mapping.folds import Searched
 from xcompat.training.optimiser import Decayed
 from xcompat.training.sections import DataSettings, EvaluationSettings, Section, one_of
 from xcompat.training.static_options import method_names, method_options
+from xcompat.training.stored_models import is_stored
 from xcompat.training.values import check_options, check_training
 from xcompat.vectors.codecs import require_codec
-from xcompat.vectors.formats import is_stored
 
 if TYPE_CHECKING:
     from xcompat.models import CompatModel

@@ -12,16 +12,15 @@ from xcompat.data.pairs import rows_of_ids
 from xcompat.data.schema import ID
 from xcompat.data.sources import local_files
 from xcompat.models import CompatModel
-from xcompat.models.stored import StoredModel
 from xcompat.training.cost import FILE as COST
 from xcompat.training.from_embeddings import fill_map_caches, map_and_data, solved_map
 from xcompat.training.from_labels import fill_labelled_caches, labelled_model_and_data
 from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
 from xcompat.training.overlap import warn_of_shared_images
 from xcompat.training.stage import STORED_ROLES, Stage
+from xcompat.training.stored_models import is_stored, load_stored
 from xcompat.training.trainer import check_services, check_size, train, training_arguments
 from xcompat.training.training_sets import triplet_sampler
-from xcompat.vectors.formats import is_stored
 
 
 def train_stage(stage: Stage, checkpoints: Path) -> CompatModel:
@@ -61,7 +60,7 @@ def check_inputs(stage: Stage, checkpoints: Path) -> None:
                 f"{role} to the model, or remove data.views"
             )
     if stage.settings.old is not None and is_stored(stage.settings.old.name):
-        old = StoredModel(stage.settings.old.name)
+        old = load_stored(stage.settings.old.name)
         if old.embeds_Nd is not None:
             old.lookup(stage.images.dataset[ID])
 
