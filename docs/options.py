@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,6 +22,10 @@ from xcompat.training.stage_recipe import usual_options
 from xcompat.training.static_options import METHODS_FILE
 
 FOLDER = Path(__file__).parent / "methods"
+OVERVIEW = FOLDER.with_suffix(".md")
+HEADER = ("| option | default | meaning |", "|---|---|---|")
+SHARED_BY = 3
+"""Options that are equal for this many methods are in docs/methods.md."""
 OF_ALL = ("adapters", "logit_scale")
 """Options that every method has; docs/methods.md says once what they are."""
 BEGIN, END = "<!-- options: python docs/options.py -->\n", "<!-- /options -->\n"
@@ -55,23 +61,47 @@ def meanings_of(config: type) -> dict[str, str]:
 
 
 def table_of(method: str) -> str:
-    """Return the table of a method's options.
+    """Return the table of a method's options, and a link to those that it shares with other methods.
 
     Args:
         method: its name in a recipe.
     """
-    options = options_of(method)
-    if not options:
-        return "None of its own.\n"
+    rows, shared = rows_of(method), shared_rows()
+    linked = [name for name, row in rows.items() if shared.get(name) == row]
+    link = f"[Shared options](../methods.md#shared-options): {', '.join(f'`{name}`' for name in linked)}.\n" if linked else ""
+    own = [row for name, row in rows.items() if name not in linked]
+    table = "\n".join([*HEADER, *own]) + "\n" if own else ""
+    return "\n".join(filter(None, (table, link))) or "None of its own.\n"
+
+
+def shared_table() -> str:
+    """Return the table of the options that several methods share."""
+    return "\n".join([*HEADER, *shared_rows().values()]) + "\n"
+
+
+@cache
+def shared_rows() -> dict[str, str]:
+    """Return the rows that are equal for at least ``SHARED_BY`` methods, by option."""
+    counts = Counter(row for method in METHODS for row in rows_of(method).items())
+    return {name: row for (name, row), count in counts.items() if count >= SHARED_BY}
+
+
+@cache
+def rows_of(method: str) -> dict[str, str]:
+    """Return the row of each option of a method.
+
+    Args:
+        method: its name in a recipe.
+    """
     config = METHODS[method].config_class
     meanings, hints = meanings_of(config), get_type_hints(config, localns={"torch": torch})
-    rows = ["| option | default | what it is |", "|---|---|---|"]
-    for name, default in options.items():
+    rows = {}
+    for name, default in options_of(method).items():
         meaning = _as_markdown(meanings[name])
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
         missing = [f"`{choice}`" for choice in choices if f"`{choice}`" not in meaning]
-        rows.append(f"| `{name}` | `{_as_yaml(default)}` | {meaning}{' One of ' + ', '.join(missing) + '.' if missing else ''} |")
-    return "\n".join(rows) + "\n"
+        rows[name] = f"| `{name}` | `{_as_yaml(default)}` | {meaning}{' One of ' + ', '.join(missing) + '.' if missing else ''} |"
+    return rows
 
 
 def _as_markdown(text: str) -> str:
@@ -84,15 +114,15 @@ def _as_yaml(value: Any) -> str:  # noqa: ANN401 - any option
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def with_options(method: str, page: str) -> str:
-    """Return a page with its table of options as it is now.
+def with_table(page: str, table: str) -> str:
+    """Return a page with another table between its two markers.
 
     Args:
-        method: its name in a recipe.
-        page: its text, with the two markers.
+        page: its text.
+        table: the new table.
     """
     before, rest = page.split(BEGIN)
-    return before + BEGIN + table_of(method) + END + rest.split(END)[1]
+    return before + BEGIN + table + END + rest.split(END)[1]
 
 
 def methods_json() -> str:
@@ -121,7 +151,8 @@ def methods_stub() -> str:
 
 def files() -> dict[Path, str]:
     """Return every file that this script writes, with its text."""
-    pages = {page: with_options(page.stem, page.read_text(encoding="utf-8")) for page in FOLDER.glob("*.md")}
+    pages = {page: with_table(page.read_text(encoding="utf-8"), table_of(page.stem)) for page in FOLDER.glob("*.md")}
+    pages[OVERVIEW] = with_table(OVERVIEW.read_text(encoding="utf-8"), shared_table())
     return pages | {METHODS_FILE: methods_json(), METHODS_FILE.with_name("__init__.pyi"): methods_stub()}
 
 

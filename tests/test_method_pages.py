@@ -25,7 +25,8 @@ from pictures import PICTURES, as_svg  # noqa: E402
 
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 OVERVIEW = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-SECTIONS = ["Loss", "Use it when", "Run it", "Options", "Differences from the paper", "Results", "Paper"]
+OPTIONS_OF_MANY = OVERVIEW[OVERVIEW.index("## Options") :].split("## Shared options")
+SECTIONS = ["Loss", "When to use it", "Run it", "Options", "Differences from the paper", "Results", "Paper"]
 COLUMNS = {name for method in METHODS.values() for name in (*method.columns, *method.columns_if_known)} | {"labels"}
 
 
@@ -75,10 +76,13 @@ def test_equations_are_drawn(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_options_are_those_of_the_method(method: str) -> None:
     """`python docs/options.py` writes them anew."""
-    assert options.with_options(method, PAGES[method]) == PAGES[method]
+    assert options.with_table(PAGES[method], options.table_of(method)) == PAGES[method]
     listed = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.+) \|$", section(PAGES[method], "Options"), re.MULTILINE)
-    of_all = re.findall(r"^\| `(\w+)` \| `.*?` \| .+ \|$", OVERVIEW[OVERVIEW.index("## Options") :], re.MULTILINE)
-    assert sorted([*(name for name, _, _ in listed), *of_all]) == sorted(usual_options(method))
+    linked = re.findall(r"^\[Shared options\].*", section(PAGES[method], "Options"), re.MULTILINE)
+    shared = re.findall(r"`(\w+)`", "".join(linked))
+    of_all, for_some = (re.findall(r"^\| `(\w+)` \| `.*?` \| .+ \|$", part, re.MULTILINE) for part in OPTIONS_OF_MANY)
+    assert set(shared) <= set(for_some)
+    assert sorted([*(name for name, _, _ in listed), *shared, *of_all]) == sorted(usual_options(method))
 
 
 def test_generated_files_are_up_to_date() -> None:
@@ -91,13 +95,13 @@ def test_an_option_is_told_by_the_nearest_docstring() -> None:
     told = options.meanings_of(METHODS["oca"].config_class)
     assert told["compat_weight"] == "the paper's λ1." and told["old_scale"].startswith("factor on cosines")
     assert "| `classified` | `new_part` | the new classifier's input" in options.table_of("bt2")
-    assert options.table_of("bct").count("`triplet`") == 1, "choices that the docstring does not name"
+    assert options.shared_table().count("`triplet`") == 1, "choices that the docstring does not name"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_columns_are_those_of_the_method(method: str) -> None:
     model = METHODS[method]
-    (told,) = re.findall(r"^\| Data \|(.*)\|$", section(PAGES[method], "Use it when"), re.MULTILINE)
+    (told,) = re.findall(r"^\| Data \|(.*)\|$", section(PAGES[method], "When to use it"), re.MULTILINE)
     needed = {*model.columns, *model.columns_if_known} | ({"labels"} if issubclass(model, ClassifiedModel) else set())
     assert set(re.findall(r"`(\w+)`", told)) & COLUMNS == needed
 

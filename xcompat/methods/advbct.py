@@ -31,7 +31,7 @@ class AdvBctConfig(ClassifiedConfig):
         adversarial_weight: the discriminator loss's weight at the start of training.
         boundary_weight: weight for the loss outside the class's ball. The public code has 1, but then the discriminator wins; 10
             was chosen on validation faces (``recipes/vision/search_glyphs.yaml``).
-        threshold: T, largest radius for a growing ball, at most 2; None to use the median old radius. The public code has 1, .5
+        threshold: T, largest radius for a growing ball, at most 2; None for the median old radius. The public code has 1, .5
             and .4.
     """
 

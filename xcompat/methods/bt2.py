@@ -28,7 +28,7 @@ class Bt2Config(PrototypedConfig):
 
     Args:
         extra_dim: e, at most the old dimension d.
-        dim: m, the independent new model's embedding dimension; None to use the old model's dimension.
+        dim: m, the independent new model's embedding dimension; None for the old model's dimension.
         independent_weight: λ1, weight of the cosine to the independent new model's embedding.
         compat_weight: λ2, weight of the loss against the old weights.
         old_weight: λ3, weight of the cosine to the image's old embedding.

@@ -21,7 +21,7 @@ class ContrastConfig(ClassifiedConfig):
         compat_weight: λ.
         temperature: τ. The public code has .05, .01 and 1; at 1 the softmax over cosines is nearly flat. 0.1 was chosen on
             validation faces (``recipes/vision/search_glyphs.yaml``).
-        topk_negatives: number of hardest negatives to use per kind; None to use all.
+        topk_negatives: number of hardest negatives per kind; None for all.
     """
 
     model_type = "xcompat-contrast"

@@ -29,8 +29,8 @@ class LambdaOrthogonalityConfig(MappedConfig):
 
     Args:
         strength: the penalty's weight beside the mean squared error.
-        threshold: the paper's λ, the largest ‖WᵀW − I‖ without a penalty; None to use a squared penalty on any distance.
-        steepness: the paper's α, the penalty's steepness at the threshold; None to use 10.
+        threshold: the paper's λ, the largest ‖WᵀW − I‖ without a penalty; None for a squared penalty on any distance.
+        steepness: the paper's α, the penalty's steepness at the threshold; None for 10.
     """
 
     model_type = "xcompat-lambda_orthogonality"

@@ -28,7 +28,7 @@ class UniBctConfig(ClassifiedConfig):
 
     Args:
         compat_weight: weight for the loss against the prototypes.
-        old_scale: factor on cosines between features and prototypes; None to use plain dot products.
+        old_scale: factor on cosines between features and prototypes; None for plain dot products.
         propagation: the graph's λ, in [0, 1): the share of its weight that a sample passes on; 0 keeps class means.
         temperature: the graph's τ.
         refresh_at: training progress at each graph rebuild, as shares from 0 to below 1. The public code has epochs 10 and 20 of

@@ -24,7 +24,7 @@ class WhitenedConfig(MappedConfig):
     Args:
         source_power: a, power for the source's second moments; 1 as in a regression, 0 as in a rotation.
         target_power: b, power for the target's second moments.
-        damping: ε, in units of each space's mean eigenvalue; None to use 0.03, or 0.3 with fewer pairs than twice the larger
+        damping: ε, in units of each space's mean eigenvalue; None for 0.03, or 0.3 with fewer pairs than twice the larger
             space's dimension.
     """
 

@@ -20,11 +20,11 @@ class BackboneConfig(CompatConfig):
     """Configuration of :class:`BackboneModel`.
 
     Args:
-        dim: embedding dimension without extra dimensions; None to use the old model's, or without an old model the backbone's.
+        dim: embedding dimension without extra dimensions; None for the old model's, or without an old model the backbone's.
         batch_norm: whether a batch norm without slope follows the projection, as in face recognition: each feature has mean 0 and
             variance 1 over the training set. Not for BT² and SimCLR.
         metric: ``cosine`` for unit embeddings, or ``l2`` for distances between unnormalised embeddings (independent, BCT, SimCLR
-            and autoencoder only). FCT maps, galleries and evaluations use the same metric.
+            and autoencoder only). It also applies to FCT maps, galleries and evaluations.
         for_training: whether the model has training-only parts; False in a finished model.
     """
 

@@ -35,12 +35,12 @@ class ClassifiedConfig(BackboneConfig):
         classes: names of the C classes in label order; None for no classifier.
         extra_dim: e, number of dimensions to append to the old space.
         head: feature classifier.
-        head_scale: s, factor on cosines; None to use the head's default.
-        head_margin: m in ArcFace and CosFace; None to use the default.
+        head_scale: s, factor on cosines; None for the head's default.
+        head_margin: m in ArcFace and CosFace; None for the default.
         keeps_classifier: whether a finished model has a feature classifier, even if training classifies other inputs.
         triplet_weight: weight of batch-hard triplets, added to the classification loss as in re-identification; batches then
             contain equally many images per class.
-        triplet_margin: these triplets' margin, a distance between unit vectors; None to use 0.3.
+        triplet_margin: these triplets' margin, a distance between unit vectors; None for 0.3.
     """
 
     classes: list[str] | None = None

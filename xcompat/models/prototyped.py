@@ -23,8 +23,8 @@ class PrototypedConfig(ClassifiedConfig):
         old_weights: each class's frozen row: ``prototypes`` (mean old embedding in the new training set), ``classifier`` (row in
             the old classifier), or ``both`` (classifier row; for classes without a row, the prototype scaled to the rows' mean
             length). The loss skips samples if their class has no row.
-        old_scale: factor on cosines between features and old weights; None to use dot products, which depend on lengths (unit
-            embeddings' prototypes are shorter than 1). Ignored with ``metric: l2``, which always uses dot products.
+        old_scale: factor on cosines between features and old weights; None for dot products, which depend on lengths (unit
+            embeddings' prototypes are shorter than 1). Ignored with ``metric: l2``.
     """
 
     compat_weight: Annotated[float, Field(ge=0)] = 1.0
