@@ -151,7 +151,7 @@ MemoryCodec = Annotated[
 ]
 OldIds = Annotated[
     Path | None,
-    typer.Option(help="Text file with ids for --old, in row order. With --images: picture names. Needed when --old has no ids."),
+    typer.Option(help="Text file with an id per row of --old, if --old has none. With --images, ids are file names."),
 ]
 OriginalImages = Annotated[
     Path | None, typer.Option(help="Original images: a folder or shards, embedded by --new or --old if it is a model.")
@@ -418,7 +418,7 @@ def push(
     license: Annotated[str | None, typer.Option(help="License, e.g. apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
         Literal["all", "transform", "none"],
-        typer.Option(help="Memory parts to upload. A memory contains training embeddings, a learned transform does not."),
+        typer.Option(help="Parts of the query memory to upload. Only all includes embeddings of training items."),
     ] = "all",
 ) -> None:
     """Push a model to the Hub, with a card of its results and compatible galleries."""

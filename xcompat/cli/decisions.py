@@ -22,7 +22,7 @@ def shadow(
         str, typer.Option(metavar="SOURCE", help="Real queries: text file, picture folder, table, or - for standard input.")
     ],
     old: Annotated[str, typer.Option(help="Current model.")],
-    model: Annotated[str, typer.Option(help="Map or compatible model. Use the current model for re-ranking only.")],
+    model: Annotated[str, typer.Option(help="Map or compatible model. Use the old model to test re-ranking alone.")],
     top_k: Annotated[int, typer.Option(min=1, help="Hits to compare per query.")] = 10,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of queries.")] = None,
     limit_ms: Annotated[
@@ -31,7 +31,7 @@ def shadow(
     rerank: Annotated[int | None, typer.Option(min=1, metavar="K", help="Re-rank the first K hits with the new model.")] = None,
     originals: Annotated[Path | None, typer.Option(help="Gallery pictures or texts, for --rerank.")] = None,
     rerank_with: Annotated[
-        str, typer.Option(metavar="MODEL", help="New model for --rerank. Needed when --model is the current model.")
+        str, typer.Option(metavar="MODEL", help="New model that re-ranks the hits. Needed when --model is the old model.")
     ] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file for all queries and hits.")] = None,
 ) -> None:
@@ -66,7 +66,10 @@ def plan(
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price per 1,000 embeddings.")] = None,
     days: Annotated[int, typer.Option(min=1, help="Period for total costs, in days.")] = 30,
-    metric: Annotated[str | None, typer.Option(help="Metric, e.g. map. Default: the first in the report.")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Metric's name, e.g. cmc@1. Default: the first in the report."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality over embeddings.")] = None,
 ) -> None:
     """Compare staying, new queries, re-ranking and a backfill: quality, embeddings, storage, hours and price.

@@ -24,7 +24,8 @@ IndexIds = Annotated[
     Path | None, typer.Option(help="Text file with the ids of a faiss index. Default: a file beside it, or the ids in it.")
 ]
 EmbedWith = Annotated[
-    str | None, typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds texts, for maps of an API's embeddings.")
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION", help="Python function that embeds texts, e.g. by an API."),
 ]
 RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")]
 PricePerMillion = Annotated[

@@ -46,7 +46,9 @@ class _Embedder:
             XcompatError: it has a function, which cannot be saved, or a loaded model, which has no name.
         """
         if self.embed_with is not None:
-            raise XcompatError("a saved pipeline cannot contain a function: create the component again after loading")
+            raise XcompatError(
+                "a saved pipeline cannot contain a function: remove embed_with to save it, and set it after loading"
+            )
         if not isinstance(self.model, str | Path):
             raise XcompatError("a saved pipeline needs the model's name: give the component a folder or a name on the Hub")
         version = self.version.digest if isinstance(self.version, Fingerprint) else self.version

@@ -206,7 +206,7 @@ class CheckpointModel(PreTrainedModel):
         return self
 
     def _base_weights(self) -> dict[str, Tensor]:
-        """Load the base weights, with the names inside this model without adapters."""
+        """Load the base weights, under the parameter names that this model has without adapters."""
         described = self.config.encoder
         name, revision = described["name"], described.get("revision")
         at = f"{name} at {revision}" if revision else name

@@ -124,7 +124,7 @@ def inspect_file(path: Path) -> tuple[FileRecord, AdoptedRecord]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return an adopted index's size and last write time.
+    """Return the size and last write time of a faiss index file that a gallery adopted.
 
     Raises:
         XcompatError: it does not exist.

@@ -183,7 +183,7 @@ class Client:
             raise
 
     def block(self, vectors_ND: NDArray[np.float32], kind: str) -> Block:
-        """Return vectors (N, D) as a statement parameter."""
+        """Return vectors (N, D) as a parameter of an SQL statement."""
         return Block(vectors_ND, kind, self.oids[kind])
 
     def rows_of_bytes(self, asked: sql.Composed, *given: Any) -> list[Any]:  # noqa: ANN401

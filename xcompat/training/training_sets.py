@@ -63,9 +63,9 @@ def pair_data(
         pairs: loaded pairs.
         processor: the new encoder's preprocessing.
         seed: random seed for samples.
-        old: caches of images and captions, or the old model for online embeddings, or None.
+        old: caches of images and captions, or the old model to embed them during training, or None.
         views: extra views per image.
-        frozen_images: the new model's embeddings, which replace images that its training does not change.
+        frozen_images: the new model's embeddings of the images, if its image tower is not trained.
     """
     collator = PairCollator(processor, data.augmentation, views)
     if isinstance(old, Embedder):
