@@ -10,6 +10,7 @@ import signal
 import tarfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import warm
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
-from schedule import mostly_nightly
+from schedule import mostly_nightly, mostly_nightly_rows
 from torch.nn.parallel import DistributedDataParallel
 
 from xcompat import Fingerprint
@@ -38,20 +39,26 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_2 = ROOT / "accelerate_configs" / "cpu_2.yaml"
 PAIRS = 28  # fills three batches of 8 and a half
 LORA = {"adapters": {"lora": {"rank": 2, "dropout": 0}, "prompts": 2}}
-SAME = ("phi", "phi_images", "pair", "shards", "texts", "direct", "parts", "scale_parts")
+LATER = ("phi_images", "shards", "direct", "texts_parts", "scale", "scale_parts")
+"""Stages like others, which a second run trains at night."""
+SAME = [("runs", name) for name in ("phi", "pair", "texts", "parts")]
+SAME += [("later_runs", name) for name in ("phi_images", "shards", "direct", "scale_parts")]
+PARTS = [("runs", "pair", "parts"), ("later_runs", "texts", "texts_parts"), ("later_runs", "scale", "scale_parts")]
 STREAMS = {"stream": [8, 8, 8, 8], "stream_uneven": [5, 9, 6], "stream_one_shard": [32]}
 
-# What the command line runs, with small shards of the caches, and with a record of every batch that reaches the model.
+# What the command line runs, without drawings, with small shards of the caches, and with a record of every batch of a model.
 WRAPPER = """
 import hashlib, json, os
 from pathlib import Path
 import torch
 import xcompat.embeddings.cache_writer as cache_writer
 import xcompat.embeddings.embed as embedding
+import xcompat.report.report as report
 from xcompat.data import PairCollator
 from xcompat.cli import main
 from xcompat.core.distributed import is_distributed
 
+report.draw_plots, report.project = lambda *_: {}, lambda _: []
 embedding.embed_texts.__kwdefaults__["shard_rows"] = 16
 embedding.embed_images.__kwdefaults__["shard_rows"] = 8
 collate, barrier = PairCollator.__call__, cache_writer.barrier
@@ -187,13 +194,24 @@ def train(folder: Path, ranks: int, batch: int) -> Path:
     return out
 
 
+def train_both(folder: Path, raw: dict[str, Any], is_wanted: Callable[[str], bool]) -> tuple[Path, Path]:
+    """Run some stages of a recipe with one process of batch 8, and with two of batch 4."""
+    stages = [stage for stage in raw["stages"] if is_wanted(stage["name"])]
+    (folder / "wrapper.py").write_text(WRAPPER)
+    (folder / "r.yaml").write_text(yaml.safe_dump(raw | {"stages": stages}))
+    return train(folder, 1, 8), train(folder, 2, 4)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> tuple[Path, Path]:
-    """Run one recipe with one process of batch 8, and with two of batch 4."""
     folder = tmp_path_factory.mktemp("distributed")
-    (folder / "wrapper.py").write_text(WRAPPER)
-    (folder / "r.yaml").write_text(yaml.safe_dump(recipe(folder, old_folder, folder_of["clip"])))
-    return train(folder, 1, 8), train(folder, 2, 4)
+    return train_both(folder, recipe(folder, old_folder, folder_of["clip"]), lambda name: name not in LATER)
+
+
+@pytest.fixture(scope="module")
+def later_runs(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], old_folder: str) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("distributed")
+    return train_both(folder, recipe(folder, old_folder, folder_of["clip"]), {"phi", "texts", *LATER}.__contains__)
 
 
 def losses(run: Path, name: str) -> list[float]:
@@ -213,18 +231,21 @@ def assert_equal_weights(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             np.testing.assert_allclose(found[key], value, atol=2e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_losses_and_weights_are_those_of_one_process(name: str, runs: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(("fixture", "name"), mostly_nightly_rows(SAME, lambda fixture, _: fixture == "runs"))
+def test_losses_and_weights_are_those_of_one_process(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
+    runs = request.getfixturevalue(fixture)
     one, two = (losses(run, name) for run in runs)
     assert len(one) == 6 and len(set(one)) > 1
     np.testing.assert_allclose(two, one, atol=1e-5)
     assert_equal_weights(weights(runs[1], name), weights(runs[0], name))
 
 
-@pytest.mark.parametrize(("whole", "parts"), [("pair", "parts"), ("texts", "texts_parts"), ("scale", "scale_parts")])
+@pytest.mark.parametrize(("fixture", "whole", "parts"), mostly_nightly_rows(PARTS, lambda fixture, *_: fixture == "runs"))
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mini_batches_give_the_weights_of_whole_batches(whole: str, parts: str, ranks: int, runs: tuple[Path, Path]) -> None:
-    run = runs[ranks - 1]
+def test_mini_batches_give_the_weights_of_whole_batches(
+    fixture: str, whole: str, parts: str, ranks: int, request: pytest.FixtureRequest
+) -> None:
+    run = request.getfixturevalue(fixture)[ranks - 1]
     np.testing.assert_allclose(losses(run, parts), losses(run, whole), atol=1e-5)
     assert_equal_weights(weights(run, parts), weights(run, whole))
 
