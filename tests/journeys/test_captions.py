@@ -233,7 +233,7 @@ def add_and_backfill(shop: Shop, hits: list[list[str]]) -> None:
     before = shop.recall(hits)
     shop.run("gallery", "add", "gallery", "arrivals", "--model", NAME, cache="fresh")
     states = [shop.search(NAME, cache="fresh")]
-    for budget in (3, 60, STORED):
+    for budget in (63, STORED):
         backfill = ("--backfill", "photos", "--budget", budget)
         shop.run("gallery", "upgrade", "gallery", "--model", NAME, *backfill, cache="fresh")
         states.append(shop.search(NAME, cache="fresh"))

@@ -146,7 +146,7 @@ def test_an_index_of_photos_from_map_to_export(desk: Desk) -> None:
     assert sum("new-" in name for _, name in found) <= 0.1 * len(found)
 
     done = 0
-    for budget in (20, 105, stored):
+    for budget in (125, stored):
         desk.type("gallery", "upgrade", "gallery", "--model", "runs/mine", "--backfill", "stored", "--budget", budget)
         done = min(stored, done + budget)
         found = desk.search("gallery", "runs/mine")
