@@ -9,6 +9,9 @@ STAMP := $(VENV)/installed-$(shell cat pyproject.toml constraints.txt | cksum | 
 # Tests write many small files: into memory, where there is room for 4 GB.
 MEMORY := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "/dev/shm"}')
 
+# Otherwise each process compiles the package and the tests again, if the environment says to keep no bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help venv constraints quickstart quickstart-texts test nightly test-quickstart lint docs bench gpu faults
 
