@@ -31,19 +31,17 @@ def as_ids(ids_N: Ids, n_rows: int, what: str) -> list[Any]:
         XcompatError: the number is wrong, or an id is not hashable.
     """
     tolist = getattr(ids_N, "tolist", None)  # NumPy and torch
-    ids = [_plain(item) for item in ids_N] if tolist is None else tolist()
+    ids = list(ids_N) if tolist is None else tolist()
     if len(ids) != n_rows:
         raise XcompatError(f"{what}: {n_rows} rows but {len(ids)} ids; give an id per row")
-    is_plain = isinstance(ids_N, np.ndarray) and ids_N.ndim == 1 and ids_N.dtype != object  # numbers or strings
-    for position, item in enumerate([] if is_plain else ids):
-        if not isinstance(item, Hashable):
-            raise XcompatError(f"{what}: id {position} is a {type(item).__name__}; ids must be strings, integers or tuples")
+    kinds = set(map(type, ids))  # few, while checking each id takes longer than most metrics
+    for kind in kinds:
+        if not issubclass(kind, Hashable):
+            position = next(row for row, item in enumerate(ids) if isinstance(item, kind))
+            raise XcompatError(f"{what}: id {position} is a {kind.__name__}; ids must be strings, integers or tuples")
+    if any(issubclass(kind, np.generic) for kind in kinds):  # for readable messages
+        return [item.item() if isinstance(item, np.generic) else item for item in ids]
     return ids
-
-
-def _plain(item: Any) -> Any:  # noqa: ANN401 - an id can have any type
-    """Convert a NumPy scalar to Python, for readable messages."""
-    return item.item() if isinstance(item, np.generic) else item
 
 
 def id_codes(query_ids: Sequence[Hashable], gallery_ids: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
