@@ -684,6 +684,9 @@ def test_a_map_is_judged_from_the_embeddings_that_it_maps(run: Run, embeddings: 
     report = load_report(tmp_path / "judged")
     reranked = {case.label: case.metrics["recall@1"] for case in report.cases if case.direction == "text-to-image"}
     assert reranked["new+rerank/old"] > reranked["old/old"] and any("3 hits per query re-ranked" in note for note in report.notes)
+    assert run("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", "--rerank", *out)[0] == 0
+    count = model.config.rerank_candidates
+    assert count and any(f"{count} hits per query re-ranked" in note for note in load_report(tmp_path / "judged").notes)
     asked = ("evaluate", "--old", old, "--new", new, "--map", tmp_path / "map", "--threshold")
     code, shown, _ = run(*asked, 0.3, *out)
     assert code == 0 and "new queries: cut off at" in " ".join(shown.split())

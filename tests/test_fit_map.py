@@ -18,7 +18,7 @@ from xcompat import Fingerprint, XcompatError
 from xcompat.heads import slerp
 from xcompat.mapping import choose, fit_map
 from xcompat.mapping.candidates import CandidateParts, fit
-from xcompat.mapping.selection import OLD_WEIGHTS
+from xcompat.mapping.reranking import COUNTS, OLD_WEIGHTS, TOLERATED
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
@@ -39,17 +39,24 @@ def test_it_chooses_what_the_command_chooses(tmp_path: Path) -> None:
     torch.testing.assert_close(saved.to_space(torch.from_numpy(pairs.new_ND[:5])), expected)
 
 
-def test_a_weight_for_re_ranking_is_chosen_and_kept(tmp_path: Path) -> None:
+def test_weight_and_number_of_hits_for_re_ranking_are_chosen_and_kept(tmp_path: Path) -> None:
     pairs = made()
     found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
     choice = found.choice
-    assert choice is not None and choice.reranked is not None and choice.rerank_weight in OLD_WEIGHTS
-    assert choice.reranked.mean > choice.chosen.mean, "the new model knows more than its map"
+    assert choice is not None and choice.reranked is not None and choice.reranked.old_weight in OLD_WEIGHTS
+    reranked = choice.reranked
+    assert reranked.trial.mean > choice.chosen.mean, "the new model knows more than its map"
+    enough = [k for k in COUNTS if reranked.losses[k].high >= -TOLERATED]
+    assert reranked.candidates == enough[0] and max(loss.mean for loss in reranked.losses.values()) == 0
     found.save(tmp_path / "model")
-    assert AutoModel.from_pretrained(tmp_path / "model").config.rerank_old_weight == choice.rerank_weight
-    assert found.report["reranked"]["old_weight"] == choice.rerank_weight
+    saved = AutoModel.from_pretrained(tmp_path / "model").config
+    assert (saved.rerank_old_weight, saved.rerank_candidates) == (reranked.old_weight, reranked.candidates)
+    written = found.report["reranked"]
+    assert (written["old_weight"], written["candidates"]) == (reranked.old_weight, reranked.candidates)
+    assert written["losses"].keys() == {str(k) for k in COUNTS}
     without = fit_map(pairs.old_Nd, pairs.new_ND)
     assert without.model.config.rerank_old_weight is None, "without labels nothing says which weight is better"
+    assert without.model.config.rerank_candidates is None
 
 
 def test_classes_may_be_anything_that_tells_them_apart() -> None:

@@ -86,6 +86,9 @@ def test_hits_are_ordered_by_new_embeddings_of_their_texts(gallery: Gallery, mod
     hits = find(["a dog", "a red shoe"], top_k=3)[0]
     assert [hit["id"] for hit in hits] == sorted(expected, key=lambda text: -expected[text])[:3]
     np.testing.assert_allclose([hit["score"] for hit in hits], [expected[hit["id"]] for hit in hits], atol=1e-5)
+    find.model.config.rerank_candidates = 3
+    chosen = pipeline("compatible-retrieval", **named | {"model": find.model}, rerank=True, originals=tmp_path / "texts.jsonl")
+    assert chosen.rerank.candidates == 3
     with pytest.raises(XcompatError, match="add rerank=20"):
         pipeline("compatible-retrieval", **named, originals=tmp_path / "texts.jsonl")
 

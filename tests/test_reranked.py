@@ -14,7 +14,7 @@ from xcompat.evaluation.cases import FLIP_METRIC
 from xcompat.evaluation.embedded_images import LearnedItems
 from xcompat.evaluation.labelled import Items, LabelledPairs
 from xcompat.evaluation.ranking import rank
-from xcompat.evaluation.reranked import rerank
+from xcompat.evaluation.reranked import find_first_hits, rerank
 
 Q, G, D, E, CLASSES = 30, 80, 6, 9, 7
 
@@ -46,6 +46,8 @@ def test_ranks_equal_a_naive_sort(k: int, weight: float, chunk_size: int) -> Non
     np.testing.assert_array_equal(found.first_hit_ranks_Q, right_QG.argmax(axis=1))
     precision_QG = right_QG.cumsum(axis=1) / np.arange(1, G + 1)
     np.testing.assert_allclose(found.average_precision_Q, (precision_QG * right_QG).sum(axis=1) / right_QG.sum(axis=1))
+    of_many = rank(find_first_hits(pairs, new_QE, new_GE, G).rerank(k, weight))
+    np.testing.assert_array_equal(of_many.average_precision_Q, found.average_precision_Q)
 
 
 def test_a_query_is_no_candidate_of_itself() -> None:

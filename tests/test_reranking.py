@@ -26,7 +26,7 @@ from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import load_originals
-from xcompat.retrieval.reranking import OLD_WEIGHT, Reranker
+from xcompat.retrieval.reranking import CANDIDATES, OLD_WEIGHT, Reranker
 from xcompat.stores.base import Store
 
 ITEMS, DEPTH = 24, 10
@@ -109,10 +109,13 @@ def test_originals_of_others_are_named(
     assert first.name in caplog.text or second.name in caplog.text
 
 
-def test_the_weight_that_was_chosen_with_a_model_is_used(newer: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_and_number_of_hits_chosen_with_a_model_are_used(newer: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Reranker(newer).old_weight == OLD_WEIGHT
     monkeypatch.setattr(newer.model.config, "rerank_old_weight", 0.0)
     assert Reranker(newer).old_weight == 0 and Reranker(newer, old_weight=0.5).old_weight == 0.5
+    assert Reranker(newer).candidates == CANDIDATES
+    monkeypatch.setattr(newer.model.config, "rerank_candidates", 50)
+    assert Reranker(newer).candidates == 50 and Reranker(newer, candidates=7).candidates == 7
 
 
 def test_order_equals_naive_reference_and_missing_keep_place(

@@ -26,7 +26,9 @@ from xcompat.cli.options import (
     Overrides,
     PricePerMillion,
     RequestsPerMinute,
+    RerankingCommand,
     WorkerCount,
+    parse_hit_count,
 )
 from xcompat.cli.quickstart import app as quickstart_app
 from xcompat.cli.quickstart import demo
@@ -67,7 +69,7 @@ app.command()(demo)
 app.command(rich_help_panel=SELDOM)(caption)
 app.command(rich_help_panel=SELDOM)(classes)
 app.command()(recipes)
-app.command()(shadow)
+app.command(cls=RerankingCommand)(shadow)
 app.command()(plan)
 
 
@@ -86,9 +88,9 @@ RerankedHits = Annotated[
     int | None,
     typer.Option(
         "--rerank",
-        min=1,
-        metavar="K",
-        help="Also measure re-ranking of the first K hits with the new model, e.g. 20.",
+        parser=parse_hit_count,
+        metavar="[K]",
+        help="Also measure re-ranking of the first K hits with the new model. Without K: the number chosen with it, or 20.",
     ),
 ]
 OldThreshold = Annotated[
@@ -310,7 +312,7 @@ def embed(
     embed_table(source, model, out, where, column, id_column, dtype or "float32")
 
 
-@app.command()
+@app.command(cls=RerankingCommand)
 def evaluate(
     context: typer.Context,
     target: Annotated[Path | None, typer.Argument(help="Recipe, run folder, or checkpoint.")] = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from xcompat.cli.options import parse_hit_count
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading
 
@@ -28,7 +29,14 @@ def shadow(
     limit_ms: Annotated[
         float | None, typer.Option(min=0, metavar="MS", help="No-go if more than 5 % of the queries take longer.")
     ] = None,
-    rerank: Annotated[int | None, typer.Option(min=1, metavar="K", help="Re-rank the first K hits with the new model.")] = None,
+    rerank: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_hit_count,
+            metavar="[K]",
+            help="Re-rank the first K hits with the new model. Without K: the number chosen with the model, or 20.",
+        ),
+    ] = None,
     originals: Annotated[Path | None, typer.Option(help="Gallery pictures or texts, for --rerank.")] = None,
     rerank_with: Annotated[
         str, typer.Option(metavar="MODEL", help="New model that re-ranks the hits. Needed when --model is the old model.")

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from xcompat.cli.options import BadVectorShare, EmbedWith, Engine, GpusPerWorker, IndexIds, WorkerCount
+from xcompat.cli.options import (
+    BadVectorShare,
+    EmbedWith,
+    Engine,
+    GpusPerWorker,
+    IndexIds,
+    RerankingCommand,
+    WorkerCount,
+    parse_hit_count,
+)
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading
 
@@ -69,9 +78,9 @@ RERANKING = "Re-ranking"
 Candidates = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        metavar="K",
-        help="Re-rank the first K hits with the new model, e.g. 20.",
+        parser=parse_hit_count,
+        metavar="[K]",
+        help="Re-rank the first K hits with the new model. Without K: the number chosen with the model, or 20.",
         rich_help_panel=RERANKING,
     ),
 ]
@@ -187,7 +196,7 @@ def _versions_of(opened: Gallery | Store) -> Sequence[Fingerprint | None]:
     return opened.versions if isinstance(opened, Gallery) else [space.fingerprint for space in opened.spaces().values()]
 
 
-@app.command()
+@app.command(cls=RerankingCommand)
 def search(
     gallery: Annotated[
         str, typer.Argument(metavar="GALLERY", help="Gallery folder, faiss index with a map, or address of a store.")
@@ -562,7 +571,7 @@ def load_reranker(
 
     embedder = require_source(_load(model) if model else source)
     read = None if originals is None else _originals(originals, {})
-    return Reranker(embedder, read, candidates, budget=budget, record_demand=record_demand)
+    return Reranker(embedder, read, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
 
 
 def _load(model: str, dtype: Dtype = "float32", side_info: str | None = None) -> Embedder:

@@ -145,6 +145,11 @@ class LabelledPairs:
         """Number of pairs that are not excluded."""
         return self.n_queries * self.n_gallery - self._n_left_out
 
+    @property
+    def is_reranked(self) -> bool:
+        """Whether :meth:`with_first` made these pairs."""
+        return self._first is not None
+
     def with_first(self, columns_Qk: torch.Tensor, scores_Qk: torch.Tensor) -> LabelledPairs:
         """Return the same pairs with some items ranked first for each query.
 

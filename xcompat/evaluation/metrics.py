@@ -96,7 +96,17 @@ def first_hit_ranks(
         [2, -1]
     """
     queries, gallery = Items(queries_QD, query_ids), Items(gallery_GD, gallery_ids)
-    pairs = LabelledPairs(queries, gallery, chunk_size, label_names=("queries", "gallery"))
+    return rank_first_hits(LabelledPairs(queries, gallery, chunk_size, label_names=("queries", "gallery")), shared)
+
+
+def rank_first_hits(pairs: LabelledPairs, shared: bool = False) -> np.ndarray:
+    """Return the ranks of :func:`first_hit_ranks` for labelled pairs.
+
+    Args:
+        pairs: queries and gallery, without re-ranked hits.
+        shared: whether all processes call this to share the work; all get the result.
+    """
+    assert not pairs.is_reranked, "float32 products know no re-ranked hits; use rank"
     rows_N = pairs.mated_rows(shared)
     ranks_Q = np.full(pairs.n_queries, -1, dtype=np.int64)
     for ranked_N, ranks_N in gather_objects((rows_N, _rank(pairs, rows_N)), shared):

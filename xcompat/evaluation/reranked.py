@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -10,8 +12,37 @@ from xcompat.evaluation.labelled import EXCLUDED_SCORE, LabelledPairs
 from xcompat.evaluation.scores import UNIT, Embeddings, ExactRows
 from xcompat.score_scale import OLD_WEIGHT, combine_scores
 
+_FEW = 1 / 64
+"""Share of all pairs below which scores one by one are faster than a whole product."""
 _MOST_NUMBERS = 2**24
 """Most numbers of candidate embeddings in memory at once (128 MB)."""
+
+
+class FirstHits(NamedTuple):
+    """First hits of each query, best first.
+
+    Args:
+        pairs: the searched pairs.
+        columns_Qk: (Q, k) gallery rows, int64.
+        old_Qk: (Q, k) scores in the old space, float64.
+        new_Qk: (Q, k) scores in the new model's own space, float64.
+    """
+
+    pairs: LabelledPairs
+    columns_Qk: torch.Tensor
+    old_Qk: torch.Tensor
+    new_Qk: torch.Tensor
+
+    def rerank(self, candidates: int, old_weight: float) -> LabelledPairs:
+        """Return the pairs with new scores for the first hits.
+
+        Args:
+            candidates: number of re-ranked hits per query, at most k.
+            old_weight: weight of the old scores.
+        """
+        columns_Qk, old_Qk, new_Qk = (each[:, :candidates] for each in self[1:])
+        scores_Qk = combine_scores(old_Qk / UNIT, new_Qk / UNIT, old_weight)
+        return self.pairs.with_first(columns_Qk, torch.where(old_Qk > EXCLUDED_SCORE, scores_Qk, -torch.inf))
 
 
 def rerank(
@@ -47,6 +78,21 @@ def rerank(
         >>> rank(pairs).first_hit_ranks_Q, rank(rerank(pairs, new[1:2], new, candidates=2)).first_hit_ranks_Q
         (array([1]), array([0]))
     """
+    return find_first_hits(pairs, queries_QE, gallery_GE, candidates).rerank(candidates, old_weight)
+
+
+def find_first_hits(pairs: LabelledPairs, queries_QE: Embeddings, gallery_GE: Embeddings, candidates: int) -> FirstHits:
+    """Return the first hits of each query with both scores, to re-rank them in several ways.
+
+    Args:
+        pairs: queries in the old gallery's space, and the old gallery.
+        queries_QE: (Q, E) the same queries in the new model's own space.
+        gallery_GE: (G, E) the same items in the new space.
+        candidates: number k of hits per query; the first rows win ties.
+
+    Raises:
+        XcompatError: numbers of rows or dimensions differ.
+    """
     own_queries, own_gallery = (
         ExactRows(rows, f"the new model's {what}", pairs.device)
         for rows, what in ((queries_QE, "queries"), (gallery_GE, "gallery"))
@@ -63,15 +109,16 @@ def rerank(
             at = slice(int(rows_B[0]) + rows.start, int(rows_B[0]) + rows.stop)
             scores_Qk[at], columns_Qk[at] = _merge(scores_Qk[at], columns_Qk[at], scores_RC, columns.start)
     size = max(1, _MOST_NUMBERS // (k * own_gallery.dim))
+    new_Qk = torch.empty_like(scores_Qk)
     for start in range(0, pairs.n_queries, size):
         here = slice(start, min(start + size, pairs.n_queries))
-        items_BkE = own_gallery.block(columns_Qk[here].reshape(-1).cpu().numpy()).reshape(-1, k, own_gallery.dim)
-        new_Bk = torch.linalg.vecdot(own_queries.block(here)[:, None], items_BkE)
-        old_Bk = scores_Qk[here]
-        scores_Qk[here] = torch.where(
-            old_Bk > EXCLUDED_SCORE, combine_scores(old_Bk / UNIT, new_Bk / UNIT, old_weight), -torch.inf
-        )
-    return pairs.with_first(columns_Qk, scores_Qk)
+        rows_N, places_Bk = columns_Qk[here].unique(return_inverse=True)
+        asked_BE, items_NE = own_queries.block(here), own_gallery.block(rows_N.cpu().numpy())
+        if k >= _FEW * len(rows_N):  # exact in any order of the sums
+            new_Qk[here] = (asked_BE @ items_NE.T).gather(1, places_Bk)
+        else:
+            new_Qk[here] = torch.linalg.vecdot(asked_BE[:, None], items_NE[places_Bk])
+    return FirstHits(pairs, columns_Qk, scores_Qk, new_Qk)
 
 
 def _merge(

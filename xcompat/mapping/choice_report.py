@@ -18,9 +18,9 @@ from xcompat.hub.metadata import Gain
 from xcompat.mapping.agreement import NEIGHBOURS, SHARED
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory
+from xcompat.mapping.reranking import RerankedTrial
 from xcompat.mapping.selection import Choice
 from xcompat.report.wording import backfill_warning, gain, gain_with_interval, interval
-from xcompat.score_scale import CANDIDATES
 
 
 def choice_table(choice: Choice, spaced: bool = False) -> Table:
@@ -52,7 +52,7 @@ def choice_table(choice: Choice, spaced: bool = False) -> Table:
     if choice.mixed is not None:
         table.add_row("the best, mixed half-way with old queries", *_cells(choice.mixed), style="dim")
     if choice.reranked is not None:
-        table.add_row(f"the best, {CANDIDATES} hits re-ranked", *_cells(choice.reranked), style="dim")
+        table.add_row(f"the best, {choice.reranked.candidates} hits re-ranked", *_cells(choice.reranked.trial), style="dim")
     return table
 
 
@@ -216,10 +216,17 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "trials": [_trial(trial) for trial in choice.trials],
         "without_new_model": _trial(without) if without is not None else None,
         "mixed": _trial(choice.mixed) if choice.mixed is not None else None,
-        "reranked": _trial(choice.reranked) | {"old_weight": choice.rerank_weight} if choice.reranked is not None else None,
+        "reranked": _reranked(choice.reranked),
         "confidence": _confidence(choice),
         "item_memory": _item_memory(choice.item_memory),
     }
+
+
+def _reranked(found: RerankedTrial | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    losses = {str(k): {"mean": loss.mean, "ci95": [loss.low, loss.high]} for k, loss in found.losses.items()}
+    return _trial(found.trial) | {"old_weight": found.old_weight, "candidates": found.candidates, "losses": losses}
 
 
 def _item_memory(found: ItemMemory | None) -> dict[str, Any] | None:

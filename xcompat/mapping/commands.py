@@ -128,7 +128,8 @@ def map_embeddings(asked: MapRequest) -> bool:
         temporary.mkdir()
         model = fit(decided.candidate, CandidateParts(pairs, described, lines, remembering.codec), decided.confidence)
         model.config.encoder, model.config.service = encoder, found.service
-        model.config.rerank_old_weight = decided.choice.rerank_weight if decided.choice is not None else None
+        if decided.choice is not None and decided.choice.reranked is not None:
+            decided.choice.reranked.store_in(model)
         model.save_pretrained(temporary / "model")
         asking = encoder or (texts.service_named(asked.new) if texts is not None else None)
         document = _document(decided, pairs, model, theirs) | {"old": described, "new": asking}

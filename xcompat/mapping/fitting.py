@@ -167,7 +167,8 @@ def fit_map(
     candidate = choice.candidate if choice is not None else GUESS
     model = fit(candidate, CandidateParts(pairs, described), choice.confidence if choice is not None else None)
     model.config.encoder = asking.describe_encoder() if asking is not None else None
-    model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
+    if choice is not None and choice.reranked is not None:
+        choice.reranked.store_in(model)
     return FittedMap(model, choice, right.dropped)
 
 

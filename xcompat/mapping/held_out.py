@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from xcompat.core.arrays import copy_rows, normalise_rows
-from xcompat.evaluation import PairedDifference, bootstrap_interval, first_hit_ranks, paired_bootstrap
+from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
 from xcompat.evaluation.labelled import Items, LabelledPairs
+from xcompat.evaluation.metrics import rank_first_hits
 from xcompat.evaluation.ranking import rank
-from xcompat.evaluation.reranked import rerank
+from xcompat.evaluation.reranked import FirstHits, find_first_hits
 from xcompat.heads import slerp
 from xcompat.mapping.candidates import LINES, Candidate, CandidateParts, Paired, Solver
 from xcompat.mapping.confidence import Evidence
 from xcompat.mapping.folds import POPULATIONS, QUERIES, Searched, caption_folds, folds
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, SwappedEmbeddings
-from xcompat.score_scale import CANDIDATES
 from xcompat.vectors.codecs import AS_THEY_ARE
 
 RESAMPLES = 1000
@@ -37,6 +37,8 @@ _ALIKE = "embeddings do not differ within their classes."
 _STANDARD_ERRORS = 1.96  # half the width of a 95 % interval
 Values = dict[str, dict[str, np.ndarray]]
 """Protocol -> metric -> value of each query."""
+Reranking = Callable[[float, int], list["FoldResult"]]
+"""Maps the old scores' weight and the number of re-ranked hits to results."""
 Queries = Callable[[int, str, NDArray[np.int64], PairedEmbeddings], NDArray[np.float32]]
 """Maps a fold's number, a protocol, and rows of some pairs to queries in the searched space."""
 
@@ -61,6 +63,37 @@ class FoldResult(NamedTuple):
     about_Q: NDArray[np.int64]
     clusters_Q: NDArray[np.int64]
     n_gallery: int
+
+
+class FoldSearch(NamedTuple):
+    """A fold's queries with a protocol, before they are measured.
+
+    Args:
+        fold: fold number.
+        protocol: protocol name.
+        pairs: queries and searched items.
+        sides: embeddings of the queries and of the searched items.
+        rows: their rows.
+        about_Q: item of each query.
+        clusters_Q: each query's bootstrap cluster.
+    """
+
+    fold: int
+    protocol: str
+    pairs: LabelledPairs
+    sides: tuple[PairedEmbeddings, PairedEmbeddings]
+    rows: tuple[NDArray[np.int64], NDArray[np.int64]]
+    about_Q: NDArray[np.int64]
+    clusters_Q: NDArray[np.int64]
+
+    def find_first_hits(self, count: int) -> FirstHits:
+        """Return each query's first hits, with scores of the new model."""
+        own_QE, own_GE = (copy_rows(side.new_ND, rows) for side, rows in zip(self.sides, self.rows, strict=True))
+        return find_first_hits(self.pairs, own_QE, own_GE, count)
+
+    def result(self, found: Mapping[str, np.ndarray], quality_Q: NDArray[np.float64]) -> FoldResult:
+        """Return the results of its queries; arguments as in :class:`FoldResult`."""
+        return FoldResult(self.fold, self.protocol, found, quality_Q, self.about_Q, self.clusters_Q, self.pairs.n_gallery)
 
 
 @dataclass(frozen=True)
@@ -179,25 +212,24 @@ class ValidationSplit(ABC):
         """
 
     @abstractmethod
-    def measure_search(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[FoldResult]:
+    def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
         """Measure held-out items as queries.
 
         Args:
             asked: embeds items as queries.
             searched: embeds items as gallery entries.
-            old_weight: weight of old scores for re-ranking by the new model; None for no re-ranking.
         """
 
     def measure_old(self) -> list[FoldResult]:
         """Measure old queries on old galleries."""
         return self.measure(_stored_embeddings)
 
-    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
-        """Measure queries with hits re-ranked by the new model; return None if this is not supported.
+    def prepare_reranking(self, queries: Queries, most: int) -> Reranking | None:
+        """Return a function that measures queries with hits re-ranked by the new model; None if this is not supported.
 
         Args:
             queries: maps queries to the searched space.
-            old_weight: weight of the old score, see :func:`~xcompat.score_scale.combine_scores`.
+            most: largest number of re-ranked hits per query.
         """
         return None
 
@@ -262,16 +294,12 @@ class ValidationSplit(ABC):
         about = [each.about_Q * len(self.known) + each.fold for each in new]
         return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
 
-    def try_reranked(self, candidate: Candidate, old_weight: float) -> Trial | None:
-        """Measure a candidate with hits re-ranked by the new model; return None if this is not supported."""
-        again = self.measure_reranked(self.queries_of(candidate), old_weight)
-        return None if again is None else self._trial(candidate, _merge_folds(again))
-
     def try_candidate(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
-        return self._trial(candidate, _merge_folds(self.measure(self.queries_of(candidate))))
+        return self.compare_with_old(candidate, self.measure(self.queries_of(candidate)))
 
-    def _trial(self, candidate: Candidate, found: Values) -> Trial:
+    def compare_with_old(self, candidate: Candidate, results: Sequence[FoldResult]) -> Trial:
+        """Return a candidate's gains over old queries."""
         gains = {
             protocol: {
                 metric: paired_bootstrap(
@@ -279,7 +307,7 @@ class ValidationSplit(ABC):
                 )
                 for metric, values_Q in metrics.items()
             }
-            for protocol, metrics in found.items()
+            for protocol, metrics in _merge_folds(results).items()
         }
         return Trial(candidate, gains, self.shown_only)
 
@@ -303,7 +331,28 @@ class ValidationSplit(ABC):
         return paired_bootstrap(own_Q, dealt_Q, RESAMPLES, CHANCE_LEVEL, self.seed, clusters_Q).low <= 0
 
 
-class HeldOutClasses(ValidationSplit):
+class RerankableSplit(ValidationSplit):
+    """Validation split whose searches can be re-ranked by the new model."""
+
+    @override
+    def prepare_reranking(self, queries: Queries, most: int) -> Reranking | None:
+        hits = [(each, each.find_first_hits(most)) for each in self.searches(queries, _stored_embeddings)]
+        return lambda old_weight, k: [self.measure_pairs(each, first.rerank(k, old_weight)) for each, first in hits]
+
+    @override
+    def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
+        return [self.measure_pairs(each, each.pairs) for each in self.searches(asked, searched)]
+
+    @abstractmethod
+    def searches(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
+        """Yield the searches of all folds; arguments as in :meth:`measure_search`."""
+
+    @abstractmethod
+    def measure_pairs(self, search: FoldSearch, pairs: LabelledPairs) -> FoldResult:
+        """Measure a search, with its own scores or re-ranked ones."""
+
+
+class HeldOutClasses(RerankableSplit):
     """Items that search items of their own class."""
 
     sharpnesses = (20.0, 30.0, 40.0)
@@ -333,28 +382,23 @@ class HeldOutClasses(ValidationSplit):
         return self.measure_search(queries, _stored_embeddings)
 
     @override
-    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
-        return self.measure_search(queries, _stored_embeddings, old_weight)
-
-    @override
-    def measure_search(self, asked: Queries, searched: Queries, old_weight: float | None = None) -> list[FoldResult]:
-        parts = []
+    def searches(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
         for number, fold in enumerate(self.folds):
             for protocol, rows_Q in fold.queries.items():
                 rows_G = fold.galleries[protocol]
                 labels_Q, labels_G = self.labels_N[rows_Q], self.labels_N[rows_G]
                 asked_Qd = asked(number, protocol, rows_Q, self.pairs)
                 searched_Gd = searched(number, protocol, rows_G, self.pairs)
-                compared = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, labels_G, rows_G))
-                if old_weight is not None:
-                    own = copy_rows(self.pairs.new_ND, rows_Q), copy_rows(self.pairs.new_ND, rows_G)
-                    compared = rerank(compared, *own, CANDIDATES, old_weight)
-                ranked = rank(compared)
-                assert (ranked.positives_Q > 0).all()  # folds hold out at least two items per class
-                first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
-                found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
-                parts.append(FoldResult(number, protocol, found, precision_Q, rows_Q, labels_Q, len(rows_G)))
-        return parts
+                pairs = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, labels_G, rows_G))
+                yield FoldSearch(number, protocol, pairs, (self.pairs, self.pairs), (rows_Q, rows_G), rows_Q, labels_Q)
+
+    @override
+    def measure_pairs(self, search: FoldSearch, pairs: LabelledPairs) -> FoldResult:
+        ranked = rank(pairs)
+        assert (ranked.positives_Q > 0).all()  # folds hold out at least two items per class
+        first_Q, precision_Q = ranked.first_hit_ranks_Q, ranked.average_precision_Q
+        found = {"cmc@1": first_Q < 1, "cmc@5": first_Q < 5, "map": precision_Q}
+        return search.result(found, precision_Q)
 
     @override
     def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
@@ -376,7 +420,7 @@ class SwappedSplit(ValidationSplit):
     of_galleries = True
 
     @override
-    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
+    def prepare_reranking(self, queries: Queries, most: int) -> Reranking | None:
         return None  # this map moves old embeddings
 
     @override
@@ -407,7 +451,7 @@ class HeldOutGalleries(SwappedSplit, HeldOutClasses):
         return HeldOutGalleries(of_old, self.searched, LINES, self.seed)
 
 
-class HeldOutCaptions(ValidationSplit):
+class HeldOutCaptions(RerankableSplit):
     """Captions that search images, or questions that search passages, and the reverse.
 
     Results of passages that search questions are only shown and do not affect the choice.
@@ -441,34 +485,29 @@ class HeldOutCaptions(ValidationSplit):
         return self.measure_search(queries, _stored_embeddings)
 
     @override
-    def measure_reranked(self, queries: Queries, old_weight: float) -> list[FoldResult] | None:
-        return self.measure_search(queries, _stored_embeddings, old_weight)
-
-    @override
     def measure_re_embedded(self, candidate: Candidate) -> list[FoldResult]:
         alone = replace(candidate, old_share=0.0)  # old queries join where old embeddings are left
         return self.measure_search(self.queries_of(alone), self.stored_by(alone))
 
     @override
-    def measure_search(self, queries: Queries, stored: Queries, old_weight: float | None = None) -> list[FoldResult]:
-        parts = []
+    def searches(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
         for number, pairs in enumerate(self.searched):
             sides, groups = (pairs.images, pairs.texts), pairs.groups
-            for protocol, asking, searched in zip(self.protocols, (1, 0), (0, 1), strict=True):
-                rows_Q = self.asked[number][asking]
-                asked_Qd = queries(number, protocol, rows_Q, sides[asking])
-                entries_Nd = stored(number, protocol, np.arange(len(sides[searched])), sides[searched])
-                if old_weight is None:
-                    first_Q = first_hit_ranks(asked_Qd, entries_Nd, groups[asking][rows_Q], groups[searched])
-                else:
-                    compared = LabelledPairs(Items(asked_Qd, groups[asking][rows_Q]), Items(entries_Nd, groups[searched]))
-                    own = copy_rows(sides[asking].new_ND, rows_Q), np.asarray(sides[searched].new_ND[:])
-                    first_Q = rank(rerank(compared, *own, CANDIDATES, old_weight)).first_hit_ranks_Q
-                found = {f"recall@{k}": first_Q < k for k in RECALLS}
+            for protocol, asking, found in zip(self.protocols, (1, 0), (0, 1), strict=True):
+                rows_Q, entries_G = self.asked[number][asking], np.arange(len(sides[found]))
                 groups_Q = groups[asking][rows_Q]
-                clusters_Q = groups_Q * len(self.searched) + number
-                parts.append(FoldResult(number, protocol, found, 1 / (1.0 + first_Q), groups_Q, clusters_Q, len(sides[searched])))
-        return parts
+                compared = LabelledPairs(
+                    Items(asked(number, protocol, rows_Q, sides[asking]), groups_Q),
+                    Items(searched(number, protocol, entries_G, sides[found]), groups[found]),
+                )
+                both, clusters_Q = (sides[asking], sides[found]), groups_Q * len(self.searched) + number
+                yield FoldSearch(number, protocol, compared, both, (rows_Q, entries_G), groups_Q, clusters_Q)
+
+    @override
+    def measure_pairs(self, search: FoldSearch, pairs: LabelledPairs) -> FoldResult:
+        is_reranked = pairs is not search.pairs
+        first_Q = rank(pairs).first_hit_ranks_Q if is_reranked else rank_first_hits(pairs)  # counts are faster than sorting
+        return search.result({f"recall@{k}": first_Q < k for k in RECALLS}, 1 / (1.0 + first_Q))
 
     @override
     def with_old_queries(self) -> ValidationSplit:

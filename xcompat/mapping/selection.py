@@ -20,14 +20,12 @@ from xcompat.mapping.held_out import (
 )
 from xcompat.mapping.item_memory import ItemMemory, with_item_memory
 from xcompat.mapping.paired import CaptionedEmbeddings, SwappedEmbeddings
-from xcompat.score_scale import OLD_WEIGHT
+from xcompat.mapping.reranking import RerankedTrial, choose_reranking
 
 DAMPINGS = (0.1, 0.3, 1.0)
 MIXED = 0.5
 """Weight of the old query in a half-way mixture."""
 OLD_SHARES = (0.3, 0.5, 0.7)
-OLD_WEIGHTS = (OLD_WEIGHT, 0.0, 0.5)
-"""Weights of old scores to try in a re-ranking."""
 
 
 NEARLY_ALL, MUCH_MORE = 0.9, 1.5
@@ -61,7 +59,6 @@ class Choice:
         copies: number of exact copies, which are not held out.
         cases: results of old queries and the chosen map, by population.
         reranked: best map with hits re-ranked by the new model, or None.
-        rerank_weight: best weight of old scores for re-ranking (:data:`OLD_WEIGHTS`), or None.
         by_chance: whether the chosen map does not surely beat chance
             (:meth:`~xcompat.mapping.held_out.ValidationSplit.is_by_chance`).
         item_memory: results of a memory of all items, or None if it was not tried.
@@ -88,8 +85,7 @@ class Choice:
     backfill_losses: tuple[BackfillLoss, ...] = ()
     cases: tuple[Case, ...] = ()
     copies: int = 0
-    reranked: Trial | None = None
-    rerank_weight: float | None = None
+    reranked: RerankedTrial | None = None
     item_memory: ItemMemory | None = None
 
     @property
@@ -235,16 +231,6 @@ def _calibrate_memory(held: ValidationSplit, candidate: Candidate, brought: bool
     return None, "the gallery has the memory, not the queries" if held.of_galleries else "the map has no memory"
 
 
-def _try_reranked(held: ValidationSplit, candidate: Candidate) -> tuple[Trial | None, float | None]:
-    """Try several weights of old scores for re-ranking; return the best."""
-    tried = {weight: held.try_reranked(candidate, weight) for weight in OLD_WEIGHTS}
-    found = {weight: trial for weight, trial in tried.items() if trial is not None}
-    if not found:
-        return None, None
-    best = select_best(found.values())
-    return best, next(weight for weight, trial in found.items() if trial is best)
-
-
 def _try_half_way(held: ValidationSplit, chosen: Trial) -> Trial | None:
     """Mix the chosen candidate half-way with old queries, unless it is safe or already mixed."""
     if chosen.is_surely_no_worse or chosen.candidate.old_share or held.of_galleries:
@@ -307,12 +293,10 @@ def choose(
         chosen = select_conservative(trials)
     brought = held.known[0].line(chosen.candidate.line).memory is not None
     confidence, no_confidence = _calibrate_memory(held, chosen.candidate, brought)
-    reranked, rerank_weight = _try_reranked(held, chosen.candidate)
     return Choice(
         trials=trials,
         chosen=chosen,
-        reranked=reranked,
-        rerank_weight=rerank_weight,
+        reranked=choose_reranking(held, chosen.candidate),
         without_new_model=_try_old_model(held, chosen),
         floor=held.floor_means(),
         n_queries={name: len(next(iter(metrics.values()))) for name, metrics in held.floor.items()},

@@ -60,6 +60,7 @@ class CompatConfig(PreTrainedConfig):
         thresholds: :class:`~xcompat.score_scale.Thresholds`, old score thresholds and their replacements, or None.
         old_share: the old query's weight in searches with both models (:func:`~xcompat.heads.slerp`), or None.
         rerank_old_weight: the old scores' weight in re-ranking, chosen on the validation split, or None.
+        rerank_candidates: number of hits to re-rank, chosen there too, or None.
         started_from: map for `xcompat map --start-from`: ``name``, ``revision``, ``fingerprint``, or None.
         service: a map's embedding service: ``name``, ``function``, and ``sketch`` from its embeddings of test texts, or None.
 
@@ -80,6 +81,7 @@ class CompatConfig(PreTrainedConfig):
     thresholds: dict | None = None
     old_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     rerank_old_weight: Annotated[float, Field(ge=0, lt=1)] | None = None
+    rerank_candidates: Annotated[int, Field(ge=1)] | None = None
     started_from: dict | None = None
     service: dict | None = None
 
@@ -117,7 +119,16 @@ class CompatConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all keys, without optional keys that are None."""
         written = super().to_dict()
-        for optional in ("score_scales", "thresholds", "old_share", "rerank_old_weight", "started_from", "service"):
+        optional_keys = (
+            "score_scales",
+            "thresholds",
+            "old_share",
+            "rerank_old_weight",
+            "rerank_candidates",
+            "started_from",
+            "service",
+        )
+        for optional in optional_keys:
             if getattr(self, optional) is None:
                 del written[optional]
         return written

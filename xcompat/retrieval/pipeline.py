@@ -70,7 +70,8 @@ class CompatibleRetrievalPipeline(Pipeline):
             :func:`~xcompat.retrieval.fetching.fetch`.
         embed_with: embeds texts if the map is for a service's embeddings: a function, its name, or a
             :class:`~xcompat.embeddings.provider.Provider`.
-        rerank: number of hits to re-rank, e.g. 20; or a :class:`~xcompat.retrieval.reranking.Reranker`.
+        rerank: number of hits to re-rank, True for the number fitted with the model (or 20), or a
+            :class:`~xcompat.retrieval.reranking.Reranker`.
         originals: path to the gallery's originals for ``rerank``; None to use the texts in its metadata.
         kwargs: arguments for every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by`` become
             defaults for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
@@ -91,7 +92,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         fallback: Mapping[str, Any] | None = None,
         allow_private_addresses: bool = False,
         embed_with: str | Function | Provider | None = None,
-        rerank: int | Reranker | None = None,
+        rerank: int | bool | Reranker | None = None,
         originals: str | Path | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
@@ -201,14 +202,14 @@ class CompatibleRetrievalPipeline(Pipeline):
 
 
 def _reranker(
-    source: Embedder | ServedMap | CompatModel, rerank: int | Reranker | None, originals: str | Path | None
+    source: Embedder | ServedMap | CompatModel, rerank: int | bool | Reranker | None, originals: str | Path | None
 ) -> Reranker | None:
-    if isinstance(rerank, Reranker) or rerank is None:
+    if isinstance(rerank, Reranker) or rerank is None or rerank is False:
         if originals is not None:
             raise XcompatError("originals are for re-ranking; add rerank=20")
-        return rerank
+        return rerank or None
     embedder = Embedder.from_model(source, "own") if isinstance(source, CompatModel) else source
-    return Reranker(embedder, None if originals is None else load_originals(originals), rerank)
+    return Reranker(embedder, None if originals is None else load_originals(originals), None if rerank is True else rerank)
 
 
 def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor], queries: Sequence[str | Image.Image]) -> Tensor:

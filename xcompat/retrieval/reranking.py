@@ -87,7 +87,8 @@ class Reranker:
     Args:
         model: the new model, alone or with its map.
         originals: the gallery's pictures or texts; None to use the texts in its metadata.
-        candidates: hits to re-rank per query; more if a search asks for more hits.
+        candidates: hits to re-rank per query, more if a search asks for more hits; None to use the number fitted with the
+            model, or 20.
         old_weight: w; None to use the value fitted with the model, or 1/3.
         budget: largest number of embeddings to compute; further candidates keep their old scores.
         keep: whether to cache embeddings.
@@ -104,16 +105,19 @@ class Reranker:
         self,
         model: Embedder | ServedMap,
         originals: Originals | None = None,
-        candidates: int = CANDIDATES,
+        candidates: int | None = None,
         old_weight: float | None = None,
         budget: int | None = None,
         keep: bool = True,
         record_demand: bool = False,
     ) -> None:
+        config = getattr(query_model(model), "config", None)
+        if candidates is None:
+            candidates = getattr(config, "rerank_candidates", None) or CANDIDATES
         if candidates < 1:
             raise XcompatError(f"cannot re-rank {candidates} candidates; set at least 1")
         if old_weight is None:
-            chosen = getattr(getattr(query_model(model), "config", None), "rerank_old_weight", None)
+            chosen = getattr(config, "rerank_old_weight", None)
             old_weight = OLD_WEIGHT if chosen is None else chosen
         if not 0 <= old_weight < 1:
             raise XcompatError(f"the weight of old scores is {old_weight}; set a number from 0 to below 1")

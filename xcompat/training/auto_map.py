@@ -68,7 +68,8 @@ def choose_map(stage: Stage, folder: Path) -> CompatModel | None:
     taken = next(each for each in known if candidate.line in each.lines)
     model = fit(candidate, taken, choice.confidence if choice is not None else None)
     model.config.encoder = stage.with_query_prompt(plain).describe_encoder()
-    model.config.rerank_old_weight = choice.rerank_weight if choice is not None else None
+    if choice is not None and choice.reranked is not None:
+        choice.reranked.store_in(model)
     solving.write(model)
     write_candidates(folder, candidate, choice, taken, verdict=choice is not None and choice.is_safe)
     return model

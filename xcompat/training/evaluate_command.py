@@ -36,7 +36,7 @@ from xcompat.training.embedding_folders import (
 from xcompat.training.evaluation_models import EvaluationSet, map_contestant
 from xcompat.training.evaluation_sets import PairTestSet, load_test_set
 from xcompat.training.item_embeddings import read_embeddings
-from xcompat.training.model_evaluation import embed_new, make_report, mix_in_old_queries, use_chosen_rerank_weight
+from xcompat.training.model_evaluation import embed_new, make_report, mix_in_old_queries, use_chosen_reranking
 from xcompat.training.overrides import apply_override
 from xcompat.training.recipe import explain, load_recipe
 from xcompat.training.record import find_model
@@ -51,7 +51,7 @@ ABOUT_CLASSES = ("label_column", "classes", "class_column", "camera_column", "ga
 Source = TypeVar("Source", PairSource, LabelledSource)
 
 
-def evaluation_settings(rerank: int | None, threshold: float | None) -> EvaluationSettings:
+def evaluation_settings(rerank: int | bool | None, threshold: float | None) -> EvaluationSettings:
     """Return evaluation settings of the command line.
 
     Raises:
@@ -141,7 +141,7 @@ def evaluate_checkpoint(
     independent = test.embed(plain, cache_dir) if plain is not None else None
     contestants = embed_new(model, test.embed(old_model, cache_dir), independent, test, cache_dir)
     method = model.config.model_type.removeprefix("xcompat-")
-    asked = use_chosen_rerank_weight(settings or EvaluationSettings(), model)
+    asked = use_chosen_reranking(settings or EvaluationSettings(), model)
     return _finish(make_report(contestants, test, asked, method, 0, run=provenance()), output)
 
 
@@ -230,7 +230,7 @@ def evaluate_embeddings(
     if by_map is not None:
         model = torch.nn.Module.to(load_checkpoint(str(find_model(by_map))), device())
         loaded |= _map_queries(loaded["new"], loaded["old"], by_map, model)
-        settings = use_chosen_rerank_weight(settings, model)
+        settings = use_chosen_reranking(settings, model)
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add their map with "

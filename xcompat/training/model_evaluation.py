@@ -25,7 +25,7 @@ from xcompat.models.query_memory import QueryMemory
 from xcompat.report import ReportContent
 from xcompat.report.planning import RERANKED_HITS
 from xcompat.report.wording import backfill_warning, threshold_lines
-from xcompat.score_scale import OLD_WEIGHT
+from xcompat.score_scale import CANDIDATES, OLD_WEIGHT
 from xcompat.training.evaluation_models import EvaluationSet, display_name, map_contestant
 from xcompat.training.fallback_eval import FALLBACK, confidence_of, describe_confidence, fallback_queries
 from xcompat.training.sections import EvaluationSettings
@@ -94,11 +94,18 @@ def embed_new(
     return EvaluatedModels(old, view, own, independent, extra, confidence=sure, backfilled=backfilled, alone=alone)
 
 
-def use_chosen_rerank_weight(settings: EvaluationSettings, model: CompatModel) -> EvaluationSettings:
-    """Return settings with the model's re-ranking weight, unless set."""
-    if settings.rerank_weight is not None:
-        return settings
-    return settings.model_copy(update={"rerank_weight": model.config.rerank_old_weight})
+def use_chosen_reranking(settings: EvaluationSettings, model: CompatModel) -> EvaluationSettings:
+    """Return settings with the model's re-ranking weight and number of hits, unless set."""
+    config, chosen = model.config, dict[str, Any]()
+    if settings.rerank_weight is None:
+        chosen["rerank_weight"] = config.rerank_old_weight
+    if settings.rerank is True:
+        chosen["rerank"] = config.rerank_candidates or CANDIDATES
+    return settings.model_copy(update=chosen)
+
+
+def _count_reranked(settings: EvaluationSettings) -> int:
+    return CANDIDATES if settings.rerank is True else int(settings.rerank)
 
 
 def mix_in_old_queries(model: CompatModel, view: C, old: C) -> tuple[C, C | None]:
@@ -194,7 +201,7 @@ def evaluate_cases(
         shared=shared,
         fars=settings.fars,
         fpirs=settings.fpirs,
-        rerank=settings.rerank,
+        rerank=_count_reranked(settings),
         rerank_weight=OLD_WEIGHT if settings.rerank_weight is None else settings.rerank_weight,
         threshold=settings.threshold,
     )
@@ -264,6 +271,6 @@ def make_report(
         searched = contestants.old if contestants.upgraded is None else contestants.upgraded
         examples = test.examples(contestants.old, contestants.new_view, searched, settings.examples, seed)
     if settings.rerank:
-        about["run"] = about.get("run", {}) | {RERANKED_HITS: settings.rerank}
+        about["run"] = about.get("run", {}) | {RERANKED_HITS: _count_reranked(settings)}
     shown: dict[str, Any] = {"examples": examples, "tsne_pairs": settings.tsne_pairs, "seed": seed}
     return ReportContent(evaluation, kept, method, **shown, **about)

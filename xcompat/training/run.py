@@ -36,7 +36,7 @@ from xcompat.training.headers import add_layout_to_errors
 from xcompat.training.input_checks import check_paths, judged_files
 from xcompat.training.learned_items import add_learned_items
 from xcompat.training.memory import memory_of_one, pairs_to_remember, remember
-from xcompat.training.model_evaluation import apply_memory, embed_new, make_report, side_info_of, use_chosen_rerank_weight
+from xcompat.training.model_evaluation import apply_memory, embed_new, make_report, side_info_of, use_chosen_reranking
 from xcompat.training.output_checks import lock_run, require_places
 from xcompat.training.recipe import Recipe
 from xcompat.training.record import (
@@ -327,7 +327,7 @@ class StageRun(Stage):
         content = make_report(
             contestants,
             test,
-            use_chosen_rerank_weight(self._evaluation, model),
+            use_chosen_reranking(self._evaluation, model),
             self.settings.method,
             self.recipe.seed,
             shared=True,

@@ -241,7 +241,8 @@ class EvaluationSettings(Section):
         fars: false acceptance rates in (0, 1) of verification, for TAR@FAR. Default: 1e-4 for templates.
         fpirs: false positive identification rates in (0, 1) of open-set identification, for TPIR@FPIR; some queries need classes
             outside the gallery. Default: 1e-2 for templates. Closed sets get TPIR@FAR, as in InsightFace.
-        rerank: hits per new query to re-rank with the new model (:class:`xcompat.retrieval.Reranker`). Adds ``new+rerank/old``.
+        rerank: hits per new query to re-rank with the new model (:class:`xcompat.retrieval.Reranker`), or true for the number
+            chosen with the model (or 20). Adds ``new+rerank/old``.
         rerank_weight: weight of old scores in re-ranking; default: chosen with the model, or 1/3.
         threshold: cosine cut-off of the old model; the report gives its equivalent for new queries.
         resamples: bootstrap resamples.
@@ -257,7 +258,7 @@ class EvaluationSettings(Section):
     fallback: float | None = Field(None, gt=0, le=1)
     fars: list[Rate] = []
     fpirs: list[Rate] = []
-    rerank: int = Field(0, ge=0)
+    rerank: bool | Annotated[int, Field(ge=0)] = 0
     rerank_weight: float | None = Field(None, ge=0, lt=1)
     threshold: float | None = Field(None, gt=-1, lt=1)
     resamples: int = Field(1000, ge=100)
