@@ -28,6 +28,8 @@ from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.originals import load_originals
+from xcompat.retrieval.reranking import Reranker
 from xcompat.retrieval.upgrading import Block
 from xcompat.stores import Rows, Store, commands, lease, migration
 from xcompat.stores.embedding import Embedding
@@ -511,6 +513,78 @@ def test_rows_are_embedded_anew_from_what_they_hold(
     found = place.vectors(space)
     np.testing.assert_allclose([found[str(row)] for row in range(20)], embedder.embed(batch).numpy(), atol=1e-5)
     assert place.open().describe()["fingerprint"] == embedder.fingerprint.digest
+
+
+@pytest.mark.parametrize("place", DAILY, indirect=True)
+def test_re_ranked_searches_fill_the_new_space_and_a_migration_fills_the_rest(
+    place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.fill(vectors[:20])
+    texts = [f"a thing called {row}" for row in range(20)]
+    for row, text in enumerate(texts):
+        place.note(str(row), text)
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"id": "{row}", "text": "{text}"}}\n' for row, text in enumerate(texts)))
+    store, new, originals = place.open(), load_embedder(folder_of["clip"]), load_originals(tmp_path / "texts.jsonl")
+    store.name_model(store.space, OLD)
+    embedding, into = Embedding(new, "about"), place.into
+    all_new = new.embed(new.processor.texts(texts)).numpy()
+    searching: dict[str, Any] = {"top_k": 3, "rerank_queries": all_new[5:7]}
+    demanding = type(store).count_demand is not Store.count_demand
+
+    def search(queries: np.ndarray = vectors[:2]) -> tuple[list[list[Any]], Reranker]:
+        rerank = Reranker(new, originals, candidates=6, record_demand=demanding)
+        return store.find(queries, OLD, rerank=rerank, **searching), rerank
+
+    expected, rerank = search()
+    assert rerank.counts.embedded and into not in store.spaces(), "without a migration, nothing is written"
+    assert migration.start(store, embedding, into, budget=0).written == 0 == len(place.vectors(into))
+    found, rerank = search()
+    assert ids(found) == ids(expected) and len(place.vectors(into)) == rerank.counts.embedded > 6
+    with monkeypatch.context() as patched:
+        patched.setattr(type(originals), "embed", None)  # what was cached costs no model
+        found, rerank = search()
+        assert ids(found) == ids(expected) and rerank.counts.cached and not rerank.counts.embedded
+    changed = expected[0][0].id
+    place.put(changed, vectors[int(changed)] + 0.01)
+    assert store.read_current([changed, "999"], into)[1].ids == [changed], "a changed row has no new embedding"
+    place.note(changed, texts[int(changed)])
+    seldom = {str(row) for row in range(20)} - place.vectors(into).keys() - {changed}
+    if demanding:  # rows that searches found come first
+        search(vectors[2:4])
+        store.drop_space(into)
+        store.set_record(migration.RECORD, None)
+        store.count_demand([min(seldom)])
+        assert migration.start(store, embedding, into, budget=1).written == 1
+        assert place.vectors(into).keys() == {min(seldom)}, "the demand of the dropped space is forgotten"
+        search()
+    steps = iter(range(100))
+
+    def stop(space: str, rows: Rows) -> int:
+        if next(steps) == 1:
+            raise KeyboardInterrupt
+        return type(store).write(store, space, rows)
+
+    monkeypatch.setattr(store, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        migration.start(store, embedding, batch=2)
+    store = place.open()
+    before = len(place.vectors(into))
+    assert migration.start(store, embedding, batch=2).filled and 6 < before < 20
+    assert migration.verify(store, embedding).passed
+    found_new = place.vectors(into)
+    np.testing.assert_allclose(np.stack([found_new[str(row)] for row in range(20)]), all_new, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", mostly_nightly(["lancedb", "chroma", "milvus"], "lancedb".__eq__), indirect=True)
+def test_a_store_that_caches_nothing_says_so(
+    store: Store, place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = load_embedder(folder_of["clip"])
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"id": "{row}", "text": "thing {row}"}}\n' for row in range(N)))
+    rerank = Reranker(new, load_originals(tmp_path / "texts.jsonl"), candidates=2, record_demand=True)
+    asked = new.embed(new.processor.texts(["a thing"])).numpy()
+    assert len(store.find(vectors[:1], OLD, 2, rerank=rerank, rerank_queries=asked)[0]) == 2
+    assert "does not cache new embeddings: only PostgreSQL and Qdrant do" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------- bad input

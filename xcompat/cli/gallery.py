@@ -230,7 +230,7 @@ def search(
     argument_checks.require_one_search(query, queries, json and csv, fallback_below is not None and not fallback)
     argument_checks.require_query_files(query, queries)
     if _is_address(gallery):
-        argument_checks.require_of_stores(bool(fallback) or group_by is not None or record_demand, where or [])
+        argument_checks.require_of_stores(bool(fallback) or group_by is not None, where or [])
     _require_ids_of_index(gallery, ids)
     with _printing_results(json or csv):
         opened = None if _is_index(gallery) else open_searched(gallery)

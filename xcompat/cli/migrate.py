@@ -92,6 +92,10 @@ def start(
     from_: From = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows per transaction.")] = 10_000,
     rows_per_second: Annotated[float | None, typer.Option(min=0.1, help="Maximum number of rows written per second.")] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Maximum number of rows to fill now. With 0, re-ranked searches fill them."),
+    ] = None,
     dtype: Dtype = "float32",
     embed: Embed = None,
     image_folder: ImageFolder = None,
@@ -115,7 +119,8 @@ def start(
         store = _open(uri, where)
         commands.name_model(store, from_, held)
         rate = {"batch": batch, "rows_per_second": rows_per_second}
-        commands.start(store, source, into, **rate, dtype=dtype, max_bad_share=max_bad_share, spread=spread)
+        given = {"dtype": dtype, "max_bad_share": max_bad_share, "budget": budget}
+        commands.start(store, source, into, **rate, **given, spread=spread)
 
     held = _source_field(from_, texts, images, embed, image_folder)
     engines = Workers(engine, workers, gpus_per_worker)

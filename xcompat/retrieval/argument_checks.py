@@ -57,7 +57,7 @@ def require_of_stores(of_galleries: bool, where: list[str]) -> None:
         where: the conditions.
     """
     if of_galleries:
-        raise XcompatError("--fallback, --group-by and --record-demand work with galleries only, not with stores")
+        raise XcompatError("--fallback and --group-by work with galleries only, not with stores")
     if len(where) > 1:
         raise XcompatError("a store takes one condition in its own query language; use --where only once")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import datasets as hf
 import numpy as np
@@ -61,6 +61,19 @@ class Counts:
             (self.missing, "unreadable"),
         )
         return ", ".join(f"{count:,} {name}" for count, name in parts if count) or "none"
+
+
+class EmbeddingCache(Protocol):
+    """Cache of new embeddings, e.g. :class:`~xcompat.retrieval.new_embeddings.NewEmbeddings`."""
+
+    def get(self, ids: Sequence[str], generation: int) -> dict[str, NDArray[np.float32]]:
+        """Return the known embeddings of items."""
+
+    def put(self, embeds: Mapping[str, NDArray[np.float32]], generation: int) -> None:
+        """Store embeddings."""
+
+    def count_demand(self, ids: Iterable[str]) -> None:
+        """Count candidates."""
 
 
 def require_source(source: Source) -> Embedder | ServedMap:
@@ -187,6 +200,7 @@ class Reranker:
         hits_Q: Sequence[Sequence[Hit]],
         gallery: SearchedGallery | None = None,
         metric: Metric = "cosine",
+        cache: EmbeddingCache | None = None,
     ) -> list[list[Hit]]:
         """Return each query's hits in their new order.
 
@@ -195,6 +209,7 @@ class Reranker:
             hits_Q: each query's hits, best first.
             gallery: the searched gallery with the cache; None for a store.
             metric: a store's metric.
+            cache: a store's cache, or None.
 
         Raises:
             XcompatError: the queries and the model's embeddings have different dimensions.
@@ -205,7 +220,7 @@ class Reranker:
                 f"the queries have {queries.shape[1]} dimensions, but {self.fingerprint} makes {self.dim}; embed them with it"
             )
         wanted = {hit.id: hit for hits in hits_Q for hit in hits}
-        embeds = self._new_embeddings(gallery, wanted)
+        embeds = self._new_embeddings(gallery, wanted, cache)
         if not embeds:
             return [list(hits) for hits in hits_Q]
         places = {name: place for place, name in enumerate(embeds)}
@@ -267,9 +282,11 @@ class Reranker:
 
     # ------------------------------------------------------------------------------------------------ new embeddings
 
-    def _new_embeddings(self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit]) -> dict[str, NDArray[np.float32]]:
+    def _new_embeddings(
+        self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit], cache: EmbeddingCache | None
+    ) -> dict[str, NDArray[np.float32]]:
         """Return items' new embeddings: stored, cached, or computed now."""
-        known, kept = self._read_stored(gallery, wanted), self._cache(gallery)
+        known, kept = self._read_stored(gallery, wanted), cache if gallery is None else self._cache(gallery)
         self.counts.stored += len(known)
         generation = 0 if gallery is None else gallery.generation
         left = [name for name in wanted if name not in known]
@@ -292,12 +309,15 @@ class Reranker:
         return known | made
 
     def _look_up(
-        self, kept: NewEmbeddings, wanted: Mapping[str, Hit], left: list[str], generation: int
+        self, kept: EmbeddingCache, wanted: Mapping[str, Hit], left: list[str], generation: int
     ) -> dict[str, NDArray[np.float32]]:
         """Return cached embeddings; count demand if enabled."""
-        try:
-            if self.record_demand:
+        if self.record_demand:
+            try:
                 kept.count_demand(wanted)
+            except XcompatError as error:
+                notice_once(f"{error}; the search continues")
+        try:
             return kept.get(left, generation)
         except XcompatError as error:
             notice_once(f"{error}; the search continues without the saved embeddings")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from xcompat.retrieval.versions import (
     query_view,
     takes_old_queries,
 )
+from xcompat.stores.new_embeddings import find_cache
 from xcompat.stores.padding import is_padded, pad_vectors
 from xcompat.stores.uri import StoreUri
 
@@ -83,6 +85,28 @@ class Rows(NamedTuple):
         rest: list[Any] = [[part[number] for number in numbers] if part is not None else None for part in self[2:]]
         return Rows([self.ids[number] for number in numbers], self.vectors_ND[numbers], *rest)
 
+    def join(self, others: Sequence[Rows]) -> Rows:
+        """Return these rows and others with the same fields."""
+        ids, vectors, *rest = zip(self, *others, strict=True)
+        joined: list[Any] = [None if parts[0] is None else [*chain(*parts)] for parts in rest]
+        return Rows([*chain(*ids)], np.concatenate(vectors), *joined)
+
+
+def take_rows(blocks: Iterable[Rows], left: int | None) -> Iterator[Rows]:
+    """Yield blocks until a number of rows, or all.
+
+    Args:
+        blocks: blocks of rows. Empty blocks are skipped.
+        left: number of rows, or None.
+    """
+    for rows in blocks:
+        if left is not None and left <= len(rows.ids):
+            yield rows.pick([*range(left)])
+            return
+        left = None if left is None else left - len(rows.ids)
+        if rows.ids:
+            yield rows
+
 
 class Store(ABC):
     """Database with vectors.
@@ -94,6 +118,7 @@ class Store(ABC):
         supports_locking: whether it can keep other clients out.
         reports_version: whether ``version`` in hits is the searched version. Else it is the version last seen, and another
             process can have switched since.
+        supports_cache: whether :meth:`read_current` works, so that re-ranked searches cache new embeddings.
         condition: condition to limit the store's rows, None for all rows.
         models_record: key of the record with the spaces' models.
     """
@@ -103,6 +128,7 @@ class Store(ABC):
     metric: Metric
     supports_locking: ClassVar[bool] = False
     reports_version: ClassVar[bool] = False
+    supports_cache: ClassVar[bool] = False
     condition: str | None = None
     models_record: str = "spaces"
     _known: Space | None = None
@@ -204,6 +230,36 @@ class Store(ABC):
             content: field to read too.
         """
 
+    def read_current(
+        self, ids: Sequence[str], space: str, content: str | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], Rows]:
+        """Read rows by id.
+
+        Args:
+            ids: row ids. Unknown ids and rows without a searched vector are skipped.
+            space: another space.
+            content: field to read too, of rows without a current vector in that space.
+
+        Returns:
+            Id -> current vector (D,) in the other space, and the rows without one, with searched vectors.
+
+        Raises:
+            XcompatError: :attr:`supports_cache` is False.
+        """
+        raise XcompatError(f"{self.uri} does not read rows by id")
+
+    def count_demand(self, ids: Iterable[str]) -> None:
+        """Count rows as candidates of a search, so that a migration can embed frequent ones first.
+
+        Raises:
+            XcompatError: the store does not support it.
+        """
+        raise XcompatError(f"{self.uri} does not record demand: only PostgreSQL does")
+
+    def demanded_ids(self) -> list[str]:
+        """Return the counted rows, most frequent first."""
+        return []
+
     def stream(self, batch: int = 10_000) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
         """Read ids and vectors (n, D) float32 in the searched space."""
         return ((rows.ids, rows.vectors_ND) for rows in self.rows(batch))
@@ -238,7 +294,7 @@ class Store(ABC):
             top_k: maximum hits per query.
             filter: filter in the store's language.
             old_queries: as there.
-            rerank: as there. Only galleries cache new embeddings.
+            rerank: as there. New embeddings are cached in the new space of a migration to this model.
             rerank_queries: as there.
 
         Returns:
@@ -251,7 +307,8 @@ class Store(ABC):
         if rerank is not None:
             hits = self.find(embeds_QD, model, max(top_k, rerank.candidates), filter, old_queries)
             asked_QD = embeds_QD if rerank_queries is None else rerank_queries
-            return [each[:top_k] for each in rerank.order(asked_QD, hits, metric=self.metric)]
+            ordered = rerank.order(asked_QD, hits, metric=self.metric, cache=find_cache(self, rerank))
+            return [each[:top_k] for each in ordered]
         own = (self._known if self.reports_version else None) or self._refresh()
         try:
             hits = self.search(self._to_query_space(embeds_QD, model, own, old_queries), top_k, filter)

@@ -205,6 +205,13 @@ def start(store: Store, mapping: AnyVectorSource, into: str | None, **options: A
     """Fill the new space, with the options of :func:`xcompat.stores.migration.start`."""
     _print_cost(store, mapping)
     done = migration.start(store, mapping, into, **options)
+    if options.get("budget") is not None:
+        console.print(
+            f"[green]✓[/] started {literal(done.into)} in {literal(store.uri)}: {done.written:,} rows written; re-ranked "
+            "searches add more; run `xcompat migrate start` without --budget for the others",
+            soft_wrap=True,
+        )
+        return
     console.print(
         f"[green]✓[/] filled {literal(done.into)} in {literal(store.uri)}: {done.written:,} rows written; "
         "run `xcompat migrate verify`, then `switch`"

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from itertools import count
+from itertools import chain, count
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from xcompat.core.errors import FingerprintMismatchError, XcompatError
 from xcompat.core.parallel import Executor, run_locally
 from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.stores import vector_source
-from xcompat.stores.base import BEFORE, Rows, Store
+from xcompat.stores.base import BEFORE, Rows, Store, take_rows
 from xcompat.stores.prefetch import prefetch
 
 AnyVectorSource: TypeAlias = vector_source.VectorSource[Any, Any]
@@ -185,11 +185,12 @@ def start(
     rows_per_second: float | None = None,
     dtype: str = "float32",
     max_bad_share: float | None = None,
+    budget: int | None = None,
     spread: Executor = run_locally,
 ) -> Migration:
     """Fill a new space until every row has its vector. Repeat the call to continue.
 
-    Rows that change meanwhile are filled in the next round.
+    Rows that change meanwhile are filled in the next round. Rows with recorded demand come first.
 
     Args:
         store: the store.
@@ -200,6 +201,7 @@ def start(
         dtype: ``float32`` or ``float16``.
         max_bad_share: maximum share of rows without a usable vector (missing, zero, not finite or badly padded). Default
             :data:`MAX_BAD_SHARE`, or the first call's value.
+        budget: maximum number of rows to fill in this call, or None. With 0, only re-ranked searches fill the space.
         spread: executor to use for the model. Only this process reads and writes.
 
     Returns:
@@ -212,7 +214,13 @@ def start(
     with store.migration_lease():
         migration = _begin_migration(store, mapping, into, dtype, max_bad_share)
         migration.filled = False
-        _fill(store, mapping, migration, min(batch, mapping.max_batch or batch), rows_per_second, spread)
+        batch = min(batch, mapping.max_batch or batch)
+        if migration.after is None or budget is not None:
+            _fill_first(store, mapping, migration, batch, budget, spread)
+        if budget is not None:
+            store.set_record(RECORD, migration.model_dump())
+            return migration
+        _fill(store, mapping, migration, batch, rows_per_second, spread)
         if migration.skipped:  # killed blocks can count twice
             migration.skipped = store.count_zeros(migration.into)
             store.set_record(RECORD, migration.model_dump())
@@ -220,6 +228,31 @@ def start(
         migration.filled = True
         store.set_record(RECORD, migration.model_dump())
     return migration
+
+
+def _fill_first(
+    store: Store, mapping: AnyVectorSource, migration: Migration, batch: int, budget: int | None, spread: Executor
+) -> None:
+    """Write the vectors of demanded rows. With a budget, fill other rows too until it is spent."""
+    wanted = store.demanded_ids() if budget != 0 else []
+    parts = (wanted[start : start + batch] for start in range(0, len(wanted), batch))
+    found = (store.read_current(part, migration.into, mapping.content)[1] for part in parts)
+    others = store.rows(batch, None, migration.into, content=mapping.content) if budget else iter(())
+    for read, made in mapping.map_blocks(store, take_rows(chain(found, others), budget), spread):
+        _write_block(store, mapping, migration, read, made, store.count(store.space))
+        store.set_record(RECORD, migration.model_dump())
+        store.renew_lease()
+
+
+def _write_block(store: Store, mapping: AnyVectorSource, migration: Migration, read: Rows, made: Rows, total: int) -> int:
+    """Write a block's vectors, and return their number."""
+    if unusable := mapping.find_unusable(read):
+        _skip(migration, unusable)
+        _require_few(store, migration.skipped, total, migration.max_bad_share, "; ".join(migration.named))
+        store.set_record(RECORD, migration.model_dump())  # before the write, which can be killed
+    written = store.write(migration.into, made)
+    migration.written += written
+    return written
 
 
 def _fill(
@@ -241,12 +274,8 @@ def _fill(
             found = store.rows(batch, migration.after, migration.into, content=mapping.content)
             with closing(prefetch(mapping.map_blocks(store, found, spread))) as blocks:
                 for read, made in blocks:
-                    if unusable := mapping.find_unusable(read):
-                        _skip(migration, unusable)
-                        _require_few(store, migration.skipped, total, migration.max_bad_share, "; ".join(migration.named))
-                        store.set_record(RECORD, migration.model_dump())  # before the write, which can be killed
-                    written = store.write(migration.into, made)
-                    migration.after, migration.written = read.ids[-1], migration.written + written
+                    written = _write_block(store, mapping, migration, read, made, total)
+                    migration.after = read.ids[-1]
                     store.set_record(RECORD, migration.model_dump())
                     store.renew_lease()
                     seen += len(read.ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, LiteralString
 
@@ -41,6 +41,7 @@ class PgVectorStore(Store):
 
     supports_locking = True
     reports_version = True
+    supports_cache = True
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
@@ -193,6 +194,39 @@ class PgVectorStore(Store):
         return rows, array(others, self._kind(other))
 
     @override
+    def read_current(
+        self, ids: Sequence[str], space: str, content: str | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], Rows]:
+        asked = sql.SQL(
+            "SELECT {key}, {own}, xmin::text, {other} {content} FROM {table} AS t WHERE {own} IS NOT NULL AND {is_own} "
+            "AND EXISTS (SELECT FROM unnest(%s::text[]) AS r (id) WHERE {is_same})"
+        ).format(
+            key=self.key.text,
+            own=sql.Identifier(self.space),
+            other=sql.Identifier(space),
+            content=select_extra_column(content),
+            table=self.table,
+            is_own=self._is_own,
+            is_same=self.key.is_same,
+        )
+        place = {item: number for number, item in enumerate(ids)}
+        found = sorted(self.client.rows_of_bytes(asked, [*ids]), key=lambda row: place[row[0]])
+        left, made = [row for row in found if row[3] is None], [row for row in found if row[3] is not None]
+        own_ND = array([row[1] for row in left], self._kind(self.space))
+        contents = [row[4] for row in left] if content is not None else None
+        current_ND = array([row[3] for row in made], self._kind(space))
+        rows = Rows([row[0] for row in left], own_ND, [row[2] for row in left], contents)
+        return dict(zip([row[0] for row in made], current_ND, strict=True)), rows
+
+    @override
+    def count_demand(self, ids: Iterable[str]) -> None:
+        self.records.count_demand(ids)
+
+    @override
+    def demanded_ids(self) -> list[str]:
+        return self.records.demanded_ids()
+
+    @override
     def rows(
         self,
         batch: int,
@@ -342,6 +376,7 @@ class PgVectorStore(Store):
         with plain_errors(self.uri), self.connection.transaction():
             unfollow(self.client, self.table)
             self._do("ALTER TABLE {table} DROP COLUMN {new}", new=name)
+            self.records.forget_demand()
             kept = {other: model for other, model in models.items() if other not in (name, _WHOLE)}
             self.set_record(self.models_record, kept)
             if rows := restore_not_null(self.client, self.records, self.table, self.space):

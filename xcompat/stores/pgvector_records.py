@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,13 @@ RECORDS = "xcompat_records"
 CLAIM = "claim"
 """Key of the record with the current or last, killed migration process."""
 _MADE = "CREATE TABLE IF NOT EXISTS {} (relation text, key text, value jsonb NOT NULL, PRIMARY KEY (relation, key))"
+DEMAND = "xcompat_demand"
+"""Table with the number of searches that had a row among their candidates."""
+_DEMANDED = "CREATE TABLE IF NOT EXISTS {} (relation text, id text, count bigint NOT NULL, PRIMARY KEY (relation, id))"
+_COUNT = """
+INSERT INTO {0} AS d SELECT %s, id, 1 FROM unnest(%s::text[]) AS r (id) ORDER BY id
+ON CONFLICT (relation, id) DO UPDATE SET count = d.count + 1
+"""
 _READ = "SELECT value FROM {} WHERE relation = %s AND key = %s"
 _LOCK = "(hashtext('xcompat'), to_regclass(%s)::oid::int)"
 
@@ -35,6 +42,7 @@ class Records:
     def __init__(self, client: Client, schema: str, relation: str) -> None:
         self.client, self.relation, self.table = client, relation, sql.Identifier(schema, RECORDS)
         self.exists, self.claim = False, ""
+        self.demand = sql.Identifier(schema, DEMAND)
 
     def read(self, key: str) -> dict[str, Any] | None:
         """Return a record, or None."""
@@ -71,6 +79,32 @@ class Records:
         """Delete all records by key prefix."""
         asked = sql.SQL("DELETE FROM {} WHERE relation = %s AND starts_with(key, %s)").format(self.table)
         self.client.execute(asked, self.relation, prefix)
+
+    def count_demand(self, ids: Iterable[str]) -> None:
+        """Count rows as candidates of a search."""
+        names = sorted(set(ids))
+
+        def count() -> None:
+            with self.client.connection.transaction():
+                self.client.execute(sql.SQL(_DEMANDED).format(self.demand))
+                self.client.execute(sql.SQL(_COUNT).format(self.demand), self.relation, names)
+
+        self.client.retry(count)
+
+    def demanded_ids(self) -> list[str]:
+        """Return the counted rows, most frequent first."""
+        if not self._has_demand():
+            return []
+        asked = sql.SQL("SELECT id FROM {} WHERE relation = %s ORDER BY count DESC, id").format(self.demand)
+        return [item for (item,) in self.client.ask(asked, self.relation)]
+
+    def forget_demand(self) -> None:
+        """Delete the counts."""
+        if self._has_demand():
+            self.client.execute(sql.SQL("DELETE FROM {} WHERE relation = %s").format(self.demand), self.relation)
+
+    def _has_demand(self) -> bool:
+        return bool(self.client.ask("SELECT to_regclass(%s)::text", self.demand.as_string(self.client.connection))[0][0])
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -48,6 +48,8 @@ class QdrantStore(Store):
 
     The records are in the old collection's metadata, ``<alias>_before`` after the switch. So a switch only changes aliases.
     """
+
+    supports_cache = True
 
     def __init__(self, uri: StoreUri) -> None:
         self.uri = uri
@@ -246,6 +248,23 @@ class QdrantStore(Store):
         theirs = {record.id: self._point(record).vector_D for record in found}
         both = [(point, vector_D) for name, point in points.items() if (vector_D := theirs.get(name)) is not None]
         return self._rows([point for point, _ in both], content), np.stack([vector_D for _, vector_D in both])
+
+    @override
+    def read_current(
+        self, ids: Sequence[str], space: str, content: str | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], Rows]:
+        with plain_errors(self.uri):
+            found = self.client.retrieve(
+                self.space, [name for item in ids if (name := point_id(item)) is not None], with_payload=True, with_vectors=True
+            )
+        points = [point for record in found if (point := self._point(record)).vector_D is not None]
+        lacking = self._lacking(space, self.space)(points)
+        missing = {point.rest.id for point in lacking}
+        made = [point.rest.id for point in points if point.rest.id not in missing]
+        with plain_errors(self.uri):
+            stored = self.client.retrieve(space, made, with_payload=False, with_vectors=True) if made else []
+        current = {str(each.id): vector_D for each in stored if (vector_D := self._point(each).vector_D) is not None}
+        return current, self._rows(lacking, content) if lacking else Rows([], np.empty((0, 0), np.float32), [])
 
     # ------------------------------------------------------------------------------------------------- writing
 

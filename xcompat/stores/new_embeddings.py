@@ -1,0 +1,81 @@
+"""Cache of new embeddings in a migration's new space, for re-ranked searches of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcompat.core.progress import notice_once
+
+if TYPE_CHECKING:
+    from xcompat.retrieval.reranking import Reranker
+    from xcompat.stores.base import Rows, Store
+
+
+class StoreEmbeddings:
+    """New embeddings of a store's rows, in the space that a migration fills.
+
+    The migration continues with these embeddings. A row that changes loses its embedding, as in :meth:`Store.add_space`.
+
+    Args:
+        store: the searched store.
+        space: the migration's new space.
+    """
+
+    def __init__(self, store: Store, space: str) -> None:
+        self.store, self.space = store, space
+        self._missing: dict[str, Rows] = {}
+
+    def get(self, ids: Sequence[str], generation: int) -> dict[str, NDArray[np.float32]]:
+        """Return the rows' current embeddings.
+
+        Args:
+            ids: row ids.
+            generation: ignored, because the store knows which rows changed.
+        """
+        found, missing = self.store.read_current(ids, self.space)
+        self._missing |= {item: missing.pick([row]) for row, item in enumerate(missing.ids)}
+        return found
+
+    def put(self, embeds: Mapping[str, NDArray[np.float32]], generation: int) -> None:
+        """Write embeddings of rows that are unchanged since :meth:`get`.
+
+        Args:
+            embeds: id -> (D,).
+            generation: ignored.
+        """
+        rows = [self._missing.pop(item)._replace(vectors_ND=embed_D[None]) for item, embed_D in embeds.items()]
+        self._missing.clear()
+        if rows:
+            self.store.write(self.space, rows[0].join(rows[1:]))
+
+    def count_demand(self, ids: Iterable[str]) -> None:
+        """Count a query's candidates, without storing the query."""
+        self.store.count_demand(ids)
+
+
+def find_cache(store: Store, rerank: Reranker) -> StoreEmbeddings | None:
+    """Return the cache for a re-ranker's model, or None with a notice.
+
+    Args:
+        store: the searched store.
+        rerank: the re-ranker.
+    """
+    if not rerank.keep:
+        return None
+    if not store.supports_cache:
+        notice_once(f"{store.uri} does not cache new embeddings: only PostgreSQL and Qdrant do")
+        return None
+    known, spaces = store.record("migration") or {}, store.spaces()
+    is_same = (known.get("state"), known.get("model")) == ("filling", rerank.fingerprint.digest)
+    into = spaces.get(known.get("into", "")) if is_same and known.get("where") == store.condition else None
+    if into is None or into.dim != rerank.dim:
+        notice_once(
+            f"new embeddings of {rerank.fingerprint} are not cached in {store.uri}; run `xcompat migrate start` with this model, "
+            "--embed and --budget 0 first to cache them"
+        )
+        return None
+    return StoreEmbeddings(store, into.name)
