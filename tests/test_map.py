@@ -785,3 +785,15 @@ def test_a_captioned_map_of_galleries_gains_as_much_as_its_queries_do() -> None:
     choice = choose(pairs.swapped(), seed=0)
     assert choice.of_galleries and not choice.candidate.share and choice.candidate.power is None
     assert fit(choice.candidate, CandidateParts(pairs.swapped())).maps_galleries
+
+
+def test_a_map_without_training_embeddings_is_chosen_among_its_kind(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    pairs = made()
+    whole, transform, none = (choose(pairs, "known", memory=memory) for memory in ("all", "transform", "none"))
+    assert any(trial.candidate.share for trial in whole.trials) and any(trial.candidate.power for trial in whole.trials)
+    assert not any(trial.candidate.share for trial in transform.trials)
+    assert any(trial.candidate.power for trial in transform.trials), "a learned transform holds no embeddings"
+    assert all(trial.candidate.kind == trial.candidate.line for trial in none.trials)
+    asked = MapRequest(*sides, tmp_path / "out", memory="none", remember_items=True)
+    with pytest.raises(XcompatError, match="--remember-items does not work with --memory none; remove one of them"):
+        asked.require()

@@ -217,6 +217,10 @@ def map_(
     vector_name: VectorName = None,
     direction: MapDirection = "new_to_old",
     sample: SampleSize = None,
+    memory: Annotated[
+        Literal["all", "transform", "none"],
+        typer.Option(help="Memory parts to try. A memory contains training embeddings, a learned transform does not."),
+    ] = "all",
 ) -> None:
     """Fit a map from new queries to an old gallery, from embeddings alone.
 
@@ -240,7 +244,7 @@ def map_(
     reading = Reading(ids, Columns(id_column, vector_name))
     choices = (old_model, new_model, searched_classes, seed, overwrite, memory_codec, remember_items, *given)
     bad_share = BAD_SHARE if max_bad_share is None else max_bad_share
-    asked = MapRequest(parse_place(old), new, out, *choices, bad_share, allow_worse, gallery, reading, direction, sample)
+    asked = MapRequest(parse_place(old), new, out, *choices, bad_share, allow_worse, gallery, reading, direction, sample, memory)
     asked.require()
     announce_loading(*asked.models)
     from xcompat.mapping.commands import map_embeddings

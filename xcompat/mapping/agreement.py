@@ -16,7 +16,7 @@ from xcompat.evaluation import paired_bootstrap
 from xcompat.evaluation.cases import TEXT_TO_TEXT
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver
 from xcompat.mapping.cleaning import leave_out_copies
-from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched
+from xcompat.mapping.folds import HELD_OUT, QUERIES, Searched, TriedMemory
 from xcompat.mapping.held_out import RESAMPLES, FoldResult, Queries, SwappedSplit, Trial, ValidationSplit
 from xcompat.mapping.item_memory import LEAST_COVERAGE, ItemMemory, with_item_memory
 from xcompat.mapping.paired import PairedEmbeddings, SwappedEmbeddings
@@ -197,6 +197,7 @@ def choose_by_labels_or_agreement(
     with_old_model: bool = False,
     texts: Texts | None = None,
     remember_items: bool = False,
+    memory: TriedMemory = "all",
 ) -> Choice:
     """Choose by classes or captions, or by agreement with the new model if neither is known.
 
@@ -208,6 +209,7 @@ def choose_by_labels_or_agreement(
         with_old_model: whether the old model can embed queries.
         texts: as in :func:`choose_by_agreement`.
         remember_items: as in :func:`choose_by_agreement`, for pairs without classes or captions.
+        memory: as in :func:`~xcompat.mapping.selection.choose`.
 
     Raises:
         NoValidationDataError: too few items for a validation split.
@@ -216,7 +218,7 @@ def choose_by_labels_or_agreement(
     def choose_from(pairs: Paired, texts: Texts | None) -> Choice:
         if isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None:
             return choose_by_agreement(pairs, seed, lines, with_old_model, texts, remember_items)
-        return choose(pairs, searched, seed, lines, with_old_model=with_old_model)
+        return choose(pairs, searched, seed, lines, with_old_model=with_old_model, memory=memory)
 
     distinct, kept, copies = leave_out_copies(pairs, texts.texts if texts is not None else None)
     if copies:

@@ -187,7 +187,7 @@ def _decide(
     about = [*pairs.notes, *(theirs.notes if theirs is not None else ())]
     try:
         choice = choose_by_labels_or_agreement(
-            pairs, asked.searched, asked.seed, lines, with_old_model, texts, asked.remember_items
+            pairs, asked.searched, asked.seed, lines, with_old_model, texts, asked.remember_items, asked.memory
         )
     except NoValidationDataError as error:
         uncompared = " The imported map was not compared and is not used." if theirs is not None else ""

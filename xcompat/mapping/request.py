@@ -16,7 +16,7 @@ from xcompat.core.ownership import read_marker, require_replaceable
 from xcompat.core.progress import notice
 from xcompat.data.sources import files_digest
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
-from xcompat.mapping.folds import Direction, Searched
+from xcompat.mapping.folds import Direction, Searched, TriedMemory
 from xcompat.mapping.indexes import READ_AS_IT_IS, Place, Reading, StoreAddress, is_gallery, is_index
 from xcompat.mapping.sides import holds_embeddings, require_side, side_files
 from xcompat.vectors.checks import BAD_SHARE
@@ -103,6 +103,7 @@ class MapRequest:
         reading: file with the ids of ``old``, and column names.
         direction: ``new_to_old`` to map queries, ``old_to_new`` to map the gallery, e.g. for a migration.
         sample: items of ``texts`` to embed, drawn at random; 0 for all; None for :data:`ENOUGH` of an index, gallery or database.
+        memory: parts of a memory that the map can have.
     """
 
     old: Place
@@ -123,6 +124,7 @@ class MapRequest:
     reading: Reading = READ_AS_IT_IS
     direction: Direction = "new_to_old"
     sample: int | None = None
+    memory: TriedMemory = "all"
 
     @property
     def n_sampled(self) -> int | None:
@@ -164,6 +166,7 @@ class MapRequest:
             "memory-codec": self.memory_codec,
             "remember-items": self.remember_items or None,
             "sample": self.n_sampled,
+            "memory": self.memory if self.memory != "all" else None,
             "direction": self.direction if self.direction != "new_to_old" else None,
             "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
             "id-column": self.reading.columns.id,
@@ -183,14 +186,7 @@ class MapRequest:
             XcompatError: something is missing or in the way.
         """
         require_codec(self.memory_codec)
-        if self.direction == "old_to_new":
-            for option, value in (("remember-items", self.remember_items), ("start-from", self.start)):
-                if value:
-                    raise XcompatError(f"--{option} works with maps of queries; remove it, or remove --direction old_to_new")
-        if self.sample is not None and self.texts is None:
-            raise XcompatError("--sample draws items to embed; add --texts or --images, or remove --sample")
-        if self.sample and self.remember_items:
-            raise XcompatError("--remember-items needs all items; remove --sample")
+        self._require_options()
         require_replaceable(self.out, MADE_BY, self.overwrite, self.existing_inputs)
         self._require_sides()
         self._require_columns()
@@ -204,6 +200,21 @@ class MapRequest:
                 f"{self.out} contains a map made with a different {', '.join(others)}; choose another folder with --out, or "
                 "replace it with --overwrite"
             )
+
+    def _require_options(self) -> None:
+        """Raise if options exclude each other."""
+        if self.direction == "old_to_new":
+            for option, value in (("remember-items", self.remember_items), ("start-from", self.start)):
+                if value:
+                    raise XcompatError(f"--{option} works with maps of queries; remove it, or remove --direction old_to_new")
+        if self.memory != "all":
+            options = {"remember-items": self.remember_items, "memory-codec": self.memory_codec, "start-from": self.start}
+            if given := [option for option, value in options.items() if value]:
+                raise XcompatError(f"--{given[0]} does not work with --memory {self.memory}; remove one of them")
+        if self.sample is not None and self.texts is None:
+            raise XcompatError("--sample draws items to embed; add --texts or --images, or remove --sample")
+        if self.sample and self.remember_items:
+            raise XcompatError("--remember-items needs all items; remove --sample")
 
     def _require_sides(self) -> None:
         """Raise if a side contains neither embeddings nor, with texts, a model, or a service would embed a stored side."""

@@ -9,7 +9,7 @@ from xcompat.core.errors import NoValidationDataError
 from xcompat.evaluation.cases import BackfillLoss, Case
 from xcompat.mapping.candidates import LINES, WHITENED, Candidate, Paired, Solver, drop_unstable_ridge
 from xcompat.mapping.confidence import Calibration, calibrate
-from xcompat.mapping.folds import LEARNED, Searched
+from xcompat.mapping.folds import LEARNED, Searched, TriedMemory
 from xcompat.mapping.held_out import (
     HeldOutCaptionedGalleries,
     HeldOutCaptions,
@@ -263,6 +263,7 @@ def choose(
     lines: Mapping[str, Solver] = LINES,
     beside_line: bool = False,
     with_old_model: bool = False,
+    memory: TriedMemory = "all",
 ) -> Choice:
     """Try candidates part by part: linear maps with learned transforms, memories, and finer settings.
 
@@ -275,6 +276,7 @@ def choose(
         lines: linear map name -> solver.
         beside_line: whether the first linear map is the baseline instead of old queries, for a model trained on held-out items.
         with_old_model: whether the old model can embed queries.
+        memory: parts of a memory to try.
 
     Returns:
         All trials, and the best trial.
@@ -283,6 +285,7 @@ def choose(
         NoValidationDataError: no classes or captions, or too few items for a validation split.
     """
     held = _held_out(pairs, searched, lines, seed)
+    held.shares, held.powers = held.shares if memory == "all" else (), () if memory == "none" else held.powers
     than = held.try_candidate(Candidate(next(iter(lines)))) if beside_line else None
     fewest = min(len(each.pairs) for each in held.known)
     tried = drop_unstable_ridge(lines, fewest, pairs.dims[0])
