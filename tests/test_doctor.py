@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +16,17 @@ from rich.console import Console
 from schedule import mostly_nightly, mostly_nightly_rows
 from scipy.stats import binomtest
 
-from xcompat import Fingerprint, cli
+from xcompat import Fingerprint, XcompatError, cli
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, commands, doctor
+from xcompat.retrieval.canary import check_canary
 from xcompat.retrieval.doctor import Finding, examine, wilson
 from xcompat.retrieval.items import check_items
 from xcompat.retrieval.originals import load_originals, load_pictures
 from xcompat.retrieval.preprocessing import FACTORS, Preparation, own_preparation
 from xcompat.retrieval.versions import stored_version
+from xcompat.serve.site_loading import load_site
 
 COUNT = 100
 
@@ -204,3 +208,60 @@ def test_the_interval_is_wilsons() -> None:
         expected = binomtest(count, total).proportion_ci(method="wilson")
         assert wilson(count, total) == pytest.approx((expected.low, expected.high), abs=1e-6)
     assert Finding(Fingerprint.from_string("m"), 3).interval == (0.0, 1.0)
+
+
+def test_a_canary_shows_that_a_model_has_changed(
+    photos: Path,
+    model: Embedder,
+    old_folder: str,
+    tmp_path: Path,
+    run_xcompat: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names, vectors = embedded(photos, model)
+    place = tmp_path / "g"
+    filled(place, model, names, vectors)
+    assert check_canary(Gallery.open(place), model) is None, "nothing is stored unless it is asked for"
+    checking = ("gallery", "doctor", place, "--model", old_folder, "--canary", "--json")
+    code, out, err = run_xcompat(*checking)
+    assert code == 0 and json.loads(out)["stored"], err
+    code, out, err = run_xcompat(*checking)
+    assert code == 0 and not json.loads(out)["stored"] and json.loads(out)["cosine"] > 0.9999, err
+    assert run_xcompat("gallery", "verify", place)[0] == 0, "a canary is no damage"
+    serving = (str(place), old_folder, None, [], False)
+    load_site(*serving)
+    assert "no longer makes" not in caplog.text
+    other = load_embedder(save_stand_in(tmp_path / "other", "resnet", 8, seed=9))
+    with pytest.raises(XcompatError, match="made no embeddings of"):
+        check_canary(Gallery.open(place), other, store=True)
+    embed = Embedder.embed
+    monkeypatch.setattr(Embedder, "embed", lambda self, batch, space=None: embed(self, batch, space).flip(1))
+    code, out, err = run_xcompat(*checking)
+    assert code == 1, err
+    found = json.loads(out.splitlines()[-1])
+    assert code == 1 and not found["passed"] and found["cosine"] < 0.9 and "no longer makes" in err
+    load_site(*serving)
+    assert "no longer makes the test embeddings" in caplog.text
+    code, _, err = run_xcompat(*checking, "--images", photos)
+    assert code == 2 and "--canary needs only a gallery's folder and --model" in err
+
+
+def test_results_are_json(
+    photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
+) -> None:
+    names, vectors = embedded(photos, model)
+    vectors[:20] = foreign(photos, tmp_path)[:20]
+    filled(tmp_path / "g", model, names, vectors)
+    code, out, err = run_xcompat("gallery", "doctor", tmp_path / "g", "--model", old_folder, "--images", photos, "--json")
+    (version,) = json.loads(out)["versions"]
+    assert code == 1 and len(version["foreign"]) == 20 and version["looked_at"] == len(names), err
+    code, out, err = run_xcompat("gallery", "info", tmp_path / "g", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["items"] == len(names) and found["versions"][0]["fingerprint"] == model.fingerprint.digest, err
+    assert [state["items"] for state in found["states"]][-1] == len(names) and found["bytes"] > 0
+    code, out, err = run_xcompat("gallery", "verify", tmp_path / "g", "--json")
+    assert code == 0 and json.loads(out) == {"passed": True, "items": len(names), "segments": 1, "damaged": []}, err
+    next((tmp_path / "g").rglob("*.faiss")).write_bytes(b"damaged")
+    code, out, _ = run_xcompat("gallery", "verify", tmp_path / "g", "--json")
+    assert code == 1 and not json.loads(out)["passed"] and len(json.loads(out)["damaged"]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,13 +13,30 @@ import typer
 
 from xcompat.cli.options import (
     BadVectorShare,
+    Candidates,
+    Conditions,
     EmbedWith,
     Engine,
     GpusPerWorker,
+    IdColumn,
     IndexIds,
+    Json,
+    KeepText,
+    ManyQueries,
+    MaxBadShare,
+    MetadataColumns,
+    NoMetadata,
+    OriginalsOf,
+    Overlap,
+    RecordDemand,
+    RerankBudget,
     RerankingCommand,
+    RerankModel,
+    SideInfo,
+    TextColumns,
+    Words,
     WorkerCount,
-    parse_hit_count,
+    print_json,
 )
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading
@@ -43,83 +61,6 @@ ModelName = Annotated[str, typer.Option(help="Run folder, checkpoint, or model n
 Dtype = Literal["float32", "bfloat16", "float16"]
 EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model.")]
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Picture folder, shards, table, or text file.")]
-TextColumns = Annotated[
-    list[str] | None,
-    typer.Option("--text-column", help="Column to embed. Repeat it to join several.", rich_help_panel="Texts"),
-]
-IdColumn = Annotated[str | None, typer.Option(help="Column with the id. Default: found by its name.", rich_help_panel="Texts")]
-Words = Annotated[
-    int | None,
-    typer.Option(min=1, help="Split texts into passages of N words, with ids ID#0, ID#1 and so on.", rich_help_panel="Texts"),
-]
-Overlap = Annotated[int | None, typer.Option(min=0, help="Words shared by consecutive passages.", rich_help_panel="Texts")]
-MaxBadShare = Annotated[float | None, typer.Option(min=0, max=1, help="Maximum share of unreadable pictures. Default: 0.1.")]
-SideInfo = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Model for side-information, stored for maps with side-information (FCT).")
-]
-MetadataColumns = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--metadata",
-        metavar="COLUMN",
-        help="Table column to keep as metadata. Repeatable. Default: all columns.",
-    ),
-]
-NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Keep no metadata.")]
-KeepText = Annotated[
-    bool | None,
-    typer.Option(
-        "--keep-text/--no-keep-text",
-        help="Keep texts in the metadata. Default: yes.",
-        rich_help_panel="Texts",
-    ),
-]
-RERANKING = "Re-ranking"
-Candidates = Annotated[
-    int | None,
-    typer.Option(
-        parser=parse_hit_count,
-        metavar="[K]",
-        help="Re-rank the first K hits with the new model. Without K: the number chosen with the model, or 20.",
-        rich_help_panel=RERANKING,
-    ),
-]
-OriginalsOf = Annotated[
-    Path | None,
-    typer.Option(
-        help="Gallery pictures or texts, for --rerank. Default: texts in the metadata.",
-        rich_help_panel=RERANKING,
-    ),
-]
-RerankModel = Annotated[
-    str,
-    typer.Option(
-        metavar="MODEL", help="New model for --rerank. Needed when --model is the old model.", rich_help_panel=RERANKING
-    ),
-]
-RerankBudget = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="N", help="Maximum number of new embeddings for --rerank.", rich_help_panel=RERANKING),
-]
-RecordDemand = Annotated[
-    bool,
-    typer.Option(
-        "--record-demand",
-        help="Record how often items are --rerank candidates. A backfill re-embeds frequent items first. Queries are not saved.",
-        rich_help_panel=RERANKING,
-    ),
-]
-Conditions = Annotated[
-    list[str] | None,
-    typer.Option(help="Filter by metadata, KEY=VALUE. Repeatable. For a store: a condition in its query language."),
-]
-ManyQueries = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SOURCE",
-        help="Many queries: texts (a text per line or row), pictures, or embeddings (.npy, Parquet, JSON lines).",
-    ),
-]
 
 
 @app.command()
@@ -364,12 +305,14 @@ def _warn_of_backfill(gallery: Gallery, model: str) -> None:
 
 
 @app.command()
-def info(gallery: Folder, model: ModelName = "") -> None:
+def info(gallery: Folder, model: ModelName = "", json: Json = False) -> None:
     """Show the items, models and earlier states of a gallery."""
     from xcompat.retrieval import commands
 
-    opened = _open(gallery)
-    commands.info(opened, _load(model) if model else None)
+    with _printing_results(json):
+        opened = _open(gallery)
+        found = commands.info(opened, _load(model) if model else None)
+    print_json(found, json)
 
 
 @app.command()
@@ -389,11 +332,14 @@ def alias(
 
 
 @app.command()
-def verify(gallery: Folder) -> None:
+def verify(gallery: Folder, json: Json = False) -> None:
     """Check every file against its checksum. Exit code 1 if a file has changed."""
     from xcompat.retrieval import commands
 
-    if not commands.verify(_open(gallery)):
+    with _printing_results(json):
+        found = commands.verify(_open(gallery))
+    print_json(found, json)
+    if not found["passed"]:
         raise typer.Exit(1)
 
 
@@ -415,34 +361,58 @@ def doctor(
     id_column: IdColumn = None,
     words: Words = None,
     overlap: Overlap = None,
+    canary: Annotated[
+        bool, typer.Option("--canary", help="Store ten test embeddings of the model, or check that it still makes them.")
+    ] = False,
+    json: Json = False,
 ) -> None:
-    """Re-embed a sample to find items of other models. Exit code 1 if there are any."""
-    from xcompat.retrieval import argument_checks, commands
-
+    """Re-embed a sample to find items of other models. Exit code 1 if there are any, or if a canary differs."""
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
-    if images is None:
+    if canary:
+        if images is not None or image_folder is not None or texts or _is_address(gallery):
+            raise XcompatError("--canary needs only a gallery's folder and --model; remove the other options")
+        examine = _check_canary
+    elif images is None:
         raise XcompatError("name the pictures or texts of the gallery with --images or --texts: a sample is re-embedded")
-    if _is_address(gallery):
+    elif _is_address(gallery):
         if texts:
             raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")
-        from xcompat.stores import require_kind
-
-        require_kind(gallery)
-        argument_checks.require_models(model)
-        from xcompat.stores.commands import doctor as examine_store
-        from xcompat.stores.doctor import SourceField
-
-        whole = examine_store(
-            gallery, _load(model), SourceField(images, Path(image_folder) if image_folder is not None else None), sample
-        )
+        examine = partial(_examine_store, field=images, image_folder=image_folder, sample=sample)
     elif image_folder is not None:
         raise XcompatError("--image-folder is for the image paths of a store; for a gallery, replace it with --images")
     else:
-        opened = _open(Path(gallery))
-        argument_checks.require_inputs(Path(images), model)
-        whole = commands.doctor(opened, _load(model), _originals(Path(images), texts), sample)
-    if not whole:
+        examine = partial(_examine_gallery, images=images, texts=texts, sample=sample)
+    with _printing_results(json):
+        found = examine(gallery, model)
+    print_json(found, json)
+    if not found["passed"]:
         raise typer.Exit(1)
+
+
+def _check_canary(gallery: str, model: str) -> dict[str, Any]:
+    from xcompat.retrieval import commands
+
+    return commands.check_canary(_open(Path(gallery)), _load(model))
+
+
+def _examine_store(gallery: str, model: str, field: str, image_folder: str | None, sample: int) -> dict[str, Any]:
+    from xcompat.retrieval import argument_checks
+    from xcompat.stores import require_kind
+
+    require_kind(gallery)
+    argument_checks.require_models(model)
+    from xcompat.stores.commands import doctor as examine_store
+    from xcompat.stores.doctor import SourceField
+
+    return examine_store(gallery, _load(model), SourceField(field, None if image_folder is None else Path(image_folder)), sample)
+
+
+def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, Any], sample: int) -> dict[str, Any]:
+    from xcompat.retrieval import argument_checks, commands
+
+    opened = _open(Path(gallery))
+    argument_checks.require_inputs(Path(images), model)
+    return commands.doctor(opened, _load(model), _originals(Path(images), texts), sample)
 
 
 @app.command()

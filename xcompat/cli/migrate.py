@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from json import dumps as dump_json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from xcompat.cli.options import Engine, GpusPerWorker, PricePerMillion, RequestsPerMinute, WorkerCount
+from xcompat.cli.options import Engine, GpusPerWorker, Json, PricePerMillion, RequestsPerMinute, WorkerCount, print_json
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import announce_loading
 
@@ -39,7 +38,6 @@ EmbedWith = Annotated[
         metavar="MODULE:FUNCTION", help="Function that embeds a list of texts, for example with an API. --model is its name."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]
 Where = Annotated[
     str | None,
     typer.Option(help='SQL condition for the rows to migrate, e.g. "collection_id = 7". PostgreSQL only. Default: all rows.'),
@@ -81,7 +79,7 @@ def plan(
         commands.name_model(store, from_, held)
         found = commands.plan(store, source, dtype, max_bad_share)
         print_quality(model, console, mapped=embed is None)
-    _print_json(found, json)
+    print_json(found, json)
 
 
 @app.command()
@@ -142,7 +140,7 @@ def status(uri: Uri, json: Json = False) -> None:
 
     with _messages_on_stderr(json):
         found = commands.status(store)
-    _print_json(found, json)
+    print_json(found, json)
 
 
 @app.command()
@@ -162,7 +160,7 @@ def verify(
         from xcompat.stores import commands
 
         found = commands.verify(store, source)
-    _print_json(found, json)
+    print_json(found, json)
     if not found["passed"]:
         raise typer.Exit(1)
 
@@ -210,11 +208,6 @@ def _messages_on_stderr(is_json: bool) -> AbstractContextManager[None]:
     from xcompat.core.progress import results_on_stdout
 
     return results_on_stdout() if is_json else nullcontext()
-
-
-def _print_json(values: dict[str, Any], is_json: bool) -> None:
-    if is_json:
-        sys.stdout.write(dump_json(values) + "\n")
 
 
 def _open(uri: str, where: str | None = None) -> Store:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from json import dumps as dump_json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,3 +64,87 @@ def parse_hit_count(text: str) -> int:
 
 
 RERANK = "--rerank"
+TextColumns = Annotated[
+    list[str] | None,
+    typer.Option("--text-column", help="Column to embed. Repeat it to join several.", rich_help_panel="Texts"),
+]
+IdColumn = Annotated[str | None, typer.Option(help="Column with the id. Default: found by its name.", rich_help_panel="Texts")]
+Words = Annotated[
+    int | None,
+    typer.Option(min=1, help="Split texts into passages of N words, with ids ID#0, ID#1 and so on.", rich_help_panel="Texts"),
+]
+Overlap = Annotated[int | None, typer.Option(min=0, help="Words shared by consecutive passages.", rich_help_panel="Texts")]
+MaxBadShare = Annotated[float | None, typer.Option(min=0, max=1, help="Maximum share of unreadable pictures. Default: 0.1.")]
+SideInfo = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Model for side-information, stored for maps with side-information (FCT).")
+]
+MetadataColumns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metadata",
+        metavar="COLUMN",
+        help="Table column to keep as metadata. Repeatable. Default: all columns.",
+    ),
+]
+NoMetadata = Annotated[bool, typer.Option("--no-metadata", help="Keep no metadata.")]
+KeepText = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-text/--no-keep-text",
+        help="Keep texts in the metadata. Default: yes.",
+        rich_help_panel="Texts",
+    ),
+]
+RERANKING = "Re-ranking"
+Candidates = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_hit_count,
+        metavar="[K]",
+        help="Re-rank the first K hits with the new model. Without K: the number chosen with the model, or 20.",
+        rich_help_panel=RERANKING,
+    ),
+]
+OriginalsOf = Annotated[
+    Path | None,
+    typer.Option(
+        help="Gallery pictures or texts, for --rerank. Default: texts in the metadata.",
+        rich_help_panel=RERANKING,
+    ),
+]
+RerankModel = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL", help="New model for --rerank. Needed when --model is the old model.", rich_help_panel=RERANKING
+    ),
+]
+RerankBudget = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Maximum number of new embeddings for --rerank.", rich_help_panel=RERANKING),
+]
+RecordDemand = Annotated[
+    bool,
+    typer.Option(
+        "--record-demand",
+        help="Record how often items are --rerank candidates. A backfill re-embeds frequent items first. Queries are not saved.",
+        rich_help_panel=RERANKING,
+    ),
+]
+Conditions = Annotated[
+    list[str] | None,
+    typer.Option(help="Filter by metadata, KEY=VALUE. Repeatable. For a store: a condition in its query language."),
+]
+ManyQueries = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        help="Many queries: texts (a text per line or row), pictures, or embeddings (.npy, Parquet, JSON lines).",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]
+
+
+def print_json(values: dict[str, Any], is_json: bool) -> None:
+    """Print a line of JSON, if it was requested."""
+    if is_json:
+        sys.stdout.write(dump_json(values) + "\n")

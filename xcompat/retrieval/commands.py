@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 from rich.table import Table
@@ -255,21 +256,38 @@ def backfill(
         notice_truncated(embedder, added.truncated, added.added, "; --words cuts texts into passages")
 
 
-def info(gallery: Gallery, embedder: Embedder | None) -> None:
-    """Print a gallery's versions, matching queries and history."""
+def info(gallery: Gallery, embedder: Embedder | None) -> dict[str, Any]:
+    """Print a gallery's versions, matching queries and history, and return them."""
+    versions = list[dict[str, Any]]()
     table = Table("version", "items", "dim", "queries that fit", title=f"{literal(gallery.path)}: {len(gallery):,} items")
     for version, count in gallery.counts().items():
         record = gallery.manifest.version(version.digest)
         fitting = ", ".join(["its own", "those of models made compatible with it", *_describe_shared_models(gallery, record)])
+        versions.append({"name": version.name, "fingerprint": version.digest, "items": count, "dim": record.dim})
         if embedder is not None:
             from xcompat.embeddings.provider import query_model
 
-            fitting = f"{'yes' if fits(query_model(embedder), record) else 'no'}, {embedder.name}"
+            is_fitting = fits(query_model(embedder), record)
+            fitting = f"{'yes' if is_fitting else 'no'}, {embedder.name}"
+            versions[-1]["fits"] = is_fitting
         table.add_row(literal(short(version)), f"{count:,}", str(record.dim), literal(fitting))
     console.print(table)
     indexes = ", ".join(sorted({segment.record.index for segment in gallery.segments})) or gallery.manifest.index
     console.print(f"metric {gallery.metric}; {_segments(gallery)}; index {literal(indexes)}; {decimal(_size(gallery))}")
     list_states(gallery)
+    return {
+        "items": len(gallery),
+        "versions": versions,
+        "metric": gallery.metric,
+        "segments": len(gallery.segments),
+        "index": indexes,
+        "bytes": _size(gallery),
+        "generation": gallery.generation,
+        "states": [
+            {"generation": kept.generation, "made": kept.made, "by": kept.by, "items": kept.rows}
+            for kept in gallery.generations()
+        ],
+    }
 
 
 def _describe_shared_models(gallery: Gallery, record: VersionRecord) -> list[str]:
@@ -297,8 +315,8 @@ def find_alias(name: str) -> Fingerprint:
     return load_embedder(name).fingerprint
 
 
-def verify(gallery: Gallery) -> bool:
-    """Print damaged files; return whether there are none."""
+def verify(gallery: Gallery) -> dict[str, Any]:
+    """Print damaged files; return them, and whether there are none."""
     try:
         wrong = gallery.damage()
     except GenerationGoneError:  # a newer state has replaced this one
@@ -307,18 +325,34 @@ def verify(gallery: Gallery) -> bool:
         console.print(f"[red]✗[/] {literal(line)}")
     if not wrong:
         console.print(f"[green]✓[/] {literal(gallery.path)} is whole: {len(gallery):,} items in {_segments(gallery)}")
-    return not wrong
+    return {"passed": not wrong, "items": len(gallery), "segments": len(gallery.segments), "damaged": list(wrong)}
 
 
-def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> bool:
-    """Print which embeddings a model made; return whether it made its whole version."""
+def doctor(gallery: Gallery, embedder: Embedder, originals: Originals, sample: int) -> dict[str, Any]:
+    """Print which embeddings a model made; return this, and whether it made its whole version."""
     from xcompat.retrieval.doctor import examine
 
     return print_findings(examine(gallery, originals, embedder, sample))
 
 
-def print_findings(findings: list[Finding]) -> bool:
-    """Print the doctor's findings; return whether there are no foreign embeddings."""
+def check_canary(gallery: Gallery, embedder: Embedder) -> dict[str, Any]:
+    """Store a model's canary, or print whether the model still makes the stored one; return the result."""
+    from xcompat.retrieval.canary import check_canary as check
+
+    found = check(gallery, embedder, store=True)
+    assert found is not None
+    name = literal(found.model.name)
+    if found.is_new:
+        console.print(f"[green]✓[/] stored ten test embeddings of {name}; run this again to see whether it still makes them")
+    else:
+        said = "still makes" if found.passed else "no longer makes"
+        mark = "[green]✓[/]" if found.passed else "[red]✗[/]"
+        console.print(f"{mark} {name} {said} the ten test embeddings (smallest cosine {found.cosine:.4f})")
+    return {"passed": found.passed, "cosine": found.cosine, "stored": found.is_new, "model": found.model.digest}
+
+
+def print_findings(findings: list[Finding]) -> dict[str, Any]:
+    """Print the doctor's findings; return them, and whether there are no foreign embeddings."""
     table = Table("", *(literal(short(finding.version)) for finding in findings))  # a column per version fits 80 characters
     rows = [_lines(finding) for finding in findings]
     for name in rows[0] if rows else ():
@@ -328,7 +362,22 @@ def print_findings(findings: list[Finding]) -> bool:
     if foreign:
         more = f" and {len(foreign) - SHOWN:,} more" if len(foreign) > SHOWN else ""
         console.print(f"[red]✗[/] of another origin: {literal(', '.join(foreign[:SHOWN]))}{more}")
-    return not foreign
+    return {"passed": not foreign, "versions": [_finding_as_json(finding) for finding in findings]}
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    numbers = {key: value if math.isfinite(value) else None for key in ("cosine", "length") for value in [getattr(finding, key)]}
+    return {
+        "name": finding.version.name,
+        "fingerprint": finding.version.digest,
+        "items": finding.items,
+        "looked_at": finding.looked_at,
+        "made": finding.made,
+        **numbers,
+        "foreign": list(finding.foreign),
+        "foreign_ci95": list(finding.interval),
+        "note": finding.note,
+    }
 
 
 def _lines(finding: Finding) -> dict[str, str]:

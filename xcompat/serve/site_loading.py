@@ -18,6 +18,7 @@ from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.report import load_report
 from xcompat.retrieval import Gallery
+from xcompat.retrieval.canary import check_canary
 from xcompat.retrieval.fallback import old_model_of
 from xcompat.retrieval.manifest import CURRENT
 from xcompat.retrieval.originals import merge_originals
@@ -73,7 +74,17 @@ def load_site(
     for side in site.sides:  # refuse models that do not fit before serving
         for shelf in site.shelves.values():
             _require_searchable(shelf, side, allow_changes)
+            _check_canary(shelf, side)
     return site
+
+
+def _check_canary(shelf: Shelf, side: Side) -> None:
+    found = check_canary(Gallery.open(shelf.path), side.embedder)
+    if found is not None and not found.passed:
+        notice(
+            f"{side.embedder.name} no longer makes the test embeddings of {shelf.path} (smallest cosine {found.cosine:.2f}): "
+            "another version of the model or its library can find less"
+        )
 
 
 def _require_searchable(shelf: Shelf, side: Side, allow_changes: bool) -> None:

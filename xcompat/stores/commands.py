@@ -75,8 +75,8 @@ def alias(store: Store, name: str) -> None:
     console.print(f"[green]✓[/] maps for {literal(model)} now work with vectors of {literal(made)} in {literal(store.uri)}")
 
 
-def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> bool:
-    """Print which stored vectors a model made, and return whether it made all."""
+def doctor(uri: str, embedder: Embedder, held: SourceField, sample: int) -> dict[str, Any]:
+    """Print which stored vectors a model made; return this, and whether it made all."""
     from xcompat.retrieval.commands import print_findings
     from xcompat.stores.doctor import examine_store
 
