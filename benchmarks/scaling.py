@@ -54,7 +54,7 @@ def ways(gpu_texts: float) -> list[Way]:
         Way("PostgreSQL, mapped under HNSW", 843, 512, 2.7, 5.5),
         Way("captions re-embedded", 768 / 3.76),
         Way("captions re-embedded on a GPU", gpu_texts, gpu=True),
-        Way("pictures re-embedded", 64 / 3.02),
+        Way("images re-embedded", 64 / 3.02),
     ]
 
 

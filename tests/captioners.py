@@ -60,7 +60,7 @@ def tokenizer(*more: str, text: str = "[BOS] $A [EOS]") -> PreTrainedTokenizerFa
 
 
 def save(folder: Path, model: nn.Module, processor: object) -> str:
-    """Write both, of weights so large that pictures differ."""
+    """Write both, of weights so large that images differ."""
     for parameter in model.parameters():
         parameter.data.mul_(20)
     model.save_pretrained(folder)  # type: ignore[operator]
@@ -103,7 +103,7 @@ def llava(folder: Path, template: str | None = CHAT.replace("IMAGE", IMAGE)) -> 
 
 
 def qwen2_vl(folder: Path) -> str:
-    """Return one whose questions are longer for larger pictures."""
+    """Return one whose questions are longer for larger images."""
     rows = {name: len(WORDS) + row for row, name in enumerate(("image", "video", "vision_start", "vision_end"))}
     rope = {"type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     config = Qwen2VLConfig(

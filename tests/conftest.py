@@ -107,7 +107,7 @@ def _do_not_wait_for_the_disk(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _render_glyphs_once() -> Iterator[None]:
-    """Keep what was rendered for later tests of this process: 54,000 pictures take seconds."""
+    """Keep what was rendered for later tests of this process: 54,000 images take seconds."""
     with pytest.MonkeyPatch.context() as patched:
         rendered = cache(glyphs.render_glyphs)
         patched.setattr(glyphs, "render_glyphs", lambda size=32: rendered(size))
@@ -174,7 +174,7 @@ def compatible_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[
 
 
 def write_photos(folder: Path, count: int) -> Path:
-    """Write so many pictures of noise into a new folder, and return it."""
+    """Write so many images of noise into a new folder, and return it."""
     folder.mkdir()
     for number in range(count):
         pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
@@ -184,14 +184,14 @@ def write_photos(folder: Path, count: int) -> Path:
 
 @pytest.fixture(scope="session")
 def images() -> list[Image.Image]:
-    """Return four different pictures."""
+    """Return four different images."""
     pixels = np.random.default_rng(0).integers(0, 255, (4, 40, 48, 3), dtype=np.uint8)
     return [Image.fromarray(picture) for picture in pixels]
 
 
 @pytest.fixture(scope="session")
 def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder of 24 pictures with a captions file."""
+    """Return a folder of 24 images with a captions file."""
     folder = tmp_path_factory.mktemp("pairs")
     pixels = np.random.default_rng(1).integers(0, 255, (24, 40, 40, 3), dtype=np.uint8)
     for row, picture in enumerate(pixels):

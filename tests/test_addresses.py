@@ -113,7 +113,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def shard(number: int, mode: str = "w") -> bytes:
-    """Return a shard of two pictures, each with its caption."""
+    """Return a shard of two images, each with its caption."""
     whole, picture = io.BytesIO(), io.BytesIO()
     Image.new("RGB", (4, 4), (number, 0, 0)).save(picture, "PNG")
     with tarfile.open(fileobj=whole, mode=mode) as tar:

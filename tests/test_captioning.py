@@ -45,7 +45,7 @@ def captioner_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 1, 0, 2
     model = VisionEncoderDecoderModel(config)
     for parameter in model.parameters():
-        parameter.data.mul_(20)  # else every picture gets the same words
+        parameter.data.mul_(20)  # else every image gets the same words
     model.generation_config.decoder_start_token_id, model.generation_config.eos_token_id = 1, 2
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
@@ -178,7 +178,7 @@ def test_what_is_no_captioner_or_no_picture_is_one_line(
     with pytest.raises(XcompatError, match="cannot be loaded as a captioner"):
         Captioner(str(tmp_path))
     (tmp_path / "mixed" / "cat").mkdir(parents=True)
-    (tmp_path / "mixed" / "cat" / "a.png").write_bytes(b"no picture")
+    (tmp_path / "mixed" / "cat" / "a.png").write_bytes(b"no image")
     (tmp_path / "mixed" / "cat" / "b.png").write_bytes((photos / "cat" / "01.png").read_bytes())
     captioner = Captioner(captioner_folder, max_tokens=4)
     with pytest.raises(XcompatError, match="1 of 2 images cannot be read; fix them, or increase --max-bad-share"):
@@ -191,7 +191,7 @@ def test_what_cannot_be_read_stops_neither_the_captions_nor_who_reads_them(
     captioner_folder: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = Path(shutil.copytree(photos, tmp_path / "photos")), tmp_path / "out.jsonl"
-    (folder / "cat" / "05.png").write_bytes(b"no picture")
+    (folder / "cat" / "05.png").write_bytes(b"no image")
     given = ["caption", str(folder), "--model", captioner_folder, "--max-tokens", "4", "--max-bad-share", "0.1"]
     said = CliRunner().invoke(app, [*given, "--out", str(out)]).output.replace("\n", "")
     assert "10 captions" in said and f"{{path: {folder}, caption_file: {out}, max_bad_share: 0.1}}" in said
@@ -245,7 +245,7 @@ def test_every_kind_of_model_writes_what_it_writes_alone(
     assert together == [captioner([picture])[0] for picture in pictures]
     assert any(together) and not any("a photo of" in text or len(text.split()) > 6 for text in together)
     assert captioner.prompt == (prompt or (captioning.PROMPT if kind in ("llava", "qwen2_vl") else None))
-    if kind != "blip":  # whose captions of random weights do not look at the picture
+    if kind != "blip":  # whose captions of random weights do not look at the image
         assert len(set(together)) > 1
 
 

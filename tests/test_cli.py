@@ -576,7 +576,7 @@ def test_embeddings_from_elsewhere_decide_the_exit_code(run: Run, embeddings: Ca
 
 def test_images_alone_are_judged_by_their_classes(run: Run, embeddings: Callable[..., Path], tmp_path: Path) -> None:
     noisy, clean, out = embeddings("noisy", noise=1.0), embeddings("clean", noise=0.0), ("--output", tmp_path / "report")
-    truth = np.load(clean / "image_embeds.npy")[np.arange(40) // 4]  # four pictures of each of ten things
+    truth = np.load(clean / "image_embeds.npy")[np.arange(40) // 4]  # four images of each of ten things
     for folder, noise in ((noisy, 0.5), (clean, 0.1)):
         (folder / "text_embeds.npy").unlink()
         (folder / "text_ids.txt").unlink()

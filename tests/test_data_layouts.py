@@ -52,7 +52,7 @@ def test_planes_become_colours(tmp_path: Path) -> None:
     pixels_CHW = np.random.default_rng(0).integers(0, 255, (3, 32, 32), dtype=np.uint8)
     (tmp_path / "test.bin").write_bytes(bytes([3, 19]) + pixels_CHW.tobytes())
     (row,) = load_pairs(PairSource(path=str(tmp_path), captions=False))
-    assert np.array_equal(np.asarray(open_image(row["image"])), pixels_CHW.transpose(1, 2, 0)), "a lossless picture"
+    assert np.array_equal(np.asarray(open_image(row["image"])), pixels_CHW.transpose(1, 2, 0)), "a lossless image"
 
 
 def test_superclasses_and_cifar_10(made: Path, tmp_path: Path) -> None:

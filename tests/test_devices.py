@@ -172,7 +172,7 @@ def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
         np.testing.assert_allclose(embeds, same, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["a text", "a picture"])
+@pytest.mark.parametrize("kind", ["a text", "an image"])
 def test_a_query_is_embedded_where_the_model_is(
     kind: str, folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
 ) -> None:
@@ -181,7 +181,7 @@ def test_a_query_is_embedded_where_the_model_is(
     embedder = Embedder(model, model.processor, model.stored_fingerprint(), model.stored_dim)
     with FakeTensorMode(allow_non_fake_inputs=True):
         move(model)
-        assert query_embeddings(embedder, str(tmp_path / "a.png") if kind == "a picture" else "a dog").device == GPU
+        assert query_embeddings(embedder, str(tmp_path / "a.png") if kind == "an image" else "a dog").device == GPU
 
 
 class FarTensor(Tensor):

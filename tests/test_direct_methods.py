@@ -414,7 +414,7 @@ def test_advbct_needs_a_class_of_two(folder_of: dict[str, str]) -> None:
 
 @pytest.fixture
 def labelled(tmp_path: Path) -> PairDataset:
-    """Return seven pictures of two classes, of which one cannot be read."""
+    """Return seven images of two classes, of which one cannot be read."""
     generator = np.random.default_rng(0)
     for row in range(7):
         file = tmp_path / "data" / f"class {row % 2}" / f"{row}.png"

@@ -68,7 +68,7 @@ def embedded(folder: str, raw: dict[str, Any]) -> torch.Tensor:
 
 
 def nearest_is_right(queries_QD: torch.Tensor, gallery_GD: torch.Tensor) -> float:
-    """Return CMC@1 by L2 distance, each query left out of the gallery; four pictures of each class lie in order."""
+    """Return CMC@1 by L2 distance, each query left out of the gallery; four images of each class lie in order."""
     right = 0
     for query, row_D in enumerate(queries_QD):
         distances = [(float(((row_D - item_D) ** 2).sum()), item) for item, item_D in enumerate(gallery_GD) if item != query]

@@ -141,7 +141,7 @@ def unit(rows_ND: np.ndarray) -> np.ndarray:
 
 
 def take_photos(folder: Path) -> None:
-    """Make a folder of pictures with captions, and one with a folder for each class."""
+    """Make a folder of images with captions, and one with a folder for each class."""
     pixels = np.random.default_rng(1).integers(0, 255, (8, 32, 32, 3), dtype=np.uint8)
     captions = ["file_name,caption"]
     for row, picture in enumerate(pixels):

@@ -33,7 +33,7 @@ COUNT = 100
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write smooth pictures, wider than high, that a model tells apart."""
+    """Write smooth images, wider than high, that a model tells apart."""
     folder = tmp_path_factory.mktemp("photos")
     for number in range(COUNT):
         rough = np.random.default_rng(number).integers(0, 255, (6, 9, 3), dtype=np.uint8)
@@ -168,7 +168,7 @@ def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_
     gallery.commit()
     first, wide, elsewhere = examine(gallery, load_originals(photos), model, sample=30)
     assert (first.items, first.looked_at, first.foreign) == (50, 30, ())
-    assert "16 dimensions, but" in wide.note and "none of the pictures" in elsewhere.note
+    assert "16 dimensions, but" in wide.note and "none of the images" in elsewhere.note
     assert wide.interval == (0.0, 1.0) and wide.share == 0
 
 
@@ -200,7 +200,7 @@ def test_the_command_says_what_it_found(
     (tmp_path / "others").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "others" / "x.png")
     code, _, err = run(tmp_path / "bad", "--model", old_folder, "--images", tmp_path / "others")
-    assert code == 2 and "none of the 1 pictures is in" in err and err.count("\n") == 1
+    assert code == 2 and "none of the 1 images is in" in err and err.count("\n") == 1
 
 
 def test_the_interval_is_wilsons() -> None:

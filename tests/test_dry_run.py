@@ -115,7 +115,7 @@ def test_a_comparison_needs_a_judged_stage(tmp_path: Path) -> None:
 
 @pytest.fixture
 def forms(tmp_path: Path, pairs_folder: str) -> dict[str, str]:
-    """Return the same pictures with names and classes as a folder, a Parquet file and shards, and texts in several files."""
+    """Return the same images with names and classes as a folder, a Parquet file and shards, and texts in several files."""
     table = {"picture": [], "title": [], "kind": []}
     folder = Path(shutil.copytree(pairs_folder, tmp_path / "folder"))
     with wds.TarWriter(str(tmp_path / "shard.tar")) as shard:

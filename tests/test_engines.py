@@ -208,7 +208,7 @@ def test_pictures_come_as_bytes_paths_or_both(old_folder: str, images: list[Imag
         for rows in (paths, stored, [{"bytes": content, "path": "x.png"} for content in stored])
     ]
     assert made[0].equals(made[1]) and made[1].equals(made[2]) and not made[0].null_count
-    spoilt = function(pa.table({"image": [*stored[:1], b"no picture", *stored[1:]]}))["embedding"]
+    spoilt = function(pa.table({"image": [*stored[:1], b"no image", *stored[1:]]}))["embedding"]
     assert spoilt.is_null().to_pylist() == [False, True, *[False] * (len(stored) - 1)]
 
 
@@ -419,7 +419,7 @@ def test_a_column_is_chosen_by_its_name_unless_two_could_be_meant(
 ) -> None:
     images[0].save(tmp_path / "0.png")
     stored = [(tmp_path / "0.png").read_bytes()] * 3
-    table = pa.table({"key": [4, 5, 6], "text": ["a shoe", "two dogs", "word " * 500], "image": [*stored[:2], b"no picture"]})
+    table = pa.table({"key": [4, 5, 6], "text": ["a shoe", "two dogs", "word " * 500], "image": [*stored[:2], b"no image"]})
     pq.write_table(table, tmp_path / "items.parquet")
     command = (tmp_path / "items.parquet", "--model", old_folder, "--id-column", "key")
     assert "has 'text' and 'image'; choose one with --column" in run(*command, "--out", tmp_path / "x")[2]
@@ -445,7 +445,7 @@ def test_pictures_that_cannot_be_read_are_refused_until_they_are_mended(
     paths = [str(tmp_path / f"{number}.png") for number in range(4)]
     for path in paths:
         images[0].save(path)
-    Path(paths[2]).write_bytes(b"no picture")
+    Path(paths[2]).write_bytes(b"no image")
     pq.write_table(pa.table({"id": range(4), "image": paths}), tmp_path / "items.parquet", row_group_size=1)
     command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
     for _ in range(2):

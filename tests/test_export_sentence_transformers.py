@@ -73,11 +73,11 @@ folder, names, texts, flag = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
 if not flag:
     sys.modules["xcompat"] = None
 from sentence_transformers import SentenceTransformer
-pictures = sorted(folder.glob("*.png"))
+images = sorted(folder.glob("*.png"))
 for name in names:
     model = SentenceTransformer(str(folder / name), **({"trust_remote_code": True} if flag else {}), device="cpu")
-    opened = [Image.open(path) for path in pictures]
-    paths = [str(path) for path, picture in zip(pictures, opened) if picture.mode != "RGBA"]
+    opened = [Image.open(path) for path in images]
+    paths = [str(path) for path, image in zip(images, opened) if image.mode != "RGBA"]
     found = {"images": model.encode(opened, batch_size=3), "paths": model.encode(paths), "dim": model.get_embedding_dimension()}
     if model.supports("text"):
         found["texts"] = model.encode(texts, batch_size=3)

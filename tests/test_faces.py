@@ -233,7 +233,7 @@ def test_a_study_of_people_compares_rates(market: Path, tmp_path: Path, undrawn:
     page = (tmp_path / "run" / "seed-0" / "report" / "report.html").read_text()
     assert "TAR@FAR=1e-1" in page and "true acceptance rate of verification" in page
     hits = report.examples[0].rows[0].hits
-    assert sum(hit.is_hit for hit in hits) <= 2, "two of the four pictures of the person are by the query's own camera"
+    assert sum(hit.is_hit for hit in hits) <= 2, "two of the four images of the person are by the query's own camera"
 
 
 # ------------------------------------------------------------------------------------------- classification and triplets

@@ -1,4 +1,4 @@
-"""Pictures from addresses: only from public ones, never more or longer than said, and no secret of an address in a message."""
+"""Images from addresses: only from public ones, never more or longer than said, and no secret of an address in a message."""
 
 from __future__ import annotations
 
@@ -303,13 +303,13 @@ SECRETS = ("hunter2", "s3cr3t", "sign4ture", "fr4gment")
 def test_no_secret_of_an_address_is_said(site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO)
     site.serve("/missing", status=404)
-    site.serve("/text", b"no picture")
+    site.serve("/text", b"no image")
     site.serve("/moved", status=302, Location="/missing?X-Amz-Signature=sign4ture")
     hosts = [(f"127.0.0.1:{site.port}", True), ("127.0.0.1:9", True), ("127.0.0.1:9", False), ("no such host", True), ("[", True)]
     for host, allowed in hosts:
         for path in ("missing", "text", "moved"):
             address = f"http://hunter2:s3cr3t@{host}/{path}?X-Amz-Signature=sign4ture&token=s3cr3t#fr4gment"
-            with pytest.raises(XcompatError, match="cannot read the picture") as refused:
+            with pytest.raises(XcompatError, match="cannot read the image") as refused:
                 as_picture(address, allow_private_addresses=allowed)
             assert not [secret for secret in SECRETS if secret in str(refused.value)]
             assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""``xcompat gallery`` as a user types it, on pictures and stand-in models."""
+"""``xcompat gallery`` as a user types it, on images and stand-in models."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def photos(tmp_path: Path) -> Path:
     for number in range(120):
         pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / ("inner" if number % 2 else ".") / f"{number}.png")
-    (folder / "inner" / "bad.png").write_bytes(b"no picture")
+    (folder / "inner" / "bad.png").write_bytes(b"no image")
     return folder
 
 
 def test_build_search_add_and_the_rest(run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str]) -> None:
     gallery, model = tmp_path / "gallery", folder_of["clip"]
     code, out, err = run("build", photos, "--model", model, "--out", gallery)
-    assert (code, err) == (0, "") and "120 pictures added" in out and "1 cannot be read" in out
+    assert (code, err) == (0, "") and "120 images added" in out and "1 cannot be read" in out
     code, out, _ = run("build", photos, "--model", model, "--out", gallery)
-    assert code == 0 and "0 pictures added" in out and "120 were there already" in out
+    assert code == 0 and "0 images added" in out and "120 were there already" in out
     for option, value in (("--index", "HNSW8"), ("--milvus", "vectors.db")):  # what it was made with stays
         code, _, err = run("build", photos, "--model", model, "--out", gallery, option, value)
         assert code == 2 and f"remove {option}" in err
@@ -104,7 +104,7 @@ def test_a_build_that_was_killed_goes_on(
     assert killed.returncode == 9, killed.stderr
     assert (gallery / "gallery.json").exists() == milvus
     code, out, err = run(*command)
-    assert (code, err) == (0, "") and "120 pictures added" in out
+    assert (code, err) == (0, "") and "120 images added" in out
     assert len(Gallery.open(gallery)) == 120 and Gallery.open(gallery).damage() == []
     assert len(list((gallery / "segments").iterdir())) == 1
 
@@ -115,7 +115,7 @@ def test_a_build_from_another_folder_adds_nothing_twice(run: Run, photos: Path, 
     assert run("build", photos / "inner", *more, "--out", gallery)[0] == 0
     code, out, err = run("build", photos, *more, "--out", gallery)
     assert (code, out) == (2, "") and len(Gallery.open(gallery)) == 60
-    assert "none of the 121 pictures is in" in err and "or add these (xcompat gallery add)" in " ".join(err.split())
+    assert "none of the 121 images is in" in err and "or add these (xcompat gallery add)" in " ".join(err.split())
     assert run("add", gallery, photos, *more)[0] == 0 and len(Gallery.open(gallery)) == 180
     assert run("build", photos, *more, "--out", gallery)[0] == 0 and len(Gallery.open(gallery)) == 180  # its ids are there now
 
@@ -186,7 +186,7 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_pictures(
     more.mkdir()
     Image.new("RGB", (9, 9), "red").save(more / "red.png")
     code, out, err = run("build", photos, "--model", old_folder, "--side-info", side, "--out", gallery)
-    assert (code, err) == (0, "") and "120 pictures added" in out
+    assert (code, err) == (0, "") and "120 images added" in out
     for given, message in (((), "have side-information, unlike these"), (("--side-info", other), "is of another model than")):
         code, _, err = run("add", gallery, more, "--model", old_folder, *given)
         assert code == 2 and err.count("\n") == 1 and message in err
@@ -210,7 +210,7 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_pictures(
 def test_side_information_that_came_too_late_is_not_left_out_silently(
     run: Run, photos: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All pictures are there, so nothing would be embedded; and where one is missing, none is before the refusal."""
+    """All images are there, so nothing would be embedded; and where one is missing, none is before the refusal."""
     build = ("build", photos, "--model", old_folder, "--out", tmp_path / "gallery")
     assert run(*build)[0] == 0
     before = (tmp_path / "gallery" / "gallery.json").read_bytes()
@@ -245,7 +245,7 @@ def test_a_compatible_model_adds_beside_and_replaces_when_asked(
     code, _, err = run("add", gallery, photos, "--model", compatible)
     assert code == 2 and "embedded by another model" in err
     code, out, _ = run("add", gallery, photos, "--model", compatible, "--replace")
-    assert code == 0 and "120 pictures added" in out
+    assert code == 0 and "120 images added" in out
     assert Gallery.open(gallery).versions == [load_embedder(compatible).fingerprint]
 
 
@@ -257,7 +257,7 @@ def test_backfill_stays_within_its_budget_and_goes_on(
     code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50, "--dry-run")
     assert (
         code == 0
-        and "50 of 120 pictures to embed" in out
+        and "50 of 120 images to embed" in out
         and "plus time to load the model" in out
         and len(Gallery.open(gallery).versions) == 1
     )
@@ -275,7 +275,7 @@ def test_backfill_stays_within_its_budget_and_goes_on(
     (tmp_path / "elsewhere").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "elsewhere" / "x.png")
     code, _, err = run("upgrade", gallery, "--model", compatible, "--backfill", tmp_path / "elsewhere")
-    assert code == 2 and "none of the 1 pictures is in" in err
+    assert code == 2 and "none of the 1 images is in" in err
 
 
 def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
         shard.addfile(link)
     before = {path for path in tmp_path.rglob("*") if photos not in path.parents}
     code, out, _ = run("build", tmp_path / "in" / "side" / "shard.tar", "--model", old_folder, "--out", tmp_path / "gallery")
-    assert code == 0 and "3 pictures added" in out
+    assert code == 0 and "3 images added" in out
     gallery = Gallery.open(tmp_path / "gallery")
     assert None not in gallery.find(["../../escaped", str(tmp_path / "absolute"), "plain"]) and gallery.damage() == []
     after = {path for path in tmp_path.rglob("*") if photos not in path.parents and gallery.path not in (path, *path.parents)}
@@ -377,9 +377,9 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
         (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids names the vectors of --from-faiss"),
         (
             ("upgrade", "gallery", "--model", "x", "--budget", "9"),
-            "--budget applies to re-embedded pictures: add --backfill",
+            "--budget applies to re-embedded images: add --backfill",
         ),
-        (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype applies to re-embedded pictures"),
+        (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype applies to re-embedded images"),
         (("search", "nowhere", "text", "--model", "x"), "nowhere is not a gallery"),
         (("verify", "nowhere"), "nowhere is not a gallery"),
     ],
@@ -476,12 +476,12 @@ def test_other_pictures_under_the_same_names_are_refused_or_replaced(
             Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
     assert run("build", tmp_path / "one", "--model", model, "--out", gallery)[0] == 0
     code, out, _ = run("add", gallery, tmp_path / "copy", "--model", model)
-    assert code == 0 and f"0 pictures added to {gallery}, {count} were there already" in " ".join(out.split())
+    assert code == 0 and f"0 images added to {gallery}, {count} were there already" in " ".join(out.split())
     code, _, err = run("add", gallery, tmp_path / "other", "--model", model)
     more = " and 4 more" if count > 1 else ""
-    assert code == 2 and f"has other pictures under the same ids: '0.png'{more} of {count} checked; move these" in err
+    assert code == 2 and f"has other images under the same ids: '0.png'{more} of {count} checked; move these" in err
     code, out, _ = run("add", gallery, tmp_path / "other", "--model", model, "--replace")
-    assert code == 0 and f"{count} pictures added" in out and len(Gallery.open(gallery)) == count
+    assert code == 0 and f"{count} images added" in out and len(Gallery.open(gallery)) == count
     assert run("add", gallery, tmp_path / "other", "--model", model)[0] == 0
 
 
@@ -504,7 +504,7 @@ def test_photos_embedded_on_their_side_are_named_and_replaced(
     code, out, _ = run("add", gallery, photos, "--model", old_folder)
     assert code == 0 and "holds '00.png' and 5 more on their side" in out.replace("\n", " ")
     code, out, _ = run("add", gallery, photos, "--model", old_folder, "--replace")
-    assert code == 0 and "6 pictures added" in out
+    assert code == 0 and "6 images added" in out
     code, out, _ = run("add", gallery, photos, "--model", old_folder)
     assert code == 0 and "on their side" not in out and "20 were there already" in out
 
@@ -527,5 +527,5 @@ def test_an_interrupted_build_keeps_what_is_embedded(
             assert code == 2 and err == "xcompat: interrupted; start again to continue\n" and len(added) == parts
             assert len(Gallery.open(gallery)) == sum(added) and Gallery.open(gallery).damage() == []
     code, out, _ = run(*command)
-    assert code == 0 and f"{120 - sum(added)} pictures added" in out and f"{sum(added)} were there already" in out
+    assert code == 0 and f"{120 - sum(added)} images added" in out and f"{sum(added)} were there already" in out
     assert len(Gallery.open(gallery)) == 120

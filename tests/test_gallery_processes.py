@@ -45,7 +45,7 @@ def write_pictures(folder: Path, numbers: range) -> Path:
         pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number:04d}.png")
         if number == BAD:
-            (folder / f"{number:04d}.png").write_bytes(b"no picture")
+            (folder / f"{number:04d}.png").write_bytes(b"no image")
     return folder
 
 
@@ -88,7 +88,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, models: list[str]) -> dict
     return made
 
 
-@pytest.mark.parametrize("kind", ["pictures", "texts"])
+@pytest.mark.parametrize("kind", ["images", "texts"])
 def test_galleries_are_the_same_item_by_item(kind: str, outcome: dict[int, tuple[Gallery, str]]) -> None:
     beside = "-texts" if kind == "texts" else ""
     one, two = (contents(Gallery.open(f"{outcome[processes][0].path}{beside}")) for processes in (1, 2))
@@ -109,6 +109,6 @@ def test_no_item_is_lost_or_doubled_before_and_after_it_is_mapped(outcome: dict[
 
 def test_the_first_process_says_what_one_would(outcome: dict[int, tuple[Gallery, str]]) -> None:
     one, two = (outcome[processes][1] for processes in (1, 2))
-    assert f"{PICTURES - 1} pictures added" in one and "1 cannot be read" in one and f"{BUDGET} re-embedded" in one
+    assert f"{PICTURES - 1} images added" in one and "1 cannot be read" in one and f"{BUDGET} re-embedded" in one
     said = [[line for line in text.splitlines() if "✓" in line or ".png" in line] for text in (one, two)]
     assert said[0] == said[1]

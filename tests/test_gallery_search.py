@@ -25,7 +25,7 @@ LONG = "a_folder_with_a_long_name_as_cameras_and_data_sets_have_them"
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write twelve pictures below a folder with a long name, and what file managers leave among them."""
+    """Write twelve images below a folder with a long name, and what file managers leave among them."""
     folder = tmp_path_factory.mktemp("search") / "photos"
     (folder / LONG).mkdir(parents=True)
     for number in range(12):
@@ -163,18 +163,18 @@ def test_two_unreadable_pictures_of_many_do_not_stop_a_build(run: Run, photos: P
     for number in range(30):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(bad / f"{number}.png")
     for number in range(2):
-        (bad / f"bad{number}.jpg").write_bytes(b"no picture")
+        (bad / f"bad{number}.jpg").write_bytes(b"no image")
     code, out, err = run("build", bad, "--model", old_folder, "--out", tmp_path / "g")
-    assert (code, err) == (0, "") and "30 pictures added" in out and "2 cannot be read" in out and "skipped bad0.jpg" in out
+    assert (code, err) == (0, "") and "30 images added" in out and "2 cannot be read" in out and "skipped bad0.jpg" in out
     for number in range(2, 8):
-        (bad / f"bad{number}.jpg").write_bytes(b"no picture")
+        (bad / f"bad{number}.jpg").write_bytes(b"no image")
     code, _, err = run("build", bad, "--model", old_folder, "--out", tmp_path / "h")
-    assert code == 2 and "of 38 pictures cannot be used, more than the share 0.1" in err and "raise --max-bad-share" in err
+    assert code == 2 and "of 38 images cannot be used, more than the share 0.1" in err and "raise --max-bad-share" in err
     code, out, _ = run("build", bad, "--model", old_folder, "--out", tmp_path / "h", "--max-bad-share", 0.3)
-    assert code == 0 and "30 pictures added" in out and "8 cannot be read" in out
+    assert code == 0 and "30 images added" in out and "8 cannot be read" in out
     (tmp_path / "docs.txt").write_text("bears sleep\n")
     code, _, err = run("build", tmp_path / "docs.txt", "--model", old_folder, "--out", tmp_path / "t", "--max-bad-share", 0.3)
-    assert code == 2 and "--max-bad-share works with pictures only" in err
+    assert code == 2 and "--max-bad-share works with images only" in err
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_two_unreadable_pictures_of_many_do_not_stop_a_build(run: Run, photos: P
         ((), "give one query, or many with --queries"),
         (("a dog", "--queries", "asked.txt"), "not both"),
         (("a dog", "--json", "--csv"), "--json and --csv are two forms of one result"),
-        (("photos/nope.jpg",), "there is no picture photos/nope.jpg; there is no photos in"),
+        (("photos/nope.jpg",), "there is no image photos/nope.jpg; there is no photos in"),
         (("--queries", "nope.txt"), "nope.txt does not exist"),
         (("--queries", "bad.txt"), "1 of 2 queries cannot be used, more than the share 0.1: gone.png: unreadable image"),
         (("--queries", "asked.tx"), "asked.tx does not exist; did you mean 'asked.txt'?"),
@@ -216,7 +216,7 @@ def test_a_text_asked_of_a_model_of_pictures(run: Run, tmp_path: Path, image_fol
     made.add(np.eye(made.manifest.versions[0].dim)[:2], ["a", "b"], version=made.versions[0])
     made.commit()
     code, _, err = run("search", made.path, "a dog", "--model", image_folder_of["resnet"])
-    assert code == 2 and "embeds pictures only" in err and "give the path of a picture" in err
+    assert code == 2 and "embeds images only" in err and "give the path of an image" in err
 
 
 def test_control_characters_of_an_id_stay_escaped_in_json(capsys: pytest.CaptureFixture[str]) -> None:

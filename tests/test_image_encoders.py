@@ -134,7 +134,7 @@ def test_embeddings_are_what_the_library_computes_normalised(
     assert embeds.shape == (4, encoder.embedding_dim) == (4, 16) and embeds.dtype == torch.float32
     torch.testing.assert_close(embeds.norm(dim=-1), torch.ones(4))
     assert_same(embeds, F.normalize(library_features(name, folders[name], pixels), dim=-1))
-    assert (embeds[0] - embeds[1]).abs().max() > 1e-3, "different pictures differ"
+    assert (embeds[0] - embeds[1]).abs().max() > 1e-3, "different images differ"
 
 
 @torch.no_grad()

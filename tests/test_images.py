@@ -1,4 +1,4 @@
-"""Pictures as files have them: more than 8 bits, more pixels than fit, many frames: as in 8 bits, or refused."""
+"""Images as files have them: more than 8 bits, more pixels than fit, many frames: as in 8 bits, or refused."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_data_set_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capt
 
 
 def photo(orientation: int | None, form: str = "JPEG") -> bytes:
-    """A picture whose top left is red and whose bottom right is blue once it is turned as `orientation` says."""
+    """An image whose top left is red and whose bottom right is blue once it is turned as `orientation` says."""
     from PIL import ImageOps
     from PIL.ExifTags import Base
 
@@ -308,12 +308,12 @@ def test_heic_without_its_reader_is_named(
     header = b"\0\0\0\x18ftypheic" + bytes(200)
     (tmp_path / "a.heic").write_bytes(header)
     (tmp_path / "b").write_bytes(header)
-    with pytest.raises(XcompatError, match=r"2 pictures cannot be read; HEIC pictures need pillow-heif: run `pip install"):
+    with pytest.raises(XcompatError, match=r"2 images cannot be read; HEIC images need pillow-heif: run `pip install"):
         load_pairs(PairSource(path=str(tmp_path), captions=False))
     (tmp_path / "c.jpg").write_bytes(photo(None))
     assert load_pairs(PairSource(path=str(tmp_path), captions=False))["id"][:] == ["c.jpg"]
-    assert "2 pictures (a.heic, b) are left out; HEIC pictures need pillow-heif" in capsys.readouterr().out.replace("\n", " ")
-    with pytest.raises(UnusableSampleError, match="HEIC pictures need pillow-heif"):
+    assert "2 images (a.heic, b) are left out; HEIC images need pillow-heif" in capsys.readouterr().out.replace("\n", " ")
+    with pytest.raises(UnusableSampleError, match="HEIC images need pillow-heif"):
         open_image(header)
     images._register_heic.cache_clear()
 
@@ -336,4 +336,4 @@ def test_names_that_are_not_utf8_are_named(tmp_path: Path, capsys: pytest.Captur
     except OSError:
         pytest.skip("this file system has UTF-8 names only")
     assert load_pairs(PairSource(path=str(tmp_path), captions=False))["id"][:] == ["a.jpg"]
-    assert "1 picture (caf\\udce9.jpg) is left out, as names must be UTF-8" in capsys.readouterr().out.replace("\n", " ")
+    assert "1 image (caf\\udce9.jpg) is left out, as names must be UTF-8" in capsys.readouterr().out.replace("\n", " ")

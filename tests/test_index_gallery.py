@@ -96,7 +96,7 @@ def test_ids_become_the_paths_of_pictures(tmp_path: Path, caplog: pytest.LogCapt
     paths = sorted(originals.ids)
     eye = np.eye(3, dtype=np.float32)
     rows = write_index(tmp_path / "rows.faiss", eye)
-    assert ids_in(open_index(rows, OLD, originals=originals)) == originals.ids, "rows are in the order of the pictures"
+    assert ids_in(open_index(rows, OLD, originals=originals)) == originals.ids, "rows are in the order of the images"
     (tmp_path / "rows.ids.txt").write_text("".join(f"{Path(path).stem}\n" for path in reversed(paths)))
     assert ids_in(open_index(rows, OLD, originals=originals)) == paths[::-1]
     assert "no id of" not in caplog.text
@@ -104,7 +104,7 @@ def test_ids_become_the_paths_of_pictures(tmp_path: Path, caplog: pytest.LogCapt
     assert ids_in(open_index(rows, OLD, originals=originals)) == ["x", "y", "z"]
     assert "no id of" in caplog.text
     four = write_index(tmp_path / "four.faiss", np.eye(4, dtype=np.float32))
-    with pytest.raises(XcompatError, match="holds 4 vectors without ids, but there are 3 pictures or texts; use --ids"):
+    with pytest.raises(XcompatError, match="holds 4 vectors without ids, but there are 3 images or texts; use --ids"):
         open_index(four, OLD, originals=originals)
 
 
@@ -118,7 +118,7 @@ def test_texts_are_kept_beside_their_vectors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shop(tmp_path: Path, folder_of: dict[str, str], old_folder: str, run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with an index of an old model, its pictures, and a map to it by name."""
+    """Return a folder with an index of an old model, its images, and a map to it by name."""
     monkeypatch.chdir(tmp_path)
     write_photos(tmp_path / "photos", 12)
     old = load_embedder(old_folder)
@@ -257,7 +257,7 @@ def test_pictures_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, st
         "map", "--old", "own.faiss", "--ids", "ids.txt", "--new", made, "--out", "runs/two", "--allow-worse"
     )
     assert code == 0, err
-    for more, said in ((("--column", "x"), "--column works with tables, but photos is a folder of pictures"),):
+    for more, said in ((("--column", "x"), "--column works with tables, but photos is a folder of images"),):
         code, _, err = run_xcompat(*embedding, *more)
         assert code == 2 and said in err
     code, _, err = run_xcompat(*embedding[:-1], "photos")

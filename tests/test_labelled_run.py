@@ -62,7 +62,7 @@ MAPS = [name for name, model in METHODS.items() if model.embeds_in_memory and na
 
 
 def write_classes(folder: Path, per_class: int, seed: int) -> str:
-    """Write pictures of four classes, each of its own colour with noise."""
+    """Write images of four classes, each of its own colour with noise."""
     generator = np.random.default_rng(seed)
     for number, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
@@ -773,7 +773,7 @@ def test_a_method_starts_from_what_is_left_of_the_old_model(image_folder_of: dic
 def test_what_could_not_be_embedded_is_not_trained_on(
     method: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture whose storage failed while it was embedded, and was well again when it was trained on."""
+    """An image whose storage failed while it was embedded, and was well again when it was trained on."""
     data = {**trained["data"], "images": {"path": folders["train"], "max_bad_share": 0.5}}
     changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "data": data, "evaluation": None}
     recipe = recipe_of(trained, **changes, output_dir=str(tmp_path / "run"), cache_dir=str(tmp_path / "cache"))
@@ -813,7 +813,7 @@ def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(
 
 
 def test_examples_show_as_many_pictures_as_they_can_of_those_that_count(folders: dict[str, str]) -> None:
-    """The picture itself, and others that may not be found, come first in a ranking and take nobody's place."""
+    """The image itself, and others that may not be found, come first in a ranking and take nobody's place."""
     images = load_labelled(LabelledSource(path=folders["test"]))
     test, ids, classes = LabelledTestSet(images, images), list(images.dataset["id"]), images.class_names()
     rows = np.random.default_rng(0).normal(size=(len(ids), 8))
@@ -831,7 +831,7 @@ def test_examples_show_as_many_pictures_as_they_can_of_those_that_count(folders:
 def test_a_name_stands_for_one_picture_in_queries_and_gallery(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy of a query is the query itself; what only has its name is another picture, of the same size in bytes or not."""
+    """A copy of a query is the query itself; what only has its name is another image, of the same size in bytes or not."""
     pictures = {"queries": {"copy": 1, "size": 2, "bytes": 3}, "all": {"copy": 1, "size": 44, "bytes": 5, "more": 6}}
     for side, named in pictures.items():
         (tmp_path / side / "ant").mkdir(parents=True)

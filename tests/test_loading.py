@@ -301,7 +301,7 @@ def test_captions_naming_missing_images(tmp_path: Path) -> None:
     [
         ("image,caption\n", {}, "contains no rows"),
         ("", {}, "cannot be read"),
-        ("picture,caption\npics/00.png,a\n", {}, "no column named image"),
+        ("image,caption\npics/00.png,a\n", {}, "no column named image"),
         ("image,caption\npics/00.png,a\n", {"caption_column": "captoin"}, "did you mean 'caption'"),
         ("image,caption\npics/00.png,\n", {}, "pics/00.png has no caption"),
         ("image,caption\npics/00.png,a dog, running\n", {}, "more fields than its header"),
@@ -547,7 +547,7 @@ def test_one_id_of_two_pictures_is_said_unless_the_column_was_named(tmp_path: Pa
         load_pairs(PairSource(path=str(tmp_path / "set"), **options))
         return caplog.text
 
-    assert not load([0, 1, 0]), "captions of one picture"
+    assert not load([0, 1, 0]), "captions of one image"
     assert "rows 0 and 2 have the id 'x' but different images, and count as one item" in load([0, 1, 2])
-    assert not load([0, 1, 2], captions="aba"), "pictures of one thing"
+    assert not load([0, 1, 2], captions="aba"), "images of one thing"
     assert not load([0, 1, 2], id_column="id")

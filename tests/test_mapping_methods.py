@@ -865,7 +865,7 @@ TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "d
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return a recipe that trains an old and a new model, and two kinds of side-information, on three classes of pictures."""
+    """Return a recipe that trains an old and a new model, and two kinds of side-information, on three classes of images."""
     base = tmp_path_factory.mktemp("mapping")
     write_classes(base, {"train": 8, "test": 3})
     stages = [

@@ -87,7 +87,7 @@ def test_a_batch_of_classes_is_embedded_by_the_old_model_where_that_is_asked_for
         for given in ({}, {"old_embeddings": "online"})
     )
     assert torch.equal(cached["labels"], online["labels"]) and cached["old_embeds"].shape == online["old_embeds"].shape
-    assert not torch.allclose(cached["old_embeds"], online["old_embeds"], atol=1e-2), "of plain pictures, and of the views"
+    assert not torch.allclose(cached["old_embeds"], online["old_embeds"], atol=1e-2), "of plain images, and of the views"
     arguments = settings(tmp_path, dataloader_num_workers=1)
     with pytest.raises(XcompatError, match=r"online needs the old model .*remove training\.dataloader_num_workers"):
         CompatTrainer(model, arguments, photos, old=old_folder, data={"old_embeddings": "online"})

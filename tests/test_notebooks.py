@@ -30,7 +30,7 @@ def found_by(name: str, folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_are_kept_without_outputs(name: str) -> None:
-    """Outputs would hold pictures, times and folders of whoever ran it last."""
+    """Outputs would hold images, times and folders of whoever ran it last."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]

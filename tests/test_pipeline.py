@@ -94,7 +94,7 @@ def test_hits_are_ordered_by_new_embeddings_of_their_texts(gallery: Gallery, mod
 
 
 def test_a_picture_is_read_as_galleries_read_theirs(find: Any, hub: Hub, tmp_path: Path) -> None:
-    """Transparent parts are white, and a camera's orientation is left alone, wherever the picture comes from."""
+    """Transparent parts are white, and a camera's orientation is left alone, wherever the image comes from."""
     pixels = np.random.default_rng(0).integers(0, 255, (30, 40, 4), dtype=np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
@@ -171,16 +171,16 @@ def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -
         find("a dog", topk=3)
     with pytest.raises(XcompatError, match="not int"):
         find(3)
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+    (tmp_path / "bad.png").write_bytes(b"no image")
     Image.new("RGB", (40, 40), "red").save(tmp_path / "cut.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:80])
     with Image.open(tmp_path / "cut.png") as cut:
         addresses = ["http://127.0.0.1:9/shoe.png", "http://[", f"http://{'a' * 64}.com/shoe.png", "http://127.0.0.1:9/\ud800"]
         for query in (str(tmp_path / "bad.png"), tmp_path / "nowhere.png", cut, *addresses):
-            with pytest.raises(XcompatError, match="cannot read the picture"):
+            with pytest.raises(XcompatError, match="cannot read the image"):
                 find(query)
     for array in (np.zeros((20, 20, 3)), np.zeros((3, 20, 20), np.uint8), np.zeros((2, 20, 20, 3), np.uint8)):
-        with pytest.raises(XcompatError, match=r"an array is a picture as \(H, W, 3\) uint8, not \("):
+        with pytest.raises(XcompatError, match=r"an array is an image as \(H, W, 3\) uint8, not \("):
             find(array)
 
 

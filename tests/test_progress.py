@@ -96,16 +96,16 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
     bar = progress_bar()
     bar.get_time = clock
     with bar:
-        task = bar.add_task("embedding pictures with /models/a [long] name of a folder/run-7", total=100, rate="")
+        task = bar.add_task("embedding images with /models/a [long] name of a folder/run-7", total=100, rate="")
         bar.tasks[0]._get_time = clock
         bar.tasks[0].start_time = clock.now
         for _ in range(10):
             clock.now += 4
-            advance_bar(bar, task, 10, "pictures")
+            advance_bar(bar, task, 10, "images")
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
-    assert all(line.startswith("  embedding pictures … e of a folder/run-7: ") for line in said)
-    assert said[0].endswith(", 2 pictures/s, 12 s")
+    assert all(line.startswith("  embedding images … e of a folder/run-7: ") for line in said)
+    assert said[0].endswith(", 2 images/s, 12 s")
 
 
 def test_a_follower_sees_what_bars_would_draw_and_nothing_is_printed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

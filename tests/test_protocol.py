@@ -107,7 +107,7 @@ def test_old_queries_search_the_new_gallery_in_the_shared_space(models: Evaluate
 
 def test_mixed_queries_search_the_old_gallery_for_both_models(models: EvaluatedModels[EmbeddedPairs]) -> None:
     images = models.new_view.image_embeds_ND.copy()
-    images[7] = np.nan  # a picture that one of the models could not read
+    images[7] = np.nan  # an image that one of the models could not read
     models = replace(models, new_view=replace(models.new_view, image_embeds_ND=images))
     found = {}
     for share in (0.0, 0.4, 1.0):

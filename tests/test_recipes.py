@@ -73,7 +73,7 @@ def named(file: Path) -> str:
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with every data set of the papers' recipes, and what those of the benchmark need, a few pictures each."""
+    """Return a folder with every data set of the papers' recipes, and what those of the benchmark need, a few images each."""
     folder = tmp_path_factory.mktemp("layouts") / "main"
     make_all(folder / "data")
     with pytest.MonkeyPatch.context() as patch:
@@ -229,9 +229,9 @@ def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> N
 def test_every_recipe_runs_on_stand_ins(file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """Of each recipe at least one judged stage trains two steps, and of all recipes every kind of stage (:func:`planned`).
 
-    What is not covered here: a stage that is alike but for numbers, which the test below plans and builds; pictures in a report,
+    What is not covered here: a stage that is alike but for numbers, which the test below plans and builds; images in a report,
     which are drawn by the subprocess further down, as drawing is more than half of a dry run and the same for all; the user's own
-    pictures and texts, of which stand-ins are trained on; what real weights make of real data.
+    images and texts, of which stand-ins are trained on; what real weights make of real data.
     """
     monkeypatch.chdir(home(file, layouts))
     before = set(Path.cwd().iterdir())

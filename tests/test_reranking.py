@@ -126,7 +126,7 @@ def test_order_equals_naive_reference_and_missing_keep_place(
     expected = [naive_order(newer, photos, query, hits, missing) for query, hits in zip(asked, plain, strict=True)]
     originals = load_originals(photos)
     (photos / min(missing)).unlink()
-    (photos / max(missing)).write_bytes(b"no picture")
+    (photos / max(missing)).write_bytes(b"no image")
     rerank = Reranker(newer, originals, candidates=DEPTH)
     found = gallery.search(asked, newer.model, 4, rerank=rerank)
     for hits, scores in zip(found, expected, strict=True):

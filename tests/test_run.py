@@ -459,7 +459,7 @@ def test_a_closed_form_leaves_unreadable_images_out(raw: dict[str, Any], pairs_f
 
 
 def test_a_mended_picture_is_embedded_again(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     shutil.copytree(pairs_folder, folder)
     good = (folder / "5.png").read_bytes()
     (folder / "5.png").write_bytes(b"no image")

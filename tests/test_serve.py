@@ -283,13 +283,13 @@ def test_the_link_restores_the_search(page: Page, visit: Open) -> None:
 
 def choose_picture(page: Page, file: Path) -> None:
     page.get_by_label("picture", exact=True).check()
-    page.get_by_label("Picture (or drop one").set_input_files(file)
+    page.get_by_label("Image (or drop one").set_input_files(file)
 
 
 def test_a_picture_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
     ask(page, "a link of before")
     choose_picture(page, photos / "5.png")
-    page.get_by_alt_text("the picture that was asked").wait_for()
+    page.get_by_alt_text("the image that was asked").wait_for()
     for side, embedder in ((OLD, old), (NEW, new)):
         assert ids(page, side) == found(gallery, embedder, Image.open(photos / "5.png"))
     assert "link to this search" not in page.inner_text("#results") and page.url.endswith("/")
@@ -299,14 +299,14 @@ def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, ga
     ask(page, "a red shoe")
     name = next(name for name in ids(page, NEW) if name != HOSTILE)
     page.get_by_role("region", name=NEW).locator(f'a[data-item="{name}"]').click()
-    page.get_by_alt_text("the picture that was asked").wait_for()
+    page.get_by_alt_text("the image that was asked").wait_for()
     assert ids(page, NEW) == found(gallery, new, Image.open(photos / name))
     assert page.get_by_label("Id of an item").input_value() == name
     page.get_by_label("Id of an item").fill("no such item")
     page.get_by_label("Id of an item").press("Enter")
     page.get_by_role("alert").get_by_text("has no item 'no such item'").wait_for()
     restored = visit("?" + urlencode({"kind": "item", "item": HOSTILE}))
-    restored.get_by_role("alert").get_by_text(f"{HOSTILE!r} has no known picture or text").wait_for()
+    restored.get_by_role("alert").get_by_text(f"{HOSTILE!r} has no known image or text").wait_for()
 
 
 def test_hits_are_filtered_and_counted(page: Page, visit: Open, gallery: Path, new: Embedder) -> None:
@@ -567,14 +567,14 @@ def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp
 def test_pictures_of_several_folders_are_looked_for_in_each(
     gallery: Path, new: Embedder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `build` and `add` filled from two folders, and a list of pictures with captions in the place of one of them."""
+    """What `build` and `add` filled from two folders, and a list of images with captions in the place of one of them."""
     first, listed, second = (tmp_path / name for name in ("first", "listed", "second"))
     for folder in (first, listed, second):
         folder.mkdir()
     for number in range(COUNT - 1):
         folder = first if number % 2 else listed if number < 5 else second
         shutil.copy(photos / f"{number}.png", folder / f"{number}.png")
-    shutil.copy(photos / "3.png", second / "1.png")  # an id that both have: the first one's picture is shown
+    shutil.copy(photos / "3.png", second / "1.png")  # an id that both have: the first one's image is shown
     (listed / "captions.csv").write_text("image,caption\n" + "\n".join(f"{n}.png,thing {n}" for n in (0, 2, 4)))
 
     typed: list[Any] = []
@@ -594,7 +594,7 @@ def test_pictures_of_several_folders_are_looked_for_in_each(
     assert shelf.originals.metadata(np.array([shelf.originals.ids.index("4.png")])) == [{"caption": "thing 4"}]
 
     for sources, said in (
-        (typed, "1 hit has no picture: --images has only readable pictures of first and"),
+        (typed, "1 hit has no image: --images has only readable images of first and"),
         (typed[:1], "21 hits have"),
     ):
         site = Site("shop", {"shop": Shelf("shop", gallery, list(map(Source, sources)))}, [Side(NEW, new)])

@@ -62,7 +62,7 @@ def embedder(old_folder: str) -> Embedder:
 
 @pytest.fixture(scope="module")
 def site(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Return the page of a gallery whose ids, captions and metadata lead outside of its folder of pictures."""
+    """Return the page of a gallery whose ids, captions and metadata lead outside of its folder of images."""
     base = tmp_path_factory.mktemp("attacked")
     (base / "photos").mkdir()
     Image.new("RGB", (8, 8), "red").save(base / "photos" / "0.png")
@@ -171,7 +171,7 @@ def test_no_path_or_address_is_opened(client: httpx.Client, site: Site, monkeypa
     said = client.post("/api/search", json={"kind": "item", "item": "../outside.png"})
     assert (said.status_code, said.text) == (
         400,
-        "'../outside.png' has no known picture or text; set the folder of pictures with --images",
+        "'../outside.png' has no known image or text; set the folder of images with --images",
     )
 
 
@@ -312,7 +312,7 @@ def test_bodies_without_length_and_compressed_bodies_are_refused(client: httpx.C
 
 
 def test_all_clients_share_a_limit_of_memory(address: str) -> None:
-    """Connections announce pictures and do not send them."""
+    """Connections announce images and do not send them."""
     host, port = address.removeprefix("http://").split(":")
     head = f"POST {PICTURE_PATH} HTTP/1.1\r\nHost: {address[7:]}\r\nContent-Length: {UPLOAD_BYTES}\r\n\r\n".encode()
     waiting = [socket.create_connection((host, int(port))) for _ in range(BODIES_BYTES // UPLOAD_BYTES)]
@@ -348,7 +348,7 @@ def test_hostile_pictures_are_refused(client: httpx.Client, name: str) -> None:
         Image.effect_noise((500, 500), 50).save(buffer, "JPEG")
     data = {"gradio": b"/etc/passwd", "short": buffer.getvalue()[:2000]}.get(name, buffer.getvalue())
     said = client.post(PICTURE_PATH, content=data)
-    assert said.status_code == 400 and said.text.startswith("the picture cannot be read: "), said.text
+    assert said.status_code == 400 and said.text.startswith("the image cannot be read: "), said.text
 
 
 def test_slow_clients_lose_their_connection(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,7 +482,7 @@ def test_a_claim_ends_with_its_process_or_its_time(monkeypatch: pytest.MonkeyPat
     assert Noted.records[lease.RECORD] is None
 
 
-@pytest.mark.parametrize("kind", ["texts", "pictures"])
+@pytest.mark.parametrize("kind", ["texts", "images"])
 def test_rows_are_embedded_anew_from_what_they_hold(
     place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
@@ -490,11 +490,11 @@ def test_rows_are_embedded_anew_from_what_they_hold(
     place.fill(vectors[:20])
     embedder, space = load_embedder(folder_of["clip"]), place.open().space
     pictures = [Image.new("RGB", (8, 8), (12 * row, 99, 250 - 9 * row)) for row in range(20)]
-    abouts = [f"{row}.png" if kind == "pictures" else f"a thing called {row}" for row in range(20)]
+    abouts = [f"{row}.png" if kind == "images" else f"a thing called {row}" for row in range(20)]
     for row, picture in enumerate(pictures):
         picture.save(tmp_path / f"{row}.png")
         place.note(str(row), abouts[row] if row != 7 else None)
-    store, folder = place.open(), tmp_path if kind == "pictures" else None
+    store, folder = place.open(), tmp_path if kind == "images" else None
     filling = Embedding(embedder, "about", folder)
     assert migration.plan(store, filling).dim == embedder.dim
     assert migration.start(store, filling, place.into, batch=8).written == 19

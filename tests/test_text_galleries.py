@@ -1,4 +1,4 @@
-"""Galleries of texts: built, continued, upgraded and examined as those of pictures are, and searched by document."""
+"""Galleries of texts: built, continued, upgraded and examined as those of images are, and searched by document."""
 
 from __future__ import annotations
 
@@ -233,30 +233,30 @@ def write_sources(folder: Path) -> None:
     import pyarrow.parquet as pq
 
     picture = Image.new("RGB", (8, 8), "red")
-    for name in ("pictures", "pictures with captions", "pictures beside a text"):
+    for name in ("images", "images with captions", "images beside a text"):
         (folder / name).mkdir()
         picture.save(folder / name / "a.png")
-    (folder / "pictures with captions" / "captions.csv").write_text("image,caption\na.png,a red square\n")
-    (folder / "pictures beside a text" / "README.txt").write_text("about these\n")
+    (folder / "images with captions" / "captions.csv").write_text("image,caption\na.png,a red square\n")
+    (folder / "images beside a text" / "README.txt").write_text("about these\n")
     for name in ("texts", "texts called metadata"):
         (folder / name).mkdir()
     (folder / "texts" / "a.txt").write_text("one\ntwo\n")
     (folder / "texts called metadata" / "metadata.jsonl").write_text('{"path": "a.md", "text": "one"}\n')
     (folder / "texts.csv").write_text("path,caption\ndocs/a.md,one\n")
-    (folder / "pictures.csv").write_text("file_name,text\npictures/a.png,one\n")
+    (folder / "images.csv").write_text("file_name,text\nimages/a.png,one\n")
     pq.write_table(pa.table({"text": ["one"]}), folder / "texts.parquet")
-    bytes_ = (folder / "pictures" / "a.png").read_bytes()
-    pq.write_table(pa.table({"image": [{"bytes": bytes_, "path": "a.png"}], "text": ["one"]}), folder / "pictures.parquet")
+    bytes_ = (folder / "images" / "a.png").read_bytes()
+    pq.write_table(pa.table({"image": [{"bytes": bytes_, "path": "a.png"}], "text": ["one"]}), folder / "images.parquet")
     hf.Dataset.from_dict({"text": ["one"]}).save_to_disk(folder / "texts saved")
-    hf.Dataset.from_dict({"photo": [picture], "text": ["one"]}).save_to_disk(folder / "pictures saved")
+    hf.Dataset.from_dict({"photo": [picture], "text": ["one"]}).save_to_disk(folder / "images saved")
 
 
 def test_what_a_source_holds_is_found_out(tmp_path: Path) -> None:
     write_sources(tmp_path)
     found = {path.name: contains_images(str(path)) for path in tmp_path.iterdir()}
-    assert len(found) == 11 and all(pictures == name.startswith("pictures") for name, pictures in found.items()), found
-    assert isinstance(load_originals(tmp_path / "pictures.csv"), Pictures)
-    assert isinstance(load_originals(tmp_path / "pictures.csv", text_column="text"), Texts)
+    assert len(found) == 11 and all(pictures == name.startswith("images") for name, pictures in found.items()), found
+    assert isinstance(load_originals(tmp_path / "images.csv"), Pictures)
+    assert isinstance(load_originals(tmp_path / "images.csv", text_column="text"), Texts)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(XcompatError, match="nothing: no shards"):
         contains_images(str(tmp_path / "nothing"))
@@ -266,10 +266,10 @@ def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
     run: Run, documents: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str
 ) -> None:
     code, _, err = run("build", documents, "--model", image_folder_of["vit"], "--out", tmp_path / "g")
-    assert code == 2 and err.count("\n") == 1 and "embeds pictures only, but these are texts" in err
+    assert code == 2 and err.count("\n") == 1 and "embeds images only, but these are texts" in err
     texts_only = SimpleNamespace(name="m", processor=SimpleNamespace(image_size=(0, 0), max_length=16))
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(XcompatError, match="m embeds texts only, but these are pictures"):
+    with pytest.raises(XcompatError, match="m embeds texts only, but these are images"):
         load_originals(tmp_path / "a.png").require(cast("Embedder", texts_only))
     for options, message in (
         (("--words", 3, "--overlap", 3), "overlap is 3 and words is 3"),
@@ -387,12 +387,12 @@ def test_queries_that_are_no_texts_to_search_for_are_one_line(
     for query, message in (
         ("", "the query is empty"),
         (" \n", "the query is empty"),
-        ("docs.txt", "file docs.txt is not a readable picture"),
+        ("docs.txt", "file docs.txt is not a readable image"),
     ):
         code, _, err = run("search", "g", query, "--model", old_folder)
         assert code == 2 and err.count("\n") == 1 and message in err
     code, _, err = run("search", "g", "photos/bear.png", "--model", old_folder)
-    assert code == 2 and "there is no picture photos/bear.png" in err
+    assert code == 2 and "there is no image photos/bear.png" in err
     code, out, _ = run("search", "g", "bears sleep " * 100, "--model", old_folder)  # no file has so long a name
     assert code == 0 and "query truncated to 16 tokens" in out
     (row,) = [line for line in out.splitlines() if "bears" in line]

@@ -89,7 +89,7 @@ def test_flip_with_certainty_is_the_mirror_image() -> None:
 
 
 def test_crops_keep_at_least_the_smallest_scale() -> None:
-    """In a picture whose red value is the row, the rows a crop spans show how much it kept."""
+    """In an image whose red value is the row, the rows a crop spans show how much it kept."""
     rows = np.zeros((200, 200, 3), np.uint8)
     rows[..., 0], rows[..., 1] = np.arange(200)[:, None], np.arange(200)[None]
     transform = build_transform(with_one(min_scale=0.5, min_ratio=0.75), (200, 200), "nearest")

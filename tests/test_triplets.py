@@ -137,5 +137,5 @@ def test_more_classes_in_a_batch_than_there_are(photos: str, image_folder_of: di
         learn(photos, image_folder_of["resnet"], tmp_path, per_device_train_batch_size=16)
 
 
-def test_a_dry_run_of_triplets(photos: str) -> None:  # on pictures of three classes
+def test_a_dry_run_of_triplets(photos: str) -> None:  # on images of three classes
     dry_run_recipe(parse_recipe(recipe_of(photos, 64, samples_per_class=16), "demo", "demo.yaml"))

@@ -146,7 +146,7 @@ def test_a_gallery_is_mapped_by_two_nodes_one_of_which_loses_its_worker(
     assert contents(many) == contents(one) and many.damage() == [] and len(contents(one)) > 3
 
 
-@pytest.mark.parametrize("kind", ["texts", "pictures"])
+@pytest.mark.parametrize("kind", ["texts", "images"])
 def test_originals_are_embedded_anew_by_workers(kind: str, tmp_path: Path, old_folder: str, folder_of: dict[str, str]) -> None:
     from xcompat.retrieval.backfilling import Backfill
     from xcompat.retrieval.originals import load_originals
@@ -164,12 +164,12 @@ def test_originals_are_embedded_anew_by_workers(kind: str, tmp_path: Path, old_f
     new = load_embedder(newer)
     made = Gallery.create(tmp_path / "one", old)
     ingestion.ingest(made, originals, old)
-    if kind == "pictures":
-        (source / "070.png").write_bytes(b"no picture")  # the first is found by whoever reads it
+    if kind == "images":
+        (source / "070.png").write_bytes(b"no image")  # the first is found by whoever reads it
     many = copied(made.path, "many")
     alone = Backfill(made, originals, new).run()
     assert Backfill(many, originals, new).run(worker_here(newer, new)) == alone
-    assert alone.unreadable == (kind == "pictures") and bool(alone.truncated) == (kind == "texts")
+    assert alone.unreadable == (kind == "images") and bool(alone.truncated) == (kind == "texts")
     assert contents(many) == contents(made)
 
 

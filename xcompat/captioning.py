@@ -83,10 +83,10 @@ class Captioner:
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image]) -> list[str]:
-        """Describe pictures.
+        """Describe images.
 
         Args:
-            images: B pictures in RGB.
+            images: B images in RGB.
 
         Returns:
             B single-line captions.

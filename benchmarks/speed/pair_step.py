@@ -66,7 +66,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
 def build() -> tuple[XbtModel, Pairs]:
     """Return the model and its data."""
-    texts = [f"picture {number} of {PAIRS}" for number in range(PAIRS)]
+    texts = [f"image {number} of {PAIRS}" for number in range(PAIRS)]
     encoder = encoder_from_scratch(ScratchSource(model=CLIP, vocab_size=512), texts)
     adapters = {"lora": {"rank": 16, "dropout": 0.1, "targets": ["q_proj", "v_proj"]}, "prompts": 10}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Data sets as they lie on disk when they were fetched and unpacked, made of a few small pictures."""
+"""Data sets as they lie on disk when they were fetched and unpacked, made of a few small images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks/studies/bench_data.py`` makes: written by its own functions, of a few texts and pictures."""
+"""What ``benchmarks/studies/bench_data.py`` makes: written by its own functions, of a few texts and images."""
 
 from __future__ import annotations
 

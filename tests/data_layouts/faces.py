@@ -36,7 +36,7 @@ def make_ms1m(folder: Path) -> Path:
 
 
 def make_ijbc(folder: Path) -> Path:
-    """Write six subjects with a template for the gallery and two to search with: two pictures, and a video of two frames."""
+    """Write six subjects with a template for the gallery and two to search with: two images, and a video of two frames."""
     names, media, pairs, gallery, probes = [], [], [], [], []
     for subject in range(6):
         for which in range(3):

@@ -52,7 +52,7 @@ def make_imagenet(folder: Path) -> None:
     write(folder / "class_names.txt", ["tench", "goldfish", "great white shark", "tiger shark"])
     for part in ("train", "val"):
         files = sorted((folder / part).rglob("*.JPEG"))
-        rows = [{"id": file.relative_to(folder / part).as_posix(), "caption": f"a picture of {file.stem}"} for file in files]
+        rows = [{"id": file.relative_to(folder / part).as_posix(), "caption": f"an image of {file.stem}"} for file in files]
         write(folder / f"captions_{part}.jsonl", [json.dumps(row) for row in rows])
 
 

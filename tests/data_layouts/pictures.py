@@ -1,4 +1,4 @@
-"""Small pictures, each unlike every other."""
+"""Small images, each unlike every other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIDE = 8
 
 
 def draw(file: Path) -> None:
-    """Write a picture whose pixels depend on its path below the data set alone."""
+    """Write an image whose pixels depend on its path below the data set alone."""
     seed = sum(map(ord, file.name + file.parent.name))
     pixels = np.random.default_rng(seed).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def write(file: Path, lines: list[str]) -> None:
 
 
 def write_classes(folder: Path, counts: dict[str, int]) -> None:
-    """Write pictures of three classes, which a small model can tell apart: so many of each class for each part."""
+    """Write images of three classes, which a small model can tell apart: so many of each class for each part."""
     generator = np.random.default_rng(0)
     for side, count in counts.items():
         for number in range(3):

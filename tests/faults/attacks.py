@@ -46,7 +46,7 @@ class Target:
     """A page that is attacked.
 
     Args:
-        folder: where its gallery, its pictures and a file with a secret lie.
+        folder: where its gallery, its images and a file with a secret lie.
         address: of the page.
         canary: a server that nobody may ask.
     """
@@ -130,7 +130,7 @@ class Target:
 
 @contextmanager
 def attacked(folder: Path) -> Iterator[Target]:
-    """Serve a gallery of pictures."""
+    """Serve a gallery of images."""
     photos, embedder = pictures(folder / "photos"), encoder(folder)
     (folder / "secret.txt").write_text(SECRET)
     commands.build(folder / "gallery", load_originals(photos), embedder, "Flat", None)

@@ -76,7 +76,7 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
     """Return all campaigns.
 
     Args:
-        shared: where models and pictures are kept that they share.
+        shared: where models and images are kept that they share.
         long: whether as much is tried as ``docs/faults.md`` tells of.
     """
     operations, commands = scenes(shared)

@@ -54,7 +54,7 @@ CACHES = 6
 def typed(*arguments: str) -> Callable[[Path], None]:
     """Return what types a command line in a folder; an exit code that is not 0 is raised.
 
-    Pictures are blank: they are drawn in memory, which takes half the time of a report and opens no file of the folder.
+    Images are blank: they are drawn in memory, which takes half the time of a report and opens no file of the folder.
     """
 
     def run(folder: Path) -> None:
@@ -73,7 +73,7 @@ def blank(figure: Figure, file: IO[bytes], **_: object) -> None:
 
 
 def make_world(folder: Path) -> Path:
-    """Write what the commands are typed at: models, pictures, an index and a recipe."""
+    """Write what the commands are typed at: models, images, an index and a recipe."""
     world = folder / "world"
     world.mkdir(parents=True)
     old, _ = encoder(world, 1), encoder(world, 2)

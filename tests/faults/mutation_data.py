@@ -1,4 +1,4 @@
-"""Specimens of what people bring: pictures, captions, shards, tables, texts, recipes, arrays, lists of classes."""
+"""Specimens of what people bring: images, captions, shards, tables, texts, recipes, arrays, lists of classes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def listening(ask: Callable[[], Any]) -> Answer:
     return Answer(value, complaints(out.getvalue()))
 
 
-# ---------------------------------------------------------------------------------------------------------------- pictures
+# ---------------------------------------------------------------------------------------------------------------- images
 
 
 def pictures(whole: Path) -> list[Subject]:
@@ -59,7 +59,7 @@ def pictures(whole: Path) -> list[Subject]:
     frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
     return [
         Subject(
-            f"picture {path.name}",
+            f"image {path.name}",
             folder,
             (path.name,),
             lambda folder, name=path.name: look(folder / name),
@@ -76,7 +76,7 @@ def look(path: Path) -> Answer:
     return Answer(hashlib.sha256(open_image(str(path)).tobytes()).hexdigest())
 
 
-# ------------------------------------------------------------------------------------------------------- pictures with captions
+# ------------------------------------------------------------------------------------------------------- images with captions
 
 
 def pairs(whole: Path) -> list[Subject]:
@@ -101,7 +101,7 @@ def pairs(whole: Path) -> list[Subject]:
 
 
 def load(folder: Path) -> Answer:
-    """Load pictures with captions, and decode them."""
+    """Load images with captions, and decode them."""
     from xcompat.data import BadSamples, load_pairs
     from xcompat.data.pairs import iterate_images
 

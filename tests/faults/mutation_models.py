@@ -55,7 +55,7 @@ def rows(embedder: Any) -> Any:
 
 
 def ask_checkpoint(folder: Path) -> Answer:
-    """Search with a text and a picture, as one types it."""
+    """Search with a text and an image, as one types it."""
     picture(3).save(folder / "query.png")
     found = [
         command("gallery", "search", folder / "gallery", query, "--model", folder / "model")

@@ -202,7 +202,7 @@ def write_once_more(folder: Path) -> None:
 
 
 def gallery_scenes(index: str, milvus: bool = False) -> list[Scene]:
-    """Return every operation on a gallery that needs no pictures.
+    """Return every operation on a gallery that needs no images.
 
     Args:
         index: what faiss is to make of each segment.
@@ -253,7 +253,7 @@ def upgrade_scene(index: str, begin: Callable[[Path], object]) -> Scene:
     return Scene(f"{index}: upgrade", begin, upgrade, in_gallery, (FIRST, mapped), after=write_once_more)
 
 
-# ---------------------------------------------------------------------------------------------- pictures, caches, exports
+# ---------------------------------------------------------------------------------------------- images, caches, exports
 
 
 @cache
@@ -263,7 +263,7 @@ def encoder(folder: Path, seed: int = 1) -> Embedder:
 
 
 def pictures(folder: Path, count: int = 6) -> Path:
-    """Write small pictures."""
+    """Write small images."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
@@ -272,7 +272,7 @@ def pictures(folder: Path, count: int = 6) -> Path:
 
 
 def picture_scenes(shared: Path) -> list[Scene]:
-    """Return what embeds pictures: ``gallery build`` and ``gallery upgrade --backfill``, and embedding caches."""
+    """Return what embeds images: ``gallery build`` and ``gallery upgrade --backfill``, and embedding caches."""
     photos, old, new = pictures(shared / "photos"), encoder(shared, 1), encoder(shared, 2)
 
     def build(folder: Path) -> None:
@@ -288,8 +288,8 @@ def picture_scenes(shared: Path) -> list[Scene]:
         embed_images(new, load_pictures(photos), folder, "images", shard_rows=2)
 
     return [
-        Scene("pictures: build", nothing, build, gallery_content, between=({},), after=write_once_more),
-        Scene("pictures: backfill", build, backfill, gallery_content, after=write_once_more),
+        Scene("images: build", nothing, build, gallery_content, between=({},), after=write_once_more),
+        Scene("images: backfill", build, backfill, gallery_content, after=write_once_more),
         Scene("cache of texts", nothing, texts, cache_content),
         Scene("cache of images", nothing, images, cache_content),
     ]

@@ -212,7 +212,7 @@ def test_a_visitor_logs_in_searches_and_comes_back(page: Page, browser: Browser)
     assert ids("old query")[0] == ids("new query")[0] == item, "the link of before the login"
     assert visitor.get_by_role("region", name="new query").locator("li img").count() == 6
     visitor.get_by_label("picture", exact=True).check()
-    visitor.get_by_label("Picture (or drop one").set_input_files(sorted((page.folder / "queries").rglob("*.jpg"))[0])
+    visitor.get_by_label("Image (or drop one").set_input_files(sorted((page.folder / "queries").rglob("*.jpg"))[0])
     visitor.wait_for_function("() => !location.search")
     visitor.get_by_role("region", name="new query").locator("a.pick").first.click()
     visitor.wait_for_url(re.compile("kind=item"))

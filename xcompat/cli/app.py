@@ -199,7 +199,7 @@ def map_(
         str | None,
         typer.Option(help="Old model, or its name in the gallery. Default: recorded in --old, else the file name."),
     ] = None,
-    new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and pictures.")] = None,
+    new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and images.")] = None,
     searched_classes: SearchedClasses = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split and of --sample.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False,
@@ -257,9 +257,7 @@ def map_(
 def embed(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="RECIPE_OR_SOURCE", help="Recipe, picture folder, or address of a Parquet, Lance or Iceberg table."
-        ),
+        typer.Argument(metavar="RECIPE_OR_SOURCE", help="Recipe, image folder, or address of a Parquet, Lance or Iceberg table."),
     ],
     overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")] = "",
@@ -271,9 +269,9 @@ def embed(
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
-    """Embed pictures into arrays, embed or map a table into Parquet, or fill the caches of a recipe.
+    """Embed images into arrays, embed or map a table into Parquet, or fill the caches of a recipe.
 
-    Pictures become image_embeds.npy (float16) and image_ids.txt, with their relative paths as ids. An interrupted run continues.
+    Images become image_embeds.npy (float16) and image_ids.txt, with their relative paths as ids. An interrupted run continues.
     To map a column of vectors, use a model with a gallery map.
     """
     from xcompat.engines.workers import Workers
@@ -303,7 +301,7 @@ def embed(
     if not has_pictures:
         require_source(source)
     elif others := [name for name in given if name not in ("--model", "--out")]:
-        raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of pictures; remove it")
+        raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of images; remove it")
     require_model(model)
     announce_loading(model)
     if has_pictures:
@@ -480,7 +478,7 @@ def serve(
     old: Annotated[str | None, typer.Option(help="Old model, to show its results side by side.")] = None,
     images: Annotated[
         list[Path] | None,
-        typer.Option("--images", "--texts", help="Gallery pictures or texts. Repeatable."),
+        typer.Option("--images", "--texts", help="Gallery images or texts. Repeatable."),
     ] = None,
     ids: IndexIds = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Addresses beyond this machine need a password.")] = "127.0.0.1",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def shadow(
     searched: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or store address.")],
     queries: Annotated[
-        str, typer.Option(metavar="SOURCE", help="Real queries: text file, picture folder, table, or - for standard input.")
+        str, typer.Option(metavar="SOURCE", help="Real queries: text file, image folder, table, or - for standard input.")
     ],
     old: Annotated[str, typer.Option(help="Current model.")],
     model: Annotated[str, typer.Option(help="Map or compatible model. Use the old model to test re-ranking alone.")],
@@ -37,7 +37,7 @@ def shadow(
             help="Re-rank the first K hits with the new model. Without K: the number chosen with the model, or 20.",
         ),
     ] = None,
-    originals: Annotated[Path | None, typer.Option(help="Gallery pictures or texts, for --rerank.")] = None,
+    originals: Annotated[Path | None, typer.Option(help="Gallery images or texts, for --rerank.")] = None,
     rerank_with: Annotated[
         str, typer.Option(metavar="MODEL", help="New model that re-ranks the hits. Needed when --model is the old model.")
     ] = "",
@@ -102,7 +102,7 @@ def plan(
 
 
 def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
-    """Return texts or picture paths. Lines from stdin are read as they arrive."""
+    """Return texts or image paths. Lines from stdin are read as they arrive."""
     from itertools import islice
 
     if source == "-":

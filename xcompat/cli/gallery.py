@@ -60,12 +60,12 @@ Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.
 ModelName = Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
 EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model.")]
-Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Picture folder, shards, table, or text file.")]
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.")]
 
 
 @app.command()
 def build(
-    source: Annotated[Path | None, typer.Argument(metavar="SOURCE", help="Picture folder, shards, table, or text file.")] = None,
+    source: Annotated[Path | None, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.")] = None,
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
     index: Annotated[str | None, typer.Option(help="faiss factory string, e.g. HNSW32 or IVF1024,PQ64. Default: Flat.")] = None,
@@ -86,7 +86,7 @@ def build(
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
-    """Build a gallery from pictures, texts, or a faiss index. An interrupted build continues."""
+    """Build a gallery from images, texts, or a faiss index. An interrupted build continues."""
     from xcompat.retrieval import argument_checks, commands
 
     argument_checks.require_named(model)
@@ -96,18 +96,18 @@ def build(
         of_vectors = index is not None or milvus is not None or dtype != "float32"
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
             raise XcompatError(
-                "--from-faiss adopts an index as it is: leave out pictures, texts, --index, --milvus, --dtype and options of "
-                "both; add pictures or texts later"
+                "--from-faiss adopts an index as it is: leave out images, texts, --index, --milvus, --dtype and options of "
+                "both; add images or texts later"
             )
         commands.adopt(out, from_faiss, ids, model)
     elif ids is not None:
-        raise XcompatError("--ids names the vectors of --from-faiss; pictures are named by their paths, texts by --id-column")
+        raise XcompatError("--ids names the vectors of --from-faiss; images are named by their paths, texts by --id-column")
     elif source is not None:
         argument_checks.require_inputs(source, model)
         embedder, side = _load(model, dtype, side_info), _load(side_info, dtype) if side_info is not None else None
         commands.build(out, _originals(source, texts, max_bad_share, kept), embedder, index, milvus, side)
     else:
-        raise XcompatError("name the pictures or texts to embed, or an index to adopt with --from-faiss")
+        raise XcompatError("name the images or texts to embed, or an index to adopt with --from-faiss")
 
 
 @app.command()
@@ -142,7 +142,7 @@ def search(
     gallery: Annotated[
         str, typer.Argument(metavar="GALLERY", help="Gallery folder, faiss index with a map, or address of a store.")
     ],
-    query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Text, or path of a picture.")] = None,
+    query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Text, or path of an image.")] = None,
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="Number of hits.")] = 10,
     where: Conditions = None,
@@ -164,7 +164,7 @@ def search(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per query.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row per hit.")] = False,
 ) -> None:
-    """Search with a text, a picture, or many queries."""
+    """Search with a text, an image, or many queries."""
     from xcompat.retrieval import argument_checks
 
     argument_checks.require_reranking(rerank, originals, rerank_with, rerank_budget, record_demand)
@@ -234,7 +234,7 @@ def add(
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
-    """Add pictures or texts, embedded by the gallery's model or a newer model."""
+    """Add images or texts, embedded by the gallery's model or a newer model."""
     from xcompat.retrieval import argument_checks, commands
 
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
@@ -252,7 +252,7 @@ def upgrade(
     model: ModelName = "",
     backfill: Annotated[
         Path | None,
-        typer.Option(help="Pictures or texts to re-embed. Items with recorded demand come first, the others in random order."),
+        typer.Option(help="Images or texts to re-embed. Items with recorded demand come first, the others in random order."),
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Maximum number of items to embed.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost without changes.")] = False,
@@ -269,7 +269,7 @@ def upgrade(
     gpus_per_worker: GpusPerWorker = None,
     max_bad_share: MaxBadShare = None,
 ) -> None:
-    """Map stored embeddings to a newer model, or re-embed pictures or texts."""
+    """Map stored embeddings to a newer model, or re-embed images or texts."""
     from xcompat.engines.workers import Workers
     from xcompat.retrieval import argument_checks, commands
 
@@ -279,7 +279,7 @@ def upgrade(
         columns = {"no_metadata": True} if kept is False else {"metadata": metadata}
         others = min(_set_options(max_bad_share=max_bad_share, **columns, **texts), default="").replace("_", "-")
         given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{others}"
-        of = "texts" if texts else "pictures"
+        of = "texts" if texts else "images"
         raise XcompatError(f"{given} applies to re-embedded {of}: add --backfill, or remove it to map all items")
     where, opened = Workers(engine, workers, gpus_per_worker), _open(gallery)
     if backfill is None:
@@ -352,7 +352,7 @@ def doctor(
         typer.Option(
             "--images",
             "--texts",
-            help="Gallery pictures or texts. For a store: the field with them.",
+            help="Gallery images or texts. For a store: the field with them.",
         ),
     ] = None,
     image_folder: Annotated[str | None, typer.Option(help="Base folder for image paths in a store.")] = None,
@@ -373,7 +373,7 @@ def doctor(
             raise XcompatError("--canary needs only a gallery's folder and --model; remove the other options")
         examine = _check_canary
     elif images is None:
-        raise XcompatError("name the pictures or texts of the gallery with --images or --texts: a sample is re-embedded")
+        raise XcompatError("name the images or texts of the gallery with --images or --texts: a sample is re-embedded")
     elif _is_address(gallery):
         if texts:
             raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")

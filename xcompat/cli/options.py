@@ -74,7 +74,7 @@ Words = Annotated[
     typer.Option(min=1, help="Split texts into passages of N words, with ids ID#0, ID#1 and so on.", rich_help_panel="Texts"),
 ]
 Overlap = Annotated[int | None, typer.Option(min=0, help="Words shared by consecutive passages.", rich_help_panel="Texts")]
-MaxBadShare = Annotated[float | None, typer.Option(min=0, max=1, help="Maximum share of unreadable pictures. Default: 0.1.")]
+MaxBadShare = Annotated[float | None, typer.Option(min=0, max=1, help="Maximum share of unreadable images. Default: 0.1.")]
 SideInfo = Annotated[
     str | None, typer.Option(metavar="MODEL", help="Model for side-information, stored for maps with side-information (FCT).")
 ]
@@ -108,7 +108,7 @@ Candidates = Annotated[
 OriginalsOf = Annotated[
     Path | None,
     typer.Option(
-        help="Gallery pictures or texts, for --rerank. Default: texts in the metadata.",
+        help="Gallery images or texts, for --rerank. Default: texts in the metadata.",
         rich_help_panel=RERANKING,
     ),
 ]
@@ -138,7 +138,7 @@ ManyQueries = Annotated[
     str | None,
     typer.Option(
         metavar="SOURCE",
-        help="Many queries: texts (a text per line or row), pictures, or embeddings (.npy, Parquet, JSON lines).",
+        help="Many queries: texts (a text per line or row), images, or embeddings (.npy, Parquet, JSON lines).",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and messages to stderr.")]

@@ -9,26 +9,26 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ORIENTATION = "exif"
-"""Value of ``orientation`` in preprocessing descriptions, if pictures are turned by their EXIF orientation."""
+"""Value of ``orientation`` in preprocessing descriptions, if images are turned by their EXIF orientation."""
 
 
 def has_orientation(image: Image) -> bool:
-    """Return whether a picture's EXIF data tells viewers to turn or mirror it."""
+    """Return whether an image's EXIF data tells viewers to turn or mirror it."""
     from PIL.ExifTags import Base
 
-    with suppress(Exception):  # damaged EXIF data raise many kinds of errors; the picture itself may be whole
+    with suppress(Exception):  # damaged EXIF data raise many kinds of errors; the image itself may be whole
         return image.getexif().get(Base.Orientation) in range(2, 9)
     return False
 
 
 def turn_upright(image: Image) -> Image:
-    """Turn or mirror a picture by its EXIF orientation, as viewers show it.
+    """Turn or mirror an image by its EXIF orientation, as viewers show it.
 
     Args:
-        image: any picture. It is not changed.
+        image: any image. It is not changed.
 
     Returns:
-        An upright picture without the tag, or the same object if it needs no turn.
+        An upright image without the tag, or the same object if it needs no turn.
 
     Example:
         >>> from PIL import Image

@@ -140,8 +140,8 @@ def shorten_middle(text: str, longest: int = 40) -> str:
     """Drop the middle of a long text. Model names are paths, which differ at the end.
 
     Example:
-        >>> shorten_middle("embedding pictures with /data/models/clip-vit-base-patch32/run-7", 40)
-        'embedding pictures … -base-patch32/run-7'
+        >>> shorten_middle("embedding images with /data/models/clip-vit-base-patch32/run-7", 40)
+        'embedding images … -base-patch32/run-7'
     """
     if len(text) <= longest:
         return text

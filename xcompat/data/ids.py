@@ -102,11 +102,11 @@ def disambiguate_ids(gallery: datasets.Dataset, queries: datasets.Dataset) -> li
 
 
 def match_file_names(ids: Sequence[str], paths: Sequence[str]) -> list[str] | None:
-    """Rename ids to the paths of pictures with the same file name, then with the same name without suffix.
+    """Rename ids to the paths of images with the same file name, then with the same name without suffix.
 
     Args:
         ids: stored ids.
-        paths: ids of pictures, as relative paths.
+        paths: ids of images, as relative paths.
 
     Returns:
         The ids, renamed where exactly 1 path has the name; None if an id is a path already, or no name matches.

@@ -143,7 +143,7 @@ def _decode(image: Image.Image, max_pixels: int) -> Image.Image:
     """Decode an open image, or raise if its size or format is rejected."""
     width, height = image.size
     if image.format == "EPS":
-        raise UnusableSampleError("PostScript files are programs and are not run; convert the picture to PNG")
+        raise UnusableSampleError("PostScript files are programs and are not run; convert the image to PNG")
     if width * height > max_pixels:
         raise UnusableSampleError(f"{width} x {height} is more than the limit of {max_pixels:,} pixels; make it smaller")
     if not 0 < max(width, height) <= MAX_ASPECT * min(width, height):
@@ -166,7 +166,7 @@ def _register_heic() -> bool:
 def _explain_unknown(value: io.BytesIO | str | Path) -> str:
     head = value.getvalue() if isinstance(value, io.BytesIO) else read_head(Path(value))
     if has_brand(head, avif=False):
-        return "damaged HEIC picture" if _register_heic() else INSTALL_HEIC
+        return "damaged HEIC image" if _register_heic() else INSTALL_HEIC
     if has_brand(head, avif=True):
-        return "damaged AVIF picture, or Pillow lacks AVIF support; fetch the picture again, or install Pillow 11.3 or later"
+        return "damaged AVIF image, or Pillow lacks AVIF support; fetch the image again, or install Pillow 11.3 or later"
     return "its bytes are not an image in a known format"

@@ -73,7 +73,7 @@ def _sizes(dataset: datasets.Dataset) -> Iterator[tuple[int, int]]:
         images = batch[IMAGE].combine_chunks() if isinstance(batch[IMAGE], pa.ChunkedArray) else batch[IMAGE]
         stored = pc.binary_length(pc.struct_field(images, "bytes")).to_pylist()
         for size, path in zip(stored, pc.struct_field(images, "path").to_pylist(), strict=True):
-            if size is None and path is not None and os.path.isfile(path):  # noqa: PTH113 - fast, for every picture
+            if size is None and path is not None and os.path.isfile(path):  # noqa: PTH113 - fast, for every image
                 size = os.stat(path).st_size  # noqa: PTH116
             if size:
                 yield row, size

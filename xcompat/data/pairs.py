@@ -197,7 +197,7 @@ def iterate_images(
     rows: Sequence[int] | None = None,
     bad: BadSamples | None = None,
     draw: Callable[[Image, str], Any] | None = None,
-    prepare: Callable[[list[Any]], T] = list,  # type: ignore[assignment]  # the pictures unchanged
+    prepare: Callable[[list[Any]], T] = list,  # type: ignore[assignment]  # the images unchanged
     threads: int = 1,
     ahead: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], T]]:

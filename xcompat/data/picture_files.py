@@ -25,7 +25,7 @@ OTHER_SUFFIXES = (
 """Suffixes of files that Pillow cannot read. Files with unlisted suffixes, or none, are checked by content."""
 SYSTEM_NAMES = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
 """System files in folders, in addition to names that begin with a dot."""
-INSTALL_HEIC = 'HEIC pictures need pillow-heif: run `pip install -e ".[heic]"` in a clone of xcompat'
+INSTALL_HEIC = 'HEIC images need pillow-heif: run `pip install -e ".[heic]"` in a clone of xcompat'
 MAX_NAMED = 5  # maximum number of files named in a message
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
@@ -86,7 +86,7 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
         _notice_left_out(path, listed)
         found += [(file, file.relative_to(folder).as_posix()) for file in listed.pictures]
         if not found and listed.heic:
-            raise XcompatError(f"{path}: {len(listed.heic):,} pictures cannot be read; {INSTALL_HEIC}")
+            raise XcompatError(f"{path}: {len(listed.heic):,} images cannot be read; {INSTALL_HEIC}")
     if not found:
         raise XcompatError(f"{paths[0]}: no images there; check the path")
     return found
@@ -181,9 +181,9 @@ def _is_utf8(name: str) -> bool:
 
 def _notice_left_out(path: Path, listed: FolderFiles) -> None:
     if listed.heic:
-        notice_once(f"{path}: {count_names('picture', listed.heic, path)} left out; {INSTALL_HEIC}")
+        notice_once(f"{path}: {count_names('image', listed.heic, path)} left out; {INSTALL_HEIC}")
     if listed.misnamed:
-        notice_once(f"{path}: {count_names('picture', listed.misnamed, path)} left out, as names must be UTF-8; rename them")
+        notice_once(f"{path}: {count_names('image', listed.misnamed, path)} left out, as names must be UTF-8; rename them")
     others = sorted(listed.others, key=lambda file: (_is_hidden(file.relative_to(path)), file)) if path.is_dir() else []
     if others:
-        notice_once(f"{path}: {count_names('file', others, path)} left out, as they are hidden or not pictures")
+        notice_once(f"{path}: {count_names('file', others, path)} left out, as they are hidden or not images")

@@ -37,7 +37,7 @@ TOKENS_PER_BATCH = 512  # on a CPU, so that activations fit into its caches
 MANY_TOKENS = 65536  # on a GPU
 PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, so that activations fit into its caches
 IMAGES_PER_BATCH = 64
-PICTURES_AT_ONCE = 512  # pictures given as values, which are held in memory twice
+PICTURES_AT_ONCE = 512  # images given as values, which are held in memory twice
 __all__ = [
     "Contents",
     "EmbeddedContents",
@@ -214,7 +214,7 @@ def embed_rows(
         batch_size: images per batch.
         bad: counts unreadable images, which are skipped.
         waiting: counts the seconds the model waits for images.
-        prepare: preprocessing from pictures to pixels. None to use the model's own.
+        prepare: preprocessing from images to pixels. None to use the model's own.
         view: augmented view to embed. None for plain images.
 
     Yields:
@@ -238,11 +238,11 @@ def embed_rows(
 
 
 class Contents(NamedTuple):
-    """Texts or pictures to embed together, locally or on a worker.
+    """Texts or images to embed together, locally or on a worker.
 
     Args:
-        values: texts, or pictures as a data set stores them: bytes, paths or both.
-        names: names of pictures in messages. None for texts.
+        values: texts, or images as a data set stores them: bytes, paths or both.
+        names: names of images in messages. None for texts.
     """
 
     values: list[Any]
@@ -253,8 +253,8 @@ class EmbeddedContents(NamedTuple):
     """Embeddings of contents.
 
     Args:
-        embeds_ND: (N, d) float32, L2-normalised, NaN for unreadable pictures.
-        unread: names of unreadable pictures, with the reasons.
+        embeds_ND: (N, d) float32, L2-normalised, NaN for unreadable images.
+        unread: names of unreadable images, with the reasons.
         truncated: number of truncated texts.
     """
 
@@ -279,7 +279,7 @@ def embed_contents(embedder: Embedder, contents: Contents) -> EmbeddedContents:
 
 
 def _embedded_pictures(embedder: Embedder, pictures: Contents, bad: BadSamples) -> Batches:
-    """Embed pictures in the batches of a single data set, in steps small enough for Arrow arrays."""
+    """Embed images in the batches of a single data set, in steps small enough for Arrow arrays."""
     import datasets
     import pyarrow as pa
 

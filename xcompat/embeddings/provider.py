@@ -228,7 +228,7 @@ class ServedMap:
         """
         asked = [text for text in texts if isinstance(text, str)]
         if len(asked) < len(texts):
-            raise XcompatError(f"{self.provider.name} embeds only texts; pass strings that are not paths of pictures")
+            raise XcompatError(f"{self.provider.name} embeds only texts; pass strings that are not paths of images")
         size, dim = self.provider.batch, self.model.config.embedding_dim
         probes = [] if self._compared or self.model.config.service is None else list(PROBES)
         sent = [*probes, *asked]

@@ -1,4 +1,4 @@
-"""Embedding of a folder of pictures into a folder of embeddings."""
+"""Embedding of a folder of images into a folder of embeddings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 65_536
 
 
 def embed_pictures(source: Path, model: str, out: Path) -> None:
-    """Write ``image_embeds.npy`` (float16) and ``image_ids.txt`` of a folder of pictures. An interrupted run continues.
+    """Write ``image_embeds.npy`` (float16) and ``image_ids.txt`` of a folder of images. An interrupted run continues.
 
     Args:
         source: a folder as in :func:`~xcompat.data.load_pairs`. Ids are paths relative to it.
@@ -31,7 +31,7 @@ def embed_pictures(source: Path, model: str, out: Path) -> None:
         out: output folder. Only a folder of this command is replaced.
 
     Raises:
-        XcompatError: the folder has no pictures, too many are unreadable, or the output folder has other content.
+        XcompatError: the folder has no images, too many are unreadable, or the output folder has other content.
     """
     process_state()
     silence_libraries()
@@ -46,7 +46,7 @@ def embed_pictures(source: Path, model: str, out: Path) -> None:
     if is_main_process():
         blocks = range(0, len(pictures.ids), BLOCK)
         embeds_ND = np.concatenate([cached[start : start + BLOCK].astype(np.float16) for start in blocks])  # as in the cache
-        rows_n = np.flatnonzero(np.isfinite(embeds_ND[:, 0]))  # an unreadable picture has a row of NaN
+        rows_n = np.flatnonzero(np.isfinite(embeds_ND[:, 0]))  # an unreadable image has a row of NaN
         ids = [pictures.ids[row] for row in rows_n.tolist()]
         with owned_path(out, MADE_BY, None, [source], {"model": str(embedder.fingerprint)}) as temporary:
             temporary.mkdir()

@@ -17,7 +17,7 @@ KINDS = {lance.SUFFIX: "lance", ICEBERG: "iceberg"}
 
 
 def is_picture_folder(uri: str) -> bool:
-    """Return whether a path is a folder with pictures and without Parquet files."""
+    """Return whether a path is a folder with images and without Parquet files."""
     folder = Path(uri)
     return folder.is_dir() and next(folder.rglob(f"*{PARQUET}"), None) is None and next(images_below(folder), None) is not None
 

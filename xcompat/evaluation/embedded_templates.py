@@ -123,7 +123,7 @@ def pooled_templates(embeds_ND: Embeddings, templates_N: NDArray[np.int64], medi
     """Pool image embeddings into an embedding per template, as IJB-C does (Whitelam et al. 2017, §5; InsightFace).
 
     Images are normalised. A medium is the mean of its images in the template, and frames of a video are a single medium. A
-    template is the normalised sum of its media, so a long video weighs as much as a picture.
+    template is the normalised sum of its media, so a long video weighs as much as an image.
 
     Args:
         embeds_ND: ``(N, D)`` image embeddings, memory-mapped or not.

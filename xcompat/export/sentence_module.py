@@ -25,7 +25,7 @@ ENCODER = "encoder"
 
 
 class CompatModule(InputModule):
-    """Sentence-transformers module to embed texts and pictures in the old or the own space.
+    """Sentence-transformers module to embed texts and images in the old or the own space.
 
     Args:
         model: frozen, in evaluation mode, with an encoder.
@@ -73,10 +73,10 @@ class CompatModule(InputModule):
     def preprocess(
         self, inputs: Sequence[Any], prompt: str | None = None, task: str | None = None, **kwargs: object
     ) -> dict[str, Any]:
-        """Prepare texts or pictures as a batch for :meth:`forward`.
+        """Prepare texts or images as a batch for :meth:`forward`.
 
         Args:
-            inputs: texts, or pictures as PIL images, uint8 arrays (H, W, 3), or paths.
+            inputs: texts, or images as PIL images, uint8 arrays (H, W, 3), or paths.
             prompt: prefix for every text, after the model's own prompt.
             task: ``query`` (from ``encode_query``) for the query prompt. In an old space all texts are queries.
             kwargs: ignored.

@@ -13,16 +13,16 @@ MADE_BY = "export sentence-transformers"
 
 
 def to_sentence_transformers(model: CompatModel, folder: str | Path, space: Space = "old", overwrite: bool = False) -> bool:
-    """Write a model for sentence-transformers, for texts and pictures.
+    """Write a model for sentence-transformers, for texts and images.
 
     If the model is a layer sequence on a transformers encoder, the folder contains only sentence-transformers modules, with LoRA
     merged. ``SentenceTransformer(folder)`` then loads it without xcompat. This applies to plain encoders and their projections φ
     (``projection``, ``xbt``, ``direct``, ``lce``), ``procrustes``, ``ridge``, a ``query_map`` that is linear or a projection, and
     the own space of maps over embeddings. The written folder is compared with the model.
 
-    Opened pictures and arrays are read as by xcompat, with transparent parts on white. Open pictures first: from a path,
-    sentence-transformers rotates a picture by its EXIF orientation and drops its transparency. If sentence-transformers saves the
-    model again, the new folder no longer records that PIL resizes pictures.
+    Opened images and arrays are read as by xcompat, with transparent parts on white. Open images first: from a path,
+    sentence-transformers rotates an image by its EXIF orientation and drops its transparency. If sentence-transformers saves the
+    model again, the new folder no longer records that PIL resizes images.
 
     Other models load with ``SentenceTransformer(folder, trust_remote_code=True)``: visual prompts, maps with a skip connection,
     ``rbt``, ``bt2``, ``simclr``, penultimate features, BLIP, SigLIP 2, timm and open_clip. The folder contains no code: the flag

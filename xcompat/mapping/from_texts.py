@@ -76,27 +76,27 @@ def pairs_of_texts(
     sample: int | None = None,
     seed: int = 0,
 ) -> TextPairs:
-    """Embed texts or pictures with the sides that are models, and join both sides by ids.
+    """Embed texts or images with the sides that are models, and join both sides by ids.
 
     The new model embeds queries if the map receives queries, else gallery items. The old model embeds gallery items.
 
-    Stored ids are text ids or picture paths. If no path is an id, file names are compared, then file names
+    Stored ids are text ids or image paths. If no path is an id, file names are compared, then file names
     without suffix.
 
     Args:
         old: old model, or its embeddings (see :func:`~xcompat.mapping.sides.read_sides`); rows without ids are in the order of
-            the texts, or of the sorted picture paths.
+            the texts, or of the sorted image paths.
         new: new model or its embeddings; with a service, the name of its model.
-        texts: texts or pictures to embed, and optionally the service.
+        texts: texts or images to embed, and optionally the service.
         cache_dir: folder with cached embeddings; another call continues there.
-        max_bad_share: largest share of unusable stored rows or unreadable pictures.
+        max_bad_share: largest share of unusable stored rows or unreadable images.
         reading: column names, and the file with the old side's ids.
         direction: whether the map receives queries or stored embeddings.
         sample: number of items to embed, drawn at random from those on both sides; None for all.
         seed: random seed of the sample.
 
     Returns:
-        Pairs in text or picture order.
+        Pairs in text or image order.
 
     Raises:
         XcompatError: both sides are embeddings, or they share no item.
@@ -252,19 +252,19 @@ def _picture_embeddings(
     files: str | None,
     max_bad_share: float,
 ) -> Rows:
-    """Return stored embeddings of pictures, or compute and cache them; NaN for unreadable pictures."""
+    """Return stored embeddings of images, or compute and cache them; NaN for unreadable images."""
     if isinstance(source, Side):
         return select_rows(source.embeds_ND, places_N)
     assert isinstance(source, Embedder), source
     if not any(source.processor.image_size):
-        raise XcompatError(f"{source.name} embeds texts only, but --images contains pictures; choose a model like CLIP")
+        raise XcompatError(f"{source.name} embeds texts only, but --images contains images; choose a model like CLIP")
     digest = hashlib.sha256("\0".join([files or "", *pictures[ID]]).encode()).hexdigest()
     folder = _cache_folder(source, digest, cache_dir, "images")
     return embed_images(source, pictures, folder, digest, max_bad_share=max_bad_share)
 
 
 def _with_ids_of(source: Source, ids: Sequence[str]) -> Source:
-    """Rename stored ids to the pictures' paths, by file names, if no stored id is such a path."""
+    """Rename stored ids to the images' paths, by file names, if no stored id is such a path."""
     if not isinstance(source, Side) or source.ids is None or (renamed := match_file_names(source.ids, ids)) is None:
         return source
     return replace(source, ids=renamed, notes=(*source.notes, f"{source.path}: its ids are matched by file names."))

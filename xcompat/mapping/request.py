@@ -34,17 +34,17 @@ SUFFIXES = (".npz", ".safetensors")
 
 @dataclass(frozen=True)
 class TextInput:
-    """Texts or pictures to embed, and the service instead of a new model, if any.
+    """Texts or images to embed, and the service instead of a new model, if any.
 
     Args:
-        path: texts as in :func:`xcompat.data.load_text_items`, or pictures as in :func:`xcompat.data.load_pairs`.
+        path: texts as in :func:`xcompat.data.load_text_items`, or images as in :func:`xcompat.data.load_pairs`.
         embed_with: ``module:function`` of the service; None for a model.
         requests_per_minute: as in :class:`~xcompat.embeddings.provider.Provider`.
         price: per million tokens, as in :class:`~xcompat.embeddings.provider.Provider`.
-        are_pictures: whether ``path`` contains pictures.
+        are_pictures: whether ``path`` contains images.
 
     Raises:
-        XcompatError: the rate or price is not above 0, there is no service, or a service would embed pictures.
+        XcompatError: the rate or price is not above 0, there is no service, or a service would embed images.
     """
 
     path: Path
@@ -249,7 +249,7 @@ class MapRequest:
 def make_text_input(
     texts: Path | None, images: Path | None, embed_with: str | None, requests_per_minute: float | None, price: float | None
 ) -> TextInput | None:
-    """Return the texts or pictures to embed, if any.
+    """Return the texts or images to embed, if any.
 
     Raises:
         XcompatError: there are both, or service options without texts.

@@ -33,7 +33,7 @@ class Hit(NamedTuple):
     """Item found by a search.
 
     Args:
-        image: its picture, if any.
+        image: its image, if any.
         caption: its text.
         is_hit: whether it matches the query.
         gain: its judged relevance, if hits are graded.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
-    """Render the HTML page, with embedded styles and pictures.
+    """Render the HTML page, with embedded styles and images.
 
     Args:
         report: the report.

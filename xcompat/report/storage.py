@@ -327,7 +327,7 @@ def _example(described: _ExampleLayout, tensors: dict[str, np.ndarray]) -> Examp
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """Return a picture's thumbnail as PNG bytes."""
+    """Return an image's thumbnail as PNG bytes."""
     small = image.convert("RGB")
     small.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
     buffer = io.BytesIO()

@@ -63,9 +63,9 @@ def require_of_stores(of_galleries: bool, where: list[str]) -> None:
 
 
 def require_query_files(query: str | None, queries: str | None) -> None:
-    """Raise if a picture or a query source does not exist."""
+    """Raise if an image or a query source does not exist."""
     if query is not None and has_suffix(query, IMAGE_SUFFIXES) and not is_file(query):
-        raise XcompatError(f"there is no picture {query}; {nearest_path(query)}")
+        raise XcompatError(f"there is no image {query}; {nearest_path(query)}")
     if queries is not None:
         local_files(queries)
 

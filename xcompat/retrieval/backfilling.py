@@ -30,7 +30,7 @@ class Backfill:
 
     Args:
         gallery: the gallery.
-        originals: its pictures or texts, possibly with others.
+        originals: its images or texts, possibly with others.
         embedder: the newer model.
         budget: largest number to embed; None for all.
 

@@ -94,7 +94,7 @@ def _read_stored(gallery: Gallery) -> list[dict[str, Any]]:
 
 
 def _embed_inputs(embedder: Embedder) -> NDArray[np.float32]:
-    """Embed generated pictures, or texts with a model that reads only texts; (10, d) float32, L2-normalised."""
+    """Embed generated images, or texts with a model that reads only texts; (10, d) float32, L2-normalised."""
     if any(embedder.processor.image_size):
         batch = {"pixel_values": embedder.processor.images([_draw_picture(number) for number in range(PICTURES)])}
     else:
@@ -103,7 +103,7 @@ def _embed_inputs(embedder: Embedder) -> NDArray[np.float32]:
 
 
 def _draw_picture(number: int) -> Image.Image:
-    """Return a picture of stripes and checks, of whole numbers alone, so that every platform draws the same."""
+    """Return an image of stripes and checks, of whole numbers alone, so that every platform draws the same."""
     rows, columns = np.mgrid[:224, :224]
     waves = [rows * (number + 1), columns * (2 * number + 1), (rows // 16 + columns // 16) * 37 * (number + 1)]
     return Image.fromarray(np.stack([wave % 256 for wave in waves], 2).astype(np.uint8))

@@ -95,7 +95,7 @@ def build(
     milvus: str | None,
     side_info: Embedder | None = None,
 ) -> None:
-    """Embed pictures or texts into a new gallery, or continue an unfinished one."""
+    """Embed images or texts into a new gallery, or continue an unfinished one."""
     from xcompat.retrieval.originals import origins_of
 
     originals.require(embedder)
@@ -122,7 +122,7 @@ def _require_place(manifest: Manifest, index: str | None, milvus: str | None) ->
 
 
 def add(gallery: Gallery, originals: Originals, embedder: Embedder, replace: bool, side_info: Embedder | None = None) -> None:
-    """Embed pictures or texts into a gallery; refuse an incompatible model."""
+    """Embed images or texts into a gallery; refuse an incompatible model."""
     from xcompat.embeddings.embed import notice_truncated
     from xcompat.embeddings.provider import query_model
     from xcompat.retrieval.ingestion import ingest

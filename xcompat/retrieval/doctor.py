@@ -24,7 +24,7 @@ from xcompat.retrieval.segment import Segment, id_hashes
 SAMPLE = 400
 """Items to re-embed per version. If 1 % are foreign, one sample in 55 misses all."""
 SAMPLED, WAYS = 16, 3
-"""Pictures for other preprocessing, and the largest number of variants."""
+"""Images for other preprocessing, and the largest number of variants."""
 SAME, EXACT = 0.995, 0.9999
 """Cosines from which embeddings are equal in half precision, and from which no explanation is needed."""
 OTHER = 0.98
@@ -95,7 +95,7 @@ def examine(gallery: Gallery, originals: Originals, embedder: Embedder, sample: 
 
     Args:
         gallery: the gallery.
-        originals: its pictures or texts, with their ids in the gallery.
+        originals: its images or texts, with their ids in the gallery.
         embedder: the model.
         sample: originals per version.
 
@@ -126,7 +126,7 @@ class StoredSample:
     """Stored embeddings of some originals.
 
     Args:
-        originals: pictures or texts.
+        originals: images or texts.
         rows: (n,) row numbers, ascending.
         vectors_nd: (n, d) float32, as stored.
         adopted: segments with a quantising index, and positions in ``rows``.
@@ -229,7 +229,7 @@ def _try_other_preparations(
     cosines_n: NDArray[np.float64],
     ways_n: NDArray[np.object_],
 ) -> None:
-    """Try other preprocessing for unexplained pictures; update cosines and variants in place."""
+    """Try other preprocessing for unexplained images; update cosines and variants in place."""
 
     def agreement(way: Preparation, places: NDArray[np.int64]) -> NDArray[np.float64]:
         parts = pictures.embed(embedder, stored.rows[places], BadSamples(1.0, len(places)), prepare=way)

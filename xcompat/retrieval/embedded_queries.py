@@ -83,7 +83,7 @@ class EmbeddedQueries:
     def re_embed(self, old: Embedder, places: Sequence[int]) -> Tensor:
         """Raise: embeddings cannot be re-embedded with another model."""
         raise XcompatError(
-            f"the fallback embeds queries with the old model, but {self.file} holds embeddings; give texts or pictures, "
+            f"the fallback embeds queries with the old model, but {self.file} holds embeddings; give texts or images, "
             "or remove --fallback"
         )
 

@@ -1,4 +1,4 @@
-"""Safe download of pictures from untrusted URLs: public addresses only, limited bytes and time."""
+"""Safe download of images from untrusted URLs: public addresses only, limited bytes and time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as tran
 from xcompat.data.images import UnusableSampleError
 
 PATIENCE = 30.0
-"""Timeout in seconds per picture, from resolving the host to the last byte."""
+"""Timeout in seconds per image, from resolving the host to the last byte."""
 MOST_BYTES = 64 << 20
-"""Largest picture in bytes."""
+"""Largest image in bytes."""
 MOST_REDIRECTS = 3
 _CONNECTING = 10.0  # seconds per address of a host
 _HEADERS = {"User-Agent": "xcompat", "Accept-Encoding": "identity"}  # some sites refuse clients without a name

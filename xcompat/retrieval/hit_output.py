@@ -32,7 +32,7 @@ class QueryResult(NamedTuple):
 
     Args:
         query: its id.
-        text: its text; None for a picture or an embedding.
+        text: its text; None for an image or an embedding.
         hits: best first.
         fallback: the old model, if used instead.
     """

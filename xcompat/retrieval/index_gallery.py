@@ -50,7 +50,7 @@ def open_index(
         model: the query model: a map for this index, or the model that made the vectors.
         ids: file with an id per line; None to use a file in :data:`IDS_BESIDE`, or else the ids in the index.
         old: the model that made the vectors; None to use the map's old model.
-        originals: the vectors' pictures or texts, see :func:`~xcompat.retrieval.own_ids.name_rows`.
+        originals: the vectors' images or texts, see :func:`~xcompat.retrieval.own_ids.name_rows`.
 
     Raises:
         XcompatError: the index cannot be adopted, or the map belongs to another dimension.

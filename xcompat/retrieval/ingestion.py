@@ -1,4 +1,4 @@
-"""Ingestion of pictures and texts on all processes, with regular commits and restarts."""
+"""Ingestion of images and texts on all processes, with regular commits and restarts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ingest(
 
     Args:
         gallery: the gallery; other processes must open it again.
-        originals: pictures or texts.
+        originals: images or texts.
         embedder: the model.
         replace: whether to replace other models' embeddings, and those of changed originals.
         rows: rows to embed, in this order; None to embed all.

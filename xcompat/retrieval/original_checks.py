@@ -41,7 +41,7 @@ def find_changed_originals(
 
     Args:
         gallery: the gallery.
-        originals: pictures or texts.
+        originals: images or texts.
         rows: (n,) rows embedded by the model.
         embedder: the model.
 

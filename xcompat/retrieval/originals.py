@@ -1,4 +1,4 @@
-"""Originals of embeddings: pictures or texts behind a single interface."""
+"""Originals of embeddings: images or texts behind a single interface."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from xcompat.retrieval.gallery import Gallery
 
 UNREADABLE = 0.1
-"""Largest share of unreadable pictures. Repaired pictures can be added later."""
+"""Largest share of unreadable images. Repaired images can be added later."""
 PICTURES_AT_ONCE, PICTURES_OF_A_GPU = 64, 1024  # embedded before a copy to the CPU
 TEXTS_AT_ONCE, TEXTS_OF_A_GPU = 512, 8192  # sorting more at once needs less padding
 Parts: TypeAlias = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -35,7 +35,7 @@ Parts: TypeAlias = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 
 class Originals(Protocol):
-    """Pictures or texts with ids, numbered from 0."""
+    """Images or texts with ids, numbered from 0."""
 
     kind: ClassVar[str]
     """Noun for messages."""
@@ -77,16 +77,16 @@ class Originals(Protocol):
 
 
 class Pictures:
-    """Pictures, with the first caption and further columns as metadata.
+    """Images, with the first caption and further columns as metadata.
 
     Args:
         dataset: from :func:`load_pictures`.
         max_bad_share: largest unreadable share.
     """
 
-    kind: ClassVar[str] = "pictures"
+    kind: ClassVar[str] = "images"
     ids_are: ClassVar[str] = "paths relative to the folder that the gallery was built from"
-    tell_apart: ClassVar[str] = "move these pictures into a subfolder with a new name"
+    tell_apart: ClassVar[str] = "move these images into a subfolder with a new name"
 
     def __init__(self, dataset: hf.Dataset, max_bad_share: float = UNREADABLE) -> None:
         self.dataset, self.ids, self.max_bad_share = dataset, dataset[ID][:], max_bad_share
@@ -94,10 +94,10 @@ class Pictures:
     def require(self, embedder: Embedder) -> None:
         """Raise if the model embeds texts only."""
         if not any(embedder.processor.image_size):
-            raise XcompatError(f"{embedder.name} embeds texts only, but these are pictures; choose a model like CLIP")
+            raise XcompatError(f"{embedder.name} embeds texts only, but these are images; choose a model like CLIP")
 
     def require_same(self, gallery: Gallery) -> None:
-        """Do nothing: pictures have no parts."""
+        """Do nothing: images have no parts."""
 
     def metadata(self, rows: NDArray[np.int64]) -> list[dict[str, Any] | None]:
         """Return the rows' caption and further columns."""
@@ -153,9 +153,9 @@ class Texts:
         self.dataset, self.ids, self.cut = dataset, dataset[ID][:], cut
 
     def require(self, embedder: Embedder) -> None:
-        """Raise if the model embeds pictures only."""
+        """Raise if the model embeds images only."""
         if not embedder.processor.max_length:
-            raise XcompatError(f"{embedder.name} embeds pictures only, but these are texts; choose a model with a text tower")
+            raise XcompatError(f"{embedder.name} embeds images only, but these are texts; choose a model with a text tower")
 
     def require_same(self, gallery: Gallery) -> None:
         """Raise if the gallery's passages were cut differently.
@@ -220,16 +220,16 @@ def load_originals(
     metadata: bool | list[str] = True,
     **options: Any,  # noqa: ANN401 - see below
 ) -> Originals:
-    """Read pictures or texts from a path.
+    """Read images or texts from a path.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource` or :class:`~xcompat.data.TextSource`.
-        max_bad_share: largest share of unreadable pictures; by default :data:`UNREADABLE`.
+        max_bad_share: largest share of unreadable images; by default :data:`UNREADABLE`.
         metadata: table columns to store with each item; True for all, False for none.
         options: text source fields; any of them selects texts.
 
     Returns:
-        Pictures if there are any, else texts.
+        Images if there are any, else texts.
 
     Raises:
         XcompatError: the path has neither, a file is damaged, or an option does not apply.
@@ -238,7 +238,7 @@ def load_originals(
         share = UNREADABLE if max_bad_share is None else max_bad_share
         return Pictures(load_pictures(path, share, metadata), share)
     if max_bad_share is not None:
-        raise XcompatError(f"--max-bad-share works with pictures only, but {path} contains texts; remove it")
+        raise XcompatError(f"--max-bad-share works with images only, but {path} contains texts; remove it")
     try:
         source = TextSource(path=str(path), metadata=metadata, **{"keep_text": True, **options})
     except ValidationError as error:
@@ -253,13 +253,13 @@ def merge_originals(parts: Sequence[Originals]) -> Originals:
         parts: results of :func:`load_originals`.
 
     Raises:
-        XcompatError: some are pictures, others texts.
+        XcompatError: some are images, others texts.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
     if len({part.kind for part in parts}) > 1:
-        raise XcompatError("a gallery contains either pictures or texts; remove --images or --texts")
+        raise XcompatError("a gallery contains either images or texts; remove --images or --texts")
     named = (CAPTION, IMAGE) if isinstance(first, Pictures) else (METADATA, TEXT)
     columns = [ID, *(name for name in named if any(name in part.dataset.column_names for part in parts))]
     tables = [part.dataset.select_columns([name for name in columns if name in part.dataset.column_names]) for part in parts]
@@ -278,7 +278,7 @@ def _with_lists(table: hf.Dataset) -> hf.Dataset:
 
 
 def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE, metadata: bool | list[str] = True) -> hf.Dataset:
-    """Read pictures, with captions if available.
+    """Read images, with captions if available.
 
     Args:
         path: as in :class:`~xcompat.data.PairSource`.

@@ -181,7 +181,7 @@ def name_rows(
         own: see :func:`match_names`.
         rows: see :func:`match_names`.
         path: see :func:`match_names`.
-        known: the originals' ids. Ids are matched to picture paths by file names; without ids, rows are in this order.
+        known: the originals' ids. Ids are matched to image paths by file names; without ids, rows are in this order.
         numbers_rows: whether to use row numbers as ids if there are no others.
 
     Raises:
@@ -193,7 +193,7 @@ def name_rows(
     if known:
         if len(known) != rows:
             raise XcompatError(
-                f"{path} holds {rows:,} vectors without ids, but there are {len(known):,} pictures or texts; use --ids with a "
+                f"{path} holds {rows:,} vectors without ids, but there are {len(known):,} images or texts; use --ids with a "
                 "text file with an id per line"
             )
         return list(known)

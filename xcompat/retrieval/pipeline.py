@@ -56,9 +56,9 @@ class Found(dict[str, Any]):
 
 
 class CompatibleRetrievalPipeline(Pipeline):
-    """Pipeline to search a gallery with texts and pictures, for any compatible model.
+    """Pipeline to search a gallery with texts and images, for any compatible model.
 
-    A query is a text, a picture (PIL, array, path or URL), or a vector: the model's query embedding as an array, tensor or list
+    A query is a text, an image (PIL, array, path or URL), or a vector: the model's query embedding as an array, tensor or list
     of floats. Lists of queries and matrices of vectors are searched in batches of ``batch_size``. Hits are dictionaries with
     attributes (:class:`Found`): ``id``, ``score``, ``version``, ``metadata``, ``confidence``, ``group``, ``standing``.
 
@@ -165,7 +165,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         return found[0] if model_outputs.get("single") else found
 
     def _read(self, query: Any) -> Any:  # noqa: ANN401 - see the class
-        """Return a query's picture, or the query itself if it is a text or vector."""
+        """Return a query's image, or the query itself if it is a text or vector."""
         if isinstance(query := as_vectors(query), np.ndarray) and query.ndim == 1:
             require_dim(self.asking, len(query), "a query")
             return query
@@ -176,7 +176,7 @@ class CompatibleRetrievalPipeline(Pipeline):
         """Embed queries, and unsure ones with the old model too; keep vectors unchanged."""
         rows = {row: query for row, query in enumerate(queries) if isinstance(query, np.ndarray)}
         if rows and self.fallback is not None and self.fallback.below is not None:
-            raise XcompatError("the fallback cannot embed a vector with the old model; choose a text or a picture as query")
+            raise XcompatError("the fallback cannot embed a vector with the old model; choose a text or an image as query")
         others = {row: query for row, query in enumerate(queries) if not isinstance(query, np.ndarray)}
         parts = [torch.from_numpy(np.stack([*rows.values()]))] if rows else []
         parts += [self._own([*others.values()])] if others else []
@@ -213,7 +213,7 @@ def _reranker(
 
 
 def _in_order(processor: Processor, embed: Callable[[dict[str, Tensor]], Tensor], queries: Sequence[str | Image.Image]) -> Tensor:
-    """Embed texts and pictures in two batches; return the embeddings in query order."""
+    """Embed texts and images in two batches; return the embeddings in query order."""
     of_texts = {row: query for row, query in enumerate(queries) if isinstance(query, str)}
     of_images = {row: query for row, query in enumerate(queries) if not isinstance(query, str)}
     parts = []
@@ -245,18 +245,18 @@ def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches fo
 
 
 def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
-    """Return a query's picture in mode RGB; None for a text.
+    """Return a query's image in mode RGB; None for a text.
 
     Args:
-        query: a picture, an array (H, W, 3) uint8, a path, or a string.
+        query: an image, an array (H, W, 3) uint8, a path, or a string.
         allow_private_addresses: as in :class:`CompatibleRetrievalPipeline`.
 
     Raises:
-        XcompatError: the query is empty or has another type, or its picture cannot be read.
+        XcompatError: the query is empty or has another type, or its image cannot be read.
     """
     name, found = str(query), query
     if isinstance(query, str) and not query.strip():
-        raise XcompatError("the query is empty; enter a text or a picture")
+        raise XcompatError("the query is empty; enter a text or an image")
     try:
         if isinstance(query, np.ndarray):
             name, found = f"of shape {query.shape} and {query.dtype}", _of_array(query)
@@ -266,17 +266,17 @@ def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image
         elif isinstance(query, str):
             found = Path(query) if is_file(query) else None
         elif not isinstance(query, Image.Image | Path):
-            raise XcompatError(f"a query is a text, a picture, an array or a path, not {type(query).__name__}")
+            raise XcompatError(f"a query is a text, an image, an array or a path, not {type(query).__name__}")
         return None if found is None else open_image(found)
     except UnusableSampleError as error:
-        raise XcompatError(f"cannot read the picture {name}: {error}") from None
+        raise XcompatError(f"cannot read the image {name}: {error}") from None
 
 
 def _of_array(array: np.ndarray) -> Image.Image:
     try:
         return Image.fromarray(array)
     except (TypeError, ValueError):
-        raise XcompatError(f"an array is a picture as (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
+        raise XcompatError(f"an array is an image as (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
 
 
 class EmbeddingPipeline(ImageFeatureExtractionPipeline):

@@ -1,4 +1,4 @@
-"""Picture preprocessing variants, and a search for the variant behind stored embeddings."""
+"""Image preprocessing variants, and a search for the variant behind stored embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NORMALISED: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "pixels from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 }
 BETTER = 1e-4
-"""Smallest improvement that counts, because some variants are equal on square pictures."""
+"""Smallest improvement that counts, because some variants are equal on square images."""
 SHAPES = {"squashed": None, "cropped": 1.0, "cropped to 7/8": 0.875}
 """Kept share of the resized shorter side; None for squashing."""
 FILTERS = ("bicubic", "bilinear", "nearest")
@@ -30,7 +30,7 @@ BACKENDS = ("PIL", "torchvision")
 
 @dataclass(frozen=True)
 class Preparation:
-    """A preprocessing variant, from picture to pixels.
+    """A preprocessing variant, from image to pixels.
 
     Args:
         size: height and width in pixels.
@@ -51,7 +51,7 @@ class Preparation:
     backend: str = "PIL"
 
     def __call__(self, images: Sequence[Image]) -> Tensor:
-        """Preprocess RGB pictures: (B, 3, H, W) float32."""
+        """Preprocess RGB images: (B, 3, H, W) float32."""
         kept, (height, width) = SHAPES[self.shape], self.size
         edge: Any = [height, width] if kept is None else round(min(self.size) / kept)
         steps = [v2.Resize(edge, interpolation=InterpolationMode(self.filter), antialias=True), v2.CenterCrop([height, width])]
@@ -72,7 +72,7 @@ class Preparation:
 
 
 def own_preparation(processor: Processor, images: Sequence[Image]) -> Preparation:
-    """Return the variant closest to a model's processor on some RGB pictures."""
+    """Return the variant closest to a model's processor on some RGB images."""
     pixels = processor.images(images)
     known = (name for name, values in NORMALISED.items() if np.allclose(values, (processor.mean, processor.std), atol=5e-3))
     plain = Preparation(processor.image_size, next(known, "the model's own normalisation"), processor.mean, processor.std)

@@ -1,4 +1,4 @@
-"""Search queries: a single text or picture, or a source of many."""
+"""Search queries: a single text or image, or a source of many."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class QueryBlock(NamedTuple):
 
     Args:
         ids: each query's id in its source, or the typed query.
-        texts: each query's text; None for pictures and embeddings.
+        texts: each query's text; None for images and embeddings.
         embeds_QD: (Q, D) in the model's own space.
     """
 
@@ -57,7 +57,7 @@ class Queries(Protocol):
         """Return their number, including unreadable ones."""
 
     def embed_in_blocks(self, embedder: Any) -> Iterator[QueryBlock]:  # noqa: ANN401 - see Source
-        """Embed the queries in the model's own space, in blocks; print and skip unreadable pictures."""
+        """Embed the queries in the model's own space, in blocks; print and skip unreadable images."""
 
     def re_embed(self, old: Embedder, places: Sequence[int]) -> Tensor | NDArray[np.float32]:
         """Embed rows from the last block with another model, in its galleries' space."""
@@ -67,7 +67,7 @@ class TypedQuery:
     """A single typed query.
 
     Args:
-        query: a text, or a picture path.
+        query: a text, or an image path.
 
     Raises:
         XcompatError: it is empty.
@@ -75,7 +75,7 @@ class TypedQuery:
 
     def __init__(self, query: str) -> None:
         if not query.strip():
-            raise XcompatError("the query is empty; enter a text or the path of a picture")
+            raise XcompatError("the query is empty; enter a text or the path of an image")
         self.query = query
 
     def __len__(self) -> int:
@@ -91,10 +91,10 @@ class TypedQuery:
 
 
 class SourceQueries:
-    """All texts or pictures in a source.
+    """All texts or images in a source.
 
     Args:
-        originals: the texts or pictures.
+        originals: the texts or images.
     """
 
     def __init__(self, originals: Originals) -> None:
@@ -114,16 +114,16 @@ class SourceQueries:
             yield QueryBlock([self.originals.ids[row] for row in block.tolist()], texts or [None] * len(block), embeds_QD)
 
     def one_by_one(self) -> list[str]:
-        """Return each text, or each picture's path.
+        """Return each text, or each image's path.
 
         Raises:
-            XcompatError: the pictures are in an archive or a table.
+            XcompatError: the images are in an archive or a table.
         """
         if isinstance(self.originals, Texts):
             return list(self.originals.dataset[TEXT])
         paths = [picture.get("path") for picture in self.originals.dataset.cast_column(IMAGE, hf.Image(decode=False))[IMAGE]]
         if not all(path and is_file(path) for path in paths):
-            raise XcompatError("cannot search one by one with pictures in an archive or a table; choose a folder of pictures")
+            raise XcompatError("cannot search one by one with images in an archive or a table; choose a folder of images")
         return paths
 
     def re_embed(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:
@@ -152,7 +152,7 @@ def load_queries(source: str) -> SourceQueries:
     """Read a source with many queries.
 
     Args:
-        source: a ``.txt`` file with a text or picture path per line, decided by its first line, or a source for
+        source: a ``.txt`` file with a text or image path per line, decided by its first line, or a source for
             :func:`~xcompat.retrieval.originals.load_originals`.
 
     Raises:
@@ -180,7 +180,7 @@ def embed_with_progress(queries: Queries, embedder: Source) -> Iterator[QueryBlo
 
 
 def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:
-    """Embed a text, or the picture at a path, in the model's own space: (1, D)."""
+    """Embed a text, or the image at a path, in the model's own space: (1, D)."""
     if isinstance(embedder, ServedMap):
         return embedder.embed([Path(query) if is_file(query) else query])
     processor = embedder.processor.for_queries()
@@ -195,9 +195,9 @@ def query_embeddings(embedder: Embedder | ServedMap, query: str) -> Tensor:
 def _query_batch(processor: Processor, query: str) -> dict[str, Tensor]:
     if not is_file(query):
         if not processor.max_length:
-            raise XcompatError(f"the model embeds pictures only, and no file {query[:80]!r} exists; give the path of a picture")
+            raise XcompatError(f"the model embeds images only, and no file {query[:80]!r} exists; give the path of an image")
         return processor.texts([query])
     try:
         return {"pixel_values": processor.images([open_image(query)])}
     except UnusableSampleError as error:
-        raise XcompatError(f"file {query} is not a readable picture ({error}); use a picture or a text") from None
+        raise XcompatError(f"file {query} is not a readable image ({error}); use an image or a text") from None

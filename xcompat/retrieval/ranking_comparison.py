@@ -66,10 +66,10 @@ def pair_places(hits: Sequence[Hit], others: Sequence[Hit] | None, top_k: int) -
 
 
 def embed_query(embedder: Embedder, query: str | Image, space: Space = "own") -> Tensor:
-    """Embed a text or picture, in the model's own space or its galleries' space: (1, D).
+    """Embed a text or image, in the model's own space or its galleries' space: (1, D).
 
     Raises:
-        XcompatError: the model embeds no texts, or no pictures.
+        XcompatError: the model embeds no texts, or no images.
     """
     if isinstance(query, Image):
         return embedder.embed({"pixel_values": embedder.processor.images([query])}, space)
@@ -89,7 +89,7 @@ def find(
     Args:
         gallery: the gallery, from :func:`searchable_state`.
         embedder: the model.
-        query: a text or picture.
+        query: a text or image.
         top_k: largest number of hits.
         where: as in :meth:`~xcompat.retrieval.snapshot.Snapshot.search`.
         rerank: reorders the first hits.

@@ -99,7 +99,7 @@ class Reranker:
 
     Args:
         model: the new model, alone or with its map.
-        originals: the gallery's pictures or texts; None to use the texts in its metadata.
+        originals: the gallery's images or texts; None to use the texts in its metadata.
         candidates: hits to re-rank per query, more if a search asks for more hits; None to use the number fitted with the
             model, or 20.
         old_weight: w; None to use the value fitted with the model, or 1/3.
@@ -170,7 +170,7 @@ class Reranker:
         if source is self.source or (isinstance(source, CompatModel) and source.embeds_in_memory):
             return None
         if all(text is None for text in asked.texts) and isinstance(source, CompatModel | Fingerprint):
-            raise XcompatError(f"{self.fingerprint} cannot embed queries given as embeddings; give texts or pictures")
+            raise XcompatError(f"{self.fingerprint} cannot embed queries given as embeddings; give texts or images")
         if self._embedder is None:
             raise XcompatError(f"{self.fingerprint} is a service and re-ranks its own queries only; search with a map of it")
         return queries.re_embed(self._embedder.for_queries(), range(len(asked.ids)))
@@ -386,4 +386,4 @@ class Reranker:
             self._require_kind(found)
             yield found, np.arange(len(texts))
         elif wanted:
-            raise XcompatError("this gallery stores no texts to re-embed; set its pictures or texts (--originals)")
+            raise XcompatError("this gallery stores no texts to re-embed; set its images or texts (--originals)")

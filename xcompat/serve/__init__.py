@@ -29,7 +29,7 @@ def serve_target(
         options: the page's address and password.
         model: the new model.
         old: the old model.
-        sources: a gallery's pictures or texts.
+        sources: a gallery's images or texts.
         allow_changes: whether the page may change galleries.
         ids: file with an index's ids.
 

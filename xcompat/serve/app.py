@@ -188,7 +188,7 @@ class _Handlers:
     async def search(self, request: Request) -> Response:
         query = await queries.read_json(request, queries.SearchQuery)
         if query.kind == "picture":
-            raise HTTPException(422, f"kind: send the bytes of a picture to {PICTURE_PATH}")
+            raise HTTPException(422, f"kind: send the bytes of an image to {PICTURE_PATH}")
         return HTMLResponse(await self._run(self.models, request, lambda: answer(self.site, query)))
 
     async def search_picture(self, request: Request) -> Response:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xcompat.serve.site import Site
 
 REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'; sandbox"
-"""Policy for reports: inline styles and pictures, no scripts."""
+"""Policy for reports: inline styles and images, no scripts."""
 
 
 def main_page(site: Site, query: SearchQuery) -> HTMLResponse:

@@ -61,7 +61,7 @@ class Worker:
                 result.set_result(work())
             except BaseException as error:
                 result.set_exception(error)
-            del result, work  # they hold a visitor's picture
+            del result, work  # they hold a visitor's image
 
 
 class Lane:

@@ -98,14 +98,14 @@ async function search() {
   let isDone;
   if (kind === "picture") {
     const limit = Number(byId("picture").dataset.limit);
-    if (picture && picture.size > limit) { alertIn(results, `the picture is larger than ${(limit / 1e6).toFixed(1)} MB; make it smaller`); return; }
+    if (picture && picture.size > limit) { alertIn(results, `the image is larger than ${(limit / 1e6).toFixed(1)} MB; make it smaller`); return; }
     const parameters = new URLSearchParams([["gallery", asked.gallery], ["k", asked.k], ["rerank", asked.rerank], ...asked.where.map((filter) => ["where", filter])]);
     isDone = await show(results, `/api/search/picture?${parameters}`, picture ?? new Blob());
   } else {
     isDone = await show(results, "/api/search", { ...asked, kind, [kind]: byId(kind).value });
   }
   if (!isDone) return;
-  const restore = results.querySelector("a.restore"); // a picture has none: it is kept nowhere
+  const restore = results.querySelector("a.restore"); // an image has none: it is kept nowhere
   history.replaceState(null, "", restore ? restore.getAttribute("href") : location.pathname);
 }
 

@@ -28,7 +28,7 @@ class SearchQuery(_Strict):
     """A gallery search.
 
     Args:
-        kind: query type. A picture's bytes are sent separately.
+        kind: query type. An image's bytes are sent separately.
         text: query text.
         item: id of the gallery item to search with.
         gallery: the gallery's title. Empty to use the first.
@@ -103,10 +103,10 @@ class OldCall(_Strict):
         return self
 
     def query(self) -> SearchQuery:
-        """Return the search. Pictures have another address."""
+        """Return the search. Images have another address."""
         kind, text, picture, item, gallery, where, k = self.data
         if picture not in ("", None) or kind == "picture":
-            raise ValueError("send the bytes of a picture to /api/search/picture")
+            raise ValueError("send the bytes of an image to /api/search/picture")
         return SearchQuery(kind=kind, text=text, item=item, gallery=gallery, where=where, k=k)
 
 
@@ -128,7 +128,7 @@ async def read_json(request: Request, model: type[M]) -> M:
 
 
 def read_parameters(request: Request) -> SearchQuery:
-    """Return the search in a picture request's parameters.
+    """Return the search in an image request's parameters.
 
     Raises:
         HTTPException: a parameter does not fit (422).

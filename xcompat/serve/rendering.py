@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 SHOWN = 240
 """Maximum characters of a text."""
 EDGE = 192
-"""Pixels of the longer side of a picture. It is sent as JPEG, as PNG is six times as large and five times as slow."""
+"""Pixels of the longer side of an image. It is sent as JPEG, as PNG is six times as large and five times as slow."""
 
 
 @cache
@@ -58,7 +58,7 @@ def read(name: str) -> str:
 
 
 def picture_uri(image: Image) -> str:
-    """Return a small picture as a ``data:`` URI."""
+    """Return a small image as a ``data:`` URI."""
     small, buffer = image.convert("RGB"), io.BytesIO()
     small.thumbnail((EDGE, EDGE))
     small.save(buffer, "JPEG", quality=90)

@@ -54,7 +54,7 @@ def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
 
 
 def link_to(query: SearchQuery) -> str:
-    """Return the link to restore a search. Empty for a picture, which is not stored."""
+    """Return the link to restore a search. Empty for an image, which is not stored."""
     if query.kind == "picture":
         return ""
     values = {"kind": query.kind, query.kind: getattr(query, query.kind), "gallery": query.gallery}
@@ -79,7 +79,7 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
     Args:
         site: the page.
         asked: the search.
-        picture: a query picture's bytes.
+        picture: a query image's bytes.
 
     Raises:
         XcompatError: no model embeds the query, it is empty, unknown or unreadable, or a filter does not fit.
@@ -118,7 +118,7 @@ def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image
             raise XcompatError("enter the id of an item, as shown with a hit")
         return shelf.as_query(asked.item)
     if not asked.text.strip():
-        raise XcompatError("the query is empty; enter a text or choose a picture")
+        raise XcompatError("the query is empty; enter a text or choose an image")
     return asked.text
 
 
@@ -127,7 +127,7 @@ def _search_side(shelf: Shelf, side: Side, query: str | Image, where: dict[str, 
     if isinstance(query, Image) and not side.reads_pictures:
         return f"{side.embedder.name} embeds texts only"
     if isinstance(query, str) and not side.reads_texts:
-        return f"{side.embedder.name} embeds pictures only"
+        return f"{side.embedder.name} embeds images only"
     try:
         return shelf.search(side, query, DEPTH, where, keep)
     except FingerprintMismatchError as error:
@@ -171,8 +171,8 @@ def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
     lacking = {card["hit"].id for card in cards if card["picture"] is None and TEXT not in (card["hit"].metadata or {})}
     if not (shelf.sources and lacking):
         return ""
-    hits = f"{len(lacking)} hit{' has' if len(lacking) == 1 else 's have'} no picture"
-    return f"{hits}: --images has only readable pictures of {' and '.join(source.path.name for source in shelf.sources)}"
+    hits = f"{len(lacking)} hit{' has' if len(lacking) == 1 else 's have'} no image"
+    return f"{hits}: --images has only readable images of {' and '.join(source.path.name for source in shelf.sources)}"
 
 
 def _card(shelf: Shelf, side: Side, placed: PlacedHit, asked: SearchQuery, compared: bool) -> dict[str, Any]:

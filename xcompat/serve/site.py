@@ -1,4 +1,4 @@
-"""Page content: galleries with their pictures, both models, and a run's report."""
+"""Page content: galleries with their images, both models, and a run's report."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Side:
 
     @property
     def reads_pictures(self) -> bool:
-        """Whether it embeds pictures."""
+        """Whether it embeds images."""
         return any(self.embedder.processor.image_size)
 
 
 @dataclass
 class Source:
-    """Pictures or texts used to build a gallery.
+    """Images or texts used to build a gallery.
 
     Args:
         path: a folder, or any other input of ``gallery build``.
@@ -64,7 +64,7 @@ class Source:
 
     @cached_property
     def originals(self) -> Originals:
-        """Loaded pictures or texts.
+        """Loaded images or texts.
 
         Raises:
             XcompatError: the source cannot be read.
@@ -77,7 +77,7 @@ class Source:
         return {name: row for row, name in enumerate(originals.ids)} if isinstance(originals, Pictures) else {}
 
     def picture(self, item: str, named: Sequence[str]) -> Any:  # noqa: ANN401 - as data sets store images
-        """Return an item's picture as a file or a data set value, or None.
+        """Return an item's image as a file or a data set value, or None.
 
         Args:
             item: its id.
@@ -98,8 +98,8 @@ class Shelf:
     Args:
         title: page title.
         path: its folder.
-        sources: known pictures or texts it was built from, searched in order.
-        show: returns an item's picture by its id, for runs. None to use ``sources`` and metadata.
+        sources: known images or texts it was built from, searched in order.
+        show: returns an item's image by its id, for runs. None to use ``sources`` and metadata.
     """
 
     title: str
@@ -127,7 +127,7 @@ class Shelf:
 
         Args:
             side: the model.
-            query: a text or a picture.
+            query: a text or an image.
             top_k: maximum hits.
             where: filters.
             keep: whether to save a re-ranking's new embeddings in the gallery's folder.
@@ -153,7 +153,7 @@ class Shelf:
         return merge_originals([source.originals for source in self.sources])
 
     def picture(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
-        """Return an item's picture, or None if it is unknown or unreadable."""
+        """Return an item's image, or None if it is unknown or unreadable."""
         try:
             found = self.show(item) if self.show is not None else self._file(item, metadata)
             return found if found is None or isinstance(found, Image) else open_image(found)
@@ -166,7 +166,7 @@ class Shelf:
         return next(there, None) or next((Path(name) for name in named if is_file(name)), None)
 
     def as_query(self, item: str) -> str | Image:
-        """Return an item's picture or text, to search with.
+        """Return an item's image or text, to search with.
 
         Raises:
             XcompatError: there is no such item, or it has neither.
@@ -179,7 +179,7 @@ class Shelf:
             return picture
         if text := (about or {}).get(TEXT):
             return str(text)
-        raise XcompatError(f"{item!r} has no known picture or text; set the folder of pictures with --images")
+        raise XcompatError(f"{item!r} has no known image or text; set the folder of images with --images")
 
 
 def _lies_in(file: Path, folder: Path) -> bool:
@@ -249,7 +249,7 @@ class Site:
 
     @property
     def reranks(self) -> bool:
-        """Return true if hits can be re-embedded. A gallery may store its texts, but a run has only pictures by id."""
+        """Return true if hits can be re-embedded. A gallery may store its texts, but a run has only images by id."""
         return any(shelf.sources or shelf.show is None for shelf in self.shelves.values())
 
     @property

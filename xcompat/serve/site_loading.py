@@ -49,7 +49,7 @@ def load_site(
         target: folder of a gallery, or of a run with a report, or a faiss index.
         model: the new model. Required for a gallery or an index, default is the run's model.
         old: the old model. None to search a gallery only with the new model.
-        sources: known pictures or texts used to build a gallery.
+        sources: known images or texts used to build a gallery.
         allow_changes: whether the page may change galleries.
         ids: file with an index's ids, see :func:`~xcompat.retrieval.index_gallery.open_index`.
 
