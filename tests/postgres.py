@@ -45,7 +45,7 @@ def unit(count: int, dim: int, seed: int = 0) -> np.ndarray:
 
 def fill(database: Any, vectors: np.ndarray) -> None:
     """Make the table ``items`` anew, with a row for each vector."""
-    database.execute("DROP TABLE IF EXISTS items, xcompat_records CASCADE")
+    database.execute("DROP TABLE IF EXISTS items, xcompat_records, xcompat_demand CASCADE")
     database.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, embedding vector({vectors.shape[1]}))")
     rows = [(row, text(vector)) for row, vector in enumerate(vectors)]
     database.cursor().executemany("INSERT INTO items VALUES (%s, %s)", rows)

@@ -164,7 +164,7 @@ class PostgresPlace(Place):
 
     def clear(self) -> None:
         """Drop the table."""
-        self.connection.execute("DROP TABLE IF EXISTS items, xcompat_records CASCADE")
+        self.connection.execute("DROP TABLE IF EXISTS items, xcompat_records, xcompat_demand CASCADE")
 
     def uri(self, **options: str) -> str:
         """Return the address of the table."""

@@ -301,7 +301,7 @@ def test_captions_naming_missing_images(tmp_path: Path) -> None:
     [
         ("image,caption\n", {}, "contains no rows"),
         ("", {}, "cannot be read"),
-        ("image,caption\npics/00.png,a\n", {}, "no column named image"),
+        ("photo,caption\npics/00.png,a\n", {}, "no column named image"),
         ("image,caption\npics/00.png,a\n", {"caption_column": "captoin"}, "did you mean 'caption'"),
         ("image,caption\npics/00.png,\n", {}, "pics/00.png has no caption"),
         ("image,caption\npics/00.png,a dog, running\n", {}, "more fields than its header"),

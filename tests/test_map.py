@@ -769,7 +769,7 @@ def test_a_map_of_galleries_is_chosen_in_the_mapped_gallery() -> None:
     for labels_N in (pairs.labels_N, None):
         turned = replace(pairs, labels_N=labels_N).swapped()
         choice = choose_by_labels_or_agreement(turned, "known", 0, LINES)
-        assert choice.of_galleries and choice.rerank_weight is None and choice.mixed is None
+        assert choice.of_galleries and choice.reranked is None and choice.mixed is None
         model = fit(choice.candidate, CandidateParts(turned))
         assert model.maps_galleries and (model.config.old["dim"], model.config.embedding_dim) == (OLD, NEW)
         mapped, labels = model.upgrade(torch.from_numpy(pairs.old_Nd)).numpy(), pairs.labels_N

@@ -99,7 +99,7 @@ MISTAKES = {
     "evaluate good.yaml --old images --new images": "good.yaml does not apply to embeddings (--old and --new); remove it",
     "evaluate --old images --new images --data images": "--data does not apply to embeddings (--old and --new)",
     "evaluate --qrels texts.txt": "--qrels and --map need embeddings: set --old and --new to their folders",
-    "map --old nowhere.npy --new images": "nowhere.npy does not exist; use a faiss index, a gallery, a folder with",
+    "map --old nowhere.npy --new images": "nowhere.npy does not exist; use a faiss index, a gallery, a database's address",
     "map --old images --new empty": "empty lacks image_embeds.npy; it needs image_embeds.npy and image_ids.txt",
     "map --old texts.txt --new images": "texts.txt is not a file of embeddings",
     "map --old images --new images --memory-codec SQ9": "unknown memory codec 'SQ9'",

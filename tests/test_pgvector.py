@@ -34,7 +34,7 @@ OLD = Fingerprint.from_string("the old model")
 def database(postgres: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return a connection to an empty schema, which its own address finds first."""
     with psycopg.connect(postgres, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS items, others, xcompat_records CASCADE")
+        connection.execute("DROP TABLE IF EXISTS items, others, xcompat_records, xcompat_demand CASCADE")
         yield connection
 
 

@@ -30,7 +30,7 @@ DOCS = "collection = 'docs'"
 @pytest.fixture
 def database(postgres: str) -> Iterator[Any]:
     with psycopg.connect(postgres, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS items, others, xcompat_records CASCADE")
+        connection.execute("DROP TABLE IF EXISTS items, others, xcompat_records, xcompat_demand CASCADE")
         yield connection
 
 

@@ -104,7 +104,7 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
             advance_bar(bar, task, 10, "images")
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].split(",")[0] for line in said] == [" 30 of 100 (30 %)", " 60 of 100 (60 %)", " 90 of 100 (90 %)"]
-    assert all(line.startswith("  embedding images … e of a folder/run-7: ") for line in said)
+    assert all(line.startswith("  embedding images wi … e of a folder/run-7: ") for line in said)
     assert said[0].endswith(", 2 images/s, 12 s")
 
 

@@ -182,23 +182,30 @@ SampleSize = Annotated[
 AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best map, even if it can find less than old queries.")]
 
 
+OldSide = Annotated[
+    str,
+    typer.Option(
+        help="Old embeddings: faiss index, gallery, database address, file or folder. With --texts or --images: old model."
+    ),
+]
+NamedOldModel = Annotated[
+    str | None, typer.Option(help="Old model, or its name in the gallery. Default: recorded in --old, else the file name.")
+]
+TriedMemory = Annotated[
+    Literal["all", "transform", "none"],
+    typer.Option(help="Parts of a query memory to try. Only all keeps embeddings of training items."),
+]
+
+
 @app.command("map")
 def map_(
-    old: Annotated[
-        str,
-        typer.Option(
-            help="Old embeddings: faiss index, gallery, database address, file or folder. With --texts or --images: old model."
-        ),
-    ],
+    old: OldSide,
     new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts or --images, also the new model.")],
     ids: OldIds = None,
     images: OriginalImages = None,
     texts: SideTexts = None,
     out: Annotated[Path, typer.Option(help="Output folder for the model and report.json.")] = Path("runs/map"),
-    old_model: Annotated[
-        str | None,
-        typer.Option(help="Old model, or its name in the gallery. Default: recorded in --old, else the file name."),
-    ] = None,
+    old_model: NamedOldModel = None,
     new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and images.")] = None,
     searched_classes: SearchedClasses = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split and of --sample.")] = 0,
@@ -217,10 +224,7 @@ def map_(
     vector_name: VectorName = None,
     direction: MapDirection = "new_to_old",
     sample: SampleSize = None,
-    memory: Annotated[
-        Literal["all", "transform", "none"],
-        typer.Option(help="Memory parts to try. A memory contains training embeddings, a learned transform does not."),
-    ] = "all",
+    memory: TriedMemory = "all",
 ) -> None:
     """Fit a map from new queries to an old gallery, from embeddings alone.
 

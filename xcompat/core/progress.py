@@ -141,7 +141,7 @@ def shorten_middle(text: str, longest: int = 40) -> str:
 
     Example:
         >>> shorten_middle("embedding images with /data/models/clip-vit-base-patch32/run-7", 40)
-        'embedding images … -base-patch32/run-7'
+        'embedding images wi … -base-patch32/run-7'
     """
     if len(text) <= longest:
         return text

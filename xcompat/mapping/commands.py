@@ -119,9 +119,7 @@ def map_embeddings(asked: MapRequest) -> bool:
         decided = _decide(found, lines, theirs, asked, both)
     _say(decided)
     if not (decided.is_safe or asked.allow_worse):
-        is_unlabelled = decided.choice is not None and decided.choice.of_agreement
-        kept = f" The embeddings stay in {literal(_cache_folder(asked))} for the next run." if texts is not None else ""
-        console.print(_REFUSED.format(reason=_NO_EVIDENCE if is_unlabelled else _WORSE) + kept, soft_wrap=True)
+        _print_refusal(asked, decided)
         return False
     replacing = owned_path(out, MADE_BY, asked.overwrite, asked.existing_inputs, asked.inputs)
     with stage("fit the chosen map on all pairs", seconds), replacing as temporary:
@@ -146,6 +144,12 @@ def map_embeddings(asked: MapRequest) -> bool:
     if asked.direction == "old_to_new":
         console.print(f"Next: `xcompat migrate plan URI --model {literal(out)}`, or `xcompat gallery upgrade`", soft_wrap=True)
     return True
+
+
+def _print_refusal(asked: MapRequest, decided: _Decision) -> None:
+    is_unlabelled = decided.choice is not None and decided.choice.of_agreement
+    kept = f" The embeddings stay in {literal(_cache_folder(asked))} for the next run." if asked.texts is not None else ""
+    console.print(_REFUSED.format(reason=_NO_EVIDENCE if is_unlabelled else _WORSE) + kept, soft_wrap=True)
 
 
 def _compare_with_gallery(found: TextPairs, gallery: Path | None) -> TextPairs:

@@ -80,20 +80,18 @@ def pairs_of_texts(
 
     The new model embeds queries if the map receives queries, else gallery items. The old model embeds gallery items.
 
-    Stored ids are text ids or image paths. If no path is an id, file names are compared, then file names
-    without suffix.
+    Stored ids are text ids or image paths. If no path is an id, file names are compared, then file names without suffix.
 
     Args:
-        old: old model, or its embeddings (see :func:`~xcompat.mapping.sides.read_sides`); rows without ids are in the order of
-            the texts, or of the sorted image paths.
+        old: old model, or its embeddings; rows without ids are in the order of the texts, or of the sorted image paths.
         new: new model or its embeddings; with a service, the name of its model.
         texts: texts or images to embed, and optionally the service.
         cache_dir: folder with cached embeddings; another call continues there.
         max_bad_share: largest share of unusable stored rows or unreadable images.
         reading: column names, and the file with the old side's ids.
         direction: whether the map receives queries or stored embeddings.
-        sample: number of items to embed, drawn at random from those on both sides; None for all.
-        seed: random seed of the sample.
+        sample: number of items to embed, drawn at random by ``seed`` from those on both sides; None for all.
+        seed: of the sample.
 
     Returns:
         Pairs in text or image order.
@@ -101,43 +99,71 @@ def pairs_of_texts(
     Raises:
         XcompatError: both sides are embeddings, or they share no item.
     """
-    reading = reading or Reading()
-    old_source = _source(old, max_bad_share, reading)
-    service = texts.embed_with
-    new_source = _source(new, max_bad_share, reading._replace(ids=None)) if service is None else _provider(new, service, texts)
-    _require_model(old_source, new_source, texts)
-    items = load_pictures(texts.path, max_bad_share) if texts.are_pictures else load_text_items(texts.path)
+    old_source, new_source, items = _read_inputs(old, new, texts, max_bad_share, reading or Reading())
     ids: list[str] = items[ID][:]
-    old_source, new_source = (_with_ids_of(source, ids) if texts.are_pictures else source for source in (old_source, new_source))
     old_places_N, new_places_N = (_places(source, ids, texts.path) for source in (old_source, new_source))
-    kept_N = matched_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
-    if sample is not None and len(kept_N) > sample:
-        kept_N = np.sort(np.random.default_rng(seed).permutation(kept_N)[:sample])
-        notice(f"embedding a random sample of {sample:,} of {len(matched_N):,} items (seed {seed}); change it with --sample")
+    matched_N = np.flatnonzero((old_places_N >= 0) & (new_places_N >= 0))
+    kept_N = _draw_sample(matched_N, sample, seed)
     taken = items if len(kept_N) == len(items) else items.select(kept_N)
     asked = new_source.for_queries() if isinstance(new_source, Embedder) and direction == "new_to_old" else new_source
-    described = None
-    if isinstance(asked, Provider) and service is not None:
-        process_state()  # join the process group before the main process acts for all
-        described = from_main_process(partial(describe_service, asked, service, _cache_folder(asked, _digest(taken), cache_dir)))
-    sides = ((old_source, old_places_N[kept_N]), (asked, new_places_N[kept_N]))
+    described = _describe_asked(asked, texts, taken, cache_dir)
+    sides = (old_source, old_places_N[kept_N]), (asked, new_places_N[kept_N])
     if texts.are_pictures:
-        old_Nd, new_ND = (
-            _picture_embeddings(*side, taken, cache_dir, files_digest(str(texts.path)), max_bad_share) for side in sides
-        )
-        readable_N = np.flatnonzero(np.isfinite(old_Nd[:][:, 0]) & np.isfinite(new_ND[:][:, 0]))
-        old_Nd, new_ND, kept_N = RowSelection(old_Nd, readable_N), RowSelection(new_ND, readable_N), kept_N[readable_N]
+        old_Nd, new_ND, readable_N = _pair_images(sides, taken, texts.path, cache_dir, max_bad_share)
+        kept_N = kept_N[readable_N]
     else:
         old_Nd, new_ND = (_embeddings(source, taken, places_n, cache_dir) for source, places_n in sides)
     stored, places_N = (old_source, old_places_N) if isinstance(old_source, Side) else (new_source, new_places_N)
     labels_N = _classes(stored, places_N[kept_N])
     notes = _notes(stored, ids, matched_N, texts.path)
-    n_stored = int(old_source.usable_N.sum()) if isinstance(old_source, Side) else None
-    if isinstance(old_source, Side) and len(old_Nd) < int(old_source.usable_N.sum()):
+    n_stored = None
+    if isinstance(old_source, Side) and len(old_Nd) < (n_stored := int(old_source.usable_N.sum())):
         notes = (*notes, *describe_shift(old_Nd, sample_side(old_source), str(old)))
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
-    known = None if texts.are_pictures else taken[TEXT]
-    return TextPairs(PairedEmbeddings(new_ND, old_Nd, labels_N, notes, n_stored), old_model, new_model, described, known)
+    pairs = PairedEmbeddings(new_ND, old_Nd, labels_N, notes, n_stored)
+    return TextPairs(pairs, old_model, new_model, described, None if texts.are_pictures else taken[TEXT])
+
+
+def _read_inputs(
+    old: Place, new: Path, texts: TextInput, max_bad_share: float, reading: Reading
+) -> tuple[Source, Source, datasets.Dataset]:
+    """Return both sides, and the items with the ids of the sides."""
+    service = texts.embed_with
+    old_source = _source(old, max_bad_share, reading)
+    new_source = _source(new, max_bad_share, reading._replace(ids=None)) if service is None else _provider(new, service, texts)
+    _require_model(old_source, new_source, texts)
+    if not texts.are_pictures:
+        return old_source, new_source, load_text_items(texts.path)
+    items = load_pictures(texts.path, max_bad_share)
+    ids = items[ID][:]
+    return _with_ids_of(old_source, ids), _with_ids_of(new_source, ids), items
+
+
+def _describe_asked(asked: Source, texts: TextInput, taken: datasets.Dataset, cache_dir: Path) -> dict[str, Any] | None:
+    """Describe the service of the new side; return None without a service."""
+    if not isinstance(asked, Provider) or texts.embed_with is None:
+        return None
+    process_state()  # join the process group before the main process acts for all
+    folder = _cache_folder(asked, _digest(taken), cache_dir)
+    return from_main_process(partial(describe_service, asked, texts.embed_with, folder))
+
+
+def _draw_sample(matched_N: NDArray[np.int64], sample: int | None, seed: int) -> NDArray[np.int64]:
+    """Return a random sample of rows in order, with a notice; all rows if they are no more."""
+    if sample is None or len(matched_N) <= sample:
+        return matched_N
+    notice(f"embedding a random sample of {sample:,} of {len(matched_N):,} items (seed {seed}); change it with --sample")
+    return np.sort(np.random.default_rng(seed).permutation(matched_N)[:sample])
+
+
+def _pair_images(
+    sides: Sequence[tuple[Source, NDArray[np.int64]]], taken: datasets.Dataset, path: Path, cache_dir: Path, max_bad_share: float
+) -> tuple[Rows, Rows, NDArray[np.int64]]:
+    """Return both models' embeddings of the readable images, and the rows of these images."""
+    digest = files_digest(str(path))
+    old_Nd, new_ND = (_picture_embeddings(*side, taken, cache_dir, digest, max_bad_share) for side in sides)
+    readable_N = np.flatnonzero(np.isfinite(old_Nd[:][:, 0]) & np.isfinite(new_ND[:][:, 0]))
+    return RowSelection(old_Nd, readable_N), RowSelection(new_ND, readable_N), readable_N
 
 
 def _provider(new: Path, service: str, texts: TextInput) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,22 +12,47 @@ from xcompat.core.progress import notice_once
 
 if TYPE_CHECKING:
     from xcompat.retrieval.reranking import Reranker
-    from xcompat.stores.base import Rows, Store
+
+
+class CachingStore(Protocol):
+    """A :class:`~xcompat.stores.base.Store`, as far as a cache uses it."""
+
+    supports_cache: ClassVar[bool]
+    condition: str | None
+
+    @property
+    def uri(self) -> object:
+        """Address of the store."""
+
+    def read_current(self, ids: Sequence[str], space: str) -> tuple[dict[str, NDArray[np.float32]], Any]:
+        """Return current embeddings by id, and the rows without one."""
+
+    def write(self, space: str, rows: Any) -> int:  # noqa: ANN401 - rows as the store returned them
+        """Write the embeddings of unchanged rows."""
+
+    def count_demand(self, ids: Iterable[str]) -> None:
+        """Count a query's candidates."""
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """Return a record by name."""
+
+    def spaces(self) -> Mapping[str, Any]:
+        """Return the spaces by name."""
 
 
 class StoreEmbeddings:
     """New embeddings of a store's rows, in the space that a migration fills.
 
-    The migration continues with these embeddings. A row that changes loses its embedding, as in :meth:`Store.add_space`.
+    The migration continues with these embeddings. A row that changes loses its embedding, as in ``Store.add_space``.
 
     Args:
         store: the searched store.
         space: the migration's new space.
     """
 
-    def __init__(self, store: Store, space: str) -> None:
+    def __init__(self, store: CachingStore, space: str) -> None:
         self.store, self.space = store, space
-        self._missing: dict[str, Rows] = {}
+        self._missing: dict[str, Any] = {}
 
     def get(self, ids: Sequence[str], generation: int) -> dict[str, NDArray[np.float32]]:
         """Return the rows' current embeddings.
@@ -57,7 +82,7 @@ class StoreEmbeddings:
         self.store.count_demand(ids)
 
 
-def find_cache(store: Store, rerank: Reranker) -> StoreEmbeddings | None:
+def find_cache(store: CachingStore, rerank: Reranker) -> StoreEmbeddings | None:
     """Return the cache for a re-ranker's model, or None with a notice.
 
     Args:
