@@ -68,7 +68,7 @@ WAYS = (
     Way(OLD, 20),
     Way(NEW),
 )
-JUDGED = (Way(HALF_WAY), Way(HALF_WAY, 20), Way(OLD, 20), Way(NEW))
+JUDGED = tuple(way for way in WAYS if str(way) != OLD and way.old_weight)
 """Ways whose gains are printed with intervals."""
 
 
@@ -161,7 +161,8 @@ def show(title: str, columns: list[Column], metrics: tuple[str, ...]) -> bool:
         console.print(f"\n| {title}: gain at {metric} | {' | '.join(map(str, JUDGED))} |\n|---|{'---:|' * len(JUDGED)}")
         for column in columns:
             found = [column.compare(str(way), metric) for way in JUDGED]
-            sure &= all(high >= 0 for (_, _, high), way in zip(found, JUDGED, strict=True) if way.depth)
+            by_way = dict(zip(JUDGED, found, strict=True))
+            sure &= all(by_way[Way(candidates, 20)][2] >= 0 for candidates in (HALF_WAY, OLD))
             console.print(f"| {column.name} | {' | '.join(gain_with_interval(*gain) for gain in found)} |")
     return sure
 
