@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xcompat.core.arrays import forget_pages
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, SwappedEmbeddings
 from xcompat.mapping.thresholds import fit_thresholds
 from xcompat.models import CompatModel
@@ -91,4 +92,6 @@ def _both_sides(new_ND: Rows, old_Nd: Rows, rows: NDArray[np.int64]) -> tuple[Te
 
 
 def _tensor(embeds_ND: Rows, rows: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.array(embeds_ND[np.sort(rows)], np.float32))
+    drawn = torch.from_numpy(np.array(embeds_ND[np.sort(rows)], np.float32))
+    forget_pages(embeds_ND)
+    return drawn

@@ -9,6 +9,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -19,7 +20,6 @@ from xcompat.models.mapped import MappedConfig, MappedModel
 from xcompat.models.old_knowledge import Rows
 
 BLOCK = 8192  # rows per block of float64 copies
-STRIPS = 4
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class Moments:
         Raises:
             XcompatError: there are no pairs.
         """
-        count, sums = 0, list[Tensor]()
+        count, sums = 0, list[NDArray[np.float64]]()
         for new_BD, old_Bd in batches:
-            new, old = new_BD.double(), old_Bd.double()
-            parts = [new.sum(0), old.sum(0), _gram(new), new.T @ old, _gram(old)]
-            count, sums = count + len(new), list(map(torch.add, sums, parts)) if sums else parts
+            new, old = (side.cpu().numpy().astype(np.float64) for side in (new_BD, old_Bd))
+            # NumPy computes half of a symmetric product, and beside PyTorch's products two thread pools would compete
+            parts = [new.sum(0), old.sum(0), new.T @ new, new.T @ old, old.T @ old]
+            count, sums = count + len(new), list(map(np.add, sums, parts)) if sums else parts
         if not count:
             raise XcompatError("a closed-form map needs paired embeddings, but there are none; check both models' embeddings")
-        return cls(count, *sums)
+        return cls(count, *map(torch.from_numpy, sums))
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the mean new embedding (D,) and the mean old embedding (d,)."""
@@ -70,18 +71,6 @@ class Moments:
         new_mean_D, old_mean_d = self.means()
         covariance_DD = self.new_new_DD / self.count - torch.outer(new_mean_D, new_mean_D)
         return covariance_DD, self.new_old_Dd / self.count - torch.outer(new_mean_D, old_mean_d)
-
-
-def _gram(rows_BD: Tensor) -> Tensor:
-    """Return XᵀX. Computing strips of the upper triangle takes 5/8 of the products."""
-    dim = rows_BD.shape[1]
-    gram_DD = rows_BD.new_empty(dim, dim)
-    for strip in torch.arange(dim).tensor_split(STRIPS):
-        if len(strip):
-            first, last = int(strip[0]), int(strip[-1]) + 1
-            gram_DD[first:last, first:] = rows_BD[:, first:last].T @ rows_BD[:, first:]
-            gram_DD[last:, first:last] = gram_DD[first:last, last:].T
-    return gram_DD
 
 
 def solve_ridge(moments: Moments, regularisation: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
