@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jinja2 import TemplateError
 from PIL.Image import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers.processing_utils import ProcessorMixin
 
 from xcompat.core.distributed import barrier, device, is_main_process, process_state, rank, world_size
 from xcompat.core.errors import XcompatError, describe_error
@@ -53,9 +55,6 @@ class Captioner:
     """
 
     def __init__(self, name: str, revision: str | None = None, max_tokens: int = 30, prompt: str | None = None) -> None:
-        from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
-        from transformers.processing_utils import ProcessorMixin
-
         name, named = split_revision(name)
         where: dict[str, Any] = {"revision": revision or named or "main", "trust_remote_code": False}
         try:

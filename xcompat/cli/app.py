@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from xcompat import __version__
@@ -35,7 +36,7 @@ from xcompat.cli.quickstart import demo
 from xcompat.core import failures
 from xcompat.core.distributed import end_processes
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import announce_loading
+from xcompat.core.progress import announce_loading, console, silence_libraries
 
 INTERRUPTED = 130  # Typer's exit code after Ctrl-C
 
@@ -404,7 +405,6 @@ def compare(
 def report(run: Annotated[Path, typer.Argument(help="Run folder, or a folder with a report.")]) -> None:
     """Print the report of a finished run, and draw its page and plots again."""
     import xcompat.report as reports
-    from xcompat.core.progress import console
 
     reports.load_report(run)  # what is missing is said before what draws is imported
     reports.render_report(run)
@@ -432,7 +432,6 @@ def push(
     """Push a model to the Hub, with a card of its results and compatible galleries."""
     if merged and adapters_only:
         raise XcompatError("--merged and --adapters-only cannot be combined; remove --merged or --adapters-only")
-    from xcompat.core.progress import console, silence_libraries
     from xcompat.training.record import find_model
 
     find_model(target)
@@ -466,8 +465,6 @@ def lineage(
     name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="Checkpoint on the Hub, or a folder.")],
 ) -> None:
     """Show a checkpoint's chain of compatible older models."""
-    from rich.console import Console
-
     from xcompat.hub.lineage import draw, require_whole, trace_lineage
 
     traced = trace_lineage(name)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from xcompat.cli.options import parse_hit_count
+from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import announce_loading
+from xcompat.core.progress import announce_loading, console, literal, silence_libraries
 
 if TYPE_CHECKING:
     from xcompat.stores.shadow import SearchSetup
@@ -86,7 +87,6 @@ def plan(
     """
     if plot is not None and plot.exists():
         raise XcompatError(f"{plot} exists; choose another file with --plot")
-    from xcompat.core.progress import console, literal
     from xcompat.report import load_report
     from xcompat.report.planning import Traffic, draw_plan, plan_ways
     from xcompat.report.terminal import print_plan
@@ -115,8 +115,6 @@ def _queries(source: str, limit: int | None) -> Sequence[str] | Iterator[str]:
 
 def _way(model: str, rerank: int | None = None, originals: Path | None = None, rerank_with: str = "") -> SearchSetup:
     from xcompat.cli.gallery import load_reranker
-    from xcompat.core.distributed import device
-    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import load_embedder
     from xcompat.retrieval.fallback import Fallback
     from xcompat.stores.shadow import SearchSetup

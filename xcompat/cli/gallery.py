@@ -38,8 +38,9 @@ from xcompat.cli.options import (
     WorkerCount,
     print_json,
 )
+from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import announce_loading
+from xcompat.core.progress import announce_loading, notice, results_on_stdout, silence_libraries
 
 if TYPE_CHECKING:
     from xcompat.core.fingerprint import Fingerprint
@@ -125,8 +126,6 @@ def adopt(
 
 
 def _printing_results(is_printing: bool) -> AbstractContextManager[object]:
-    from xcompat.core.progress import results_on_stdout
-
     return results_on_stdout() if is_printing else nullcontext()
 
 
@@ -296,7 +295,6 @@ def upgrade(
 
 def _warn_of_backfill(gallery: Gallery, model: str) -> None:
     """Warn before anything is embedded if the model's report shows a loss after re-embedding."""
-    from xcompat.core.progress import notice
     from xcompat.report import recorded_backfill_losses
     from xcompat.report.wording import backfill_warning
 
@@ -520,7 +518,6 @@ def _open(folder: Path) -> Gallery:
 
 def _old_model(typed: Queries, source: QuerySource, fallback: str, below: float | None) -> Fallback | None:
     """Load the old model of --old-model or of the map. Queries given as embeddings cannot be re-embedded."""
-    from xcompat.core.distributed import device
     from xcompat.retrieval.embedded_queries import EmbeddedQueries
     from xcompat.retrieval.fallback import Fallback
 
@@ -552,8 +549,6 @@ def _load(model: str, dtype: Dtype = "float32", side_info: str | None = None) ->
     announce_loading(model, side_info)
     import torch
 
-    from xcompat.core.distributed import device
-    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import load_embedder
 
     silence_libraries()
@@ -568,8 +563,6 @@ def _load_map(model: str) -> CompatModel:
     announce_loading(model)
     import torch
 
-    from xcompat.core.distributed import device
-    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import is_checkpoint, load_checkpoint
 
     if not is_checkpoint(folder):

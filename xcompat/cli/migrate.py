@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 
 from xcompat.cli.options import Engine, GpusPerWorker, Json, PricePerMillion, RequestsPerMinute, WorkerCount, print_json
+from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import announce_loading
+from xcompat.core.progress import announce_loading, console, results_on_stdout, silence_libraries
 
 if TYPE_CHECKING:
     from xcompat.stores import Store
@@ -67,7 +68,6 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show the cost and result of a migration. Writes nothing."""
-    from xcompat.core.progress import console
     from xcompat.report import print_quality
     from xcompat.stores import commands
 
@@ -205,8 +205,6 @@ def finish(
 
 
 def _messages_on_stderr(is_json: bool) -> AbstractContextManager[None]:
-    from xcompat.core.progress import results_on_stdout
-
     return results_on_stdout() if is_json else nullcontext()
 
 
@@ -297,8 +295,6 @@ def _vector_source(model: str, embed: str | None, image_folder: str | None, serv
     announce_loading(model)
     import torch
 
-    from xcompat.core.distributed import device
-    from xcompat.core.progress import silence_libraries
     from xcompat.models.embedder import load_checkpoint, load_embedder
     from xcompat.stores.embedding import Embedding
     from xcompat.stores.mapping import Mapping

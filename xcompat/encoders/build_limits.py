@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json
 from xcompat.core.paths import is_local
@@ -174,8 +176,6 @@ def weights_of(name: str) -> TensorCounts | None:
 
 
 def _count_weights(folders: list[Path]) -> TensorCounts | None:
-    from safetensors import SafetensorError, safe_open
-
     files = [file for folder in folders for pattern in ("*.safetensors", "*/*.safetensors") for file in folder.glob(pattern)]
     tensors = numbers = 0
     try:

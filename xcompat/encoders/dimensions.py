@@ -14,7 +14,7 @@ from xcompat.core.files import read_json
 from xcompat.core.paths import is_local
 from xcompat.encoders import EncoderSource
 from xcompat.encoders.build_limits import check_config, limit_model_size
-from xcompat.encoders.scratch import ScratchSource
+from xcompat.encoders.scratch import ScratchSource, image_model
 from xcompat.encoders.text_files import MODEL_CONFIG, MODULES, SENTENCE_TRANSFORMERS
 
 _OPENAI = re.compile(r"openai/clip-vit-(base|large)-patch(\d+)(?:-\d+)?")
@@ -55,8 +55,6 @@ def scratch_dim(source: ScratchSource) -> int | None:
     """Return an architecture's D for training from scratch."""
     if not source.image_only:
         return _dim_of_config(source.model, "model")
-    from xcompat.encoders.scratch import image_model
-
     with torch.device("meta"):
         config, model = image_model(source)
     return _measured_dim(model, source.image_size or int(getattr(config, "image_size", EDGE)))

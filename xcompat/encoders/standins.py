@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import BertConfig
+
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.encoders.base import Encoder, architecture_of
 from xcompat.encoders.processor import Processor
@@ -122,8 +125,6 @@ def small_scratch(source: ScratchSource, dim: int) -> ScratchSource:
 
 
 def _open_clip(dim: int, seed: int) -> tuple[Encoder, Processor]:
-    import torch
-
     from xcompat.encoders.open_clip_encoder import build_open_clip_encoder, load_open_clip_processor
 
     model_cfg = {
@@ -144,9 +145,6 @@ def _open_clip(dim: int, seed: int) -> tuple[Encoder, Processor]:
 
 
 def _text_stand_in(dim: int, seed: int) -> tuple[Encoder, Processor]:
-    import torch
-    from transformers import BertConfig
-
     from xcompat.encoders.text_encoder import build_text_encoder
     from xcompat.encoders.text_processor import make_text_processor
 

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    SiglipImageProcessorPil,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE, TOKENIZER_CONFIG_FILE
@@ -309,7 +310,5 @@ def image_edge(config: PreTrainedConfig) -> int:
 
 def _square_siglip2_processor(config: PreTrainedConfig) -> BaseImageProcessor:
     """Return a fixed-size image processor; SigLIP 2's would cut patches."""
-    from transformers import SiglipImageProcessorPil
-
     edge = image_edge(config)
     return SiglipImageProcessorPil(size={"height": edge, "width": edge}, image_mean=[0.5] * 3, image_std=[0.5] * 3)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from xcompat.core.errors import XcompatError, describe_error
 from xcompat.core.threads import usable_cores
 from xcompat.engines.partitions import Job, PartResult
@@ -35,8 +37,6 @@ def run(job: Job, parts: Sequence[Part], workers: int | None = None, gpus: float
         from daft.runners import get_or_infer_runner_type
     except ImportError:
         raise XcompatError('--engine daft needs Daft; install it with `pip install -e ".[daft]"` in a clone of xcompat') from None
-    import torch
-
     there = torch.cuda.device_count()
     gpus = gpus if gpus is not None else min(there, 1)
     most = int(there / gpus) if gpus else usable_cores()

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
+import pyarrow as pa
+from pyarrow import fs
+
 from xcompat.core.errors import XcompatError, describe_error
 from xcompat.core.files import atomic_path
 from xcompat.core.paths import nearest_path
@@ -31,9 +34,6 @@ def resolve_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     Raises:
         XcompatError: the file system is unknown or unreachable.
     """
-    import pyarrow as pa
-    from pyarrow import fs
-
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).expanduser().resolve())
     try:
@@ -51,8 +51,6 @@ def list_parquet_files(uri: str) -> list[fs.FileInfo]:
     Raises:
         XcompatError: there are none, or they can contain deleted rows.
     """
-    from pyarrow import fs
-
     system, path = resolve_filesystem(uri)
     found = _info(system, path, uri)
     if found.type == fs.FileType.NotFound:
@@ -87,8 +85,6 @@ def list_parquet_files(uri: str) -> list[fs.FileInfo]:
 
 def names_in(uri: str) -> list[str]:
     """Return the visible names in a folder. It need not exist."""
-    from pyarrow import fs
-
     system, path = resolve_filesystem(uri)
     if _info(system, path, uri).type == fs.FileType.File:
         raise XcompatError(f"{uri} is a file; choose a folder for --out")
@@ -148,8 +144,6 @@ def write_to(uri: str, name: str) -> Iterator[IO[bytes]]:
 
 def is_local(system: fs.FileSystem) -> bool:
     """Return whether a file system is local."""
-    from pyarrow import fs
-
     return isinstance(system, fs.LocalFileSystem)
 
 

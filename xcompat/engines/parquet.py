@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from xcompat.core.errors import XcompatError, describe_error
 from xcompat.engines.filesystems import list_parquet_files, open_file, state_of
 from xcompat.engines.sources import Part, Source, split_into_parts
@@ -31,8 +34,6 @@ class ParquetFiles:
 
     def blocks(self, part: Part, wanted: Callable[[Sequence[str]], list[str]], rows: int) -> Iterator[pa.RecordBatch]:
         """Read a part, and raise if its file has changed."""
-        import pyarrow.parquet as pq
-
         self._require_unchanged(part)
         with open_file(self.uri, part.file) as file:
             content = pq.ParquetFile(file, buffer_size=2**20, page_checksum_verification=True)
@@ -90,9 +91,6 @@ def read_files(uri: str, files: Sequence[fs.FileInfo], check: Callable[[str, pa.
 
 
 def _footer(uri: str, path: str) -> tuple[str, pq.FileMetaData]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         state = state_of(uri, path)
         with open_file(uri, path) as file:

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from xcompat.core.checksums import HashedFile
 from xcompat.core.errors import XcompatError, describe_error, nearest
 from xcompat.data.images import UnusableSampleError, open_image
@@ -83,8 +86,6 @@ class Job:
 
     def __call__(self, part: Part) -> PartResult:
         """Make a part. Errors are returned: engines wrap exceptions."""
-        import pyarrow as pa
-
         try:
             return self._make(part)
         except (XcompatError, OSError, pa.ArrowException) as error:
@@ -97,9 +98,6 @@ class Job:
 
     def inspect_part(self, part: Part) -> PartState | None:
         """Return the gaps in an existing file, or None if it has another origin."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         try:
             with open_file(self.out, path_in(self.out, part.name)) as file:
                 footer = pq.read_metadata(file)
@@ -123,8 +121,6 @@ class Job:
         return {"plan": self.plan, "part": str(part.number), "fingerprint": made.digest, "model": made.name}
 
     def _make(self, part: Part) -> PartResult:
-        import pyarrow.parquet as pq
-
         cut, unread = -self.model.texts_cut, list[tuple[str, str | None]]()
         kept = {ABOUT: json.dumps(self.describe_part(part), sort_keys=True).encode()}
         with write_to(self.out, part.name) as file:
@@ -146,8 +142,6 @@ class Job:
         return PartResult(part.number, part.rows, len(unread), example, cut + self.model.texts_cut)
 
     def _tables(self, part: Part) -> Iterator[pa.Table]:
-        import pyarrow as pa
-
         before = 0
         for batch in self.reader.blocks(part, self._columns_to_read, ROWS[self.model.reads]):
             if batch.column(self.id_column).null_count:

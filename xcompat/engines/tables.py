@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from xcompat.core.errors import XcompatError, nearest
@@ -81,8 +82,6 @@ class TableModel:
     @property
     def field(self) -> pa.Field:
         """Return the output field: ``embedding``, lists of D numbers."""
-        import pyarrow as pa
-
         return pa.field(EMBEDDING, pa.list_(pa.float32() if self.dtype == "float32" else pa.float16(), self.dim))
 
     @property
@@ -104,8 +103,6 @@ class TableModel:
             XcompatError: the column is missing or unsuitable, a row is empty, or a vector or embedding is not usable.
             FingerprintMismatchError: this machine has another model under the name.
         """
-        import pyarrow as pa
-
         if self.column not in table.column_names:
             raise XcompatError(f"there is no column {self.column!r}; {nearest(self.column, table.column_names)}")
         model = self._model()
@@ -144,8 +141,6 @@ class TableModel:
         return mapping(checked_embeddings(rows_ND, "cosine", lambda row: f"{where} row {before + row + 1:,}"))
 
     def _fill_nulls(self, column: pa.Array, before: int) -> pa.Array:
-        import pyarrow as pa
-
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if kind_of(kind) not in {"texts": ("text",), "images": ("text", "image")}[self.reads]:
             raise XcompatError(f"column {self.column!r} has type {kind}, not {self.reads}; choose another column")
@@ -155,8 +150,6 @@ class TableModel:
         return column
 
     def _as_arrow(self, embeds_ND: NDArray[np.float32], unread_N: NDArray[np.bool_], before: int) -> pa.Array:
-        import pyarrow as pa
-
         wrong = np.flatnonzero(~np.isfinite(embeds_ND).all(axis=1) & ~unread_N)
         if len(wrong):
             raise XcompatError(
@@ -169,8 +162,6 @@ class TableModel:
 
 def kind_of(column: pa.DataType) -> Literal["vector", "text", "image", "other"]:
     """Return the kind of content of a column type. Text can be image paths."""
-    import pyarrow as pa
-
     types = pa.types
     if types.is_list(column) or types.is_large_list(column) or types.is_fixed_size_list(column):
         return "vector"

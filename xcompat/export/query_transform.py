@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import faiss
 import torch
 from torch import Tensor, nn
 
@@ -42,8 +43,6 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     Raises:
         XcompatError: the map is not linear, the index has another dimension or model, or ``out`` is another file.
     """
-    import faiss
-
     index_file, length, version = index_of(Path(index), model)
     steps = linear_steps(model, version)
     read = [index_file, Path(index), *sources_of(model)]
@@ -74,8 +73,6 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
 
 def _linear(weight_dD: Tensor, bias_d: Tensor) -> Any:  # noqa: ANN401 - faiss has no types
     """Return the transform x ↦ W·x + b."""
-    import faiss
-
     linear = faiss.LinearTransform(weight_dD.shape[1], weight_dD.shape[0], True)
     faiss.copy_array_to_vector(weight_dD.numpy().ravel(), linear.A)
     faiss.copy_array_to_vector(bias_d.numpy(), linear.b)
@@ -165,6 +162,4 @@ def reads_features(model: CompatModel) -> bool:
 
 def _normalised_inputs(model: CompatModel, new_dim: int) -> list[Any]:
     """Return the transform that normalises penultimate features. Embeddings have length 1 already."""
-    import faiss
-
     return [faiss.NormalizationTransform(new_dim)] if reads_features(model) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import faiss
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,8 +29,6 @@ class Codec:
     """
 
     def __init__(self, name: str, dim: int) -> None:
-        import faiss
-
         self.dim = dim
         if not dim:
             self.size = self.n_learned = 0
@@ -47,8 +46,6 @@ class Codec:
 
     def train(self, embeds_ND: NDArray[np.float32]) -> Tensor:
         """Learn the parameters from embeddings (N, D) and return them as float32."""
-        import faiss
-
         if not self.dim:
             return torch.empty(0)
         if len(embeds_ND) < self.fewest:
@@ -58,8 +55,6 @@ class Codec:
 
     def restore(self, learned_F: NDArray[np.float32]) -> Codec:
         """Set the learned parameters."""
-        import faiss
-
         if self.dim:
             faiss.copy_array_to_vector(learned_F, learned_of(self.index))
             self.index.is_trained = True
@@ -94,8 +89,6 @@ def open_lists(
     Returns:
         A faiss index with inner product; ids are the codes' rows.
     """
-    import faiss
-
     assert codes_KB.flags.c_contiguous and sum(sizes_L) == len(codes_KB), "faiss would read invalid memory"
     count, dim = centroids_LD.shape
     index = faiss.index_factory(dim, f"IVF{count},{name}", faiss.METRIC_INNER_PRODUCT)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedConfig
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
@@ -243,8 +243,6 @@ def is_checkpoint(name: str, revision: str | None = None) -> bool:
     folder = Path(name)
     if folder.is_dir():
         return is_xcompat_model(folder)
-    from transformers import PreTrainedConfig
-
     try:
         return str(PreTrainedConfig.get_config_dict(name, revision=revision or "main")[0].get("model_type", "")).startswith(
             "xcompat"

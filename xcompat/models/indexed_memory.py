@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from faiss import Kmeans
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -123,8 +124,6 @@ class IndexedMemory(QueryMemory):
         Raises:
             XcompatError: there are too few entries for the codec, or it does not fit their dimensions.
         """
-        from faiss import Kmeans
-
         lists = min(_LISTS, math.ceil(4 * math.sqrt(entries)), math.ceil(entries / _PER_LIST))
         sample_S = np.sort(np.random.default_rng(0).permutation(entries)[: max(_SAMPLED, _PER_LIST * lists)])
         keys_SD, values_Sd = keys(sample_S), values(sample_S)

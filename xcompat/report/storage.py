@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import read_json, write_json
@@ -241,8 +243,6 @@ def load_report(path: str | Path) -> Report:
 
 def _save_data(path: Path, report: Report) -> None:
     """Write values per query, maps and thumbnails, with a :class:`_Layout` as metadata."""
-    from safetensors.numpy import save
-
     tensors = {f"ranks.{i}": ranks_Q.astype(np.int32) for i, ranks_Q in enumerate(report.ranks.values())}
     tensors |= {f"precision.{i}": values_Q.astype(np.float32) for i, values_Q in enumerate(report.average_precision.values())}
     tensors |= {f"clusters.{i}": clusters_Q.astype(np.int32) for i, clusters_Q in enumerate(report.clusters.values())}
@@ -278,8 +278,6 @@ def _save_data(path: Path, report: Report) -> None:
 
 def _load_data(path: Path) -> dict[str, Any]:
     """Return the report fields of the data file; empty without a file."""
-    from safetensors import SafetensorError, safe_open
-
     if not path.exists():
         return {}
     try:

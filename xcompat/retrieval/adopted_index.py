@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -138,8 +139,6 @@ def stamp_of(path: Path) -> Stamp:
 
 def sampled_checksum(path: Path) -> str:
     """Return the XXH3-128 checksum of evenly spaced file blocks."""
-    import xxhash
-
     digest = xxhash.xxh3_128()
     last = max(path.stat().st_size - BLOCK_BYTES, 0)
     with path.open("rb") as file:

@@ -23,6 +23,7 @@ from xcompat.retrieval.faiss_building import EXACT
 from xcompat.retrieval.gallery import Gallery
 from xcompat.retrieval.hit_output import QueryResult, short, wanted_metadata
 from xcompat.retrieval.manifest import CURRENT, Manifest, VersionRecord, previous_generation, read_manifest
+from xcompat.retrieval.upgrading import plan_upgrade
 from xcompat.retrieval.versions import fits, require_joinable, require_views
 
 if TYPE_CHECKING:
@@ -217,8 +218,6 @@ def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Executo
 
 
 def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Executor) -> None:
-    from xcompat.retrieval.upgrading import plan_upgrade
-
     plan = plan_upgrade(gallery, model)
     size = f"{decimal(plan.nbytes)} in addition to the existing {decimal(_size(gallery))}"
     cost = f"about {_duration(plan.seconds)} plus time to load the model, {size}"

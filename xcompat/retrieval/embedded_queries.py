@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import notice
 from xcompat.data.schema import IMAGE_COLUMNS
 from xcompat.data.texts import TEXT_COLUMNS
+from xcompat.models.base import CompatModel
 from xcompat.retrieval.queries import QueryBlock
 from xcompat.vectors import Vectors, check_rows, read_vectors
 from xcompat.vectors.checks import BAD_SHARE
@@ -143,9 +145,6 @@ def _read_ids(file: Path, vectors: Vectors) -> list[str] | None:
 
 def _describe_dim(model: Model) -> tuple[int, Any] | None:
     """Return the dimension and a function for advice; None for a fingerprint."""
-    from xcompat.core.fingerprint import Fingerprint
-    from xcompat.models.base import CompatModel
-
     if isinstance(model, Fingerprint):
         return None
     if not isinstance(model, CompatModel):

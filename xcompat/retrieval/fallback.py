@@ -61,8 +61,6 @@ class OldQueries(NamedTuple):
             FingerprintMismatchError: the old model did not make the stored embeddings.
             XcompatError: old and new queries differ in shape.
         """
-        import torch
-
         old_Qd = query_view(self.model, self.embeds_Qd, version)
         if old_Qd is None:
             if not takes_old_queries(model, version):

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from xcompat.core.errors import XcompatError
@@ -280,12 +281,8 @@ def _marks(part: Sequence[bytes]) -> str:
 
 
 def _hash(name: str) -> bytes:
-    import xxhash
-
     return xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass"))
 
 
 def _checksum(embedding: bytes) -> bytes:
-    import xxhash
-
     return xxhash.xxh3_64_digest(embedding)

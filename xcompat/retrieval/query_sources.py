@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
+from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.paths import model_folder
+from xcompat.core.progress import silence_libraries
+from xcompat.embeddings.provider import ServedMap
+from xcompat.models.base import CompatModel
+from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
 from xcompat.retrieval import argument_checks
 from xcompat.retrieval.embedded_queries import EmbeddedQueries, find_content
+from xcompat.retrieval.queries import TypedQuery, load_queries
 from xcompat.vectors.checks import BAD_SHARE
 
 if TYPE_CHECKING:
@@ -78,14 +87,7 @@ def load_queries_and_model(
     if max_bad_share is not None:
         raise XcompatError("--max-bad-share works with embedded queries only; remove it")
     argument_checks.require_models(model, fallback)
-    from xcompat.retrieval.queries import TypedQuery, load_queries
-
     typed = TypedQuery(query) if query is not None else load_queries(str(queries))
-    from xcompat.core.distributed import device
-    from xcompat.core.progress import silence_libraries
-    from xcompat.embeddings.provider import ServedMap
-    from xcompat.models.embedder import load_embedder
-
     silence_libraries()
     return typed, load_embedder(model, device(), None) if embed_with is None else ServedMap.load(model, embed_with)
 
@@ -95,12 +97,6 @@ def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel |
     if (name := Fingerprint.from_string(model)) in known:
         return name
     argument_checks.require_models(model)
-    import torch
-
-    from xcompat.core.distributed import device
-    from xcompat.core.paths import model_folder
-    from xcompat.core.progress import silence_libraries
-    from xcompat.models.embedder import is_checkpoint, load_checkpoint, load_embedder
 
     silence_libraries()
     if not is_checkpoint(model_folder(model)):
@@ -110,6 +106,4 @@ def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel |
 
 def _takes_embeddings_alone(model: CompatModel | Embedder | Fingerprint) -> bool:
     """Return whether the model is a map without a known encoder."""
-    from xcompat.models.base import CompatModel
-
     return isinstance(model, CompatModel) and model.embeds_in_memory and model.config.encoder is None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from xcompat.core.checksums import FileRecord, difference, file_record
@@ -52,8 +53,6 @@ def write_segment(folder: Path, items: Items, version: str, backend: Backend) ->
 
 def write_rows(folder: Path, items: Items) -> None:
     """Write ids, metadata and the sorted hashes for id lookup into a segment folder."""
-    import pyarrow as pa
-
     columns = {"id": pa.array(items.ids, pa.large_string()), "metadata": pa.array(items.metadata, pa.large_string())}
     table = pa.table(columns)
     with pa.OSFile(str(folder / ROWS_FILE), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
@@ -126,8 +125,6 @@ class Segment:
 
     @cached_property
     def _rows(self) -> pa.Table:
-        import pyarrow as pa
-
         return pa.ipc.open_file(pa.memory_map(str(self._file(ROWS_FILE)))).read_all()
 
     @cached_property
@@ -308,8 +305,6 @@ def _map_file(path: Path) -> NDArray[Any]:
 
 
 def _indices(rows_n: NDArray[np.int64]) -> pa.Array:
-    import pyarrow as pa
-
     return pa.array(np.asarray(rows_n, np.int64))
 
 

@@ -15,6 +15,7 @@ from xcompat.core.progress import console, literal
 from xcompat.retrieval.hit_output import QueryResult
 from xcompat.stores import migration
 from xcompat.stores.base import Store
+from xcompat.stores.padding import is_padded
 
 if TYPE_CHECKING:
     from xcompat.models.embedder import Embedder
@@ -117,7 +118,6 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
     """Compare a sample with a model's embeddings, and raise if most differ."""
     from xcompat.retrieval.doctor import SAME
     from xcompat.stores.doctor import examine_store
-    from xcompat.stores.padding import is_padded
 
     own, found = store.spaces()[store.space], examine_store(store, embedder, held)
     if own.dim not in (None, embedder.dim) and not is_padded(store, embedder.dim):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from xcompat.core.distributed import device
@@ -139,7 +140,6 @@ def _search_results(evaluation: Evaluation, direction: str, row: int | None) -> 
 
 
 def _write(rows: list[dict[str, Any]], out: Path, overwrite: bool, read: Path) -> None:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -8,6 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.data import (
     CorpusSource,
@@ -136,10 +140,6 @@ def _check_pairs(source: PairSource) -> bool:
 
 
 def _first_rows(file: Path) -> datasets.Dataset:
-    import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         table = pq.ParquetFile(file)
         batches = list(islice(table.iter_batches(batch_size=ROWS), 1))

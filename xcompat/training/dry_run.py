@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+from PIL import Image
 from rich.table import Table
 
 from xcompat.core.distributed import is_main_process, world_size
@@ -104,8 +106,6 @@ def _print_plan(recipe: Recipe) -> list[str]:
 
 @contextmanager
 def _cache_in(folder: Path) -> Iterator[None]:
-    import datasets
-
     before = datasets.config.HF_DATASETS_CACHE
     datasets.config.HF_DATASETS_CACHE = folder
     try:
@@ -268,8 +268,6 @@ def _usual_type(settings: StageRecipe, role: str, name: str, projected: set[str]
 
 def _tiny_images(folder: Path, name: str) -> str:
     """Write coloured squares of four classes with captions short enough for stand-ins."""
-    from PIL import Image
-
     where = folder / name
     if not where.exists():
         where.mkdir()

@@ -11,6 +11,7 @@ from xcompat.core.errors import MissingPathError, XcompatError, collect_problems
 from xcompat.core.progress import announce_loading
 from xcompat.data.sources import local_files
 from xcompat.encoders import require_model
+from xcompat.mapping.indexes import is_index
 from xcompat.training.headers import add_layout_to_errors
 from xcompat.training.input_checks import check_paths
 from xcompat.training.recipe import Recipe, examine_recipe, load_recipe
@@ -149,7 +150,6 @@ def require_served(
     Raises:
         XcompatError: something is missing.
     """
-    from xcompat.mapping.indexes import is_index
     from xcompat.retrieval.manifest import CURRENT  # imports faiss, which takes as long as all the rest
 
     folder = Path(target)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
+from transformers import AutoModel
 
 from xcompat.core.checksums import CHECKSUMS
 from xcompat.core.errors import XcompatError
@@ -131,8 +132,6 @@ def _copy_model(folder: Path, target: Path) -> None:
 
 
 def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _PushArguments:
-    from transformers import AutoModel
-
     with reading_model(str(folder)):
         model: CompatModel = AutoModel.from_pretrained(str(folder))
     run = run_facts(folder, model.written_fingerprint())

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_validator
 
@@ -274,8 +274,6 @@ def _is_type(part: int | str) -> bool:
 
 
 def _keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation
-    from typing import get_args
-
     def models_in(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return [annotation]

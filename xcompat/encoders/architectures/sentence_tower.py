@@ -16,10 +16,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from xcompat.core.errors import XcompatError
+from xcompat.encoders import load_encoder
 from xcompat.encoders.text_files import SENTENCE_TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -89,9 +92,6 @@ def join_towers(image: "EncoderSource | str", text: "EncoderSource | str", dim: 
     Raises:
         XcompatError: an encoder is unsuitable.
     """
-    from transformers import VisionTextDualEncoderConfig, VisionTextDualEncoderModel
-
-    from xcompat.encoders import load_encoder
     from xcompat.encoders.image_encoder import ImageEncoder
     from xcompat.encoders.text_encoder import TextEncoder
     from xcompat.encoders.text_processor import TextProcessor
