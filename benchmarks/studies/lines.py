@@ -3,8 +3,9 @@
     python benchmarks/studies/lines.py --seeds 5
 
 Needs ../shared/data/text, ../shared/data/tiny-imagenet and ../shared/models. Prints Markdown: nDCG@10 on texts with judgements,
-CMC@1 and mAP on photos, with the gain over old queries and its 95 % interval. Each map is measured alone and half-way to the old
-query. A second table of each set compares these results with the agreement that ``xcompat map`` measures without labels.
+CMC@1 and mAP on photos with the gain over old queries and its 95 % interval; ``stronger`` measures photos with EfficientNets.
+Each map is measured alone and half-way to the old query. A second table of each set compares these results with the agreement
+that ``xcompat map`` measures without labels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ import numpy as np
 import texts_tasks
 import torch
 from numpy.typing import NDArray
+from photo_models import CHECKSUMS, prepare_photo_model
 from rich.console import Console
 from scipy.stats import spearmanr
 
@@ -46,6 +49,11 @@ PHOTO_UPGRADES = (
     ("mobilenet_v1_0.25_128", "mobilenet_v1_0.5_160"),
     ("mobilenet_v1_0.25_128", "mobilenet_v2_1.0_224"),
     ("mobilenet_v1_0.5_160", "mobilenet_v2_1.0_224"),
+)
+STRONGER_UPGRADES = (
+    ("mobilenet_v1_0.5_160", "efficientnet_lite0"),
+    ("mobilenet_v2_1.0_224", "efficientnet_lite2"),
+    ("efficientnet_lite0", "efficientnet_lite2"),
 )
 FEW_TEXTS, PHOTOS, QUERIES, PHOTO_PAIRS = 500, 4000, 1000, (3000, 300)
 HALF = 0.5
@@ -206,17 +214,16 @@ def load_photos(names: Sequence[str]) -> tuple[dict[str, Floats], NDArray[np.str
     images = load_labelled(LabelledSource(path=str(SHARED / "data/tiny-imagenet/train-0002.tar.gz"), limit=PHOTOS))
     embedded = {}
     for name in names:
-        vectors = cached_images(load_embedder(str(SHARED / "models" / name)), images.dataset, OUT / "cache")
+        folder = prepare_photo_model(name) if name in CHECKSUMS else SHARED / "models" / name
+        vectors = cached_images(load_embedder(str(folder)), images.dataset, OUT / "cache")
         embedded[name] = normalise_rows(np.array(vectors[:], np.float32))
     return embedded, np.array(images.class_names())
 
 
-def run_photos(seeds: int) -> None:
-    """Measure and print the upgrades on photos, with seeds of gallery, queries and pairs."""
-    embedded, labels_N = load_photos(sorted({name for upgrade in PHOTO_UPGRADES for name in upgrade}))
-    columns = {
-        count: [Column(f"{old} → {new}".replace("mobilenet_", "")) for old, new in PHOTO_UPGRADES] for count in PHOTO_PAIRS
-    }
+def run_photos(seeds: int, upgrades: Sequence[tuple[str, str]]) -> None:
+    """Measure and print upgrades on photos, with seeds of gallery, queries and pairs."""
+    embedded, labels_N = load_photos(sorted({name for upgrade in upgrades for name in upgrade}))
+    columns = {count: [Column(f"{old} → {new}".replace("mobilenet_", "")) for old, new in upgrades] for count in PHOTO_PAIRS}
     for seed in range(seeds):
         rows_Q, rows_G = np.split(np.random.default_rng(seed).permutation(len(labels_N)), [QUERIES])
 
@@ -224,7 +231,7 @@ def run_photos(seeds: int) -> None:
             found = ranking_per_query(queries_Qd, gallery_Gd, labels_N[rows_Q], labels_N[rows_G])
             return {"CMC@1": (found.first_hit_ranks_Q == 0).astype(float), "mAP": found.average_precision_Q}
 
-        for place, (old, new) in enumerate(PHOTO_UPGRADES):
+        for place, (old, new) in enumerate(upgrades):
             stored, asked = (PairedEmbeddings(embedded[new][rows], embedded[old][rows]) for rows in (rows_G, rows_Q))
             for count in PHOTO_PAIRS:
                 drawn = np.random.default_rng((seed, count)).permutation(len(rows_G))[:count]
@@ -264,9 +271,10 @@ def main() -> None:
     """Measure every upgrade, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="Number of seeds.")
-    parser.add_argument("--only", choices=("texts", "photos"), help="Measure only one of the two sets.")
+    parser.add_argument("--only", choices=("texts", "photos", "stronger"), help="Measure only one set.")
     options, started = parser.parse_args(), time.monotonic()
-    for name, run in (("texts", run_texts), ("photos", run_photos)):
+    photos, stronger = (partial(run_photos, upgrades=each) for each in (PHOTO_UPGRADES, STRONGER_UPGRADES))
+    for name, run in (("texts", run_texts), ("photos", photos), ("stronger", stronger)):
         if options.only in (None, name):
             run(options.seeds)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "scipy"))

