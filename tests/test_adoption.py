@@ -293,7 +293,7 @@ def test_a_resync_that_is_cut_off_is_done_by_the_same_again(tmp_path: Path, monk
         ),
         (more, None, "3 vectors were added to .*: set the ids of all 203, in order, with --ids"),
         (more, names(3), "set the ids of all 203.*got 3"),
-        (more, [*names(N - 1), "x", "y", "z", "a"], "id 200 is 'x', but the gallery knows that vector as 'i199'"),
+        (more, [*names(N - 1), "x", "y", "z", "a"], "id 200 is 'x', but this vector is stored as 'i199'"),
         (more, [*names(N), "a", "b", "a"], "'a' is given twice"),
         (more, [*names(N), "a", "b", "i5"], "'i5' was added to .* but is in the gallery already"),
         (more, [*names(N), "a", "b", "mine"], "'mine' was added to .* but is in the gallery already"),

@@ -173,7 +173,7 @@ def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folde
 def test_what_is_no_captioner_or_no_picture_is_one_line(
     captioner_folder: str, photos: Path, tmp_path: Path, folder_of: dict[str, str]
 ) -> None:
-    with pytest.raises(XcompatError, match="is a clip, which writes no captions; choose a captioner"):
+    with pytest.raises(XcompatError, match="is a clip and writes no captions; choose a captioner"):
         Captioner(folder_of["clip"])
     with pytest.raises(XcompatError, match="cannot be loaded as a captioner"):
         Captioner(str(tmp_path))

@@ -117,7 +117,7 @@ def test_damage_that_shows_in_a_search_alone() -> None:
     strange.add(queries)
     found = FaissIndex(strange, "ip")
     found.index = strange  # without the cast to faiss's own class
-    with pytest.raises(XcompatError, match="rows that are not in the index; it is damaged"):
+    with pytest.raises(XcompatError, match="rows outside of the index; it is damaged"):
         found.search(queries, 1)
 
 

@@ -182,13 +182,13 @@ def test_a_gallery_keeps_lengths_and_is_upgraded(raw: dict[str, Any], tmp_path: 
 
 def test_what_does_not_fit_is_refused_in_one_line(raw: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path) -> None:
     run = Path(raw["output_dir"])
-    with pytest.raises(XcompatError, match="new model use cosine, but those of FctModel use l2"):
+    with pytest.raises(XcompatError, match="new model have the metric cosine, but FctModel has l2"):
         run_recipe(recipe_of(raw, method="fct", new=f"{run}/unit/model", output_dir=str(tmp_path / "a")))
     with pytest.raises(XcompatError, match="RidgeModel gives unit vectors, but the embeddings of the old model need"):
         run_recipe(recipe_of(raw, method="ridge", new=f"{run}/fresh/model", output_dir=str(tmp_path / "b")))
     with pytest.raises(XcompatError, match="options.metric: OcaModel gives unit vectors .*; remove metric"):
         OcaModel.from_encoder(image_folder_of["resnet"], classes=["a"], metric="l2")
-    with pytest.raises(XcompatError, match="embeddings of the old model use l2, but those of BctModel use cosine"):
+    with pytest.raises(XcompatError, match="embeddings of the old model have the metric l2, but BctModel has cosine"):
         BctModel.from_encoder(image_folder_of["resnet"], old=raw["old"])
-    with pytest.raises(XcompatError, match="options.metric: a model that learns from captions .* compared by cosine"):
+    with pytest.raises(XcompatError, match="options.metric: not for training on captions or texts"):
         IndependentModel.from_encoder(image_folder_of["resnet"], metric="l2")

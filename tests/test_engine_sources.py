@@ -161,7 +161,7 @@ def test_the_files_of_one_version_of_an_iceberg_table_are_read(
 def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(embed: Run, model: str, table: Any, tmp_path: Path) -> None:
     code, _, error = embed(tmp_path / "shop" / "items", "--model", model, "--out", tmp_path / "out")
     newest = table.metadata_location.removeprefix("file://")
-    assert code == 2 and f"use the metadata of one version, e.g. {newest}" in error
+    assert code == 2 and f"use the metadata of a version, e.g. {newest}" in error
 
 
 @pytest.mark.parametrize(("log", "kind"), [("_delta_log", "Delta"), (".hoodie", "Hudi")])
@@ -179,7 +179,7 @@ def test_the_folder_of_a_table_with_a_log_is_not_read_as_parquet(
     [
         ("deleted rows", "as deleted; rewrite its data files"),
         ("another format", "is not Parquet; rewrite its data files as Parquet"),
-        ("another place", "is in another file system; move all data files into one"),
+        ("another place", "is in another file system; move all data files into the same"),
         ("a lost file", ".parquet does not exist"),
         ("a renamed column", "has a column 'vector' with another name today; rewrite its data files"),
         ("no metadata", "cannot be read as Iceberg metadata"),

@@ -225,7 +225,7 @@ def test_bad_questions_are_one_line(hub: Hub, tmp_path: Path) -> None:
     for letter in "ab":
         digest = "0" * 10 + letter * 54
         card(hub, f"me/{letter}", **stated(tags=["xcompat", tag(SEARCHES, digest)], embeds=[digest]))
-    with pytest.raises(XcompatError, match="2 models have a fingerprint that begins with 00000000, e.g. 0000000000aaaaaa, "):
+    with pytest.raises(XcompatError, match="2 models have fingerprints beginning with 00000000, e.g. 0000000000aaaaaa, "):
         found("--old", "00000000")
 
 

@@ -875,7 +875,7 @@ def test_queries_of_both_models_search_together(trained: dict[str, Any], folders
         ({"method": "fct"}, "method fct moves the old gallery to the new space; set it to null"),
         ({"options": {"direction": "old_to_new"}}, "method procrustes moves the old gallery"),
         ({"old": "left"}, "left contains embeddings and cannot embed a query; set it to null"),
-        ({"data": {"old_reads": "captions"}}, "the old model reads captions and the new one reads images"),
+        ({"data": {"old_reads": "captions"}}, "the old model reads captions and the new model reads images"),
     ],
 )
 def test_queries_are_not_mixed_with_old_ones_that_are_not_there(

@@ -256,7 +256,7 @@ def test_two_captions_files_are_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "set")
     (folder / "captions.csv").write_text("image,caption\npics/00.png,a\n")
     (folder / "captions.tsv").write_text("image\tcaption\npics/00.png\tb\n")
-    with pytest.raises(XcompatError, match="contains captions.csv and captions.tsv; give the path of one"):
+    with pytest.raises(XcompatError, match="contains captions.csv and captions.tsv; give the path of a single file"):
         load_pairs(str(folder))
     assert load_pairs(str(folder / "captions.tsv"))[0]["caption"] == ["b"]
 

@@ -130,7 +130,7 @@ def test_both_sides_may_be_models(folder_of: dict[str, str], tmp_path: Path) -> 
     assert [hit["id"] for hit in hits] == [IDS[row] for row in best.indices.tolist()]
     assert [hit["score"] for hit in hits] == pytest.approx(best.values.tolist(), abs=1e-5)
     for option in ("--old-model", "--new-model"):
-        with pytest.raises(XcompatError, match="is already a model; remove one of them"):
+        with pytest.raises(XcompatError, match="is already a model; remove --"):
             mapped(*command, "--overwrite", option, new)
 
 

@@ -143,7 +143,7 @@ MISTAKES = {
     "gallery search nowhere nowhere.png --model enc": "there is no image nowhere.png",
     "gallery search foo://x hello --model enc": NO_STORE,
     "gallery search nowhere hello --model enc --originals images": "--originals needs --rerank; add --rerank 20",
-    "gallery search nowhere hello --json --csv": "--json and --csv are two forms of one result; choose one",
+    "gallery search nowhere hello --json --csv": "--json and --csv are two forms of the same result; remove --json or --csv",
     "gallery add nowhere texts.txt --model enc": NO_GALLERY,
     "gallery upgrade nowhere --model enc": NO_GALLERY,
     "gallery upgrade nowhere --budget 3": "--budget applies to re-embedded images: add --backfill",

@@ -67,7 +67,7 @@ def test_random_weights_are_the_modules_own() -> None:
     ("transform", "refused"),
     [
         (Compose([Resize(8), RandomRotation(5), ToTensor()]), "has a RandomRotation; use only Resize"),
-        (Compose([ToTensor()]), "has no Resize; add one"),
+        (Compose([ToTensor()]), "has no Resize; add it"),
     ],
 )
 def test_other_transforms_are_refused(transform: Compose, refused: str) -> None:
@@ -81,7 +81,7 @@ def test_modules_that_cannot_be_stored_are_refused() -> None:
 
     class ResNet(nn.Module): ...
 
-    with pytest.raises(XcompatError, match="Wide has no default for 'width'; add one"):
+    with pytest.raises(XcompatError, match="Wide has no default for 'width'; add it"):
         register_encoder(Wide)
     with pytest.raises(XcompatError, match="ResNet: transformers.* also has a 'resnet'; rename the class"):
         register_encoder(ResNet)

@@ -180,7 +180,7 @@ def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -
             with pytest.raises(XcompatError, match="cannot read the image"):
                 find(query)
     for array in (np.zeros((20, 20, 3)), np.zeros((3, 20, 20), np.uint8), np.zeros((2, 20, 20, 3), np.uint8)):
-        with pytest.raises(XcompatError, match=r"an array is an image as \(H, W, 3\) uint8, not \("):
+        with pytest.raises(XcompatError, match=r"an image array must be \(H, W, 3\) uint8, not \("):
             find(array)
 
 

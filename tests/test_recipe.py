@@ -334,7 +334,7 @@ def laughs(levels: int, item: str) -> str:
         ("options: " + "[" * 1000 + "]" * 1000, "64 levels"),
         ("\n".join(" " * n + f"k{n}:" for n in range(1000)) + " 1", "64 levels"),
         ("options: &a [*a]", "contains itself"),
-        ("seed: " + "1" * 5000, "an integer that cannot be read"),
+        ("seed: " + "1" * 5000, "an unreadable integer"),
         ("seed: 0x" + "f" * 5000, "an integer of more than 64 bits"),
         ("name: " + "1" * 100_000 + "x\nmethod: [", "not valid YAML"),
         ("name: 2026-13-01", "month must be in 1..12"),

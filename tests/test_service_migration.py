@@ -154,7 +154,10 @@ def test_finish_asks_in_a_terminal(place: LancePlace, monkeypatch: pytest.Monkey
             ["--embed", "a", "--image-folder", ".", "--embed-with", "math:sqrt"],
             "--embed-with embeds texts; remove --image-folder",
         ),
-        (["--embed", "a", "--embed-with", "math:sqrt", "--engine", "ray"], "calls the service from one process; remove --engine"),
+        (
+            ["--embed", "a", "--embed-with", "math:sqrt", "--engine", "ray"],
+            "calls the service from a single process; remove --engine",
+        ),
         (["--embed", "a", "--embed-with", "math:squirt"], "math has no function 'squirt'"),
     ],
 )

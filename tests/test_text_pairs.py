@@ -262,7 +262,7 @@ def test_a_dry_run(raw: dict[str, Any], undrawn: None) -> None:
         ({"method": "bct"}, "method bct does not learn from text pairs"),
         ({"method": "xbt", "options": {"adapters": {"prompts": 2}}}, "prompts need images"),
         ({"method": "xbt", "data": {"one_per_id": True}}, "text_pairs has no id_column"),
-        ({"method": "xbt", "data": {"pairs": {"path": "some/pairs"}}}, "only one training set; remove text_pairs or pairs"),
+        ({"method": "xbt", "data": {"pairs": {"path": "some/pairs"}}}, "a single training set; remove text_pairs or pairs"),
     ],
 )
 def test_what_does_not_fit_is_refused(raw: dict[str, Any], stage: dict[str, Any], message: str) -> None:

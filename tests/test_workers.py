@@ -266,7 +266,7 @@ def test_an_engine_that_does_not_fit_is_one_line(
     place = str(gallery) if verb[0] == "gallery" else f"file://{gallery}"
     for given, said in [
         (("--workers", "2"), "need an engine; choose one with --engine"),
-        (("--engine", "daft"), "this command reads and writes in one process; use --engine ray or accelerate launch"),
+        (("--engine", "daft"), "this command reads and writes in a single process; use --engine ray or accelerate launch"),
     ]:
         result = CliRunner().invoke(app, [*verb, place, "--model", model, *given])
         assert isinstance(result.exception, XcompatError) and said in str(result.exception)

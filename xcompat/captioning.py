@@ -60,7 +60,7 @@ class Captioner:
         try:
             self.config = AutoConfig.from_pretrained(name, **where)
             if type(self.config) not in AutoModelForImageTextToText._model_mapping:
-                raise XcompatError(f"{name} is a {self.config.model_type}, which writes no captions; choose a captioner")
+                raise XcompatError(f"{name} is a {self.config.model_type} and writes no captions; choose a captioner")
             self.model = AutoModelForImageTextToText.from_pretrained(name, use_safetensors=True, **where).eval().to(device())
             processor: Any = AutoProcessor.from_pretrained(name, **where)
             is_whole = isinstance(processor, ProcessorMixin)

@@ -246,8 +246,8 @@ def slerp(new_Bd: Tensor, old_Bd: Tensor, share: float) -> Tensor:
     opposite = (together_B1.detach() < OPPOSITE).flatten().nonzero()
     if len(opposite):
         raise XcompatError(
-            f"the new and the old query in row {int(opposite[0])} are opposite, so no arc between them is the shortest; "
-            "remove that row, or search with only one of them"
+            f"the new and the old query in row {int(opposite[0])} are opposite, so there is no shortest arc between them; "
+            "remove this row, or search with only the new or the old query"
         )
     turns_B1 = 2 / torch.pi * torch.atan2(apart_B1, together_B1)  # Ω/π, exact for small angles where the arc cosine is not
 

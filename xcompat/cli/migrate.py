@@ -252,7 +252,7 @@ class _Service(NamedTuple):
         elif image_folder is not None:
             raise XcompatError("--embed-with embeds texts; remove --image-folder")
         elif engine is not None:
-            raise XcompatError("--embed-with calls the service from one process; remove --engine")
+            raise XcompatError("--embed-with calls the service from a single process; remove --engine")
         elif Path(model).exists():
             raise XcompatError(f"{model} is a file or folder; with --embed-with, --model is the name of the service's model")
 

@@ -102,7 +102,7 @@ class Fingerprint:
         if self != other:
             raise FingerprintMismatchError(
                 f"{what} was made by {other}, not by {self}: embeddings of different models cannot be compared; "
-                "use the model that made it, or re-embed"
+                "use its model, or re-embed"
             )
 
     def __str__(self) -> str:

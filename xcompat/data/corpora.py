@@ -248,7 +248,7 @@ class _StrictProblems(Problems):
 
     @override
     def add_bad_shard(self, reason: str) -> None:
-        raise XcompatError(f"{reason}; the corpus is not cached: try again later, or remove that shard")
+        raise XcompatError(f"{reason}; the corpus is not cached: try again later, or remove the shard")
 
 
 def _known_files(folder: Path) -> list[Path]:

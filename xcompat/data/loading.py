@@ -339,7 +339,7 @@ def _from_hub(source: DataSource, streaming: bool) -> AnyDataset:
         )
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown name, split, configuration or revision
         reason = str(error).splitlines()[0]
-        raise XcompatError(f"{source.path} is neither a local path nor a Hub data set that can be loaded: {reason}") from error
+        raise XcompatError(f"{source.path} is neither a local path nor a loadable Hub data set: {reason}") from error
     return loaded if source.split else _one_split(dict(loaded), source)
 
 

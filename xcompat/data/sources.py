@@ -335,7 +335,7 @@ def require_one_captions_file(paths: list[Path]) -> None:
         )
         if len(found) > 1:
             names = " and ".join(file.name for file in found)
-            raise XcompatError(f"{folder} contains {names}; give the path of one (e.g. {found[0]}), or move the others away")
+            raise XcompatError(f"{folder} contains {names}; give the path of a single file (e.g. {found[0]})")
 
 
 def _captions_files_with_stem(folder: Path, stem: str) -> list[Path]:

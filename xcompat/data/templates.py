@@ -161,7 +161,7 @@ def require_images(ids: list[str], members: Members, path: str, members_file: st
     if missing := [name for name in dict.fromkeys(members.names) if name not in there]:
         raise XcompatError(
             f"{members_file} names image {missing[0]!r}{_more(len(missing))}, which {path} lacks (it has {len(there):,} images, "
-            f"e.g. {ids[0]!r}); names are relative to that folder"
+            f"e.g. {ids[0]!r}); names are relative to this folder"
         )
 
 

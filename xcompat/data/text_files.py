@@ -86,7 +86,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in _raw_lines(file):
             row = _load_json(line)
             if row is None:
-                raise XcompatError(f"{file} line {number} is not valid JSON; fix or delete that line")
+                raise XcompatError(f"{file} line {number} is not valid JSON; fix or delete this line")
             if not isinstance(row, dict):
                 raise XcompatError(f'{file} line {number} is not a JSON object; write it as {{"text": ...}}')
             yield number, replaced.replace_in(row, f"{file} line {number}")

@@ -97,7 +97,7 @@ def load_text_items(source: TextSource | str | Path) -> datasets.Dataset:
             record["items"] += len(items)
             yield pa.RecordBatch.from_pylist(items, schema=features.arrow_schema)
         if not record["items"]:
-            raise XcompatError(f"{source.path} contains no text; it needs one row with text per item")
+            raise XcompatError(f"{source.path} contains no text; it needs a row with text per item")
         record["changed"] = columns.lines()
 
     key = {"source": source.model_dump(), "data": raw._fingerprint if raw is not None else file_stamps(files)}

@@ -228,7 +228,7 @@ class ServedMap:
         """
         asked = [text for text in texts if isinstance(text, str)]
         if len(asked) < len(texts):
-            raise XcompatError(f"{self.provider.name} embeds only texts; pass strings that are not paths of images")
+            raise XcompatError(f"{self.provider.name} embeds only texts; pass texts, not paths of images")
         size, dim = self.provider.batch, self.model.config.embedding_dim
         probes = [] if self._compared or self.model.config.service is None else list(PROBES)
         sent = [*probes, *asked]
@@ -254,7 +254,7 @@ class ServedMap:
             f"{len(PROBES)} test texts"
         )
         if cosine < OTHER:
-            raise XcompatError(f"{said}; {self._advice()}, or fit the map again with this one")
+            raise XcompatError(f"{said}; {self._advice()}, or fit the map again with this service")
         if cosine < ALIKE:
             notice(f"{said}; {self._advice()} if the hits are poor, or fit the map again with this one")
         self._compared.append(cosine)

@@ -30,7 +30,7 @@ class VisualPrompts(nn.Module):
     def forward(self, tokens_BNW: Tensor) -> Tensor:
         """Append the prompts and return ``(B, N + n, W)``."""
         if tokens_BNW.ndim != 3:
-            raise XcompatError("visual prompts need an image tower that works on tokens (a vision transformer)")
+            raise XcompatError("visual prompts need a vision transformer as image tower")
         prompts_BnW = self.tokens.to(tokens_BNW.dtype).expand(tokens_BNW.shape[0], -1, -1)
         return torch.cat([tokens_BNW, prompts_BnW], dim=1)
 

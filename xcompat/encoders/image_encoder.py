@@ -217,7 +217,7 @@ def measure_encoder(model: PreTrainedModel, description: dict[str, Any], process
     name = description["name"]
     if pixels.shape != expected.shape or not torch.allclose(pixels, processor.to_pixels(expected), atol=0.01):
         raise XcompatError(
-            f"the image processor of {name} does more than resize and normalise RGB, which training does not support; "
+            f"the image processor of {name} does more than resize and normalise RGB, unsupported in training; "
             "fix its preprocessor_config.json"
         )
     encoder = _wrap(model, description | {"image_size": [height, width], "embedding_dim": 0}).eval()
@@ -243,7 +243,7 @@ def _wrap(model: PreTrainedModel, description: dict[str, Any]) -> ImageEncoder:
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if (getattr(config, "model_args", None) or {}).get("checkpoint_path"):
         raise XcompatError(
-            f"the configuration of {config.architecture} sets checkpoint_path; delete that line: "
+            f"the configuration of {config.architecture} sets checkpoint_path; delete this line: "
             "only the model's safetensors are loaded"
         )
     if getattr(config, "stem", None) == "small":

@@ -184,9 +184,7 @@ def build_text_encoder(description: dict[str, Any]) -> TextEncoder:
     first, *rest = description["config"]["modules"]
     begins = {kind.kind.__name__: kind for kind in (TokenStates, TokenMeans)}
     if first["module"] not in begins or any(each["module"] not in stock.__all__ for each in rest):
-        raise XcompatError(
-            f"{description['name']} contains modules that sentence-transformers does not have; load the original model"
-        )
+        raise XcompatError(f"{description['name']} contains modules unknown to sentence-transformers; load the original model")
     modules = [begins[first["module"]].build(first), *(_build(each["module"], each["settings"]) for each in rest)]
     return TextEncoder(nn.Sequential(*modules), description["embedding_dim"], description)
 
@@ -289,12 +287,12 @@ def _require_readable(whole: SentenceTransformer, name: str, prompts: list[str])
     states = isinstance(first, Transformer) and first.modality_config == _READ and first.module_output_name == "token_embeddings"
     if not (states or isinstance(first, StaticEmbedding)):
         raise XcompatError(
-            f"{name} starts with {kind}, which xcompat does not support; choose a model with a Transformer (last hidden state, "
+            f"{name} starts with {kind}, not supported by xcompat; choose a model with a Transformer (last hidden state, "
             "pooled) or a StaticEmbedding as first module"
         )
     if any(isinstance(module, Pooling) and not module.include_prompt for module in whole) and any(prompts):
         raise XcompatError(
-            f"{name} excludes its prompt from pooling (include_prompt: false), which xcompat does not support; set query_prompt "
+            f"{name} excludes its prompt from pooling (include_prompt: false), not supported by xcompat; set query_prompt "
             "and passage_prompt to ''"
         )
 

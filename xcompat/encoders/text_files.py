@@ -90,7 +90,7 @@ def require_loadable(folder: Path, name: str, trust_remote_code: bool) -> None:
         if (place / "adapter_config.json").exists():
             raise XcompatError(
                 f"{name} is a LoRA without its base ({place / 'adapter_config.json'}); merge it into the base with PEFT "
-                "(merge_and_unload), save the merged model and use that"
+                "(merge_and_unload), save the merged model and use it"
             )
         if any(place.glob("pytorch_model*.bin")) and not any(place.glob("*.safetensors")):
             raise pickled_weights_error(name)

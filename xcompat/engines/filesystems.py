@@ -39,7 +39,7 @@ def resolve_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
     except (pa.ArrowException, OSError, ValueError, ImportError) as error:
-        raise XcompatError(f"{uri} cannot be opened ({describe_error(error)}); use a path or URI that Arrow supports") from None
+        raise XcompatError(f"{uri} cannot be opened ({describe_error(error)}); use a path or URI supported by Arrow") from None
     return found
 
 
@@ -62,7 +62,7 @@ def list_parquet_files(uri: str) -> list[fs.FileInfo]:
     if metadata:
         newest = max(metadata, key=lambda info: info.mtime_ns or 0).base_name
         raise XcompatError(
-            f"{uri} is an Iceberg table with files of older versions; use the metadata of one version, "
+            f"{uri} is an Iceberg table with files of older versions; use the metadata of a version, "
             f"e.g. {uri.rstrip('/')}/metadata/{newest}"
         )
     for folder, name in LOGS.items():
@@ -75,7 +75,7 @@ def list_parquet_files(uri: str) -> list[fs.FileInfo]:
         if info.base_name == PLAN and info.path != f"{path.rstrip('/')}/{PLAN}":
             raise XcompatError(
                 f"{info.path.removesuffix(f'/{PLAN}')} was written by `xcompat embed` and is inside {uri}, so its rows would be "
-                "read too; move it outside, or give the input folders one by one"
+                "read too; move it outside, or name the input folders"
             )
     files = [info for info in inside if info.type == fs.FileType.File and _is_data(PurePosixPath(info.path), path)]
     if not files:

@@ -48,7 +48,7 @@ def read(uri: str) -> Source:
             raise XcompatError(f"{uri}: {file.file_path} is not Parquet; rewrite its data files as Parquet")
         other, path = resolve_filesystem(file.file_path)
         if other != system:
-            raise XcompatError(f"{uri}: {file.file_path} is in another file system; move all data files into one")
+            raise XcompatError(f"{uri}: {file.file_path} is in another file system; move all data files into the same")
         paths.append(path)
     found: list[fs.FileInfo] = system.get_file_info(sorted(paths))
     if gone := [info.path for info in found if info.type != fs.FileType.File]:

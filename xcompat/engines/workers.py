@@ -70,7 +70,7 @@ class Workers:
             yield None
         elif self.engine != "ray":
             raise XcompatError(
-                f"--engine {self.engine} only works with files, but this command reads and writes in one process; "
+                f"--engine {self.engine} only works with files, but this command reads and writes in a single process; "
                 "use --engine ray or accelerate launch"
             )
         else:

@@ -214,7 +214,7 @@ class _JudgementRows:
             if there:
                 self.columns[row], self.gains[row] = np.array(list(there), np.int64), np.array(list(there.values()))
         if not rows:
-            raise XcompatError("no query has a judgement; check that queries and judgements use the same ids")
+            raise XcompatError("no query has a judgement; use the same ids for queries and judgements")
         self.rows_J = np.array(rows, dtype=np.int64)
         unjudged = [name for name in row_of if not qrels.get(name)]
         unknown_queries = [name for name in qrels if name not in row_of]

@@ -59,7 +59,7 @@ def recall_at_k(
     ranks_Q = first_hit_ranks(queries_QD, gallery_GD, query_ids, gallery_ids, chunk_size)
     found_Q = ranks_Q[ranks_Q >= 0]
     if not found_Q.size:
-        raise XcompatError("no query id occurs in the gallery; check that both sides use the same ids")
+        raise XcompatError("no query id occurs in the gallery; use the same ids on both sides")
     return {int(k): float((found_Q < k).mean()) for k in ks}
 
 
@@ -192,7 +192,7 @@ def negative_flip_rate(old_ranks_Q: np.ndarray, new_ranks_Q: np.ndarray, k: int 
         raise XcompatError("old and new ranks belong to different queries or galleries; evaluate both models on the same items")
     known_Q = old_ranks_Q >= 0
     if not known_Q.any():
-        raise XcompatError("no query has a match in the gallery; check that both sides use the same ids")
+        raise XcompatError("no query has a match in the gallery; use the same ids on both sides")
     return float(((old_ranks_Q < k) & (new_ranks_Q >= k))[known_Q].mean())
 
 

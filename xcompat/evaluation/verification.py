@@ -95,7 +95,7 @@ def accepted_per_query(pairs: LabelledPairs, fars: Sequence[float]) -> Verificat
     n_negatives = pairs.n_pairs - n_positives
     if not n_positives or not n_negatives:
         missing = "one class" if not n_positives else "two classes"
-        raise XcompatError(f"no pair of {missing} to verify; check that both sides use the same labels")
+        raise XcompatError(f"no pair of {missing} to verify; use the same labels on both sides")
     allowed = {rate: _most_within(rate, n_negatives) for rate in rates}
     highest_N = _highest_negatives(pairs, min(max(allowed.values()) + 1, n_negatives))
     bars = {

@@ -110,7 +110,7 @@ def search(wanted: Mapping[str, str], token: str | bool | None = None) -> Search
         meant = {each for info in listed for each in _tags(info) if each.startswith(tag(role, digest))}
         if len(meant) > 1:
             some = ", ".join(each.removeprefix(f"{role}:")[:16] for each in sorted(meant)[:3])
-            raise XcompatError(f"{len(meant)} models have a fingerprint that begins with {digest}, e.g. {some}; give more digits")
+            raise XcompatError(f"{len(meant)} models have fingerprints beginning with {digest}, e.g. {some}; give more digits")
     return SearchResult([_look_at(api, info, wanted) for info in listed[:MOST]], len(listed) > MOST)
 
 

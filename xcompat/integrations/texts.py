@@ -241,7 +241,7 @@ def _require_embedder(source: Embedder | CompatModel) -> Embedder:
         return source
     raise XcompatError(
         "this map has no encoder and cannot embed texts: map the embeddings of your queries with map_vector, "
-        "or set embed_with to the function that embeds texts"
+        "or set embed_with to your embedding function"
     )
 
 

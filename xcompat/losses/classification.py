@@ -139,7 +139,7 @@ def batch_hard_triplet_loss(features_BD: Tensor, labels_B: Tensor, margin: float
     anchor_B = positive_BB.any(dim=1) & ~same_BB.all(dim=1)
     if not anchor_B.any():
         raise XcompatError(
-            "the batch has no triplet: it has fewer than two samples of every class, or only one class; "
+            "the batch has no triplet: it has fewer than two samples of every class, or a single class; "
             "draw several samples of several classes into every batch"
         )
     embeds_BD = F.normalize(features_BD.to(loss_dtype(features_BD)), dim=-1)
@@ -264,7 +264,7 @@ def _losses(
     if embeds_BD.shape[1] != weight_CD.shape[1]:
         raise XcompatError(
             f"features of dimension {embeds_BD.shape[1]} cannot be classified by weights of dimension {weight_CD.shape[1]}; "
-            "use only the old dimensions of expanded features"
+            "pass only the old dimensions of expanded features"
         )
     dtype = loss_dtype(embeds_BD, weight_CD)
     embeds_BD, weight_CD = embeds_BD.to(dtype), weight_CD.to(dtype)

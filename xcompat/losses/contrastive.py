@@ -155,7 +155,7 @@ def ract_loss(new_BD: Tensor, old_BD: Tensor, labels_B: Tensor, temperature: flo
     """
     if new_BD.shape != old_BD.shape:
         raise XcompatError(
-            f"new and old embeddings must have the same shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; use only "
+            f"new and old embeddings must have the same shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; pass only "
             "the old dimensions of expanded features"
         )
     dtype = loss_dtype(new_BD, old_BD)

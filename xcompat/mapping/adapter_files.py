@@ -59,13 +59,13 @@ def read_adapters(path: Path, old: Described, new_dim: int, activation: Activati
     arrays, named = _arrays(path)
     for name, array in arrays.items():
         if not array.isfinite().all():
-            raise XcompatError(f"{name} in {path} contains values that are not finite; export the adapter again")
+            raise XcompatError(f"{name} in {path} contains NaN or infinite values; export the adapter again")
     arrays = _without_prefix(arrays)
     activation = _activation(path, activation, named)
     if any(_LAYER.fullmatch(name) for name in arrays):
         return list(_networks(path, arrays, old, new_dim, activation))
     if activation is not None:
-        raise XcompatError(f"{path} contains a linear map, which has no activation {activation}; remove --activation")
+        raise XcompatError(f"{path} contains a linear map without activation {activation}; remove --activation")
     return list(_lines(path, arrays, old, new_dim))
 
 
@@ -172,7 +172,7 @@ def _of_factors(first: Tensor, second: Tensor, new_dim: int, old_dim: int) -> It
 
 def _vector(path: Path, name: str, values: Tensor, dim: int) -> Tensor:
     if values.numel() not in (1, dim) or (name == "b" and values.numel() != dim):
-        raise XcompatError(f"{name} in {path} has the shape {tuple(values.shape)}; it needs {dim} numbers, one per dimension")
+        raise XcompatError(f"{name} in {path} has the shape {tuple(values.shape)}; it needs {dim} numbers")
     return values.reshape(-1).expand(dim)
 
 
@@ -228,7 +228,7 @@ def _two_layers(path: Path, arrays: Mapping[str, Tensor]) -> tuple[tuple[Tensor,
     first, last = (arrays[f"{layer}.weight"] for layer in layers)
     for name, bias in arrays.items():
         if name.endswith(".bias") and bias.ndim != 1:
-            raise XcompatError(f"{name} in {path} has the shape {tuple(bias.shape)}; a bias is one row of numbers")
+            raise XcompatError(f"{name} in {path} has the shape {tuple(bias.shape)}; a bias is a row of numbers")
     return (first, last), [arrays.get(f"{layer}.bias") for layer in layers]
 
 

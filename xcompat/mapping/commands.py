@@ -80,7 +80,7 @@ class MemorySettings(NamedTuple):
         require_codec(self.codec)
         unknown = isinstance(pairs, PairedEmbeddings) and pairs.labels_N is None
         if self.items and not unknown:
-            raise XcompatError("--remember-items does not work with classes or captions, which define the memory; remove it")
+            raise XcompatError("--remember-items does not work with classes or captions; remove it")
         if self.codec is not None and unknown and not self.items:
             raise XcompatError("--memory-codec needs a memory; add classes or captions, or remove it")
 
@@ -226,7 +226,7 @@ def _old_model(name: str | None, found: TextPairs) -> Embedder | None:
     """Return the gallery's model; None if only its name is known."""
     if found.old is not None:
         if name is not None:
-            raise XcompatError(f"--old-model {name}: --old is already a model; remove one of them")
+            raise XcompatError(f"--old-model {name}: --old is already a model; remove --old-model")
         return found.old
     if name is None or not is_loadable(name):
         return None
@@ -265,7 +265,7 @@ def _describe_old(name: str | None, path: Place, dim: int) -> dict[str, Any]:
 def _new_model(name: str | None, found: TextPairs) -> Embedder | None:
     """Return the model of the queries; None if queries are embeddings."""
     if found.new is not None and name is not None:
-        raise XcompatError(f"--new-model {name}: --new is already a model; remove one of them")
+        raise XcompatError(f"--new-model {name}: --new is already a model; remove --new-model")
     new = load_embedder(name) if name is not None else found.new
     if new is not None:
         require_dim(new, found.pairs.dims[0], "--new-model")

@@ -108,7 +108,7 @@ def _best_reading(path: Path, readings: list[Adapter], pairs: Paired) -> tuple[A
 
 def _require_map_of_queries(name: str, model: CompatModel) -> None:
     if model.maps_galleries:
-        raise XcompatError(f"{name} maps galleries, not queries; use it with xcompat gallery upgrade")
+        raise XcompatError(f"{name} maps galleries, not queries; run xcompat gallery upgrade with it")
     if not model.embeds_in_memory:
         raise XcompatError(f"{name} embeds images or texts and is not a map of embeddings; use it directly")
     if model.maps_features(model.config.to_dict()):

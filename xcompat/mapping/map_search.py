@@ -60,7 +60,7 @@ def _require_model(name: str) -> None:
     """Raise if a path contains stored embeddings, or no model."""
     path = Path(name)
     if path.suffix == ".npy" or (path.is_dir() and list_entries(path, "*.npy") and not _is_model(path)):
-        raise XcompatError(f"{name} contains stored embeddings, not a model; use the name or folder of the model that made them")
+        raise XcompatError(f"{name} contains stored embeddings, not a model; use the name or folder of their model")
     if not _is_digest(name):
         require_model(name)
 

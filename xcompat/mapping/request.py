@@ -256,7 +256,7 @@ def make_text_input(
     """
     about_service = (embed_with, requests_per_minute, price)
     if texts is not None and images is not None:
-        raise XcompatError("--texts and --images cannot be combined; choose the kind of items that both models embed")
+        raise XcompatError("--texts and --images cannot be combined; choose the items of both models")
     if texts is not None or images is not None:
         path = texts if texts is not None else images
         assert path is not None
@@ -275,7 +275,7 @@ def make_initial_map(name: str | None, activation: Activation | None) -> Initial
     if name is not None:
         return InitialMap(name, activation)
     if activation is not None:
-        raise XcompatError("--activation needs an adapter file in --start-from; add one, or remove --activation")
+        raise XcompatError("--activation needs an adapter file in --start-from; add it, or remove --activation")
     return None
 
 
@@ -300,5 +300,5 @@ def require_start(start: InitialMap) -> bool:
             raise XcompatError(f"{path} is not a file of {' or '.join(SUFFIXES)}; use one, or the folder or name of a checkpoint")
         return True
     if start.activation is not None:
-        raise XcompatError(f"{start.name} is a checkpoint, which records its own activation; remove --activation")
+        raise XcompatError(f"{start.name} is a checkpoint with its own activation; remove --activation")
     return False

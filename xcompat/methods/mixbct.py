@@ -57,7 +57,7 @@ class MixBctModel(ClassifiedModel):
         if config.old is not None and config.old["dim"] != config.embedding_dim:
             raise XcompatError(
                 "mixbct has a common classifier for old and new embeddings: "
-                f"the new dimension {config.embedding_dim} must be the old one, {config.old['dim']}; remove dim and extra_dim"
+                f"the new dimension {config.embedding_dim} must equal the old, {config.old['dim']}; remove dim and extra_dim"
             )
 
     @override

@@ -107,7 +107,7 @@ class UniBctModel(ClassifiedModel):
 
     def _set(self, prototypes_Cd: Tensor) -> None:
         if not prototypes_Cd.isfinite().any():
-            raise XcompatError("the old model knows no class of the training set; check that it is the right one")
+            raise XcompatError("the old model knows no class of the training set; choose the right old model")
         self.prototypes_Cd.copy_(prototypes_Cd.nan_to_num(nan=0.0))
 
     @override

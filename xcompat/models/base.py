@@ -157,8 +157,8 @@ class CompatModel(LearningModel, EmbedsBatches):
             described = self.config.encoder
             if described is None:
                 raise XcompatError(
-                    "this map was fitted on embeddings only: use embeddings as queries (--queries q.npy), set the function "
-                    "that embeds texts (--embed-with, embed_with=), or fit the map again with --new-model"
+                    "this map was fitted on embeddings only: use embeddings as queries (--queries q.npy), set your "
+                    "embedding function (--embed-with, embed_with=), or fit the map again with --new-model"
                 )
             loaded, self._processor = load_map_encoder(described)
             self._outside_encoder = [nn.Module.to(loaded, self.dtype)]

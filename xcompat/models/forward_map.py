@@ -57,7 +57,7 @@ class ForwardMapModel(CompatModel):
         super().__init__(config, encoder)
         assert config.old is not None
         if config.new_side_info is not None and config.side_info is None:
-            raise XcompatError("new_side_info needs side_info, which is not set; set side_info too")
+            raise XcompatError("new_side_info needs side_info; set side_info too")
         if (width := config.mixer_width) < 1:
             raise XcompatError(f"options.mixer_width is {width}; set 1 or more")
         self.transform = self._transform(config.embedding_dim, self.metric)

@@ -55,7 +55,7 @@ class PrototypedModel(ClassifiedModel):
     def prepare(self, old: OldKnowledge, new_ND: Rows | None = None) -> None:
         weights_Cd = old.weights(self.config.old_weights)
         if not weights_Cd.isfinite().any():
-            raise XcompatError("the old model knows no class of the training set; check that it is the right model")
+            raise XcompatError("the old model knows no class of the training set; choose the right old model")
         self.old_weights_Cd = weights_Cd.to(self.device)
 
     def old_classification_loss(self, features_BD: Tensor, labels_B: Tensor) -> Tensor:

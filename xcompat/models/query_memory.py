@@ -60,7 +60,7 @@ class LearnedTransform(nn.Module):
         """
         strength = damping * covariance_dd.diagonal().mean()
         if not strength > 0:
-            raise XcompatError("the learned transform needs embeddings that differ within their classes, and a damping above 0")
+            raise XcompatError("the learned transform needs different embeddings within classes, and a damping above 0")
         values_d, vectors_dd = eigen if eigen is not None else torch.linalg.eigh(covariance_dd.double())
         scaled_d = (values_d.clamp(min=0) + strength) ** -power
         transform = cls(len(mean_d))

@@ -52,8 +52,8 @@ class SpacesModel(CheckpointModel):
         for side, metric in known.items():
             if metric != self.metric:
                 raise XcompatError(
-                    f"embeddings of {side} use {metric}, but those of {type(self).__name__} use {self.metric}; train both with "
-                    "the same options.metric"
+                    f"embeddings of {side} have the metric {metric}, but {type(self).__name__} has {self.metric}; train both "
+                    "with the same options.metric"
                 )
 
     def fingerprint(self) -> Fingerprint:

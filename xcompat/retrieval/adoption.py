@@ -334,7 +334,7 @@ def _all_names(gallery: Snapshot, segment: Segment, ids: Sequence[str] | None, o
     for row, (name, old) in enumerate(zip(names, old_ids, strict=False)):
         if name != old:
             raise XcompatError(
-                f"id {row + 1} is {name!r}, but the gallery knows that vector as {old!r}; list the ids in the index's order"
+                f"id {row + 1} is {name!r}, but this vector is stored as {old!r}; list the ids in the index's order"
             )
     added = names[len(old_ids) :]
     check_ids(added)

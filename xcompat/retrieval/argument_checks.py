@@ -27,7 +27,7 @@ def require_one_search(query: str | None, queries: str | None, two_forms: bool, 
     if (query is None) == (queries is None):
         raise XcompatError("give one query, or many with --queries" + ("" if query is None else ": not both"))
     if two_forms:
-        raise XcompatError("--json and --csv are two forms of one result; choose one")
+        raise XcompatError("--json and --csv are two forms of the same result; remove --json or --csv")
 
 
 def require_reranking(

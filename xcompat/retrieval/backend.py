@@ -144,7 +144,7 @@ def milvus_uri(place: str) -> str:
         return str(Path(place).resolve())
     if "@" in place:
         raise XcompatError(
-            "the gallery stores the Milvus URI, which must not contain a user or password; use http://host:19530, and put "
+            "the Milvus URI is stored, so it must not contain a user or password; use http://host:19530, and put "
             "USER:PASSWORD or a token into the environment variable MILVUS_TOKEN"
         )
     return place

@@ -126,7 +126,7 @@ class FaissIndex:
                 f"faiss cannot search the index: {reason_of(error)}; if memory is sufficient, {_DAMAGED}"
             ) from None
         if rows_Qk.max(initial=-1) >= self.index.ntotal:
-            raise XcompatError(f"faiss found rows that are not in the index; {_DAMAGED}")
+            raise XcompatError(f"faiss found rows outside of the index; {_DAMAGED}")
         scores_Qk = -distances_Qk if self.metric == "l2" else distances_Qk
         if self._reads_exactly:
             return compare_exactly(queries_Qd, rows_Qk, scores_Qk, self._as_added or self.vectors, self.metric)

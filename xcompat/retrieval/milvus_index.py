@@ -39,7 +39,7 @@ def _explain_errors(asking: Callable[P, R]) -> Callable[P, R]:
             if not type(error).__module__.startswith("pymilvus"):
                 raise
             said = " ".join(str(error).split())[:200]
-            raise XcompatError(f"Milvus failed ({said}); check that it is running, and try again") from error
+            raise XcompatError(f"Milvus failed ({said}); make sure it is running, and try again") from error
 
     return call
 

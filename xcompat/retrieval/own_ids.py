@@ -111,7 +111,7 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
     if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFlatDedup):
         raise XcompatError(
             f"{path} stores equal vectors once (IndexIVFFlatDedup), and faiss returns no vectors of such an index; build an "
-            f"index that stores every vector, e.g. with the factory string 'IVF{ivf.nlist},Flat'"
+            f"index with all vectors, e.g. with the factory string 'IVF{ivf.nlist},Flat'"
         )
     listed_N, descents = _listed_ids(ivf)
     labels_N = np.sort(listed_N)
@@ -123,7 +123,7 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
             f"{path} gives {len(np.unique(twice))} ids to more than one vector, e.g. {twice[0]}; build the index with unique ids"
         )
     if -1 in labels_N:
-        raise XcompatError(f'{path} gives a vector the id -1, which means "nothing found" in faiss; use another id')
+        raise XcompatError(f'{path} gives a vector the id -1 ("nothing found" in faiss); use another id')
     if isinstance(strip_id_map(index), faiss.IndexRefine):
         raise XcompatError(
             f"{path} refines by vectors with other ids than in its lists, because vectors were removed; build the index again"
@@ -202,7 +202,7 @@ def name_rows(
 
 def _require_count(ids: Sequence[str], rows: int, path: Path) -> list[str]:
     if len(ids) != rows:
-        raise XcompatError(f"{path} holds {rows} vectors, but there are {len(ids)} ids; list one per vector, in order")
+        raise XcompatError(f"{path} holds {rows} vectors, but there are {len(ids)} ids; list an id per vector, in order")
     return list(ids)
 
 

@@ -276,7 +276,7 @@ def _of_array(array: np.ndarray) -> Image.Image:
     try:
         return Image.fromarray(array)
     except (TypeError, ValueError):
-        raise XcompatError(f"an array is an image as (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
+        raise XcompatError(f"an image array must be (H, W, 3) uint8, not {array.shape} {array.dtype}") from None
 
 
 class EmbeddingPipeline(ImageFeatureExtractionPipeline):

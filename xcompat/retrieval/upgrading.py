@@ -145,7 +145,7 @@ def _require_side_info(gallery: Snapshot, model: CompatModel, mapped: set[str]) 
         if version.digest in mapped and version.side_info not in (None, wanted.digest):
             raise FingerprintMismatchError(
                 f"{identity(model)} was trained with side-information of {wanted}, but the {version.fingerprint} "
-                "embeddings of this gallery have side-information of another model; train the map with that model"
+                "embeddings of this gallery have side-information of another model; train the map with the same model"
             )
 
 

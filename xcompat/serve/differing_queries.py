@@ -27,7 +27,7 @@ def pages(judged: TestResults) -> int:
 def page(site: Site, direction: str, order: Order, number: int) -> str:
     """Return a page of queries with both models' hits."""
     if direction not in site.judged:
-        raise XcompatError("this page has no queries for that direction")
+        raise XcompatError("this page has no queries for this direction")
     judged = site.judged[direction]
     found = sort_by_change(judged.old_Q, judged.new_Q, order)
     number = min(max(1, number), pages(judged))

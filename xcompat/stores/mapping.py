@@ -48,11 +48,11 @@ class Mapping(VectorSource[Block, Block]):
             )
         if self.model.metric == "l2":
             raise XcompatError(
-                f"{identity(self.model)} maps embeddings of any length, which stores do not support; train its models with "
+                f"{identity(self.model)} maps embeddings of any length; stores need unit vectors; train its models with "
                 "metric: cosine"
             )
         if self.model.reads_side_info:
-            raise XcompatError(f"{identity(self.model)} also needs side-information, which stores do not have; use a gallery")
+            raise XcompatError(f"{identity(self.model)} also needs side-information, and stores have none; use a gallery")
 
     @property
     def old(self) -> Fingerprint:

@@ -250,7 +250,7 @@ class MilvusStore(Store):
             with plain_errors(self.uri):
                 self.client.create_collection(name, index_params=indexes_like(indexes), **like)
                 if mark_of(self._describe_collection(name)) is None:
-                    raise XcompatError(f"{self.uri}: this Milvus version does not store collection properties; use a newer one")
+                    raise XcompatError(f"{self.uri}: this Milvus version does not store collection properties; update Milvus")
         except XcompatError:
             self.client.drop_collection(name)  # it can exist without indexes
             raise
@@ -277,7 +277,7 @@ class MilvusStore(Store):
                     made = self.client.insert(space, piece)["ids"]
                     if list(made) != [row[self.key] for row in piece]:
                         raise XcompatError(
-                            f"{self.uri}: this Milvus version assigns other ids to copies (auto_id); use a newer one"
+                            f"{self.uri}: this Milvus version assigns other ids to copies (auto_id); update Milvus"
                         )
                 else:
                     self.client.upsert(space, piece)

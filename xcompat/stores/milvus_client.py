@@ -39,7 +39,7 @@ def connect(uri: StoreUri) -> MilvusClient:
         try:
             return MilvusClient(str(file))
         except MilvusException as error:
-            raise XcompatError(f"{uri} cannot be opened ({error.message}); stop other processes that use it") from error
+            raise XcompatError(f"{uri} cannot be opened ({error.message}); close it in other processes") from error
 
 
 @contextmanager

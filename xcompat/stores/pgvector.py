@@ -99,7 +99,7 @@ class PgVectorStore(Store):
             raise XcompatError(f"{self.uri}: there is no table {name!r}; {nearest(name, tables)}")
         quoted, schema, kind = found[0]
         if kind not in "rp":
-            raise XcompatError(f"{self.uri}: {name} is a {_RELATIONS[kind]}; choose the table that holds its rows")
+            raise XcompatError(f"{self.uri}: {name} is a {_RELATIONS[kind]}; choose the table with its rows")
         return sql.SQL(quoted), schema
 
     def _columns(self) -> dict[str, str]:

@@ -65,10 +65,7 @@ def check_mini_batches(model: CompatModel, accelerator: Accelerator) -> None:
             "mini_batch_size (training.activation_checkpointing also saves memory)"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise XcompatError(
-            "mini_batch_size does not work with DeepSpeed, which steps after every backward pass; launch with another "
-            "accelerate_configs/*.yaml"
-        )
+        raise XcompatError("mini_batch_size does not work with DeepSpeed; launch with another accelerate_configs/*.yaml")
 
 
 def backward_in_mini_batches(

@@ -60,7 +60,7 @@ def dry_run_recipe(recipe: Recipe) -> list[str]:
         XcompatError: a stage does not fit, data lack a column, or output folders contain the user's files.
     """
     if world_size() > 1:
-        raise XcompatError("a dry run needs one process; start it without accelerate launch")
+        raise XcompatError("a dry run needs a single process; start it without accelerate launch")
     missing = _print_plan(recipe)
     require_places(recipe)
     silence_libraries()

@@ -77,7 +77,7 @@ def evaluate_recipe(target: Path, overrides: Sequence[str]) -> Report:
     """
     if target.is_dir():
         if not report_file(target).exists():
-            raise XcompatError(f"{target} contains no report; run `xcompat train` with its recipe to make one")
+            raise XcompatError(f"{target} contains no report; run `xcompat train` with its recipe")
         report = load_report(target)
         print_report(report, console)
         return report
@@ -234,7 +234,7 @@ def evaluate_embeddings(
     elif (dim := loaded["new_view"].dim) != (searched := loaded["old"].dim):
         raise XcompatError(
             f"{new} has {dim} dimensions and {old} {searched}, but --new takes queries in the old space: add their map with "
-            f"--map FOLDER, or use mapped queries as --new, and {new} as --new-own"
+            f"--map FOLDER, or pass mapped queries as --new, and {new} as --new-own"
         )
     return _finish(make_report(EvaluatedModels(**loaded), None, settings, "embeddings", 0, run=provenance()), output)
 
@@ -242,7 +242,7 @@ def evaluate_embeddings(
 def _map_queries(own: C, old: C, by_map: Path, model: CompatModel) -> dict[str, C]:
     """Return mapped queries and the vectors of a backfill."""
     if model.maps_galleries or not model.compatible_with:
-        raise XcompatError(f"{by_map} does not map queries into an old space; choose a folder that `xcompat map` wrote")
+        raise XcompatError(f"{by_map} does not map queries into an old space; choose a folder of `xcompat map`")
     dims = model.config.embedding_dim, model.version_dims()[0][1]
     if (own.dim, old.dim) != dims:
         raise XcompatError(

@@ -56,7 +56,7 @@ class JudgedTestSet(EvaluationSet):
             judged, asked = next(iter(self.qrels)), self.queries[0][ID]
             raise XcompatError(
                 f"no query has a judgement: judgements have query ids like {judged!r}, but queries have ids like "
-                f"{asked!r}; use both from one data set, or set id_column"
+                f"{asked!r}; use both from the same data set, or set id_column"
             )
 
     @override

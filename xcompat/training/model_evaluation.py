@@ -60,7 +60,7 @@ def embed_new(
     fingerprint, name = model.fingerprint(), display_name(model.name_or_path or type(model).__name__)
     if model.embeds_in_memory:
         if independent is None:
-            raise XcompatError(f"{name} is a map over embeddings of the new model; set new to that model")
+            raise XcompatError(f"{name} is a map over embeddings of the new model; set new to this model")
         encoder = model.config.encoder
         Fingerprint(encoder["fingerprint"], encoder["name"]).require(independent.fingerprint, f"what {name} is applied to")
         # the new model's embeddings: self_view of cached features would round differently

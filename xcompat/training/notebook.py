@@ -192,7 +192,7 @@ class _TrainingSets:
     def _independent(self, independent: Embedder | str | None) -> Embedder:
         if independent is None:
             raise XcompatError(
-                f"{type(self.model).__name__} reads embeddings of a new model trained without the old one: set independent"
+                f"{type(self.model).__name__} reads embeddings of a new model trained without the old model: set independent"
             )
         return load_embedder(independent, device()) if isinstance(independent, str) else independent
 

@@ -89,7 +89,7 @@ def _require_own_report(recipe: Recipe, begun: bool) -> None:
         is_own = bool(names & {*told[-1:], *kept})
     is_of_one_stage = len(names) > 1 and (folder / DONE).is_file()
     if is_of_one_stage or not is_own:
-        raise XcompatError(f"{folder} contains the report of another recipe or command, which would be replaced; {_ELSEWHERE}")
+        raise XcompatError(f"{folder} contains the report of another recipe or command; {_ELSEWHERE}")
 
 
 def _require_free(folder: Path, names: Iterable[str]) -> None:

@@ -212,7 +212,7 @@ class StageRun(Stage):
         wanted = dump_settings(self.settings, self.recipe.seed)
         if different := differences(wanted, read_started_settings(self.folder), self.settings.learns_from_texts):
             raise XcompatError(
-                f"{self.folder} was made by a recipe that differs in {', '.join(different)}; "
+                f"{self.folder} was made by a recipe with another {', '.join(different)}; "
                 "choose another output_dir, or delete the folder to start again"
             )
 

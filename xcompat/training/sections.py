@@ -202,7 +202,7 @@ class DataSettings(Section):
         if self.text_pairs is None:
             return self
         if self.pairs is not None:
-            raise ValueError("a stage has only one training set; remove text_pairs or pairs")
+            raise ValueError("a stage has a single training set; remove text_pairs or pairs")
         if self.one_per_id and self.text_pairs.id_column is None:
             raise ValueError("one_per_id: text_pairs has no id_column; set it, or remove one_per_id")
         return self
@@ -217,7 +217,7 @@ class DataSettings(Section):
         others = [name for name in ("judged_texts", "templates") if getattr(self, name) is not None]
         if len(others) > 1 or (others and images):
             one, other = (others + images)[:2]
-            raise ValueError(f"a stage has only one test set; remove {one} or {other}")
+            raise ValueError(f"a stage has a single test set; remove {one} or {other}")
         return self
 
     @model_validator(mode="after")

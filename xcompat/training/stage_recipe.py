@@ -137,7 +137,7 @@ class StageRecipe(Section):
     def _known_options(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         method = info.data.get("method")
         if method == AUTO_MAP and value:
-            raise ValueError(f"options {', '.join(value)} need a method; set method: query_map, or another one")
+            raise ValueError(f"options {', '.join(value)} need a method; set method: query_map, or another method")
         if method is not None and method != AUTO_MAP:
             known = declared_options(method) if is_quick(info) else usual_options(method)
             return check_options(method, value, known, is_quick(info))
@@ -249,7 +249,7 @@ class StageRecipe(Section):
         if self.old is not None and is_stored(self.old.name):
             raise XcompatError(f"{where}, but {self.old.name} contains embeddings and cannot embed a query; {fix}")
         if self.data.old_reads == "captions":
-            raise XcompatError(f"{where}, but the old model reads captions and the new one reads images; {fix}")
+            raise XcompatError(f"{where}, but the old model reads captions and the new model reads images; {fix}")
 
     def resolve_training(self) -> dict[str, Any]:
         """Return the settings of training as JSON, with defaults."""

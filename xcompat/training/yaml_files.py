@@ -42,7 +42,7 @@ class LimitedLoader(yaml.SafeLoader):
         inside = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
         if any(id(part) not in self._measured for part in parts):
-            raise _TooMuch("a part that contains itself")
+            raise _TooMuch("a part inside itself")
         measured = [self._measured[id(part)] for part in parts]
         values, levels = 1 + sum(each[0] for each in measured), 1 + max((each[1] for each in measured), default=0)
         if values > MOST_VALUES or levels > MOST_LEVELS:
@@ -54,7 +54,7 @@ class LimitedLoader(yaml.SafeLoader):
         try:
             value: int = super().construct_yaml_int(node)
         except ValueError as error:  # of thousands of digits, or none
-            raise _TooMuch(f"an integer that cannot be read ({node.value[:20]}...)") from error
+            raise _TooMuch(f"an unreadable integer ({node.value[:20]}...)") from error
         if value.bit_length() > MOST_BITS:
             raise _TooMuch(f"an integer of more than {MOST_BITS} bits ({node.value[:20]}...)")
         return value

@@ -138,5 +138,5 @@ def _vector(value: Any, where: str, columns: Columns) -> NDArray[np.float32] | N
     except (TypeError, ValueError) as error:
         raise XcompatError(f"{where} holds no list of numbers; write lists of floats") from error
     if row_D.ndim != 1:
-        raise XcompatError(f"{where} holds an array of {row_D.ndim} dimensions; give one vector per item")
+        raise XcompatError(f"{where} holds an array of {row_D.ndim} dimensions; give a vector per item")
     return row_D if len(row_D) else None

@@ -105,7 +105,7 @@ def stored_at(place: Path) -> Path | None:
     files = [file for suffix in SUFFIXES if (file := place.with_name(place.name + suffix)).is_file()]
     found = [*files, *([place] if list_shards(place) else [])]
     if len(found) > 1:
-        raise XcompatError(f"{place.parent} holds {' and '.join(each.name for each in found)}; keep one of them")
+        raise XcompatError(f"{place.parent} holds {' and '.join(each.name for each in found)}; keep a single file")
     return found[0] if found else None
 
 
@@ -138,7 +138,7 @@ def check_stored(folder: Path) -> bool:
 def require_names(file: Path, lines: Path) -> None:
     """Raise unless stored vectors name their rows, or a file beside them does."""
     if not is_table(file) and not lines.is_file():
-        raise XcompatError(f"{file} has no {lines.name} beside it; write one line for each row")
+        raise XcompatError(f"{file} has no {lines.name} beside it; write a line for each row")
 
 
 def open_text(file: Path) -> IO[str]:

@@ -118,7 +118,7 @@ def _read_tensors(path: Path, columns: Columns) -> Vectors:
     except (SafetensorError, ValueError) as error:
         raise XcompatError(f"cannot read {path} ({str(error)[:200]}); write it again") from error
     if ids is not None and (not isinstance(ids, list) or len(ids) != len(rows_ND)):
-        raise XcompatError(f"{path} has {len(rows_ND):,} rows, but 'ids' in its metadata is not a list of that length")
+        raise XcompatError(f"{path} has {len(rows_ND):,} rows, but 'ids' in its metadata is not a list of this length")
     return Vectors(rows_ND, None if ids is None else [str(each) for each in ids])
 
 
@@ -203,5 +203,5 @@ def _steps(file: Path, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         raise XcompatError(f"{file} has shape {steps.shape}; for {shape} embeddings it has (1, {shape[1]}), or ({shape[0]}, 1)")
     is_scale = not file.stem.endswith(f"_{OFFSET}")
     if not np.isfinite(steps).all() or (is_scale and not (steps > 0).all()):
-        raise XcompatError(f"{file} holds {'a scale that is not above 0' if is_scale else 'values that are not finite'}")
+        raise XcompatError(f"{file} holds {'a scale of 0 or less' if is_scale else 'values that are not finite'}")
     return steps

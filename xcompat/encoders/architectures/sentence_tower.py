@@ -103,9 +103,7 @@ def join_towers(image: "EncoderSource | str", text: "EncoderSource | str", dim: 
     described, vision = text_encoder.description, image_encoder.model
     settings = described["config"]
     if described["query_prompt"] or described["passage_prompt"] or settings["lower_case"]:
-        raise XcompatError(
-            f"{text_encoder.name} has prompts or do_lower_case, which dual encoders do not apply; use another model"
-        )
+        raise XcompatError(f"{text_encoder.name} has prompts or do_lower_case, not supported in dual encoders; use another model")
     with torch.no_grad():
         features = vision(torch.zeros(1, 3, *pixels.image_size)).pooler_output
     if features is None or features.shape != (1, image_encoder.embedding_dim):
