@@ -182,7 +182,7 @@ def test_two_unreadable_pictures_of_many_do_not_stop_a_build(run: Run, photos: P
     [
         ((), "give one query, or many with --queries"),
         (("a dog", "--queries", "asked.txt"), "not both"),
-        (("a dog", "--json", "--csv"), "--json and --csv are two forms of one result"),
+        (("a dog", "--json", "--csv"), "--json and --csv are two forms of the same result"),
         (("photos/nope.jpg",), "there is no image photos/nope.jpg; there is no photos in"),
         (("--queries", "nope.txt"), "nope.txt does not exist"),
         (("--queries", "bad.txt"), "1 of 2 queries cannot be used, more than the share 0.1: gone.png: unreadable image"),

@@ -356,7 +356,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing between": ({"0.weight": FIRST, "1.weight": LAST}, "contains the layers 0, 1; supported networks have"),
     "layers beside": (MLP | {"W": W}, "contains 'W' beside layers of nn.Sequential"),
     "a bias of columns": (MLP | {"0.bias": numbers(9, 1)}, r"0.bias in .* has the shape \(9, 1\); a bias is a row of numbers"),
-    "a bias alone": (MLP | {"2.bias": np.float32(1)}, r"2.bias in .* has the shape \(\); a bias is one row"),
+    "a bias alone": (MLP | {"2.bias": np.float32(1)}, r"2.bias in .* has the shape \(\); a bias is a row of numbers"),
     "layers that do not fit": (MLP | {"2.weight": LAST[1:]}, r"contains layers of \(9, 24\) and \(15, 9\), which cannot map"),
 }
 

@@ -283,8 +283,8 @@ def test_a_long_text_is_cut_to_one_line(raw: dict[str, Any], tmp_path: Path, und
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"test": {"path": "some/pairs"}}}, "only one test set; remove judged_texts or test"),
-        ({"data": {"queries": {"path": "some/images"}}}, "only one test set; remove judged_texts or queries"),
+        ({"data": {"test": {"path": "some/pairs"}}}, "a single test set; remove judged_texts or test"),
+        ({"data": {"queries": {"path": "some/images"}}}, "a single test set; remove judged_texts or queries"),
         ({"data": {"judged_texts": {"passagen": {"path": "x"}}}}, "passagen.*passages"),
         ({"options": {"input": "penultimate"}, "method": "query_map"}, "data.judged_texts has texts"),
     ],

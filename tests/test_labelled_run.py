@@ -453,7 +453,7 @@ def test_penultimate_features_that_are_not_there_are_refused_before_training(
         ({"method": "nccl", "options": {"dim": 4}}, "at least the 8 dimensions .*, but options.dim .* give 4; increase them"),
         ({"method": "bct", "options": {"extra_dim": -1}}, "options.extra_dim is -1"),
         ({"method": "l2", "options": {"dim": 0}}, "options.dim is 0; set 1 or more"),
-        ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must be the old one, 8"),
+        ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must equal the old, 8"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(
@@ -490,7 +490,7 @@ def test_a_later_stage_that_cannot_work_is_refused_before_the_first_is_trained(
     ("method", "options", "old", "message"),
     [
         ("bt2", {"extra_dim": 9}, "plain", "extra_dim from 1 to the old dimension 8"),
-        ("mixbct", {"extra_dim": 4}, "plain", "the new dimension 12 must be the old one, 8"),
+        ("mixbct", {"extra_dim": 4}, "plain", "the new dimension 12 must equal the old, 8"),
         ("nccl", {"dim": 8}, "wider", "at least the 12 dimensions of the old ones, but options.dim .* give 8"),
     ],
 )
