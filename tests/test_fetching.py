@@ -270,7 +270,7 @@ def test_no_more_bytes_than_said(site: Site, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_compressed_answers_are_not_unpacked(site: Site) -> None:
     packed = site.serve("/packed", gzip.compress(bytes(1 << 20)), Content_Encoding="gzip")
-    with pytest.raises(UnusableSampleError, match="compressed content is not supported"):
+    with pytest.raises(UnusableSampleError, match="sent compressed content"):
         fetch(packed, allow_private_addresses=True)
     assert site.asked[0][1]["Accept-Encoding"] == "identity"
 

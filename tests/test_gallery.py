@@ -521,7 +521,7 @@ def test_what_a_milvus_has_lost_is_found_and_its_own_failures_are_one_line(
     client, collection = connect(str(tmp_path / "vectors.db")), f"xcompat_{gallery.segments[0].record.name}"
     with monkeypatch.context() as failing:
         failing.setattr(client, "search", lambda *_, **__: (_ for _ in ()).throw(MilvusException(message="server gone")))
-        with pytest.raises(XcompatError, match=r"Milvus failed \(.*server gone.*\); check that it is running"):
+        with pytest.raises(XcompatError, match=r"Milvus failed \(.*server gone.*\); make sure it is running"):
             found(gallery, vectors(1), 1)
     client.delete(collection, ids=[3])
     with pytest.raises(XcompatError, match=f"Milvus holds 8 vectors in {collection} instead of 9"):

@@ -137,7 +137,7 @@ def test_the_whole_course(raw: dict[str, Any], tmp_path: Path, drawn: None) -> N
 def test_a_changed_recipe_does_not_continue_another_ones_folder(raw: dict[str, Any]) -> None:
     raw["stages"] = raw["stages"][:1]
     run_recipe(recipe_of(raw))
-    with pytest.raises(XcompatError, match="differs in training.learning_rate; choose another output_dir"):
+    with pytest.raises(XcompatError, match="a recipe with another training.learning_rate; choose another output_dir"):
         run_recipe(recipe_of(raw, training={**raw["training"], "learning_rate": 2e-3}))
     with pytest.raises(XcompatError, match="differs in seed"):
         run_recipe(recipe_of(raw, seed=1))
@@ -174,7 +174,7 @@ def test_a_folder_of_a_version_with_fewer_settings_is_continued(raw: dict[str, A
     del written["encoder_lr_factor"], written["data"]["texts_limit"]
     record.write_text(yaml.safe_dump(written))
     run_recipe(recipe_of(raw))
-    with pytest.raises(XcompatError, match="differs in data.texts_limit"):
+    with pytest.raises(XcompatError, match="a recipe with another data.texts_limit"):
         run_recipe(recipe_of(raw, data={**raw["data"], "texts_limit": 20}))
     record.write_text(yaml.safe_dump({**written, "a_setting_that_is_gone": 1}))
     with pytest.raises(XcompatError, match="differs in a_setting_that_is_gone"):
@@ -190,7 +190,7 @@ def test_an_option_keeps_the_value_that_it_had_when_the_run_began(raw: dict[str,
     run_recipe(recipe_of(raw, options={"noise_std": 0.05}))
     written["options"]["noise_std"] = 0.1  # as a version would have left it in which that was the usual value
     record.write_text(yaml.safe_dump(written))
-    with pytest.raises(XcompatError, match="differs in options.noise_std; choose another output_dir"):
+    with pytest.raises(XcompatError, match="a recipe with another options.noise_std; choose another output_dir"):
         run_recipe(recipe_of(raw))
     run_recipe(recipe_of(raw, options={"noise_std": 0.1}))
 

@@ -66,7 +66,7 @@ def read_captions(
     camera = pick_column(source.camera_column, (), columns, "camera_column", where) if source.camera_column else None
     lists = [value for value in table[image] if not isinstance(value, str | int)]
     if lists:
-        raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is not an image path; fix this row")
+        raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is not an image path; fix its row")
     table[image] = table[image].map(str)  # JSON may give a path as a number
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id, camera) if name}
     first = table.drop_duplicates(image)
@@ -250,9 +250,11 @@ def _read_table(file: Path) -> pd.DataFrame:
     except XcompatError:
         raise
     except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
-        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); fix this row") from error
+        raise XcompatError(
+            f"{file} cannot be read ({str(error).splitlines()[0][:200]}); fix the row named in this error, or save the file again"
+        ) from error
     if not isinstance(table.index, pd.RangeIndex):  # pandas turns surplus fields into an index
-        raise XcompatError(f"{file} has rows with more fields than its header; quote captions with the separator")
+        raise XcompatError(f"{file} has rows with more fields than its header; quote captions that contain the separator")
     if table.empty:
         raise XcompatError(f"{file} contains no rows; it needs a header and a row per caption")
     return table

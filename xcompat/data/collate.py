@@ -134,7 +134,7 @@ class EmbeddingPairDataset(Dataset[dict[str, Tensor]]):
             raise XcompatError(f"{len(new_ND)} new embeddings but {len(old_Nd)} old ones; embed the same data with both models")
         self.rows_N = rows_N
         if not len(new_ND if rows_N is None else rows_N):
-            raise XcompatError("no embeddings to train on; embed a corpus with items")
+            raise XcompatError("no embeddings to train on: the corpus is empty")
         self.arrays = {NEW_EMBEDS: new_ND, OLD_EMBEDS: old_Nd, **(extra or {})}
 
     def __len__(self) -> int:

@@ -43,7 +43,9 @@ def read_qrels(file: str | Path) -> dict[str, dict[str, float]]:
             )
         query, item = columns[0].strip(), columns[-2].strip()
         if qrels.setdefault(query, {}).setdefault(item, gain) != gain:
-            raise XcompatError(f"{file} line {number} contradicts an earlier gain of {item!r} for {query!r}; keep a single gain")
+            raise XcompatError(
+                f"{file} line {number} contradicts an earlier gain of {item!r} for {query!r}; keep one of the two lines"
+            )
     if not qrels:
         raise XcompatError(f"{file} contains no judgements; write query, item and gain in each line")
     return qrels

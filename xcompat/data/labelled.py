@@ -256,7 +256,7 @@ def _class_indices(
         if not 0 <= index < len(order):
             image = f"{source.path}: image {dataset[values.index(value)][ID]!r}"
             if isinstance(label, str):
-                raise XcompatError(f"{image} has class {label!r}, missing in the class list; {nearest_class(label, order)}")
+                raise XcompatError(f"{image} has class {label!r}, which is not in the class list; {nearest_class(label, order)}")
             raise XcompatError(f"{image} has label index {label}, but the {len(order)} classes go from 0 to {len(order) - 1}")
         distinct[value] = index
     return np.fromiter((distinct[value] for value in values), np.int64, len(values))

@@ -63,14 +63,18 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:
         with pd.read_csv(file, chunksize=BLOCK, **csv_options(file)) as blocks:
             for block in blocks:
                 if not isinstance(block.index, pd.RangeIndex):  # pandas turns surplus fields into an index
-                    raise XcompatError(f"{file} has rows with more fields than its header; quote texts with the separator")
+                    raise XcompatError(
+                        f"{file} has rows with more fields than its header; quote texts that contain the separator"
+                    )
                 for row in block.to_dict("records"):
                     number += 1
                     yield f"{file} row {number}", {str(name): value for name, value in row.items()}
     except XcompatError:
         raise
     except (ValueError, *UNREADABLE) as error:  # pandas' parser errors are ValueErrors
-        raise XcompatError(f"{file} cannot be read ({str(error).splitlines()[0][:200]}); fix this row") from error
+        raise XcompatError(
+            f"{file} cannot be read ({str(error).splitlines()[0][:200]}); fix the row named in this error, or save the file again"
+        ) from error
 
 
 def _parquet_rows(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[str, Row]]:

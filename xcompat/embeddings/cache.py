@@ -86,7 +86,9 @@ class EmbeddingCache:
             try:
                 self._shards[shard] = open_shard(self.path, shard, self.info)
             except DamagedShardError as error:
-                raise XcompatError(f"{error}; write the cache again: only this shard is re-embedded") from None
+                raise XcompatError(
+                    f"{error}; run the command that wrote the cache again: only this shard is re-embedded"
+                ) from None
         return self._shards[shard]
 
     @property
@@ -185,7 +187,7 @@ def read_info(folder: Path) -> CacheInfo:
         first = error.errors()[0]
         raise XcompatError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete {folder} and re-embed") from None
     if plan.exists() and _drop_name(read_json(plan)) != _drop_name(asdict(info)):
-        raise XcompatError(f"{file} and plan.json differ; write the cache again")
+        raise XcompatError(f"{file} and plan.json differ; run the command that wrote the cache again")
     return info
 
 

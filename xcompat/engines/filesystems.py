@@ -62,7 +62,7 @@ def list_parquet_files(uri: str) -> list[fs.FileInfo]:
     if metadata:
         newest = max(metadata, key=lambda info: info.mtime_ns or 0).base_name
         raise XcompatError(
-            f"{uri} is an Iceberg table with files of older versions; use the metadata of a version, "
+            f"{uri} is an Iceberg table with files of older versions; use the metadata file of a single version, "
             f"e.g. {uri.rstrip('/')}/metadata/{newest}"
         )
     for folder, name in LOGS.items():

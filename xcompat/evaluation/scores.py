@@ -58,7 +58,7 @@ def as_rows(embeds_ND: Embeddings, what: str) -> np.ndarray:
     if rows_ND.ndim != 2:
         raise XcompatError(f"{what} must be a matrix with an embedding per row, not of shape {rows_ND.shape}; reshape them")
     if rows_ND.size == 0:
-        raise XcompatError(f"{what} are empty (shape {rows_ND.shape}); embed an item or more")
+        raise XcompatError(f"{what} are empty (shape {rows_ND.shape}); embed at least one item")
     return rows_ND
 
 

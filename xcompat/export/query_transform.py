@@ -52,7 +52,7 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
     if stored.d != old_dim:
         raise XcompatError(
             f"{index_file} contains vectors of {stored.d} dimensions, but the map returns the {old_dim} of "
-            f"{version}; choose an index of its old model"
+            f"{version}; choose the old model's index"
         )
     transforms = _normalised_inputs(model, new_dim)
     for weight_dD, bias_d in steps:

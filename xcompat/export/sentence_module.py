@@ -157,7 +157,7 @@ def _save_encoder(described: dict[str, Any], folder: Path) -> None:
     if described["library"] == "xcompat":
         inner = load_checkpoint(source)
         if inner.embeds_in_memory:
-            raise XcompatError(f"the map's model {source.name} is itself a map; export its encoder")
+            raise XcompatError(f"the map's model {source.name} is itself a map; export a map of an encoder")
         inner.export(folder)
     else:
         encoder, processor = load_encoder(source)

@@ -65,7 +65,7 @@ def read_adapters(path: Path, old: Described, new_dim: int, activation: Activati
     if any(_LAYER.fullmatch(name) for name in arrays):
         return list(_networks(path, arrays, old, new_dim, activation))
     if activation is not None:
-        raise XcompatError(f"{path} contains a linear map without activation {activation}; remove --activation")
+        raise XcompatError(f"{path} contains a linear map, which has no activation; remove --activation")
     return list(_lines(path, arrays, old, new_dim))
 
 

@@ -256,7 +256,7 @@ def make_text_input(
     """
     about_service = (embed_with, requests_per_minute, price)
     if texts is not None and images is not None:
-        raise XcompatError("--texts and --images cannot be combined; choose the items of both models")
+        raise XcompatError("--texts and --images cannot be combined; remove one of them")
     if texts is not None or images is not None:
         path = texts if texts is not None else images
         assert path is not None

@@ -87,7 +87,7 @@ class IndependentModel(ClassifiedModel):
         read = {field.name for field in fields(CompatConfig)} - {"adapters"}
         beside = (name for name, value in options.items() if name not in read and value != getattr(usual, name, value))
         if on_captions and (name := next(beside, None)):
-            raise XcompatError(f"options.{name}: not for training on captions or texts; remove {name}, or train on classes")
+            raise XcompatError(f"options.{name} does not apply to training on captions or texts; remove it, or train on classes")
         super().refuse_unread(options, on_captions)
         if options.get("mixup") and cls.balances_batches(options):
             raise XcompatError(

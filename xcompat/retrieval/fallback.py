@@ -112,7 +112,7 @@ class Fallback:
         for name in options.keys() - set(known):
             raise XcompatError(f"fallback has no option {name!r}; {nearest(name, known)}")
         if (model := options.get("model")) is None:
-            raise XcompatError("fallback needs the old model; set model to the gallery's model")
+            raise XcompatError("fallback needs the old model; set model to the model that embedded the gallery")
         return cls(**{**options, "model": model if isinstance(model, Embedder) else load_embedder(str(model), device)})
 
     @classmethod

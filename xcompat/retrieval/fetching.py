@@ -136,7 +136,7 @@ async def _content(response: Any) -> bytes:  # noqa: ANN401 - httpx's
     if response.status_code != 200:
         raise UnusableSampleError(f"the server returned {response.status_code} {response.reason_phrase}".rstrip())
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise UnusableSampleError("compressed content is not supported")
+        raise UnusableSampleError("the server sent compressed content, which is not supported")
     content = bytearray()
     async for chunk in response.aiter_raw():
         content += chunk

@@ -123,7 +123,7 @@ class SourceQueries:
             return list(self.originals.dataset[TEXT])
         paths = [picture.get("path") for picture in self.originals.dataset.cast_column(IMAGE, hf.Image(decode=False))[IMAGE]]
         if not all(path and is_file(path) for path in paths):
-            raise XcompatError("images in an archive or a table cannot be searched separately; choose a folder of images")
+            raise XcompatError("images in an archive or a table cannot be searched one at a time; choose a folder of images")
         return paths
 
     def re_embed(self, old: Embedder, places: Sequence[int]) -> NDArray[np.float32]:

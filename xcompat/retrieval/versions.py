@@ -134,8 +134,8 @@ def require_metric(model: Model, metric: Metric) -> None:
     """Raise if the model needs L2 distance, but the gallery has another metric."""
     if own_metric(model) == "l2" and metric != "l2":
         raise XcompatError(
-            f"embeddings of {identity(model)} are compared by L2 distance, but this gallery compares by {metric}; make it with "
-            "metric l2, e.g. with `xcompat gallery build` and that model"
+            f"embeddings of {identity(model)} are compared by L2 distance, but this gallery compares by {metric}; make a gallery "
+            "with metric l2, e.g. with `xcompat gallery build` and this model"
         )
 
 

@@ -48,7 +48,7 @@ class Mapping(VectorSource[Block, Block]):
             )
         if self.model.metric == "l2":
             raise XcompatError(
-                f"{identity(self.model)} maps embeddings of any length; stores need unit vectors; train its models with "
+                f"{identity(self.model)} returns embeddings of any length, but stores need unit vectors; train its models with "
                 "metric: cosine"
             )
         if self.model.reads_side_info:

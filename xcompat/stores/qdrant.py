@@ -282,7 +282,7 @@ class QdrantStore(Store):
         own = aliases[self.space]
         info = self._info(own)
         if info.config.params.sharding_method == models.ShardingMethod.CUSTOM:
-            raise XcompatError(f"{self.uri} has custom shard keys; xcompat cannot copy them; migrate it by hand")
+            raise XcompatError(f"{self.uri} has custom shard keys, and xcompat cannot copy them; migrate it by hand")
         kept = {key: value for key, value in (info.config.metadata or {}).items() if not key.startswith(MARK)}
         ours = {MARK + "model": {"digest": model.digest, "name": model.name}, MARK + "copies": own}
         with plain_errors(self.uri):

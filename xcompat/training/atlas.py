@@ -85,10 +85,10 @@ def _load_evaluated(run: Path, items: int, seed: int) -> tuple[ReportContent, Ev
     """Return report content and test set of a run, from its caches if possible."""
     folder = find_model(run)
     if not (folder.parent / RECIPE).exists():
-        raise XcompatError(f"{run} has no {RECIPE}, so its test set is unknown; choose a run of a recipe")
+        raise XcompatError(f"{run} has no {RECIPE}, so its test set is unknown; choose a run made by `xcompat train`")
     test = load_test_set(DataSettings.model_validate(read_started_settings(folder.parent)["data"]))
     if isinstance(test, TemplateTestSet):
-        raise XcompatError(f"{run} was evaluated on templates of several images; choose another run")
+        raise XcompatError(f"{run} was evaluated on templates of several images, which cannot be exported; choose another run")
     model = torch.nn.Module.to(load_checkpoint(str(folder)), device())
     if test is None or not model.compatible_with:
         raise XcompatError(f"{run} has no old model or no test set, so there is nothing to compare; choose a run with a report")

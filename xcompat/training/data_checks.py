@@ -133,7 +133,9 @@ def _check_pairs(source: PairSource) -> bool:
     elif form == "webdataset":
         streamed = load_pairs(source.model_copy(update={"streaming": True, "limit": ROWS}))
         if not list(islice(streamed, 1)):
-            raise XcompatError(f"{source.path} contains no sample with the recipe's columns; check their names")
+            raise XcompatError(
+                f"{source.path} contains no sample with the recipe's columns; correct the names of columns in the recipe"
+            )
     else:
         load_pairs(source.model_copy(update={"streaming": False}))
     return form not in ("parquet", "webdataset")

@@ -105,7 +105,7 @@ def _without_memory(model: CompatModel, folder: Path, memory: Remembered) -> Com
     if model.memory is None:
         raise XcompatError(f"{folder} has no memory; remove --memory {memory}")
     if model.maps_galleries and memory == "transform":
-        raise XcompatError(f"{folder} maps galleries without a learned transform; use --memory none")
+        raise XcompatError(f"{folder} maps galleries, which have no learned transform; use --memory none")
     return model.remember(model.memory.without_entries() if memory == "transform" else None)
 
 
@@ -150,7 +150,7 @@ def _checkpoint(folder: Path, form: Form, memory: Remembered) -> _PushArguments:
     if facts.holds != "all" and facts.base is not None and facts.base["library"] != "xcompat" and facts.base_on_hub is None:
         base = facts.base["name"]
         if facts.holds == "adapters":
-            raise XcompatError(f"its base {base} is a local folder; push the whole model")
+            raise XcompatError(f"its base {base} is a local folder, so others cannot load it; push the whole model")
         console.print(f"[yellow]its base {literal(base)} is a local folder: others can only apply the map to embeddings[/]")
     return _PushArguments(facts, model.config.to_dict(), model.save_pretrained, run, [each.digest for each in known])
 

@@ -42,7 +42,7 @@ class LimitedLoader(yaml.SafeLoader):
         inside = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
         if any(id(part) not in self._measured for part in parts):
-            raise _TooMuch("a part inside itself")
+            raise _TooMuch("a part that contains itself")
         measured = [self._measured[id(part)] for part in parts]
         values, levels = 1 + sum(each[0] for each in measured), 1 + max((each[1] for each in measured), default=0)
         if values > MOST_VALUES or levels > MOST_LEVELS:

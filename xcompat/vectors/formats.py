@@ -105,7 +105,7 @@ def stored_at(place: Path) -> Path | None:
     files = [file for suffix in SUFFIXES if (file := place.with_name(place.name + suffix)).is_file()]
     found = [*files, *([place] if list_shards(place) else [])]
     if len(found) > 1:
-        raise XcompatError(f"{place.parent} holds {' and '.join(each.name for each in found)}; keep a single file")
+        raise XcompatError(f"{place.parent} holds {' and '.join(each.name for each in found)}; keep one and delete the others")
     return found[0] if found else None
 
 

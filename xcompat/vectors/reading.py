@@ -203,5 +203,5 @@ def _steps(file: Path, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         raise XcompatError(f"{file} has shape {steps.shape}; for {shape} embeddings it has (1, {shape[1]}), or ({shape[0]}, 1)")
     is_scale = not file.stem.endswith(f"_{OFFSET}")
     if not np.isfinite(steps).all() or (is_scale and not (steps > 0).all()):
-        raise XcompatError(f"{file} holds {'a scale of 0 or less' if is_scale else 'values that are not finite'}")
+        raise XcompatError(f"{file} holds {'a scale that is not a positive number' if is_scale else 'NaN or infinite offsets'}")
     return steps

@@ -297,7 +297,7 @@ def _scales(file: object, batch: pa.RecordBatch) -> NDArray[np.float32]:
         raise XcompatError(f"{file}: column {SCALE!r} is {scales.type}, not a number a row; scales of dimensions go with .npy")
     scales_B: NDArray[np.float32] = pc.cast(scales, pa.float32()).to_numpy(zero_copy_only=False)
     if not (np.isfinite(scales_B) & (scales_B > 0)).all():
-        raise XcompatError(f"{file} holds a scale of 0 or less")
+        raise XcompatError(f"{file} holds a scale that is not a positive number")
     return scales_B
 
 
