@@ -134,7 +134,7 @@ def of_images(encoder: Part, *lanes: Lane, loss: tuple[str, tuple[str, ...]], ca
 PICTURES: dict[str, Picture] = {
     "xbt": Picture(
         (
-            lane(data("pictures"), adapted("image tower with LoRA, prompts"), LEARNED_PHI, vectors("v")),
+            lane(data("images"), adapted("image tower with LoRA, prompts"), LEARNED_PHI, vectors("v")),
             lane(data("captions"), adapted("text tower with LoRA"), adapted("the same φ"), vectors("w")),
         ),
         (("which caption is whose?", ("v", "w")),),
@@ -147,14 +147,14 @@ PICTURES: dict[str, Picture] = {
     ),
     "direct": Picture(
         (
-            lane(data("pictures"), trained("image tower, or its LoRA"), PHI, vectors("v")),
+            lane(data("images"), trained("image tower, or its LoRA"), PHI, vectors("v")),
             lane(vectors("old embedding of the caption"), start=3),
-            lane(vectors("old embedding of the picture"), start=3),
+            lane(vectors("old embedding of the image"), start=3),
             lane(data("captions"), trained("text tower, or its LoRA"), trained("the same φ"), vectors("w")),
         ),
         (
             ("which caption is whose?", ("v", "old embedding of the caption")),
-            ("which picture is whose?", ("w", "old embedding of the picture")),
+            ("which image is whose?", ("w", "old embedding of the image")),
         ),
         (QUERY, trained("its tower"), PHI),
     ),
@@ -244,7 +244,7 @@ PICTURES: dict[str, Picture] = {
         losses=(("new or old?", ("discriminator",)), ("inside its ball?", ("balls around old classes",))),
     ),
     "independent": Picture(
-        (lane(PHOTOS, BACKBONE, F, W), lane(data("or pictures, captions"), trained("both towers"), vectors("v and w"))),
+        (lane(PHOTOS, BACKBONE, F, W), lane(data("or images, captions"), trained("both towers"), vectors("v and w"))),
         ((WHICH, (W.text,)), ("or: which caption is whose?", ("v and w",))),
         (QUERY, BACKBONE),
         (stored("re-embedded items"),),

@@ -186,7 +186,7 @@ def write_photos(folder: Path, count: int) -> Path:
 def images() -> list[Image.Image]:
     """Return four different images."""
     pixels = np.random.default_rng(0).integers(0, 255, (4, 40, 48, 3), dtype=np.uint8)
-    return [Image.fromarray(picture) for picture in pixels]
+    return [Image.fromarray(image) for image in pixels]
 
 
 @pytest.fixture(scope="session")
@@ -194,8 +194,8 @@ def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a folder of 24 images with a captions file."""
     folder = tmp_path_factory.mktemp("pairs")
     pixels = np.random.default_rng(1).integers(0, 255, (24, 40, 40, 3), dtype=np.uint8)
-    for row, picture in enumerate(pixels):
-        Image.fromarray(picture).save(folder / f"{row}.png")
+    for row, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / f"{row}.png")
     lines = ["image,caption", *(f"{row}.png,thing number {row} of many" for row in range(24))]
     (folder / "captions.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(folder)

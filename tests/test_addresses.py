@@ -114,11 +114,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 def shard(number: int, mode: str = "w") -> bytes:
     """Return a shard of two images, each with its caption."""
-    whole, picture = io.BytesIO(), io.BytesIO()
-    Image.new("RGB", (4, 4), (number, 0, 0)).save(picture, "PNG")
+    whole, image = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (4, 4), (number, 0, 0)).save(image, "PNG")
     with tarfile.open(fileobj=whole, mode=mode) as tar:
         for key in (f"{number}a", f"{number}b"):
-            for name, content in ((f"{key}.png", picture.getvalue()), (f"{key}.txt", f"thing {key}".encode())):
+            for name, content in ((f"{key}.png", image.getvalue()), (f"{key}.txt", f"thing {key}".encode())):
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))

@@ -54,7 +54,7 @@ def test_descent_draws_to_the_target(loss) -> None:
     assert (F.cosine_similarity(new, old) > before).all()
 
 
-def test_l2_leaves_out_old_embeddings_of_pictures_that_could_not_be_read() -> None:
+def test_l2_leaves_out_old_embeddings_of_images_that_could_not_be_read() -> None:
     new, old = torch.ones(2, 3, requires_grad=True), torch.tensor([[1.0, 1.0, 3.0], [torch.nan] * 3])
     loss = l2_alignment_loss(new, old, torch.tensor([True, False]))
     loss.backward()

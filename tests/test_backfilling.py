@@ -27,7 +27,7 @@ OLD, NEW = Fingerprint.from_string("old"), Fingerprint.from_string("new")
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_photos(tmp_path_factory.mktemp("pictures") / "photos", ITEMS)
+    return write_photos(tmp_path_factory.mktemp("images") / "photos", ITEMS)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_backfill_that_was_killed_ends_as_one_run_does(
     gallery: Gallery, photos: Path, newer: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingestion, "COMMIT_EVERY", -1.0)
-    monkeypatch.setattr(originals, "PICTURES_AT_ONCE", 1)
+    monkeypatch.setattr(originals, "IMAGES_AT_ONCE", 1)
     monkeypatch.setattr(originals, "images_per_batch", lambda *_: 4)
     plan, embed, calls = Backfill(gallery, load_originals(photos), newer, 20), newer.embed, []
 

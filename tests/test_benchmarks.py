@@ -232,15 +232,15 @@ def test_towers_stay_frozen_while_their_projections_learn(
     monkeypatch.setattr(towers, "prepare_model", lambda *_: text)
     captions = [["a red running shoe"], ["two dogs"], ["a shoe"], ["greek small letter alpha"]]
     rng = np.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)) for _ in captions]
-    columns = {"image": pictures, "caption": captions, "id": list("abcd")}
+    images = [Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)) for _ in captions]
+    columns = {"image": images, "caption": captions, "id": list("abcd")}
     Dataset.from_dict(columns).cast_column("image", ImageFeature()).save_to_disk(tmp_path / "pairs")
     towers.write_towers(tmp_path / "joined", towers.Towers(image.name, towers.OLD, 32, 8, 0), tmp_path / "pairs")
     encoder, processor = load_encoder(str(tmp_path / "joined"))
     assert not processor.image_processor.do_center_crop
     whole = load_encoder(str(image))[0].model.state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in encoder.model.vision_model.state_dict().items())
-    photos_ND = encoder.embed_images(processor.images(pictures))
+    photos_ND = encoder.embed_images(processor.images(images))
     names_ND = encoder.embed_texts(**processor.texts([names[0] for names in captions]))
     assert (photos_ND @ names_ND.T).argmax(dim=1).tolist() == [0, 1, 2, 3], "each photo finds its name"
 

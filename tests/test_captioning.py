@@ -170,7 +170,7 @@ def test_two_processes_write_the_same_file_and_a_recipe_reads_it(captioner_folde
         load_labelled(LabelledSource(path=str(photos), caption_file=str(tmp_path / "short.jsonl")), captions=True)
 
 
-def test_what_is_no_captioner_or_no_picture_is_one_line(
+def test_what_is_no_captioner_or_no_image_is_one_line(
     captioner_folder: str, photos: Path, tmp_path: Path, folder_of: dict[str, str]
 ) -> None:
     with pytest.raises(XcompatError, match="is a clip and writes no captions; choose a captioner"):
@@ -226,7 +226,7 @@ def folder_of_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def pictures() -> list[Image.Image]:
+def images() -> list[Image.Image]:
     """Four of different sizes."""
     sizes = ((16, 16), (24, 16), (16, 32), (40, 20))
     pixels = (np.random.default_rng(row).integers(0, 255, (*size, 3), dtype=np.uint8) for row, size in enumerate(sizes))
@@ -238,11 +238,11 @@ def pictures() -> list[Image.Image]:
     "kind", mostly_nightly(["blip", "git", "pix2struct", "llava", "qwen2_vl"], ("blip", "qwen2_vl").__contains__)
 )
 def test_every_kind_of_model_writes_what_it_writes_alone(
-    folder_of_kind: dict[str, str], pictures: list[Image.Image], kind: str, prompt: str | None
+    folder_of_kind: dict[str, str], images: list[Image.Image], kind: str, prompt: str | None
 ) -> None:
     captioner = Captioner(folder_of_kind[kind], max_tokens=6, prompt=prompt)
-    together = captioner(pictures)
-    assert together == [captioner([picture])[0] for picture in pictures]
+    together = captioner(images)
+    assert together == [captioner([image])[0] for image in images]
     assert any(together) and not any("a photo of" in text or len(text.split()) > 6 for text in together)
     assert captioner.prompt == (prompt or (captioning.PROMPT if kind in ("llava", "qwen2_vl") else None))
     if kind != "blip":  # whose captions of random weights do not look at the image
@@ -250,10 +250,10 @@ def test_every_kind_of_model_writes_what_it_writes_alone(
 
 
 @pytest.mark.parametrize("kind", ["blip", "git", "pix2struct"])
-def test_a_caption_goes_on_where_the_prompt_ends(folder_of_kind: dict[str, str], pictures: list[Image.Image], kind: str) -> None:
+def test_a_caption_goes_on_where_the_prompt_ends(folder_of_kind: dict[str, str], images: list[Image.Image], kind: str) -> None:
     """By the tokens that the model is known to take: after [BOS], without an end, and none of them are in the caption."""
-    captioner, (picture, *_) = Captioner(folder_of_kind[kind], max_tokens=5, prompt="a photo of"), pictures
-    pixels = dict(captioner.images(images=[picture], return_tensors="pt"))
+    captioner, (image, *_) = Captioner(folder_of_kind[kind], max_tokens=5, prompt="a photo of"), images
+    pixels = dict(captioner.images(images=[image], return_tensors="pt"))
     ids = captioner.tokenizer("a photo of", add_special_tokens=False, return_tensors="pt")["input_ids"]
     begun = torch.cat([torch.tensor([[1]]), ids], dim=1)
     given = {
@@ -263,14 +263,14 @@ def test_a_caption_goes_on_where_the_prompt_ends(folder_of_kind: dict[str, str],
     }[kind]
     tokens = captioner.model.generate(**pixels, **given, max_new_tokens=5, do_sample=False)
     words = captioner.tokenizer.decode(tokens[0], skip_special_tokens=True)
-    assert words == f"a photo of {captioner([picture])[0]}".strip()
-    assert captioner([picture]) != Captioner(folder_of_kind[kind], max_tokens=5)([picture])
+    assert words == f"a photo of {captioner([image])[0]}".strip()
+    assert captioner([image]) != Captioner(folder_of_kind[kind], max_tokens=5)([image])
 
 
 def test_what_a_chat_is_asked_reaches_the_model(
-    folder_of_kind: dict[str, str], pictures: list[Image.Image], photos: Path, tmp_path: Path
+    folder_of_kind: dict[str, str], images: list[Image.Image], photos: Path, tmp_path: Path
 ) -> None:
-    asked = Captioner(folder_of_kind["llava"], prompt="the dog")._model_inputs(pictures[:1])
+    asked = Captioner(folder_of_kind["llava"], prompt="the dog")._model_inputs(images[:1])
     words = Captioner(folder_of_kind["llava"]).tokenizer.decode(asked["input_ids"][0])
     assert words == f"USER {' '.join([captioners.IMAGE] * 4)} the dog ASSISTANT"
     given = ["caption", str(photos), "--model", folder_of_kind["llava"], "--max-tokens", "6"]
@@ -296,13 +296,13 @@ def test_captions_of_another_prompt_are_not_continued(
 
 
 def test_a_prompt_that_is_not_taken_or_is_missing_is_one_line(
-    captioner_folder: str, pictures: list[Image.Image], tmp_path: Path
+    captioner_folder: str, images: list[Image.Image], tmp_path: Path
 ) -> None:
     with pytest.raises(XcompatError, match="starts captions by itself and takes no prompt; remove --prompt"):
         Captioner(captioner_folder, prompt="a photo of")
     silent = captioners.llava(tmp_path, template=None)
     with pytest.raises(XcompatError, match=r"cannot write captions: .*; set a --prompt"):
-        Captioner(silent)(pictures)
-    assert len(Captioner(silent, max_tokens=4, prompt="USER <image> the dog ASSISTANT")(pictures)) == 4
+        Captioner(silent)(images)
+    assert len(Captioner(silent, max_tokens=4, prompt="USER <image> the dog ASSISTANT")(images)) == 4
     with pytest.raises(XcompatError, match=r"cannot write captions: .*; use another --prompt"):
-        Captioner(silent, prompt="the dog")(pictures)
+        Captioner(silent, prompt="the dog")(images)

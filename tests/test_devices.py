@@ -160,12 +160,12 @@ def test_galleries_of_a_gpu_hold_what_a_cpu_s_hold(
     batches: int, elsewhere: Elsewhere, pairs_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(originals, "images_per_batch", lambda *_: 3)
-    monkeypatch.setattr(originals, "PICTURES_OF_A_GPU", 3 * batches)
-    pictures = load_originals(pairs_folder)
+    monkeypatch.setattr(originals, "IMAGES_OF_A_GPU", 3 * batches)
+    images = load_originals(pairs_folder)
     made = []
     for number, embedder in enumerate((elsewhere, plain(elsewhere))):
         gallery = Gallery.create(tmp_path / str(number), embedder)
-        assert ingest(gallery, pictures, embedder).added == len(pictures.ids) > 9
+        assert ingest(gallery, images, embedder).added == len(images.ids) > 9
         made.append([(items.ids, items.metadata, items.embeds[0]) for _, items in gallery.segments[0].blocks(999)])
     for (ids, metadata, embeds), (same_ids, same_metadata, same) in zip(*made, strict=True):
         assert (ids, metadata) == (same_ids, same_metadata)

@@ -436,9 +436,9 @@ def test_the_training_set_is_embedded_as_for_evaluation(
     assert model.training and embeds.shape == (7, DIM)
     bad = np.flatnonzero(~np.isfinite(embeds[:, 0]))
     assert len(bad) == 1
-    picture = labelled[6]["image"]
+    image = labelled[6]["image"]
     with torch.no_grad():
-        expected = model.eval().embed_images(model.processor.images([picture]))[0]
+        expected = model.eval().embed_images(model.processor.images([image]))[0]
     torch.testing.assert_close(torch.from_numpy(embeds[6]), expected, atol=1e-5, rtol=0)
     shares: list[torch.Tensor] = []
     monkeypatch.setattr(refreshing, "world_size", lambda: 3)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_layouts.pictures import write_classes
+from data_layouts.images import write_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

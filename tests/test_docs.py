@@ -144,10 +144,10 @@ def take_photos(folder: Path) -> None:
     """Make a folder of images with captions, and one with a folder for each class."""
     pixels = np.random.default_rng(1).integers(0, 255, (8, 32, 32, 3), dtype=np.uint8)
     captions = ["file_name,caption"]
-    for row, picture in enumerate(pixels):
+    for row, image in enumerate(pixels):
         for place in (folder / "captioned", folder / "train" / ("cat" if row % 2 else "dog")):
             place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(picture).save(place / f"{row}.png")
+            Image.fromarray(image).save(place / f"{row}.png")
         captions.append(f"{row}.png,thing number {row}")
     (folder / "captioned" / "metadata.csv").write_text("\n".join(captions) + "\n", encoding="utf-8")
 

@@ -23,7 +23,7 @@ from xcompat.retrieval import Gallery, commands, doctor
 from xcompat.retrieval.canary import check_canary
 from xcompat.retrieval.doctor import Finding, examine, wilson
 from xcompat.retrieval.items import check_items
-from xcompat.retrieval.originals import load_originals, load_pictures
+from xcompat.retrieval.originals import load_images, load_originals
 from xcompat.retrieval.preprocessing import FACTORS, Preparation, own_preparation
 from xcompat.retrieval.versions import stored_version
 from xcompat.serve.site_loading import load_site
@@ -52,10 +52,10 @@ def model(old_folder: str) -> Embedder:
 
 
 def embedded(photos: Path, model: Embedder, prepare: Preparation | None = None) -> tuple[list[str], np.ndarray]:
-    dataset = load_pictures(photos)
+    dataset = load_images(photos)
     names = list(dataset["id"])
-    pictures = [Image.open(photos / name) for name in names]
-    return names, model.embed({"pixel_values": (prepare or model.processor.images)(pictures)}).numpy()
+    images = [Image.open(photos / name) for name in names]
+    return names, model.embed({"pixel_values": (prepare or model.processor.images)(images)}).numpy()
 
 
 def filled(folder: Path, model: Embedder, names: list[str], vectors: np.ndarray) -> Gallery:
@@ -106,12 +106,12 @@ def test_zero_vectors_are_counted_and_are_nobodys(photos: Path, model: Embedder,
         ({"normalised": 3}, "pixels from 0 to 1, not"),
     ],
 )
-def test_another_preparation_of_the_pictures_is_named(
+def test_another_preparation_of_the_images_is_named(
     changed: dict[str, object], said: str, photos: Path, model: Embedder, tmp_path: Path
 ) -> None:
-    pictures = [Image.open(photos / f"{number}.png") for number in range(9)]
-    own = own_preparation(model.processor, pictures)
-    np.testing.assert_allclose(own(pictures).numpy(), model.processor.images(pictures).numpy(), atol=0.05)
+    images = [Image.open(photos / f"{number}.png") for number in range(9)]
+    own = own_preparation(model.processor, images)
+    np.testing.assert_allclose(own(images).numpy(), model.processor.images(images).numpy(), atol=0.05)
     way = FACTORS[0](own)[changed["normalised"]] if "normalised" in changed else replace(own, **changed)  # type: ignore[call-overload]
     names, vectors = embedded(photos, model, way)
     vectors[:10] = foreign(photos, tmp_path)[:10]

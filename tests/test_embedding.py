@@ -239,9 +239,9 @@ def test_on_a_cpu_all_cores_decode_and_none_while_the_model_computes(
     prepared: list[int] = []
     images = type(embedder.processor).images
 
-    def counted(processor: Any, pictures: list[Any]) -> torch.Tensor:
-        prepared.append(len(pictures))
-        return images(processor, pictures)
+    def counted(processor: Any, opened: list[Any]) -> torch.Tensor:
+        prepared.append(len(opened))
+        return images(processor, opened)
 
     monkeypatch.setattr(type(embedder.processor), "images", counted)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

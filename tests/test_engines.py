@@ -170,7 +170,7 @@ def test_another_model_under_the_same_name_is_refused(tmp_path: Path, vectors: n
         function(lists(vectors))
 
 
-def test_texts_and_pictures_are_embedded(old_folder: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
+def test_texts_and_images_are_embedded(old_folder: str, folder_of: dict[str, str], images: list[Image.Image]) -> None:
     texts = ["two dogs", "a red running shoe", "a shoe", "two dogs"]
     embedded = TableModel.open(old_folder, "texts")(pa.table({"text": pa.array(texts).dictionary_encode()}))
     embedder = load_embedder(old_folder)
@@ -179,7 +179,7 @@ def test_texts_and_pictures_are_embedded(old_folder: str, folder_of: dict[str, s
 
 
 @pytest.mark.parametrize("reads", ["texts", "images"])
-def test_what_the_model_makes_nothing_finite_of_is_no_picture_that_cannot_be_read(
+def test_what_the_model_makes_nothing_finite_of_is_no_image_that_cannot_be_read(
     old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch, reads: Any
 ) -> None:
     for name in ("0.png", "1.png"):
@@ -197,7 +197,7 @@ def test_what_the_model_makes_nothing_finite_of_is_no_picture_that_cannot_be_rea
         function(pa.table({function.column: rows}))
 
 
-def test_pictures_come_as_bytes_paths_or_both(old_folder: str, images: list[Image.Image], tmp_path: Path) -> None:
+def test_images_come_as_bytes_paths_or_both(old_folder: str, images: list[Image.Image], tmp_path: Path) -> None:
     for number, image in enumerate(images):
         image.save(tmp_path / f"{number}.png")
     paths = [str(tmp_path / f"{number}.png") for number in range(len(images))]
@@ -438,7 +438,7 @@ def test_a_column_is_chosen_by_its_name_unless_two_could_be_meant(
     )
 
 
-def test_pictures_that_cannot_be_read_are_refused_until_they_are_mended(
+def test_images_that_cannot_be_read_are_refused_until_they_are_mended(
     run: Run, old_folder: str, tmp_path: Path, images: list[Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "PART_ROWS", 2)
@@ -522,7 +522,7 @@ def test_processes_of_accelerate_share_the_parts(run: Run, model: str, source: P
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
 
 
-def test_unread_pictures_of_all_processes_count_together(old_folder: str, tmp_path: Path, images: list[Image.Image]) -> None:
+def test_unread_images_of_all_processes_count_together(old_folder: str, tmp_path: Path, images: list[Image.Image]) -> None:
     images[0].save(tmp_path / "0.png")
     paths = [str(tmp_path / name) for name in ("0.png", "lost.png", "0.png", "gone.png")]
     pq.write_table(pa.table({"id": range(4), "image": paths}), tmp_path / "items.parquet", row_group_size=1)

@@ -33,9 +33,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for side, count in SIDES:
         for number in range(3):
             (base / side / f"class {number}").mkdir(parents=True)
-            for picture in range(count):
+            for image in range(count):
                 pixels = generator.integers(0, 120, (16, 16, 3)) + np.array([number * 60, 120 - number * 60, 60])
-                Image.fromarray(pixels.astype(np.uint8)).save(base / side / f"class {number}" / f"{side}-{picture}.png")
+                Image.fromarray(pixels.astype(np.uint8)).save(base / side / f"class {number}" / f"{side}-{image}.png")
     return {side: str(base / side) for side, _ in SIDES}
 
 

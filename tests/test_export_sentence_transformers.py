@@ -118,13 +118,13 @@ def both(
     odd = [images[0].resize((31, 200)), images[1].convert("L"), images[2].convert("P"), images[3].convert("1").resize((7, 3))]
     transparent = images[0].convert("RGBA")
     transparent.putalpha(images[1].convert("L"))
-    for number, image in enumerate(pictures := [*images, *odd, transparent]):
+    for number, image in enumerate(images := [*images, *odd, transparent]):
         image.save(folder / f"{number}.png")
     names = {case: f"case-{number}" for number, case in enumerate(CASES)}
     for case, (_, architecture, space, _) in CASES.items():
         shutil.copytree((folder_of | image_folder_of)[architecture], folder / "encoder")
         model = build(case, str(folder / "encoder"))
-        ours[case] = expected(case, model, pictures)
+        ours[case] = expected(case, model, images)
         assert to_sentence_transformers(model, folder / names[case], space) is (case not in OWN_MODULE)
         shutil.rmtree(folder / "encoder")
     for flag in (False, True):

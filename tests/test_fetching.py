@@ -22,7 +22,7 @@ from xcompat import XcompatError
 from xcompat.data.images import UnusableSampleError
 from xcompat.retrieval import fetching
 from xcompat.retrieval.fetching import fetch, is_public, shown_address
-from xcompat.retrieval.pipeline import as_picture
+from xcompat.retrieval.pipeline import as_image
 
 PRIVATE = [
     "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16",
@@ -310,11 +310,11 @@ def test_no_secret_of_an_address_is_said(site: Site, caplog: pytest.LogCaptureFi
         for path in ("missing", "text", "moved"):
             address = f"http://hunter2:s3cr3t@{host}/{path}?X-Amz-Signature=sign4ture&token=s3cr3t#fr4gment"
             with pytest.raises(XcompatError, match="cannot read the image") as refused:
-                as_picture(address, allow_private_addresses=allowed)
+                as_image(address, allow_private_addresses=allowed)
             assert not [secret for secret in SECRETS if secret in str(refused.value)]
             assert "\n" not in str(refused.value)
     with pytest.raises(XcompatError) as refused:
-        as_picture("http://hunter2:s3/cr3t@photos.example/")
+        as_image("http://hunter2:s3/cr3t@photos.example/")
     assert "s3" not in str(refused.value)
     assert site.asked and not [secret for secret in SECRETS if secret in caplog.text]
 

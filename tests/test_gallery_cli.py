@@ -153,7 +153,7 @@ def test_the_commands_of_the_page_on_galleries_one_after_the_other(
     assert run("verify", gallery)[0] == 0
 
 
-def test_pictures_are_embedded_in_the_precision_asked_for(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
+def test_images_are_embedded_in_the_precision_asked_for(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
     stored = {}
     for dtype in ("float32", "bfloat16"):
         assert run("build", photos, "--model", old_folder, "--out", tmp_path / dtype, "--dtype", dtype)[0] == 0
@@ -178,7 +178,7 @@ def test_models_compute_on_the_accelerator_of_the_process(
     assert run(*verb, "--model", "m")[2] == "xcompat: m on cuda:1 in None\n"
 
 
-def test_side_information_is_stored_and_an_upgrade_needs_no_pictures(
+def test_side_information_is_stored_and_an_upgrade_needs_no_images(
     run: Run, photos: Path, tmp_path: Path, folder_of: dict[str, str], image_folder_of: dict[str, str], old_folder: str
 ) -> None:
     gallery, side, other = tmp_path / "gallery", image_folder_of["resnet"], image_folder_of["vit"]
@@ -344,7 +344,7 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
     assert code == 2 and "filter 'year' is not KEY=VALUE" in err
 
 
-def test_nothing_is_made_where_there_are_no_pictures(run: Run, tmp_path: Path, old_folder: str) -> None:
+def test_nothing_is_made_where_there_are_no_images(run: Run, tmp_path: Path, old_folder: str) -> None:
     code, _, err = run("build", tmp_path / "nowhere", "--model", old_folder, "--out", tmp_path / "gallery")
     assert code == 2 and "nowhere" in err and not (tmp_path / "gallery").exists()
 
@@ -353,10 +353,10 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
     (tmp_path / "in" / "side").mkdir(parents=True)
     with tarfile.open(tmp_path / "in" / "side" / "shard.tar", "w") as shard:
         for name in ("../../escaped.png", str(tmp_path / "absolute.png"), "plain.png"):
-            picture = tarfile.TarInfo(name)
-            picture.size = (photos / "0.png").stat().st_size
+            image = tarfile.TarInfo(name)
+            image.size = (photos / "0.png").stat().st_size
             with (photos / "0.png").open("rb") as file:
-                shard.addfile(picture, file)
+                shard.addfile(image, file)
         link = tarfile.TarInfo("link.png")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         shard.addfile(link)
@@ -390,7 +390,7 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, run: Ru
 
 
 @pytest.mark.parametrize("captions", [True, False])
-def test_further_columns_beside_pictures_are_metadata(
+def test_further_columns_beside_images_are_metadata(
     captions: bool, run: Run, photos: Path, tmp_path: Path, old_folder: str
 ) -> None:
     rows = [("0.png", "a dog", "red"), ("0.png", "an animal", "blue"), ("2.png", "a cat", ""), ("4.png", "a bird", "green")]
@@ -413,7 +413,7 @@ def test_further_columns_beside_pictures_are_metadata(
     assert code == 0 and "4.png" in out and "0.png" not in out
 
 
-def test_numbers_of_json_beside_pictures_stay_what_they_are(photos: Path) -> None:
+def test_numbers_of_json_beside_images_stay_what_they_are(photos: Path) -> None:
     (photos / "labels.jsonl").write_text('{"image": "0.png", "year": 2020, "tags": ["a"]}\n{"image": "2.png", "year": null}\n')
     assert load_originals(photos).metadata(np.arange(2)) == [{"year": 2020, "tags": ["a"]}, None]
 
@@ -464,7 +464,7 @@ def test_verbs_that_only_print_are_verbs() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_other_pictures_under_the_same_names_are_refused_or_replaced(
+def test_other_images_under_the_same_names_are_refused_or_replaced(
     run: Run, tmp_path: Path, folder_of: dict[str, str], count: int
 ) -> None:
     model, gallery = folder_of["clip"], tmp_path / "gallery"

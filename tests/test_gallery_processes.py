@@ -15,7 +15,7 @@ from xcompat import FctModel, XbtModel
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
-PICTURES, BUDGET = 203, 70  # four batches of 64, the last of them short
+IMAGES, BUDGET = 203, 70  # four batches of 64, the last of them short
 TEXTS = 1300  # of which two passages each make six parts of 512, the last of them short
 BAD = 70  # in the second process's first batch
 
@@ -38,7 +38,7 @@ gallery.upgrade(of_texts, new, backfill=Path(texts), budget={BUDGET}, **passages
 """
 
 
-def write_pictures(folder: Path, numbers: range) -> Path:
+def write_images(folder: Path, numbers: range) -> Path:
     """Write noise, one of it damaged."""
     folder.mkdir()
     for number in numbers:
@@ -73,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[str, str], 
 def outcome(tmp_path_factory: pytest.TempPathFactory, models: list[str]) -> dict[int, tuple[Gallery, str]]:
     """Run the commands on one process and on two: galleries, and what was printed."""
     folder = tmp_path_factory.mktemp("processes")
-    photos, more = write_pictures(folder / "photos", range(PICTURES)), write_pictures(folder / "more", range(300, 305))
+    photos, more = write_images(folder / "photos", range(IMAGES)), write_images(folder / "more", range(300, 305))
     (folder / "texts.txt").write_text(
         "".join(f"{'so very ' * (row % 3)}bear number {row} sleeps in winter\n" for row in range(TEXTS))
     )
@@ -98,10 +98,10 @@ def test_galleries_are_the_same_item_by_item(kind: str, outcome: dict[int, tuple
 
 
 def test_no_item_is_lost_or_doubled_before_and_after_it_is_mapped(outcome: dict[int, tuple[Gallery, str]]) -> None:
-    names = sorted(f"{number:04d}.png" for number in (*range(PICTURES), *range(300, 305)) if number != BAD)
+    names = sorted(f"{number:04d}.png" for number in (*range(IMAGES), *range(300, 305)) if number != BAD)
     for mapped, _ in outcome.values():
         embedded = Gallery.open(mapped.path, mapped.generation - 1)
-        assert sorted(embedded.counts().values()) == sorted([BUDGET + 5, PICTURES - 1 - BUDGET])
+        assert sorted(embedded.counts().values()) == sorted([BUDGET + 5, IMAGES - 1 - BUDGET])
         assert len(mapped.versions) == 1 and mapped.damage() == []
         for gallery in (embedded, mapped):
             assert sorted(name for _, ids, _ in contents(gallery) for name in ids) == names
@@ -109,6 +109,6 @@ def test_no_item_is_lost_or_doubled_before_and_after_it_is_mapped(outcome: dict[
 
 def test_the_first_process_says_what_one_would(outcome: dict[int, tuple[Gallery, str]]) -> None:
     one, two = (outcome[processes][1] for processes in (1, 2))
-    assert f"{PICTURES - 1} images added" in one and "1 cannot be read" in one and f"{BUDGET} re-embedded" in one
+    assert f"{IMAGES - 1} images added" in one and "1 cannot be read" in one and f"{BUDGET} re-embedded" in one
     said = [[line for line in text.splitlines() if "✓" in line or ".png" in line] for text in (one, two)]
     assert said[0] == said[1]

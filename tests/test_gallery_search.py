@@ -94,7 +94,7 @@ def test_many_texts_find_what_each_finds_alone(run: Run, gallery: Path, tmp_path
 
 
 @pytest.mark.parametrize("form", ["folder", "list", "npy"])
-def test_many_pictures_and_embeddings_find_themselves(
+def test_many_images_and_embeddings_find_themselves(
     form: str, run: Run, gallery: Path, photos: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_queries, "ROWS_AT_ONCE", 5)
@@ -157,7 +157,7 @@ def test_what_ranks_hits_of_several_models_is_shown_and_said(
     assert "standing" in out and "come from several models with different score scales" in out
 
 
-def test_two_unreadable_pictures_of_many_do_not_stop_a_build(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
+def test_two_unreadable_images_of_many_do_not_stop_a_build(run: Run, photos: Path, tmp_path: Path, old_folder: str) -> None:
     bad = tmp_path / "bad"
     bad.mkdir()
     for number in range(30):
@@ -211,7 +211,7 @@ def test_what_cannot_be_asked_is_one_line(
     assert "share" not in message or err.endswith("; fix or remove them\n"), "this verb has no option for it"
 
 
-def test_a_text_asked_of_a_model_of_pictures(run: Run, tmp_path: Path, image_folder_of: dict[str, str]) -> None:
+def test_a_text_asked_of_a_model_of_images(run: Run, tmp_path: Path, image_folder_of: dict[str, str]) -> None:
     made = Gallery.create(tmp_path / "g", load_embedder(image_folder_of["resnet"]))
     made.add(np.eye(made.manifest.versions[0].dim)[:2], ["a", "b"], version=made.versions[0])
     made.commit()

@@ -169,8 +169,8 @@ def test_chosen_characters_can_be_told_apart(glyphs: Glyphs) -> None:
     assert chosen == sorted(set(chosen))
     assert len(chosen) == 1000
     selected = glyphs.select(chosen)
-    pictures = {image_HW.tobytes() for image_HW in selected.images_NHW}
-    assert len(pictures) == len(selected.images_NHW)  # so no test image is a training image, and none is of two classes
+    images = {image_HW.tobytes() for image_HW in selected.images_NHW}
+    assert len(images) == len(selected.images_NHW)  # so no test image is a training image, and none is of two classes
     faces = np.bincount(selected.character_N, minlength=max(chosen) + 1)[chosen]
     assert faces.min() >= 12
     assert (faces == 16).sum() > 500

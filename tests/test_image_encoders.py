@@ -179,12 +179,12 @@ def test_a_checkpoint_rebuilds_the_encoder_from_its_description(
 @pytest.mark.parametrize("name", mostly_nightly(EVERY, OFTEN.__contains__))
 def test_training_pixels_are_evaluation_pixels(name: str, folders: dict[str, str]) -> None:
     _, processor = load(folders[name])
-    picture = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
-    from_file = processor.images([Image.fromarray(picture.permute(1, 2, 0).numpy())])
-    torch.testing.assert_close(processor.to_pixels(picture[None]), from_file, atol=1e-5, rtol=0)
+    image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
+    from_file = processor.images([Image.fromarray(image.permute(1, 2, 0).numpy())])
+    torch.testing.assert_close(processor.to_pixels(image[None]), from_file, atol=1e-5, rtol=0)
 
 
-def test_a_grey_picture_has_three_channels(folders: dict[str, str], images: list[Image.Image]) -> None:
+def test_a_grey_image_has_three_channels(folders: dict[str, str], images: list[Image.Image]) -> None:
     for name in EVERY:
         _, processor = load(folders[name])
         assert processor.images([images[0].convert("L")]).shape == (1, 3, 32, 32)

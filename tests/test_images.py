@@ -62,7 +62,7 @@ def colour_16() -> bytes:
     ],
     ids=["png", "rgb-png", "tiff", "big-endian", "int32", "pgm", "jpeg2000", "int32-of-8", "unit-floats", "floats"],
 )
-def test_more_than_8_bits_are_the_same_picture(data: bytes, folder_of: dict[str, str]) -> None:
+def test_more_than_8_bits_are_the_same_image(data: bytes, folder_of: dict[str, str]) -> None:
     found, plain = open_image(data), to_rgb(Image.fromarray(GREY_HW))
     assert np.abs(np.asarray(found, np.int16) - np.asarray(plain)).max() <= 1
     embedder = load_embedder(folder_of["clip"])
@@ -155,8 +155,8 @@ def test_no_model_resizes_a_line_to_gigabytes(size: tuple[int, int]) -> None:
 
 def frames(form: str, count: int) -> bytes:
     buffer = io.BytesIO()
-    pictures = [Image.new("RGB", (8, 8), (250 - n % 2, 0, 0)) for n in range(count)]
-    pictures[0].save(buffer, form, save_all=True, append_images=pictures[1:])
+    images = [Image.new("RGB", (8, 8), (250 - n % 2, 0, 0)) for n in range(count)]
+    images[0].save(buffer, form, save_all=True, append_images=images[1:])
     return buffer.getvalue()
 
 
@@ -223,13 +223,13 @@ def test_exif_orientation_is_applied(form: str, orientation: int) -> None:
     assert np.abs(found - expected).mean() < 4
 
 
-def test_pictures_are_never_turned_twice() -> None:
+def test_images_are_never_turned_twice() -> None:
     once = open_image(photo(6))
     assert np.array_equal(np.asarray(open_image(once)), np.asarray(once))
     assert once.size == (64, 48)
 
 
-def test_damaged_exif_leaves_the_picture_readable() -> None:
+def test_damaged_exif_leaves_the_image_readable() -> None:
     data = photo(6)
     assert open_image(data.replace(b"Exif\0\0", b"Exif\0\0" + b"\xff" * 4)).width in (48, 64)
 
@@ -242,7 +242,7 @@ def test_processors_turn_pillow_images(folder_of: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("table", ["folder", "captions", "parquet", "datasets", "webdataset"])
-def test_every_source_gives_upright_pictures(table: str, tmp_path: Path) -> None:
+def test_every_source_gives_upright_images(table: str, tmp_path: Path) -> None:
     import tarfile
 
     import datasets
@@ -266,9 +266,9 @@ def test_every_source_gives_upright_pictures(table: str, tmp_path: Path) -> None
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     loaded = load_pairs(PairSource(path=str(path), captions=False))
-    [(_, [picture])] = list(iterate_images(loaded))
-    assert picture.size == (64, 48)
-    assert picture.getpixel((5, 5))[0] > 200 > picture.getpixel((5, 5))[1]
+    [(_, [image])] = list(iterate_images(loaded))
+    assert image.size == (64, 48)
+    assert image.getpixel((5, 5))[0] > 200 > image.getpixel((5, 5))[1]
 
 
 def test_every_file_of_a_folder_is_read_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +286,7 @@ def test_every_file_of_a_folder_is_read_or_named(tmp_path: Path, capsys: pytest.
     assert "6 files (BMW, e.json, f.mov, notes.txt, .DS_Store and 1 more) are left out" in said
 
 
-def test_pictures_beside_a_table_of_pictures_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_beside_a_table_of_images_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import datasets
 
     from xcompat.data import PairSource
@@ -300,9 +300,9 @@ def test_pictures_beside_a_table_of_pictures_are_named(tmp_path: Path, capsys: p
 def test_heic_without_its_reader_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xcompat.data import PairSource, images, picture_files
+    from xcompat.data import PairSource, image_files, images
 
-    for module in (images, picture_files):
+    for module in (images, image_files):
         monkeypatch.setattr(module, "can_read_heic", lambda: False)
     images._register_heic.cache_clear()
     header = b"\0\0\0\x18ftypheic" + bytes(200)

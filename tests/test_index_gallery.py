@@ -88,7 +88,7 @@ def test_ids_come_from_a_file_beside_the_index_or_from_the_index(tmp_path: Path)
     assert ids_in(open_index(path, OLD, tmp_path / "elsewhere.txt")) == ["e", "f"]
 
 
-def test_ids_become_the_paths_of_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ids_become_the_paths_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     write_photos(photos / "shoes", 3)
@@ -123,8 +123,8 @@ def shop(tmp_path: Path, folder_of: dict[str, str], old_folder: str, run_xcompat
     write_photos(tmp_path / "photos", 12)
     old = load_embedder(old_folder)
     names = sorted(file.name for file in (tmp_path / "photos").iterdir())
-    pictures = [Image.open(tmp_path / "photos" / name).convert("RGB") for name in names]
-    write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(pictures)}).numpy())
+    images = [Image.open(tmp_path / "photos" / name).convert("RGB") for name in names]
+    write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(images)}).numpy())
     (tmp_path / "ids.txt").write_text("".join(f"{name}\n" for name in names))
     mapping = ("map", "--old", "own.faiss", "--ids", "ids.txt", "--new", folder_of["clip"], "--images", "photos", "--allow-worse")
     code, _, err = run_xcompat(*mapping)
@@ -140,7 +140,7 @@ def test_search_and_page_show_the_hits_of_an_index(shop: Path, old_folder: str, 
     old, new = site.sides
     shelf = site.shelf("own.faiss")
     assert [hit.id for hit in shelf.search(new, "a red shoe", 3, None)] == hits
-    assert shelf.picture(hits[0], None) is not None and shelf.picture("../../etc/passwd", None) is None
+    assert shelf.image(hits[0], None) is not None and shelf.image("../../etc/passwd", None) is None
     asked = sorted((shop / "photos").iterdir())[4]
     assert shelf.search(old, Image.open(asked), 1, None)[0].id == asked.name, "--old is the model that the map knows by name"
 
@@ -178,8 +178,8 @@ def test_real_photos_are_found_with_the_new_model(tmp_path: Path, run_xcompat: R
                 break
     old = load_embedder(str(MODELS / "mobilenet_v1_0.25_128"))
     files = sorted((tmp_path / "photos").iterdir())
-    pictures = [Image.open(io.BytesIO(file.read_bytes())).convert("RGB") for file in files]
-    write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(pictures)}).numpy())
+    images = [Image.open(io.BytesIO(file.read_bytes())).convert("RGB") for file in files]
+    write_index(tmp_path / "own.faiss", old.embed({"pixel_values": old.processor.images(images)}).numpy())
     new = MODELS / "mobilenet_v1_0.5_160"
     mapping = ("map", "--old", "own.faiss", "--new", new, "--images", "photos", "--allow-worse")
     (tmp_path / "short.txt").write_text(f"{files[0].name}\n")
@@ -239,7 +239,7 @@ def test_an_index_is_adopted_by_a_verb_and_exported(shop: Path, old_folder: str,
     assert faiss.read_index("new.faiss").ntotal == 12
 
 
-def test_pictures_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, str], run_xcompat: Run) -> None:
+def test_images_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, str], run_xcompat: Run) -> None:
     (shop / "photos" / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n damaged")
     embedding = ("embed", "photos", "--model", folder_of["clip"], "--out", "embeddings/new")
     code, out, err = run_xcompat(*embedding)
@@ -249,8 +249,8 @@ def test_pictures_are_embedded_into_a_folder(shop: Path, folder_of: dict[str, st
     assert embeds_ND.dtype == np.float16
     assert names == sorted(file.name for file in (shop / "photos").iterdir() if file.stem != "bad")
     new = load_embedder(folder_of["clip"])
-    pictures = [Image.open(shop / "photos" / name).convert("RGB") for name in names]
-    np.testing.assert_allclose(embeds_ND, new.embed({"pixel_values": new.processor.images(pictures)}), atol=1e-3)
+    images = [Image.open(shop / "photos" / name).convert("RGB") for name in names]
+    np.testing.assert_allclose(embeds_ND, new.embed({"pixel_values": new.processor.images(images)}), atol=1e-3)
     assert [path.name for path in (shop / "embeddings").iterdir()] == ["new"], "no cache is left"
     assert run_xcompat(*embedding)[0] == 0, "its own output is replaced"
     code, _, err = run_xcompat(

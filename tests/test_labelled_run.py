@@ -66,9 +66,9 @@ def write_classes(folder: Path, per_class: int, seed: int) -> str:
     generator = np.random.default_rng(seed)
     for number, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
-        for picture in range(per_class):
+        for image in range(per_class):
             pixels = generator.integers(0, 80, (16, 16, 3)) + np.array([number * 40, 120 - number * 40, 60])
-            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / name / f"{seed}-{picture}.png")
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / name / f"{seed}-{image}.png")
     return str(folder)
 
 
@@ -184,9 +184,9 @@ def test_upgrades_of_galleries_remember_classes(
         return
     old, new = load_embedder(trained["old"]), load_embedder(trained["independent"])
     test = load_labelled(LabelledSource(path=folders["test"]))
-    pictures = [Image.open(row["path"]).convert("RGB") for row in test.dataset["image"]]
-    stored, asked = (each.embed({"pixel_values": each.processor.images(pictures)}) for each in (old, new))
-    labels, ids = test.labels(), np.arange(len(pictures))
+    images = [Image.open(row["path"]).convert("RGB") for row in test.dataset["image"]]
+    stored, asked = (each.embed({"pixel_values": each.processor.images(images)}) for each in (old, new))
+    labels, ids = test.labels(), np.arange(len(images))
     learned = load_labelled(LabelledSource(path=folders["train"]))
     shown = new.embed({"pixel_values": new.processor.images([Image.open(row["path"]) for row in learned.dataset["image"]])})
     both = CandidateParts(PairedEmbeddings(shown.numpy(), shown.numpy(), learned.labels())).memory(Candidate("none", share=0.5))
@@ -778,8 +778,8 @@ def test_what_could_not_be_embedded_is_not_trained_on(
     changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "data": data, "evaluation": None}
     recipe = recipe_of(trained, **changes, output_dir=str(tmp_path / "run"), cache_dir=str(tmp_path / "cache"))
 
-    def failing(picture: Any) -> Image.Image:
-        image = open_image(picture)
+    def failing(image: Any) -> Image.Image:
+        image = open_image(image)
         if image.tobytes() == unlucky:
             raise UnusableSampleError("the storage does not answer")
         return image
@@ -793,7 +793,7 @@ def test_what_could_not_be_embedded_is_not_trained_on(
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(
+def test_examples_show_the_images_they_name_where_one_cannot_be_read(
     trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -812,7 +812,7 @@ def test_examples_show_the_pictures_they_name_where_one_cannot_be_read(
             assert CLASSES[round((red - 40) / 40)] == hit.caption, "each class has its own amount of red"
 
 
-def test_examples_show_as_many_pictures_as_they_can_of_those_that_count(folders: dict[str, str]) -> None:
+def test_examples_show_as_many_images_as_they_can_of_those_that_count(folders: dict[str, str]) -> None:
     """The image itself, and others that may not be found, come first in a ranking and take nobody's place."""
     images = load_labelled(LabelledSource(path=folders["test"]))
     test, ids, classes = LabelledTestSet(images, images), list(images.dataset["id"]), images.class_names()
@@ -828,17 +828,17 @@ def test_examples_show_as_many_pictures_as_they_can_of_those_that_count(folders:
     assert best_rows(unreadable, rows[0], lambda row: row in best[:4]) == [best[0], *best[2:4]], "fewer than are shown"
 
 
-def test_a_name_stands_for_one_picture_in_queries_and_gallery(
+def test_a_name_stands_for_one_image_in_queries_and_gallery(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of a query is the query itself; what only has its name is another image, of the same size in bytes or not."""
-    pictures = {"queries": {"copy": 1, "size": 2, "bytes": 3}, "all": {"copy": 1, "size": 44, "bytes": 5, "more": 6}}
-    for side, named in pictures.items():
+    images = {"queries": {"copy": 1, "size": 2, "bytes": 3}, "all": {"copy": 1, "size": 44, "bytes": 5, "more": 6}}
+    for side, named in images.items():
         (tmp_path / side / "ant").mkdir(parents=True)
         for name, content in named.items():
             pixels = Image.new("RGB", (content if name == "size" else 4, 4), (content, 0, 0))
             pixels.save(tmp_path / side / "ant" / f"{name}.png")
-    paths = {side: {"path": str(tmp_path / side)} for side in pictures}
+    paths = {side: {"path": str(tmp_path / side)} for side in images}
     test = load_test_set(DataSettings(queries=paths["queries"], gallery=paths["all"]))
     assert isinstance(test, LabelledTestSet)
     assert test.gallery_ids == ["ant/bytes.png (gallery)", "ant/copy.png", "ant/more.png", "ant/size.png (gallery)"]

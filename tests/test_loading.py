@@ -491,7 +491,7 @@ def test_real_fashion() -> None:
     assert {open_image(row["image"]).mode for row in dataset.select(range(0, 1517, 50))} == {"RGB"}
 
 
-def test_two_pictures_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
+def test_two_images_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
     shards = [write_shard(tmp_path / f"{shop}.tar", {"0001": sample(1)}) for shop in ("a", "b")]
     with pytest.raises(XcompatError, match="two samples have the id '0001'; set id_column to a column with unique ids"):
         load_pairs(PairSource(path=[str(file) for file in shards]))
@@ -539,7 +539,7 @@ def test_a_sample_of_a_shard_without_an_id_is_a_bad_one(tmp_path: Path) -> None:
     assert load_pairs(PairSource(path=path, id_column="json.sku", max_bad_share=0.5))["id"][:] == ["1", "2"]
 
 
-def test_one_id_of_two_pictures_is_said_unless_the_column_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_id_of_two_images_is_said_unless_the_column_was_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def load(images: list[int], captions: str = "abc", **options: str) -> str:
         columns = {"image": [png(n) for n in images], "caption": list(captions), "id": ["x", "y", "x"]}
         datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "set")

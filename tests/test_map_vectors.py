@@ -276,7 +276,7 @@ def test_a_lost_model_is_known_by_a_table(tmp_path: Path) -> None:
 def test_of_a_lost_model_a_part_is_read_at_a_time_and_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "image_embeds.npy", 3 * made())
     (tmp_path / "image_ids.txt").write_text("\n".join(IDS))
-    model, pictures, read = StoredModel(tmp_path), datasets.Dataset.from_dict({"id": IDS[::-1]}), list[int]()
+    model, images, read = StoredModel(tmp_path), datasets.Dataset.from_dict({"id": IDS[::-1]}), list[int]()
 
     def rows_of(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
         read.append(len(rows))
@@ -284,7 +284,7 @@ def test_of_a_lost_model_a_part_is_read_at_a_time_and_nothing_twice(tmp_path: Pa
 
     monkeypatch.setattr(arrays, "copy_rows", rows_of)
     for _ in range(2):
-        cache = embed_images(model, pictures, tmp_path / "cache", "digest", shard_rows=16)
+        cache = embed_images(model, images, tmp_path / "cache", "digest", shard_rows=16)
         np.testing.assert_allclose(cache[:], made()[::-1], atol=1e-3)
     assert read == [16, 16, 8], "a finished cache is only opened"
 
@@ -295,7 +295,7 @@ def test_a_lost_model_leaves_out_rows_without_an_embedding(tmp_path: Path, caplo
     parquet(
         tmp_path / "image_embeds.parquet", [None if row is None else row.tolist() for row in rows], kind=pa.list_(pa.float32())
     )
-    model, pictures = StoredModel(tmp_path), datasets.Dataset.from_dict({"id": IDS})
+    model, images = StoredModel(tmp_path), datasets.Dataset.from_dict({"id": IDS})
     assert "2 of 40 rows" in caplog.text and "row 2 ('item 2') has no embedding; row 5 ('item 5') holds only zeros" in caplog.text
-    cache = embed_images(model, pictures, tmp_path / "cache", "digest", shard_rows=16)
+    cache = embed_images(model, images, tmp_path / "cache", "digest", shard_rows=16)
     assert np.flatnonzero(~cache.readable()).tolist() == [2, 5]

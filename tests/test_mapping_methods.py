@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from data_layouts.pictures import write_classes
+from data_layouts.images import write_classes
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image

@@ -25,21 +25,21 @@ COUNT = 12
 
 
 @pytest.fixture(scope="module")
-def pictures() -> list[Image.Image]:
+def images() -> list[Image.Image]:
     pixels = np.random.default_rng(0).integers(0, 255, (COUNT, 40, 40, 3), dtype=np.uint8)
-    return [Image.fromarray(picture) for picture in pixels]
+    return [Image.fromarray(image) for image in pixels]
 
 
 @pytest.fixture(scope="module")
-def photos(pictures: list[Image.Image]) -> datasets.Dataset:
-    columns = {"image": pictures, "label": [row % len(CLASSES) for row in range(COUNT)]}
+def photos(images: list[Image.Image]) -> datasets.Dataset:
+    columns = {"image": images, "label": [row % len(CLASSES) for row in range(COUNT)]}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=CLASSES)})
     return datasets.Dataset.from_dict(columns, features=features)
 
 
 @pytest.fixture(scope="module")
-def pairs(pictures: list[Image.Image]) -> datasets.Dataset:
-    columns = {"picture": pictures, "caption": [f"thing number {row} of many" for row in range(COUNT)]}
+def pairs(images: list[Image.Image]) -> datasets.Dataset:
+    columns = {"picture": images, "caption": [f"thing number {row} of many" for row in range(COUNT)]}
     features = datasets.Features({"picture": datasets.Image(), "caption": datasets.Value("string")})
     return datasets.Dataset.from_dict(columns, features=features)
 
@@ -67,7 +67,7 @@ def moved(model: CompatModel, trainer: CompatTrainer) -> set[str]:
     return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
 
 
-def test_a_method_of_classes_learns_from_labelled_pictures(
+def test_a_method_of_classes_learns_from_labelled_images(
     photos: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
 ) -> None:
     model = built("contrast", folder_of, old_folder, classes=CLASSES)
@@ -116,7 +116,7 @@ def test_a_map_learns_from_whatever_both_models_embed(
 
 
 @pytest.mark.parametrize("kind", ["photos", "pairs"])
-def test_a_map_learns_from_views_of_pictures(
+def test_a_map_learns_from_views_of_images(
     kind: str, folder_of: dict[str, str], old_folder: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model, data = built("fct", folder_of, old_folder), {"augmentation": {"min_scale": 0.3}, "views": 3}

@@ -20,7 +20,7 @@ from xcompat import FingerprintMismatchError, XcompatError
 from xcompat.data.images import open_image
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
-from xcompat.retrieval.pipeline import as_picture
+from xcompat.retrieval.pipeline import as_image
 
 TEXTS = ["a dog", "two cats", "a red shoe", "a blue shoe"]
 
@@ -64,11 +64,11 @@ def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_fo
     }
     assert hits[0].id == hits[0]["id"] and hits[0]["confidence"] is hits[0].confidence is None, "nothing is remembered"
     assert hits[0]["metadata"] == expected[0].metadata and hits[0]["version"] == str(gallery.versions[0])
-    picture = Image.new("RGB", (40, 40), "red")
-    picture.save(tmp_path / "shoe.png")
+    image = Image.new("RGB", (40, 40), "red")
+    image.save(tmp_path / "shoe.png")
     with torch.inference_mode():
-        best = gallery.search(model.embed_images(model.processor.images([picture])), model, top_k=2)[0]
-    for query in (picture, np.array(picture), str(tmp_path / "shoe.png"), tmp_path / "shoe.png"):
+        best = gallery.search(model.embed_images(model.processor.images([image])), model, top_k=2)[0]
+    for query in (image, np.array(image), str(tmp_path / "shoe.png"), tmp_path / "shoe.png"):
         assert [hit["id"] for hit in find(query, top_k=2)] == [hit.id for hit in best]
 
 
@@ -93,7 +93,7 @@ def test_hits_are_ordered_by_new_embeddings_of_their_texts(gallery: Gallery, mod
         pipeline("compatible-retrieval", **named, originals=tmp_path / "texts.jsonl")
 
 
-def test_a_picture_is_read_as_galleries_read_theirs(find: Any, hub: Hub, tmp_path: Path) -> None:
+def test_a_image_is_read_as_galleries_read_theirs(find: Any, hub: Hub, tmp_path: Path) -> None:
     """Transparent parts are white, and a camera's orientation is left alone, wherever the image comes from."""
     pixels = np.random.default_rng(0).integers(0, 255, (30, 40, 4), dtype=np.uint8)
     exif = Image.Exif()
@@ -105,14 +105,14 @@ def test_a_picture_is_read_as_galleries_read_theirs(find: Any, hub: Hub, tmp_pat
     expected = np.array(open_image(file))
     with Image.open(file) as opened:
         for query in (opened, str(file), file, f"{hub.url}/me/photos/resolve/main/shoe.png"):
-            found = as_picture(query, allow_private_addresses=True)
+            found = as_image(query, allow_private_addresses=True)
             assert found is not None and np.array_equal(np.array(found), expected), query
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_lists_of_texts_and_pictures_keep_their_order(find: Any, batch_size: int) -> None:
-    picture = Image.new("RGB", (40, 40), "blue")
-    queries = ["a dog", picture, "two cats of some length", picture, "a red shoe"]
+def test_lists_of_texts_and_images_keep_their_order(find: Any, batch_size: int) -> None:
+    image = Image.new("RGB", (40, 40), "blue")
+    queries = ["a dog", image, "two cats of some length", image, "a red shoe"]
     found = find(queries, top_k=4, batch_size=batch_size)
     for hits, query in zip(found, queries, strict=True):
         alone = find(query, top_k=4)
@@ -185,15 +185,15 @@ def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -
 
 
 def test_zero_shot_classification_compares_in_the_models_own_space(model_folder: str, find: Any) -> None:
-    labels, picture = ["a dog", "two cats", "a shoe"], Image.new("RGB", (40, 40), "red")
+    labels, image = ["a dog", "two cats", "a shoe"], Image.new("RGB", (40, 40), "red")
     scores = pipeline("zero-shot-image-classification", model=model_folder)(
-        picture, candidate_labels=labels, hypothesis_template="{}"
+        image, candidate_labels=labels, hypothesis_template="{}"
     )
     model = find.model
     with torch.inference_mode():
-        image = model.self_view(model.embed_images(model.processor.images([picture])))
+        own = model.self_view(model.embed_images(model.processor.images([image])))
         texts = model.self_view(model.embed_texts(**model.processor.texts(labels)))
-    expected = (model.config.logit_scale * image @ texts.T).softmax(-1)[0].tolist()
+    expected = (model.config.logit_scale * own @ texts.T).softmax(-1)[0].tolist()
     assert {score["label"]: score["score"] for score in scores} == pytest.approx(
         dict(zip(labels, expected, strict=True)), abs=1e-5
     )

@@ -80,11 +80,11 @@ def test_the_share_of_the_gain_and_what_is_missing_are_said(report: Report) -> N
 def test_the_command_line(run_xcompat: Run, report: Report, tmp_path: Path) -> None:
     save_report(tmp_path / "report", report)
     asked = ("plan", tmp_path, "--items", 5_000_000, "--queries-per-day", 20_000)
-    picture = tmp_path / "plan.png"
-    code, said, _ = run_xcompat(*asked, "--embeds-per-second", 100, "--price", 0.1, "--plot", picture)
+    image = tmp_path / "plan.png"
+    code, said, _ = run_xcompat(*asked, "--embeds-per-second", 100, "--price", 0.1, "--plot", image)
     assert code == 0 and "5,000,000 items, 20,000 queries a day" in said and "re-rank 5" in said and "13.9" in said
-    assert Image.open(picture).size[0] > 500
-    code, _, said = run_xcompat(*asked, "--plot", picture)
-    assert code == 2 and f"{picture} exists" in said
+    assert Image.open(image).size[0] > 500
+    code, _, said = run_xcompat(*asked, "--plot", image)
+    assert code == 2 and f"{image} exists" in said
     code, _, said = run_xcompat(*asked, "--metric", "recall@7")
     assert code == 2 and "does not measure recall@7; it has cmc@1" in said

@@ -93,7 +93,7 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
     texts, _ = flatten_captions(pairs)
     sides = []
     for side in (new, old):
-        images = side.embed({"pixel_values": side.processor.images([_picture(value) for value in pairs["image"]])})
+        images = side.embed({"pixel_values": side.processor.images([_image(value) for value in pairs["image"]])})
         sides.append((images.numpy(), side.embed(side.processor.texts(texts)).numpy()))
     rows = np.arange(len(pairs))
     captioned = CaptionedEmbeddings(*(PairedEmbeddings(sides[0][kind], sides[1][kind], rows) for kind in (0, 1)))
@@ -107,7 +107,7 @@ def test_what_a_caption_recalls_is_where_its_image_lies(folder_of: dict[str, str
     assert torch.equal(memory.familiarity(memory.key_cosines(torch.from_numpy(new_texts))), torch.ones(len(rows)))
 
 
-def _picture(value: Any) -> Image.Image:
+def _image(value: Any) -> Image.Image:
     return Image.open(value["path"]).convert("RGB")
 
 
@@ -156,7 +156,7 @@ def cache_of(folder: Path, embeds_ND: np.ndarray, kind: str) -> EmbeddingCache:
 
 def test_where_an_image_cannot_be_read_the_others_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = "abcdefghi"
-    pictures = datasets.Dataset.from_dict({"id": list(names), "caption": [[f"{name}1", f"{name}0"] for name in names]})
+    images = datasets.Dataset.from_dict({"id": list(names), "caption": [[f"{name}1", f"{name}0"] for name in names]})
     draw = np.random.default_rng(0)
     embeds = {
         (model, kind): np.float32(np.float16(draw.standard_normal((len(names) * each, 4))))
@@ -170,7 +170,7 @@ def test_where_an_image_cannot_be_read_the_others_stay_on_disk(tmp_path: Path, m
         embedder=str,
         cache=lambda model: caches[model, "images"],
         images=SimpleNamespace(labels=lambda: np.arange(len(names)) // 3),
-        remembered_images=pictures,
+        remembered_images=images,
         remembered_caches=lambda model: (caches[model, "images"], caches[model, "texts"]),
         settings=SimpleNamespace(data=SimpleNamespace(remembered=None)),
     )

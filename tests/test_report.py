@@ -155,14 +155,14 @@ def test_page_is_self_contained_and_says_every_number(folder: Path, content: Rep
     assert page.index("Backward compatible:") < page.index("Who finds what")
 
 
-def test_plots_are_pictures(folder: Path) -> None:
+def test_plots_are_images(folder: Path) -> None:
     names = sorted(path.name for path in (folder / "plots").iterdir())
     directions = ("image-to-text", "text-to-image")
     assert names == sorted([f"{kind}-{d}.png" for kind in ("cases", "recall") for d in directions] + ["tsne-0.png", "tsne-1.png"])
     for name in names:
-        picture = Image.open(folder / "plots" / name).convert("L")
-        assert min(picture.size) > 300
-        assert np.asarray(picture).std() > 5
+        image = Image.open(folder / "plots" / name).convert("L")
+        assert min(image.size) > 300
+        assert np.asarray(image).std() > 5
 
 
 def test_rendering_again_changes_nothing(folder: Path) -> None:
@@ -513,18 +513,18 @@ def test_clusters_come_back_and_older_files_have_none(tmp_path: Path, content: R
 @pytest.mark.parametrize(
     ("kind", "message"), [("a bomb", "12000 x 12000 is more than the"), ("a program", "PostScript"), ("cut short", "unreadable")]
 )
-def test_thumbnails_have_the_limits_of_other_pictures(kind: str, message: str, tmp_path: Path) -> None:
+def test_thumbnails_have_the_limits_of_other_images(kind: str, message: str, tmp_path: Path) -> None:
     save_report(tmp_path / "report", build_report(replace(make_content(), tsne_pairs=0)))
-    file, picture = tmp_path / "report" / "report_data.safetensors", io.BytesIO()
+    file, image = tmp_path / "report" / "report_data.safetensors", io.BytesIO()
     with safe_open(file, framework="numpy") as stored:
         layout, tensors = stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     name = next(name for name in tensors if name.startswith("image."))
     if kind == "cut short":
-        picture.write(tensors[name][: tensors[name].size // 2].tobytes())
+        image.write(tensors[name][: tensors[name].size // 2].tobytes())
     else:
         size = (12_000, 12_000) if kind == "a bomb" else (8, 8)
-        Image.new("1" if kind == "a bomb" else "L", size).save(picture, format="PNG" if kind == "a bomb" else "EPS")
-    save_file(tensors | {name: np.frombuffer(picture.getvalue(), dtype=np.uint8)}, file, layout)
+        Image.new("1" if kind == "a bomb" else "L", size).save(image, format="PNG" if kind == "a bomb" else "EPS")
+    save_file(tensors | {name: np.frombuffer(image.getvalue(), dtype=np.uint8)}, file, layout)
     with pytest.raises(XcompatError, match=rf"report_data.safetensors cannot be read \(.*{message}"):
         load_report(tmp_path)
 
@@ -542,7 +542,7 @@ def test_a_labelled_page_says_every_number_in_its_own_words(labelled_folder: Pat
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
-def test_labelled_plots_are_pictures(labelled_folder: Path) -> None:
+def test_labelled_plots_are_images(labelled_folder: Path) -> None:
     names = ["cases-image-to-image.png", "cmc-image-to-image.png", "tsne-0.png", "tsne-1.png"]
     assert sorted(path.name for path in (labelled_folder / "plots").iterdir()) == names
     assert all(np.asarray(Image.open(labelled_folder / "plots" / name).convert("L")).std() > 5 for name in names)

@@ -64,8 +64,8 @@ def asked(newer: Embedder) -> NDArray[np.float32]:
 
 
 def embed_photos(newer: Embedder, photos: Path, names: list[str]) -> NDArray[np.float32]:
-    pictures = [Image.open(photos / name) for name in names]
-    return newer.embed({"pixel_values": newer.processor.images(pictures)}, "own").numpy()
+    images = [Image.open(photos / name) for name in names]
+    return newer.embed({"pixel_values": newer.processor.images(images)}, "own").numpy()
 
 
 def own_view(newer: Embedder, embeds: NDArray[np.float32]) -> NDArray[np.float32]:

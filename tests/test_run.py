@@ -456,7 +456,7 @@ def test_a_closed_form_leaves_unreadable_images_out(raw: dict[str, Any], pairs_f
     assert weights(tmp_path / "run" / "model")["weight"].isfinite().all()
 
 
-def test_a_mended_picture_is_embedded_again(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
+def test_a_mended_image_is_embedded_again(raw: dict[str, Any], pairs_folder: str, tmp_path: Path) -> None:
     folder = tmp_path / "images"
     shutil.copytree(pairs_folder, folder)
     good = (folder / "5.png").read_bytes()

@@ -184,7 +184,7 @@ def test_tags_in_a_recipe(tag: str, tmp_path: Path, sprung: Path) -> None:
         load_recipe(tmp_path / "plain.yaml", [f"name=!!{tag.format(sprung)}"])
 
 
-def picture() -> bytes:
+def image() -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
     return buffer.getvalue()
@@ -209,7 +209,7 @@ def test_shards_are_files(scheme: str, tmp_path: Path, sprung: Path, monkeypatch
     with pytest.raises(XcompatError, match="does not exist|is remote"):
         load_pairs(f"{scheme}touch {sprung}; cat x.tar" if scheme == "pipe:" else f"{scheme}x.tar")
     if "/" not in scheme:
-        write_shard(tmp_path / f"{scheme}touch sprung #.tar", ("a.png", picture()), ("a.txt", b"red"))
+        write_shard(tmp_path / f"{scheme}touch sprung #.tar", ("a.png", image()), ("a.txt", b"red"))
         assert len(load_pairs(PairSource(path=f"{scheme}touch sprung #.tar", max_bad_share=0))) == 1
 
 
@@ -218,12 +218,12 @@ def test_members_of_a_shard_escape_nowhere(tmp_path: Path, monkeypatch: pytest.M
     inside.mkdir()
     monkeypatch.chdir(inside)
     names = ("../escaped", f"{tmp_path}/escaped", "a/../../escaped", "good")
-    members = [(f"{name}.{kind}", content) for name in names for kind, content in (("png", picture()), ("txt", b"red"))]
+    members = [(f"{name}.{kind}", content) for name in names for kind, content in (("png", image()), ("txt", b"red"))]
     special = {
         f"x{number}.png": kind
         for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE))
     }
     write_shard(inside / "shard.tar", *members, special=special)
     rows = list(read_rows([inside / "shard.tar"], ShardColumns(), Problems(max_bad_share=1.0, total_shards=1)))
-    assert len(rows) == len(names) and all(row["image"]["bytes"] == picture() for row in rows), "links and devices hold nothing"
+    assert len(rows) == len(names) and all(row["image"]["bytes"] == image() for row in rows), "links and devices hold nothing"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["inside", "shard.tar"]

@@ -83,9 +83,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gallery(old: Embedder, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "shop"
     made = Gallery.create(folder, old)
-    pictures = [Image.open(photos / f"{number}.png") for number in range(COUNT)]
+    images = [Image.open(photos / f"{number}.png") for number in range(COUNT)]
     about = [{"colour": ["red", "green"][number % 2], "caption": f"thing number {number}"} for number in range(COUNT)]
-    embeds = old.embed({"pixel_values": old.processor.images(pictures)})
+    embeds = old.embed({"pixel_values": old.processor.images(images)})
     made.add(embeds, [*(f"{number}.png" for number in range(COUNT - 1)), HOSTILE], about)
     made.commit()
     return folder
@@ -268,8 +268,8 @@ def test_a_text_is_searched_with_both_models(page: Page, gallery: Path, old: Emb
         moved = deep.index(name) + 1 - place
         said = page.get_by_role("region", name=NEW).locator("li", has=page.get_by_text(name, exact=True)).locator(".move")
         assert said.inner_text().split()[:2] == (["=", "at"] if moved == 0 else ["▲" if moved > 0 else "▼", str(abs(moved))])
-    with_pictures = page.get_by_role("region", name=OLD).locator("li img")
-    assert with_pictures.count() == sum(name != HOSTILE for name in ids(page, OLD))
+    with_images = page.get_by_role("region", name=OLD).locator("li img")
+    assert with_images.count() == sum(name != HOSTILE for name in ids(page, OLD))
     assert "standing" not in page.inner_text("#results"), "one model embedded everything"
 
 
@@ -281,14 +281,14 @@ def test_the_link_restores_the_search(page: Page, visit: Open) -> None:
     assert len(ids(visit("?kind=text&text=two+dogs&k=3&where=colour%3Dred&gallery=no+such&unknown=1"), NEW)) == 3
 
 
-def choose_picture(page: Page, file: Path) -> None:
-    page.get_by_label("picture", exact=True).check()
+def choose_image(page: Page, file: Path) -> None:
+    page.get_by_label("image", exact=True).check()
     page.get_by_label("Image (or drop one").set_input_files(file)
 
 
-def test_a_picture_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
+def test_a_image_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
     ask(page, "a link of before")
-    choose_picture(page, photos / "5.png")
+    choose_image(page, photos / "5.png")
     page.get_by_alt_text("the image that was asked").wait_for()
     for side, embedder in ((OLD, old), (NEW, new)):
         assert ids(page, side) == found(gallery, embedder, Image.open(photos / "5.png"))
@@ -342,7 +342,7 @@ def test_galleries_of_several_versions_and_of_texts(visit: Open, mixed: Path, te
     assert page.locator("#results li img, #results .blank").count() == 0
 
 
-def test_files_that_are_no_pictures_are_refused_in_one_line(page: Page, tmp_path: Path) -> None:
+def test_files_that_are_no_images_are_refused_in_one_line(page: Page, tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     (tmp_path / "large.png").write_bytes(bytes(UPLOAD_BYTES + 1))
     Image.new("1", (8000, 8000)).save(tmp_path / "many.png")
@@ -351,7 +351,7 @@ def test_files_that_are_no_pictures_are_refused_in_one_line(page: Page, tmp_path
         ("large", "larger than 10.0 MB"),
         ("many", "more than the limit of 33,554,432 pixels"),
     ):
-        choose_picture(page, tmp_path / f"{name}.png")
+        choose_image(page, tmp_path / f"{name}.png")
         page.get_by_role("alert").get_by_text(said).wait_for()
 
 
@@ -564,7 +564,7 @@ def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp
     return load_site(str(folder / "run"), None, None, [], allow_changes=False)
 
 
-def test_pictures_of_several_folders_are_looked_for_in_each(
+def test_images_of_several_folders_are_looked_for_in_each(
     gallery: Path, new: Embedder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `build` and `add` filled from two folders, and a list of images with captions in the place of one of them."""
@@ -588,8 +588,8 @@ def test_pictures_of_several_folders_are_looked_for_in_each(
 
     shelf = Shelf("shop", gallery, list(map(Source, typed)))
     for number in (0, 1, 2, 6):
-        picture, stored = shelf.picture(f"{number}.png", None), Image.open(photos / f"{number}.png")
-        assert picture is not None and np.array_equal(picture, stored)
+        image, stored = shelf.image(f"{number}.png", None), Image.open(photos / f"{number}.png")
+        assert image is not None and np.array_equal(image, stored)
     assert sorted(shelf.originals.ids) == sorted(f"{number}.png" for number in range(COUNT - 1))
     assert shelf.originals.metadata(np.array([shelf.originals.ids.index("4.png")])) == [{"caption": "thing 4"}]
 
@@ -617,15 +617,15 @@ def test_first_matches_stand_where_the_report_has_them(kind: str, request: pytes
                 assert (marked.index(True) if any(marked) else 5) == min(rank, 5)
 
 
-def test_models_that_read_pictures_alone_are_not_asked_texts(labelled_site: Site) -> None:
+def test_models_that_read_images_alone_are_not_asked_texts(labelled_site: Site) -> None:
     name = next(iter(labelled_site.shelves))
     item = labelled_site.shelves[name].gallery().search(np.ones((1, 16)), labelled_site.sides[0].embedder.fingerprint)[0][0].id
-    assert restore_query(labelled_site, [("kind", "text"), ("text", "x")]).kind == "picture"
+    assert restore_query(labelled_site, [("kind", "text"), ("text", "x")]).kind == "image"
     asked = restore_query(labelled_site, [("kind", "item"), ("item", item), ("k", "3")])
     assert answer(labelled_site, asked).count('data-item="') == 6
 
 
-def test_a_text_for_models_of_pictures_alone_is_refused(labelled_site: Site) -> None:
+def test_a_text_for_models_of_images_alone_is_refused(labelled_site: Site) -> None:
     with serving(labelled_site) as page:
         said = httpx.post(f"{page}api/search", json={"kind": "text", "text": "a red shoe"}, timeout=None)
     refusal = "no model of this page embeds texts; search with an image or the id of an item"

@@ -31,7 +31,7 @@ from xcompat.serve import connections, galleries
 from xcompat.serve import search as searching
 from xcompat.serve.app import OLD_PATH, listen, make_app
 from xcompat.serve.connections import make_server
-from xcompat.serve.guard import BODIES_BYTES, JSON_BYTES, PICTURE_PATH
+from xcompat.serve.guard import BODIES_BYTES, IMAGE_PATH, JSON_BYTES
 from xcompat.serve.lane import BusyError
 from xcompat.serve.login import SESSION_SECONDS, Login
 from xcompat.serve.options import Options
@@ -44,7 +44,7 @@ HOSTILE_ID = '"><script>alert(1)</script>'
 PASSWORD = "correct horse"
 API = (
     "/api/search",
-    PICTURE_PATH,
+    IMAGE_PATH,
     "/api/filters",
     "/api/differing",
     "/api/gallery",
@@ -164,7 +164,7 @@ def test_no_path_or_address_is_opened(client: httpx.Client, site: Site, monkeypa
     for name in names:
         for query in (text_query(name), {"kind": "item", "item": name}):
             assert "a secret of the server" not in client.post("/api/search", json=query).text
-        client.post(PICTURE_PATH, content=name.encode())
+        client.post(IMAGE_PATH, content=name.encode())
         client.post("/api/gallery", json={"gallery": name})
     is_watching[0] = False
     assert not [name for name in opened if "secret" in name or "outside" in name or "/dev/zero" in name or "localhost" in name]
@@ -224,8 +224,8 @@ def test_no_upload_is_written_to_disk(client: httpx.Client) -> None:
     buffer = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (1000, 1000, 3), dtype=np.uint8)).save(buffer, "PNG")
     sys.addaudithook(watch)  # it cannot be removed
-    found = client.post(PICTURE_PATH, content=buffer.getvalue(), params={"k": 3})
-    broken = client.post(PICTURE_PATH, content=buffer.getvalue()[:50_000])
+    found = client.post(IMAGE_PATH, content=buffer.getvalue(), params={"k": 3})
+    broken = client.post(IMAGE_PATH, content=buffer.getvalue()[:50_000])
     form = client.post("/api/search", files={"text": ("a.png", buffer.getvalue()[:1000])})
     is_watching[0] = False
     assert [each.status_code for each in (found, broken, form)] == [200, 400, 415] and found.text.count("data-item=") == 3
@@ -249,7 +249,7 @@ def test_no_upload_is_written_to_disk(client: httpx.Client) -> None:
         {"where": "a=b"},
         {"where": [["a=b"]]},
         {"kind": "audio"},
-        {"kind": "picture"},
+        {"kind": "image"},
         {"more": 1},
     ],
 )
@@ -298,7 +298,7 @@ def test_odd_filters_find_nothing_or_are_refused(client: httpx.Client, filters: 
 
 
 def test_large_bodies_are_refused_before_they_are_read(address: str) -> None:
-    for path, most in (("/api/search", JSON_BYTES), (PICTURE_PATH, UPLOAD_BYTES)):
+    for path, most in (("/api/search", JSON_BYTES), (IMAGE_PATH, UPLOAD_BYTES)):
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {most + 1}\r\n\r\n"
         assert send_raw(address, head.encode()).startswith(b"HTTP/1.1 413")
 
@@ -314,7 +314,7 @@ def test_bodies_without_length_and_compressed_bodies_are_refused(client: httpx.C
 def test_all_clients_share_a_limit_of_memory(address: str) -> None:
     """Connections announce images and do not send them."""
     host, port = address.removeprefix("http://").split(":")
-    head = f"POST {PICTURE_PATH} HTTP/1.1\r\nHost: {address[7:]}\r\nContent-Length: {UPLOAD_BYTES}\r\n\r\n".encode()
+    head = f"POST {IMAGE_PATH} HTTP/1.1\r\nHost: {address[7:]}\r\nContent-Length: {UPLOAD_BYTES}\r\n\r\n".encode()
     waiting = [socket.create_connection((host, int(port))) for _ in range(BODIES_BYTES // UPLOAD_BYTES)]
     for connection in waiting:
         connection.sendall(head)
@@ -332,7 +332,7 @@ def test_all_clients_share_a_limit_of_memory(address: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradio", "many", "text", "tall", "postscript", "rare", "short"])
-def test_hostile_pictures_are_refused(client: httpx.Client, name: str) -> None:
+def test_hostile_images_are_refused(client: httpx.Client, name: str) -> None:
     buffer = io.BytesIO()
     if name == "many":  # 36 million pixels in 5 kB
         Image.new("1", (6_000, 6_000)).save(buffer, "PNG")
@@ -347,7 +347,7 @@ def test_hostile_pictures_are_refused(client: httpx.Client, name: str) -> None:
     elif name == "short":
         Image.effect_noise((500, 500), 50).save(buffer, "JPEG")
     data = {"gradio": b"/etc/passwd", "short": buffer.getvalue()[:2000]}.get(name, buffer.getvalue())
-    said = client.post(PICTURE_PATH, content=data)
+    said = client.post(IMAGE_PATH, content=data)
     assert said.status_code == 400 and said.text.startswith("the image cannot be read: "), said.text
 
 
@@ -408,10 +408,10 @@ def hold_lane(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[st
     """Let searches wait for an event; note the texts in the order in which they are searched."""
     let_go, order, original = threading.Event(), [], searching.answer
 
-    def answer(site: Site, asked: Any, picture: bytes = b"") -> str:
+    def answer(site: Site, asked: Any, image: bytes = b"") -> str:
         order.append(asked.text)
         assert let_go.wait(60)
-        return original(site, asked, picture)
+        return original(site, asked, image)
 
     monkeypatch.setattr("xcompat.serve.app.answer", answer)
     return let_go, order
@@ -619,7 +619,7 @@ def test_scripts_of_earlier_versions_find_the_same(client: httpx.Client) -> None
     ]
     for data in (
         ["text", {"path": "/etc/passwd"}, "", "", "shop", [], 3],
-        ["picture", "", "data:,x", "", "shop", [], 3],
+        ["image", "", "data:,x", "", "shop", [], 3],
         ["text"],
         [],
     ):

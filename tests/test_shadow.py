@@ -107,7 +107,7 @@ def test_today_with_a_re_ranking_and_queries_from_stdin(
     assert code == 0 and "2 queries, 24 items" in said and "embedded" in said
 
 
-def test_pictures_that_ask(run_xcompat: Run, gallery: Gallery, old_folder: str, compatible_folder: str, photos: Path) -> None:
+def test_images_that_ask(run_xcompat: Run, gallery: Gallery, old_folder: str, compatible_folder: str, photos: Path) -> None:
     ways = ("--old", old_folder, "--model", compatible_folder, "--queries", photos, "--top-k", 24)
     code, said, _ = run_xcompat("shadow", gallery.path, *ways)
     assert code == 0 and "24 queries, 24 items" in said

@@ -489,10 +489,10 @@ def test_rows_are_embedded_anew_from_what_they_hold(
     """One that cannot be read is named, and stops the switch until it is mended."""
     place.fill(vectors[:20])
     embedder, space = load_embedder(folder_of["clip"]), place.open().space
-    pictures = [Image.new("RGB", (8, 8), (12 * row, 99, 250 - 9 * row)) for row in range(20)]
+    images = [Image.new("RGB", (8, 8), (12 * row, 99, 250 - 9 * row)) for row in range(20)]
     abouts = [f"{row}.png" if kind == "images" else f"a thing called {row}" for row in range(20)]
-    for row, picture in enumerate(pictures):
-        picture.save(tmp_path / f"{row}.png")
+    for row, image in enumerate(images):
+        image.save(tmp_path / f"{row}.png")
         place.note(str(row), abouts[row] if row != 7 else None)
     store, folder = place.open(), tmp_path if kind == "images" else None
     filling = Embedding(embedder, "about", folder)
@@ -509,7 +509,7 @@ def test_rows_are_embedded_anew_from_what_they_hold(
         migration.switch(store, filling)
     place.note("7", abouts[7])
     migration.switch(store, filling)
-    batch = {"pixel_values": embedder.processor.images(pictures)} if folder else embedder.processor.texts(abouts)
+    batch = {"pixel_values": embedder.processor.images(images)} if folder else embedder.processor.texts(abouts)
     found = place.vectors(space)
     np.testing.assert_allclose([found[str(row)] for row in range(20)], embedder.embed(batch).numpy(), atol=1e-5)
     assert place.open().describe()["fingerprint"] == embedder.fingerprint.digest

@@ -283,10 +283,10 @@ def refused(source: EncoderSource | str, words: str) -> None:
 
 def test_images_are_refused_in_a_line(made: Made) -> None:
     embedder = load_embedder(made("mean"))
-    picture = Image.new("RGB", (40, 40))
+    image = Image.new("RGB", (40, 40))
     asked: list[Callable[[], object]] = [
-        lambda: embedder.processor.images(picture),
-        lambda: embedder.processor(images=[picture], text="a shoe"),
+        lambda: embedder.processor.images(image),
+        lambda: embedder.processor(images=[image], text="a shoe"),
         lambda: embedder.embed({"pixel_values": torch.zeros(1, 3, 8, 8)}),
         lambda: images_per_batch(embedder.processor, torch.device("cpu")),
         lambda: PairCollator(embedder.processor, Augmentation()),

@@ -25,7 +25,7 @@ from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, Hit, ingestion, originals, searching
 from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.ingestion import ingest
-from xcompat.retrieval.originals import Pictures, Texts, load_originals
+from xcompat.retrieval.originals import Images, Texts, load_originals
 
 Run = Callable[..., tuple[int, str, str]]
 WORDS = ("bear", "winter", "sleep", "ant", "work", "queen", "river", "salmon", "snow", "forest", "honey", "bee", "summer")
@@ -232,10 +232,10 @@ def write_sources(folder: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    picture = Image.new("RGB", (8, 8), "red")
+    image = Image.new("RGB", (8, 8), "red")
     for name in ("images", "images with captions", "images beside a text"):
         (folder / name).mkdir()
-        picture.save(folder / name / "a.png")
+        image.save(folder / name / "a.png")
     (folder / "images with captions" / "captions.csv").write_text("image,caption\na.png,a red square\n")
     (folder / "images beside a text" / "README.txt").write_text("about these\n")
     for name in ("texts", "texts called metadata"):
@@ -248,14 +248,14 @@ def write_sources(folder: Path) -> None:
     bytes_ = (folder / "images" / "a.png").read_bytes()
     pq.write_table(pa.table({"image": [{"bytes": bytes_, "path": "a.png"}], "text": ["one"]}), folder / "images.parquet")
     hf.Dataset.from_dict({"text": ["one"]}).save_to_disk(folder / "texts saved")
-    hf.Dataset.from_dict({"photo": [picture], "text": ["one"]}).save_to_disk(folder / "images saved")
+    hf.Dataset.from_dict({"photo": [image], "text": ["one"]}).save_to_disk(folder / "images saved")
 
 
 def test_what_a_source_holds_is_found_out(tmp_path: Path) -> None:
     write_sources(tmp_path)
     found = {path.name: contains_images(str(path)) for path in tmp_path.iterdir()}
-    assert len(found) == 11 and all(pictures == name.startswith("images") for name, pictures in found.items()), found
-    assert isinstance(load_originals(tmp_path / "images.csv"), Pictures)
+    assert len(found) == 11 and all(images == name.startswith("images") for name, images in found.items()), found
+    assert isinstance(load_originals(tmp_path / "images.csv"), Images)
     assert isinstance(load_originals(tmp_path / "images.csv", text_column="text"), Texts)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(XcompatError, match="nothing: no shards"):

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from xcompat.data import Augmentation, View, build_transform
 
 
-def picture(width: int = 40, height: int = 30) -> Image.Image:
+def image(width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -28,7 +28,7 @@ def stub_processor(side: int, interpolation: str) -> Any:
 @pytest.mark.parametrize("size", [(32, 32), (16, 24)])
 @pytest.mark.parametrize("augmentation", [Augmentation(), Augmentation.none(), Augmentation(horizontal_flip=0.5)])
 def test_uint8_of_the_models_size(size: tuple[int, int], augmentation: Augmentation) -> None:
-    out = build_transform(augmentation, size)(picture())
+    out = build_transform(augmentation, size)(image())
     assert out.dtype == torch.uint8
     assert tuple(out.shape) == (3, *size)
 
@@ -38,7 +38,7 @@ def test_the_seed_decides() -> None:
 
     def draw(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return torch.stack([transform(picture()) for _ in range(4)])
+        return torch.stack([transform(image()) for _ in range(4)])
 
     assert torch.equal(draw(1), draw(1))
     assert not torch.equal(draw(1), draw(2))
@@ -47,9 +47,9 @@ def test_the_seed_decides() -> None:
 
 def test_none_only_resizes() -> None:
     transform = build_transform(Augmentation.none(), (30, 40))
-    expected = torch.from_numpy(np.array(picture())).permute(2, 0, 1)
+    expected = torch.from_numpy(np.array(image())).permute(2, 0, 1)
     torch.manual_seed(0)
-    assert torch.equal(transform(picture()), expected)
+    assert torch.equal(transform(image()), expected)
 
 
 def test_defaults_follow_the_paper_but_do_not_flip() -> None:
@@ -70,8 +70,8 @@ def test_each_strength_changes_the_image_alone(name: str) -> None:
     torch.manual_seed(0)
     one = with_one(**{name: 0.5})
     assert not one.is_none
-    transform, plain = build_transform(one, (30, 40)), build_transform(Augmentation.none(), (30, 40))(picture())
-    assert any(not torch.equal(transform(picture()), plain) for _ in range(8))
+    transform, plain = build_transform(one, (30, 40)), build_transform(Augmentation.none(), (30, 40))(image())
+    assert any(not torch.equal(transform(image()), plain) for _ in range(8))
 
 
 def test_rotation_uncovers_the_fill_colour() -> None:
@@ -84,8 +84,8 @@ def test_rotation_uncovers_the_fill_colour() -> None:
 
 
 def test_flip_with_certainty_is_the_mirror_image() -> None:
-    out = build_transform(with_one(horizontal_flip=1.0), (30, 40))(picture())
-    assert np.array_equal(out.permute(1, 2, 0).numpy(), np.array(picture())[:, ::-1])
+    out = build_transform(with_one(horizontal_flip=1.0), (30, 40))(image())
+    assert np.array_equal(out.permute(1, 2, 0).numpy(), np.array(image())[:, ::-1])
 
 
 def test_crops_keep_at_least_the_smallest_scale() -> None:
@@ -113,7 +113,7 @@ def test_what_is_off_takes_no_draw() -> None:
     drawn = []
     for transform in (build_transform(Augmentation(), (32, 32)), v2.Compose(steps)):
         torch.manual_seed(3)
-        drawn.append((transform(picture()), torch.get_rng_state()))
+        drawn.append((transform(image()), torch.get_rng_state()))
     (ours, after), (plain, expected) = drawn
     assert torch.equal(ours, plain) and torch.equal(after, expected)
 
@@ -124,8 +124,8 @@ def test_the_changes_of_simclr() -> None:
     assert torch.equal(grey[0], grey[1]) and torch.equal(grey[1], grey[2])
     assert build_transform(with_one(solarize=1.0), (40, 40))(bright)[:, 0, 0].tolist() == [55, 40, 90]
     torch.manual_seed(0)
-    blurred = build_transform(with_one(blur=1.0), (60, 60))(picture()).float()
-    assert blurred.var() < 0.7 * build_transform(Augmentation.none(), (60, 60))(picture()).float().var()
+    blurred = build_transform(with_one(blur=1.0), (60, 60))(image()).float()
+    assert blurred.var() < 0.7 * build_transform(Augmentation.none(), (60, 60))(image()).float().var()
     never = Augmentation(**{**with_one(hue=0.5).model_dump(), "colour_probability": 0.0})
     assert torch.equal(build_transform(never, (40, 40))(bright), build_transform(Augmentation.none(), (40, 40))(bright))
 
@@ -137,22 +137,22 @@ def test_a_view_is_the_same_for_every_model_in_any_thread() -> None:
         View(Augmentation(horizontal_flip=0.5), 3, 1),
     )
     rows = np.repeat(np.linspace(0, 255, 512).astype(np.uint8)[None, :], 512, axis=0)  # a ramp shows which part was cropped
-    pictures = {f"images/{number}.png": Image.fromarray(np.stack([rows, rows.T, rows], axis=-1)) for number in range(12)}
+    images = {f"images/{number}.png": Image.fromarray(np.stack([rows, rows.T, rows], axis=-1)) for number in range(12)}
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with ThreadPoolExecutor(4) as pool:
-        threaded = list(pool.map(view.build_draw(wide), pictures.values(), pictures))
+        threaded = list(pool.map(view.build_draw(wide), images.values(), images))
     assert torch.equal(torch.get_rng_state(), before)
-    alone = [view.build_draw(wide)(picture, name) for name, picture in reversed(pictures.items())]
+    alone = [view.build_draw(wide)(image, name) for name, image in reversed(images.items())]
     assert all(map(torch.equal, threaded, reversed(alone)))
     assert len({one.numpy().tobytes() for one in threaded}) == 12, "each image has its own draws"
     still = View(Augmentation(horizontal_flip=0.5, rotation=0, translation=0), 3, 1)  # which move whole pixels of each size
-    for name, picture in pictures.items():
-        seen = F.interpolate(still.build_draw(wide)(picture, name)[None].float(), size=16, mode="bilinear", antialias=True)[0]
-        assert (seen - still.build_draw(small)(picture, name)).abs().mean() < 4
-    name, picture = next(iter(pictures.items()))
+    for name, image in images.items():
+        seen = F.interpolate(still.build_draw(wide)(image, name)[None].float(), size=16, mode="bilinear", antialias=True)[0]
+        assert (seen - still.build_draw(small)(image, name)).abs().mean() < 4
+    name, image = next(iter(images.items()))
     others = [view, view._replace(seed=4), view._replace(number=2), view._replace(augmentation=Augmentation())]
-    assert len({other.build_draw(wide)(picture, name).numpy().tobytes() for other in others}) == 4
+    assert len({other.build_draw(wide)(image, name).numpy().tobytes() for other in others}) == 4
     assert len({other.digest("images") for other in others} | {view.digest("others")}) == 5
 
 

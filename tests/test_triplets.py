@@ -33,9 +33,9 @@ CLASSES, EACH, BATCH = 4, 6, 4  # in an epoch 6 batches of 2 classes with 2 imag
 def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("photos")
     pixels = np.random.default_rng(0).integers(0, 255, (CLASSES * EACH, 32, 32, 3), dtype=np.uint8)
-    for row, picture in enumerate(pixels):
+    for row, image in enumerate(pixels):
         (folder / f"class-{row % CLASSES}").mkdir(exist_ok=True)
-        Image.fromarray(picture).save(folder / f"class-{row % CLASSES}" / f"{row}.png")
+        Image.fromarray(image).save(folder / f"class-{row % CLASSES}" / f"{row}.png")
     return str(folder)
 
 

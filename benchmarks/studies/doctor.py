@@ -26,7 +26,7 @@ from xcompat.data import iterate_images
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.doctor import Finding, examine
-from xcompat.retrieval.originals import Pictures, load_pictures
+from xcompat.retrieval.originals import Images, load_images
 from xcompat.retrieval.preprocessing import own_preparation
 
 SHARED = Path("../shared")
@@ -99,7 +99,7 @@ def trial(
     ids = photos["id"][:]
     vectors, parts = planted(own, others, share, seed)
     with tempfile.TemporaryDirectory() as folder:
-        (finding,) = examine(gallery_of(Path(folder), stored, vectors, ids, embedder), Pictures(photos), embedder, SAMPLE)
+        (finding,) = examine(gallery_of(Path(folder), stored, vectors, ids, embedder), Images(photos), embedder, SAMPLE)
     drawn = np.sort(
         np.random.default_rng(0).choice(np.arange(len(ids)), min(SAMPLE, len(ids)), replace=False)
     )  # as examine draws
@@ -141,7 +141,7 @@ def table_of(
 
 def main() -> None:
     """Measure every share and way of storing, and print the table."""
-    photos = load_pictures(PHOTOS).select(range(ITEMS))
+    photos = load_images(PHOTOS).select(range(ITEMS))
     embedder = load_embedder(OWN)
     own, sibling = embedded(embedder, photos), embedded(sibling_of(embedder), photos)
     cut = embedded(load_embedder(OTHER), photos)[:, : embedder.dim]

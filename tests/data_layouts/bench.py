@@ -8,7 +8,7 @@ from types import ModuleType
 from datasets import Dataset
 from datasets import Image as ImageFeature
 
-from data_layouts.pictures import draw
+from data_layouts.images import draw
 from xcompat.encoders.standins import save_stand_in
 
 PAIRS = 8

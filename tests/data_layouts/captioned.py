@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from data_layouts.pictures import draw, write
+from data_layouts.images import draw, write
 
 IMAGES = 8
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_layouts.pictures import draw, write
+from data_layouts.images import draw, write
 
 SYNSETS = ("n01440764", "n01443537", "n01484850", "n01491361")
 CATEGORIES = ("/a/airfield", "/a/apartment_building/outdoor", "/b/bar", "/b/building/outdoor")

@@ -15,20 +15,20 @@ from unittest import mock
 from urllib.parse import quote
 
 import httpx
-from scenes import encoder, pictures
+from scenes import encoder, images
 
 from xcompat.retrieval import commands
 from xcompat.retrieval.originals import load_originals
 from xcompat.serve.app import OLD_PATH, listen, make_app
 from xcompat.serve.connections import make_server
-from xcompat.serve.guard import PICTURE_PATH
+from xcompat.serve.guard import IMAGE_PATH
 from xcompat.serve.options import Options
 from xcompat.serve.site import NEW, Shelf, Side, Site, Source
 
 SECRET = "a secret of the server"
 PATHS = (
     "/api/search",
-    PICTURE_PATH,
+    IMAGE_PATH,
     *(f"/api/{name}" for name in ("filters", "differing", "gallery", "work", "job")),
     "/login",
     "/logout",
@@ -100,7 +100,7 @@ class Target:
                 f"/{quote(name, safe='')}",
                 f"/{draw.choice(('file=', 'static/', '..%2f..%2f', 'gradio_api/file='))}{quote(name, safe='')}",
                 f"{OLD_PATH}/{quote(name, safe='')}",
-                f"{PICTURE_PATH}?gallery={quote(name, safe='')}&k={draw.choice(('1', '-1', 'NaN', '9' * 400))}",
+                f"{IMAGE_PATH}?gallery={quote(name, safe='')}&k={draw.choice(('1', '-1', 'NaN', '9' * 400))}",
                 f"/?kind=item&item={quote(name, safe='')}",
                 "/report",
                 "/openapi.json",
@@ -108,7 +108,7 @@ class Target:
         )
 
     def _body(self, draw: random.Random) -> tuple[bytes, str]:
-        plain: dict[str, Any] = {"kind": draw.choice(("text", "item", "picture")), "text": "a", "item": "0.png"}
+        plain: dict[str, Any] = {"kind": draw.choice(("text", "item", "image")), "text": "a", "item": "0.png"}
         for _ in range(draw.randrange(3)):
             plain[draw.choice(FIELDS)] = self._value(draw, 3)
         body = json.dumps(plain).encode()
@@ -131,7 +131,7 @@ class Target:
 @contextmanager
 def attacked(folder: Path) -> Iterator[Target]:
     """Serve a gallery of images."""
-    photos, embedder = pictures(folder / "photos"), encoder(folder)
+    photos, embedder = images(folder / "photos"), encoder(folder)
     (folder / "secret.txt").write_text(SECRET)
     commands.build(folder / "gallery", load_originals(photos), embedder, "Flat", None)
     site = Site("shop", {"shop": Shelf("shop", folder / "gallery", [Source(photos)])}, [Side(NEW, embedder)])

@@ -20,7 +20,7 @@ from migrations import SCENES, killed_migrations
 from power_cuts import power_cut
 from pushes import killed_pushes
 from rows import Row
-from scenes import Scene, cached_scene, gallery_scenes, picture_scenes, text_scenes
+from scenes import Scene, cached_scene, gallery_scenes, image_scenes, text_scenes
 
 INDEXES = ("Flat", "IVF2,Flat", "HNSW8")
 PARTS = {"xcompat train recipe.yaml": 12, "xcompat compare recipe.yaml": 12}
@@ -67,7 +67,7 @@ class Campaign:
 def scenes(shared: Path) -> tuple[dict[str, Scene], dict[str, Scene]]:
     """Return the operations on galleries and caches, and the commands, by their names."""
     operations = [scene for index in INDEXES for scene in gallery_scenes(index)]
-    operations += [*picture_scenes(shared), *text_scenes(shared), *gallery_scenes("Flat", milvus=True), cached_scene()]
+    operations += [*image_scenes(shared), *text_scenes(shared), *gallery_scenes("Flat", milvus=True), cached_scene()]
     commands = command_scenes(make_world(shared))
     return {scene.name: scene for scene in operations}, {scene.name: scene for scene in commands}
 

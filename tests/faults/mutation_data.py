@@ -17,10 +17,10 @@ import yaml
 from mutation_subjects import Answer, Subject, command, complaints
 from PIL import Image
 
-PICTURES = 6
+IMAGES = 6
 
 
-def picture(number: int, mode: str = "RGB", size: int = 24) -> Image.Image:
+def image(number: int, mode: str = "RGB", size: int = 24) -> Image.Image:
     pixels = np.random.default_rng(number).integers(0, 255, (size, size, 3), dtype=np.uint8)
     pixels[: size // 2] //= 8
     return Image.fromarray(pixels).convert(mode)
@@ -43,19 +43,19 @@ def listening(ask: Callable[[], Any]) -> Answer:
 # ---------------------------------------------------------------------------------------------------------------- images
 
 
-def pictures(whole: Path) -> list[Subject]:
-    folder = whole / "pictures"
+def images(whole: Path) -> list[Subject]:
+    folder = whole / "images"
     folder.mkdir()
     forms = {"png": "RGB", "jpg": "RGB", "webp": "RGB", "gif": "P", "bmp": "RGB", "tif": "RGB"}
     for suffix, mode in forms.items():
-        picture(1, mode).save(folder / f"plain.{suffix}")
-    picture(2, "RGBA").save(folder / "clear.png")
-    picture(3, "P").save(folder / "palette.png")
-    picture(4, "CMYK").save(folder / "print.jpg")
-    picture(5).save(folder / "progressive.jpg", progressive=True)
+        image(1, mode).save(folder / f"plain.{suffix}")
+    image(2, "RGBA").save(folder / "clear.png")
+    image(3, "P").save(folder / "palette.png")
+    image(4, "CMYK").save(folder / "print.jpg")
+    image(5).save(folder / "progressive.jpg", progressive=True)
     Image.fromarray(np.arange(576, dtype=np.uint16).reshape(24, 24) * 100).save(folder / "deep.png")
-    picture(6).save(folder / "packed.tif", compression="tiff_lzw")
-    frames = [picture(number, "P") for number in range(3)]
+    image(6).save(folder / "packed.tif", compression="tiff_lzw")
+    frames = [image(number, "P") for number in range(3)]
     frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
     return [
         Subject(
@@ -80,7 +80,7 @@ def look(path: Path) -> Answer:
 
 
 def pairs(whole: Path) -> list[Subject]:
-    rows = [{"image": f"{number}.png", "caption": f"thing {number} of many"} for number in range(PICTURES)]
+    rows = [{"image": f"{number}.png", "caption": f"thing {number} of many"} for number in range(IMAGES)]
     separated = {"csv": ",", "tsv": "\t"}
     tables = {
         suffix: "\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows), ""])
@@ -92,8 +92,8 @@ def pairs(whole: Path) -> list[Subject]:
         for name in (f"captions.{suffix}", f"captions.{suffix}.gz"):
             folder = whole / name
             folder.mkdir()
-            for number in range(PICTURES):
-                picture(number).save(folder / f"{number}.png")
+            for number in range(IMAGES):
+                image(number).save(folder / f"{number}.png")
             (folder / name).write_bytes(gzip.compress(text.encode(), mtime=0) if name.endswith("gz") else text.encode())
             made.append(Subject(name, folder, (name,), load, has_checksum=False, weight=0.5))
     made += [shards(whole, "shard.tar"), shards(whole, "shard.tar.gz"), parquet(whole), saved(whole)]
@@ -121,9 +121,9 @@ def shards(whole: Path, name: str) -> Subject:
     folder = whole / f"{name} of shards"
     folder.mkdir()
     with tarfile.open(folder / name, "w:gz" if name.endswith("gz") else "w") as tar:
-        for number in range(PICTURES):
+        for number in range(IMAGES):
             about = json.dumps({"title": f"thing {number}"}).encode()
-            for suffix, content in (("png", encoded(picture(number))), ("txt", f"thing {number}".encode()), ("json", about)):
+            for suffix, content in (("png", encoded(image(number))), ("txt", f"thing {number}".encode()), ("json", about)):
                 member = tarfile.TarInfo(f"{number:04d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -136,9 +136,9 @@ def parquet(whole: Path) -> Subject:
 
     folder = whole / "parquet"
     folder.mkdir()
-    images = [{"bytes": encoded(picture(number)), "path": f"{number}.png"} for number in range(PICTURES)]
+    images = [{"bytes": encoded(image(number)), "path": f"{number}.png"} for number in range(IMAGES)]
     table = pa.table(
-        {"image": images, "caption": [f"thing {number}" for number in range(PICTURES)], "id": [str(n) for n in range(PICTURES)]}
+        {"image": images, "caption": [f"thing {number}" for number in range(IMAGES)], "id": [str(n) for n in range(IMAGES)]}
     )
     pq.write_table(table, folder / "pairs.parquet")
     return Subject("pairs.parquet", folder, ("*.parquet",), load, has_checksum=False)
@@ -148,11 +148,11 @@ def saved(whole: Path) -> Subject:
     import datasets
 
     folder = whole / "saved"
-    images = [{"bytes": encoded(picture(number)), "path": f"{number}.png"} for number in range(PICTURES)]
+    images = [{"bytes": encoded(image(number)), "path": f"{number}.png"} for number in range(IMAGES)]
     columns = {
         "image": images,
-        "caption": [f"thing {number}" for number in range(PICTURES)],
-        "id": [str(n) for n in range(PICTURES)],
+        "caption": [f"thing {number}" for number in range(IMAGES)],
+        "id": [str(n) for n in range(IMAGES)],
     }
     dataset = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image(decode=False))
     dataset.save_to_disk(folder)

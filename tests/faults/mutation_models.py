@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import yaml
-from mutation_data import listening, picture
+from mutation_data import image, listening
 from mutation_subjects import Answer, Subject, command
 
 TEXTS = [f"{'word ' * (n % 4)}number {n}" for n in range(12)]
@@ -56,7 +56,7 @@ def rows(embedder: Any) -> Any:
 
 def ask_checkpoint(folder: Path) -> Answer:
     """Search with a text and an image, as one types it."""
-    picture(3).save(folder / "query.png")
+    image(3).save(folder / "query.png")
     found = [
         command("gallery", "search", folder / "gallery", query, "--model", folder / "model")
         for query in ("word number 3", folder / "query.png")
@@ -75,7 +75,7 @@ def caches(whole: Path) -> list[Subject]:
     for place, model in ((folder, "old"), (other, "new")):
         embedder = load_embedder(str(whole / "models" / model))
         embed_texts(embedder, TEXTS, place / "texts", "digest", shard_rows=5)
-        embed_images(embedder, pictures_of(whole), place / "images", "digest", shard_rows=3)
+        embed_images(embedder, images_of(whole), place / "images", "digest", shard_rows=3)
     models = whole / "models" / "old"
     subject = Subject("embedding cache", folder, ("*/*",), lambda place: fill(place, models), foreign=other)
     unfinished = whole / "unfinished"
@@ -85,7 +85,7 @@ def caches(whole: Path) -> list[Subject]:
     return [subject, replace(subject, name="embedding cache that was cut off", folder=unfinished, foreign=None, weight=0.5)]
 
 
-def pictures_of(whole: Path) -> Any:
+def images_of(whole: Path) -> Any:
     from xcompat.data import load_pairs
 
     return load_pairs(str(whole / "captions.csv"))
@@ -100,7 +100,7 @@ def fill(folder: Path, model: Path) -> Answer:
         embedder = load_embedder(str(model))
         made = [embed_texts(embedder, TEXTS, folder / "texts", "digest", shard_rows=5)]
         if (folder / "images").exists():
-            made.append(embed_images(embedder, pictures_of(model.parent.parent), folder / "images", "digest", shard_rows=3))
+            made.append(embed_images(embedder, images_of(model.parent.parent), folder / "images", "digest", shard_rows=3))
         return [(np.nan_to_num(cache[:]).tolist(), cache.fingerprint, cache.readable().tolist()) for cache in made]
 
     return listening(ask)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from mutation_data import arrays, pairs, pictures, recipes, texts
+from mutation_data import arrays, images, pairs, recipes, texts
 from mutation_galleries import galleries, own_indexes, upgrades
 from mutation_models import answers, caches, checkpoints, runs
 from mutation_subjects import Subject
@@ -30,6 +30,6 @@ def all_subjects(base: Path) -> Iterator[list[Subject]]:
     whole.mkdir()
     (base / "datasets").mkdir()
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", base / "datasets"), mock.patch.dict(os.environ, COLUMNS="200"):
-        made = [*galleries(whole), *own_indexes(whole), *upgrades(whole), *pictures(whole), *pairs(whole), *texts(whole)]
+        made = [*galleries(whole), *own_indexes(whole), *upgrades(whole), *images(whole), *pairs(whole), *texts(whole)]
         made += [*recipes(whole), *arrays(whole), *checkpoints(whole), *caches(whole), *runs(whole), *answers(whole)]
         yield made

@@ -27,7 +27,7 @@ from xcompat.models.config import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, commands
 from xcompat.retrieval.new_embeddings import NewEmbeddings
-from xcompat.retrieval.originals import load_originals, load_pictures
+from xcompat.retrieval.originals import load_images, load_originals
 
 State = dict[str, NDArray[np.float32]] | None
 """id -> embedding; None where nothing is there yet."""
@@ -262,7 +262,7 @@ def encoder(folder: Path, seed: int = 1) -> Embedder:
     return load_embedder(save_stand_in(folder / f"encoder {seed}", "clip", 8, seed=seed))
 
 
-def pictures(folder: Path, count: int = 6) -> Path:
+def write_images(folder: Path, count: int = 6) -> Path:
     """Write small images."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -271,9 +271,9 @@ def pictures(folder: Path, count: int = 6) -> Path:
     return folder
 
 
-def picture_scenes(shared: Path) -> list[Scene]:
+def image_scenes(shared: Path) -> list[Scene]:
     """Return what embeds images: ``gallery build`` and ``gallery upgrade --backfill``, and embedding caches."""
-    photos, old, new = pictures(shared / "photos"), encoder(shared, 1), encoder(shared, 2)
+    photos, old, new = write_images(shared / "photos"), encoder(shared, 1), encoder(shared, 2)
 
     def build(folder: Path) -> None:
         commands.build(folder, load_originals(photos), old, "Flat", None)
@@ -285,7 +285,7 @@ def picture_scenes(shared: Path) -> list[Scene]:
         embed_texts(new, TEXTS, folder, "texts", shard_rows=5)
 
     def images(folder: Path) -> None:
-        embed_images(new, load_pictures(photos), folder, "images", shard_rows=2)
+        embed_images(new, load_images(photos), folder, "images", shard_rows=2)
 
     return [
         Scene("images: build", nothing, build, gallery_content, between=({},), after=write_once_more),

@@ -143,7 +143,7 @@ def measure_quality(page: Page, client: httpx.Client) -> dict[str, float]:
     found: Counter[str] = Counter()
     queries = sorted((page.folder / "queries").rglob("*.jpg"))
     for file in queries:
-        html = client.post("/api/search/picture?k=5", content=file.read_bytes()).text
+        html = client.post("/api/search/image?k=5", content=file.read_bytes()).text
         for side in ("old query", "new query"):
             found[side] += any(name.startswith(f"{file.parent.name}/") for name in find_ids(html, side))
     return {side: found[side] / len(queries) for side in ("old query", "new query")}
@@ -175,7 +175,7 @@ def test_quality_holds_while_the_page_changes_the_gallery(page: Page) -> None:
     assert measure_quality(page, client) == untouched
     file = sorted((page.folder / "queries").rglob("*.jpg"))[0]
     searched = run_xcompat("gallery", "search", "gallery", file, "--model", OLD, "--top-k", 5, "--json", folder=page.folder)
-    html = client.post("/api/search/picture?k=5", content=file.read_bytes()).text
+    html = client.post("/api/search/image?k=5", content=file.read_bytes()).text
     assert find_ids(html, "old query") == re.findall(r'"id": "([^"]+)"', searched)
 
 
@@ -211,7 +211,7 @@ def test_a_visitor_logs_in_searches_and_comes_back(page: Page, browser: Browser)
 
     assert ids("old query")[0] == ids("new query")[0] == item, "the link of before the login"
     assert visitor.get_by_role("region", name="new query").locator("li img").count() == 6
-    visitor.get_by_label("picture", exact=True).check()
+    visitor.get_by_label("image", exact=True).check()
     visitor.get_by_label("Image (or drop one").set_input_files(sorted((page.folder / "queries").rglob("*.jpg"))[0])
     visitor.wait_for_function("() => !location.search")
     visitor.get_by_role("region", name="new query").locator("a.pick").first.click()
@@ -236,7 +236,7 @@ def test_an_attacker_gets_no_file_and_stops_nobody(page: Page) -> None:
                     assert "secret of" not in client.post("/api/search", json=query).text
                 data = ["text", value, "", "", "gallery", [], 1]
                 assert "secret of" not in client.post("/gradio_api/call/search", json={"data": data}).text
-            client.post("/api/search/picture", content=name.encode())
+            client.post("/api/search/image", content=name.encode())
         with pytest.raises(BlockingIOError):
             other.accept()
     assert client.post("/api/search", content=b'{"text": "' + b"a " * 4_500_000 + b'"}').status_code == 413
@@ -249,11 +249,11 @@ def test_an_attacker_gets_no_file_and_stops_nobody(page: Page) -> None:
 @pytest.mark.nightly
 def test_a_flood_of_one_visitor_lets_others_search(page: Page) -> None:
     greedy, visitor = page.log_in(), page.log_in()
-    picture = sorted((page.folder / "queries").rglob("*.jpg"))[0].read_bytes()
+    image = sorted((page.folder / "queries").rglob("*.jpg"))[0].read_bytes()
     order: list[str] = []
 
     def search(client: httpx.Client, name: str) -> int:
-        status = client.post("/api/search/picture?k=5", content=picture).status_code
+        status = client.post("/api/search/image?k=5", content=image).status_code
         order.append(name)
         return status
 

@@ -89,8 +89,8 @@ class Desk:
         """Embed the stored photos with the old model into a faiss index, as a program did before xcompat was there."""
         files = sorted((self.folder / "stored").rglob("*.jpg"))
         embedder = load_embedder(str(OLD))
-        pictures = [Image.open(io.BytesIO(file.read_bytes())).convert("RGB") for file in files]
-        rows = [embed(embedder, pictures[start : start + 64]) for start in range(0, len(pictures), 64)]
+        images = [Image.open(io.BytesIO(file.read_bytes())).convert("RGB") for file in files]
+        rows = [embed(embedder, images[start : start + 64]) for start in range(0, len(images), 64)]
         index = faiss.IndexFlatIP(embedder.dim)
         index.add(np.concatenate(rows))
         faiss.write_index(index, str(self.folder / "photos.faiss"))
@@ -111,8 +111,8 @@ class Desk:
         return [(int(Path(line["query"]).parts[0]), line["hits"][0]["id"]) for line in lines]
 
 
-def embed(embedder: Embedder, pictures: list[Image.Image]) -> np.ndarray:
-    return embedder.embed({"pixel_values": embedder.processor.images(pictures)}).numpy()
+def embed(embedder: Embedder, images: list[Image.Image]) -> np.ndarray:
+    return embedder.embed({"pixel_values": embedder.processor.images(images)}).numpy()
 
 
 def label_of(name: str) -> int:

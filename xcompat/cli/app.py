@@ -300,19 +300,19 @@ def embed(
         raise XcompatError("set the model with --model, and the output folder with --out")
     where = Workers(engine, workers, gpus_per_worker)
     from xcompat.encoders import require_model
-    from xcompat.engines.source_types import is_picture_folder, require_source
+    from xcompat.engines.source_types import is_image_folder, require_source
 
-    has_pictures = is_picture_folder(source)
-    if not has_pictures:
+    has_images = is_image_folder(source)
+    if not has_images:
         require_source(source)
     elif others := [name for name in given if name not in ("--model", "--out")]:
         raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of images; remove it")
     require_model(model)
     announce_loading(model)
-    if has_pictures:
-        from xcompat.engines.pictures import embed_pictures
+    if has_images:
+        from xcompat.engines.image_folders import embed_image_folder
 
-        embed_pictures(Path(source), model, Path(out))
+        embed_image_folder(Path(source), model, Path(out))
         return
     from xcompat.engines.commands import embed as embed_table
 

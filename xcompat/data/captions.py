@@ -14,8 +14,8 @@ from xcompat.core.json_values import JsonColumns
 from xcompat.data import coco
 from xcompat.data.bad_samples import Problems
 from xcompat.data.delimited import csv_options
+from xcompat.data.image_files import image_files
 from xcompat.data.image_lists import read_image_list
-from xcompat.data.picture_files import image_files
 from xcompat.data.schema import (
     CAMERA,
     CAPTION,

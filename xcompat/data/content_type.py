@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.core.errors import XcompatError
+from xcompat.data.image_files import IMAGE_SUFFIXES
 from xcompat.data.loading import EXTRA_IMAGE_COLUMNS, load_raw
-from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.sources import (
     CAPTION_TEXT_SUFFIXES,
     PairSource,
@@ -51,24 +51,24 @@ def contains_images(path: str) -> bool:
             return False
         raise
     if form == "datasets":
-        return _data_set_holds_pictures(source, paths)
+        return _data_set_has_images(source, paths)
     tables = {"captions": captions_files, "parquet": lambda given: files_with(given, (".parquet",))}
     if form not in tables:
         return True
     file = tables[form](paths)[0]
-    return has_suffix(file, CAPTION_TEXT_SUFFIXES) or any(_holds_picture(row) for _, row in islice(read_rows(file), 1))
+    return has_suffix(file, CAPTION_TEXT_SUFFIXES) or any(_has_image(row) for _, row in islice(read_rows(file), 1))
 
 
-def _data_set_holds_pictures(source: PairSource, paths: list[Path]) -> bool:
+def _data_set_has_images(source: PairSource, paths: list[Path]) -> bool:
     import datasets
 
     found: Any = load_raw(source, paths)
     if any(isinstance(feature, datasets.Image) for feature in found.features.values()):
         return True
-    return any(_holds_picture(row) for row in islice(found, 1))
+    return any(_has_image(row) for row in islice(found, 1))
 
 
-def _holds_picture(row: dict[str, Any]) -> bool:
+def _has_image(row: dict[str, Any]) -> bool:
     for name in EXTRA_IMAGE_COLUMNS:
         value = row.get(name)
         if value and isinstance(value, str) and name in FILE_COLUMNS:

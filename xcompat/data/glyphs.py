@@ -333,10 +333,10 @@ def choose_characters(glyphs: Glyphs, n_classes: int) -> list[int]:
     seen: set[bytes] = set()
     chosen = []
     for code in sorted(images, key=lambda code: (-len(images[code]), code)):
-        pictures = set(images[code])
-        if dejavu[code] == everywhere and len(pictures) == len(images[code]) and seen.isdisjoint(pictures):
+        distinct = set(images[code])
+        if dejavu[code] == everywhere and len(distinct) == len(images[code]) and seen.isdisjoint(distinct):
             chosen.append(code)
-            seen |= pictures
+            seen |= distinct
     if not 1 < n_classes <= len(chosen):
         raise XcompatError(f"n_classes={n_classes} must be 2 to {len(chosen)}, the number of distinguishable characters")
     return sorted(chosen[:n_classes])

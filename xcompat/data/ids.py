@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.progress import notice, notice_once
-from xcompat.data.overlap import same_pictures
+from xcompat.data.overlap import same_images
 from xcompat.data.schema import CAPTION, ID
 from xcompat.data.sources import PairSource
 
@@ -65,7 +65,7 @@ def _notice_duplicate_id(dataset: datasets.Dataset, hashes_N: np.ndarray, column
         return
     one, other = int(first[codes_N[again_n[0]]]), int(again_n[0])
     same_caption = CAPTION in dataset.column_names and dataset[one][CAPTION] == dataset[other][CAPTION]
-    if not same_caption and not next(same_pictures(dataset, [one], dataset, [other])):
+    if not same_caption and not next(same_images(dataset, [one], dataset, [other])):
         notice(
             f"{source.path}: rows {one:,} and {other:,} have the {column} {str(dataset[one][ID])!r} but different images, "
             "and count as one item; if that is wrong, set id_column to a column with unique ids"
@@ -86,7 +86,7 @@ def disambiguate_ids(gallery: datasets.Dataset, queries: datasets.Dataset) -> li
     """
     ids, asked = list(gallery[ID]), {name: row for row, name in enumerate(queries[ID])}
     rows = [row for row, name in enumerate(ids) if name in asked] if gallery is not queries else []
-    same = same_pictures(gallery, rows, queries, [asked[ids[row]] for row in rows])
+    same = same_images(gallery, rows, queries, [asked[ids[row]] for row in rows])
     others = [row for row, is_same in zip(rows, same, strict=True) if not is_same]
     taken = {*ids, *asked}
     if others:

@@ -15,7 +15,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPL
 from xcompat.core.errors import XcompatError
 from xcompat.core.orientation import has_orientation, turn_upright
 from xcompat.core.progress import notice_once
-from xcompat.data.picture_files import INSTALL_HEIC, can_read_heic, has_brand, read_head
+from xcompat.data.image_files import INSTALL_HEIC, can_read_heic, has_brand, read_head
 
 MAX_PIXELS = 2**27
 """Largest number of pixels to decode. A few kB can encode gigabytes; cameras reach 108 million."""

@@ -16,7 +16,7 @@ from xcompat.data.bad_samples import Problems
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.captions import read_captions, read_images, read_list_rows, read_market1501
 from xcompat.data.cifar import SUFFIX, cifar_version, read_cifar
-from xcompat.data.picture_files import image_files, notice_unread
+from xcompat.data.image_files import image_files, notice_unread
 from xcompat.data.schema import (
     CAMERA,
     CAPTION,

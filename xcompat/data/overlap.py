@@ -32,9 +32,7 @@ def shared_images(test: datasets.Dataset, train: datasets.Dataset) -> int:
     return sum(_digest(test[row][IMAGE]) in trained for row, _ in asked)
 
 
-def same_pictures(
-    one: datasets.Dataset, rows: Sequence[int], other: datasets.Dataset, other_rows: Sequence[int]
-) -> Iterator[bool]:
+def same_images(one: datasets.Dataset, rows: Sequence[int], other: datasets.Dataset, other_rows: Sequence[int]) -> Iterator[bool]:
     """Compare images of two data sets row by row, byte by byte. A missing image equals any other.
 
     Reads only different files of equal size.
@@ -50,8 +48,8 @@ def same_pictures(
 
     Example:
         >>> import datasets
-        >>> pictures = datasets.Dataset.from_dict({"image": [{"bytes": each, "path": None} for each in (b"a", b"b", b"a")]})
-        >>> list(same_pictures(pictures, [0, 0, 0], pictures, [0, 1, 2]))
+        >>> images = datasets.Dataset.from_dict({"image": [{"bytes": each, "path": None} for each in (b"a", b"b", b"a")]})
+        >>> list(same_images(images, [0, 0, 0], images, [0, 1, 2]))
         [True, False, True]
     """
     mine, others = (of.select_columns([IMAGE]).select(some) for of, some in ((one, rows), (other, other_rows)))

@@ -233,11 +233,11 @@ def iterate_images(
         for place, row in enumerate(batch.tolist()):
             name = columns[ID][place] if ID in columns else str(row)
             try:
-                picture = open_image(columns[IMAGE][place])
+                image = open_image(columns[IMAGE][place])
             except UnusableSampleError as error:
                 reasons[name] = str(error)
                 continue
-            images.append(picture if draw is None else draw(picture, name))
+            images.append(image if draw is None else draw(image, name))
             kept.append(row)
         return np.array(kept, dtype=np.int64), prepare(images) if images else None, reasons
 

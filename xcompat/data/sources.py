@@ -20,8 +20,8 @@ from xcompat.data import cifar, coco
 from xcompat.data.addresses import is_address, redact_address
 from xcompat.data.delimited import is_captions_text
 from xcompat.data.glyphs import glyph_classes
+from xcompat.data.image_files import IMAGE_SUFFIXES, images_below
 from xcompat.data.image_lists import is_image_list
-from xcompat.data.picture_files import IMAGE_SUFFIXES, images_below
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 CAPTION_SUFFIXES = (".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.gz", ".jsonl.gz")

@@ -17,8 +17,8 @@ from xcompat.core.json_values import JsonColumns
 from xcompat.core.progress import notice
 from xcompat.data.cache import cached_dataset, file_stamps
 from xcompat.data.corpora import HashSet
+from xcompat.data.image_files import notice_unread
 from xcompat.data.loading import load_raw
-from xcompat.data.picture_files import notice_unread
 from xcompat.data.schema import ID, METADATA, TEXT
 from xcompat.data.sources import DataSource, expand_folders, has_suffix, is_saved_dataset, local_files, refuse_hub_fields
 from xcompat.data.table_rows import LINE, ROW_SUFFIXES, Row, read_rows

@@ -143,12 +143,12 @@ def build_transform(
     return v2.Compose(steps)
 
 
-def augment_with_seed(transform: Callable[[Image.Image], Tensor], picture: Image.Image, seed: int) -> Tensor:
+def augment_with_seed(transform: Callable[[Image.Image], Tensor], image: Image.Image, seed: int) -> Tensor:
     """Augment an image with a seed, identically in any thread and process. Torch's generator is restored.
 
     Args:
         transform: from :func:`build_transform`.
-        picture: RGB image.
+        image: RGB image.
         seed: random seed.
 
     Returns:
@@ -158,7 +158,7 @@ def augment_with_seed(transform: Callable[[Image.Image], Tensor], picture: Image
 
     with _DRAWING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return transform(picture)
+        return transform(image)
 
 
 class View(NamedTuple):
@@ -190,8 +190,8 @@ class View(NamedTuple):
         """
         transform = build_transform(self.augmentation, processor.image_size, processor.interpolation)
 
-        def draw(picture: Image.Image, name: str) -> Tensor:
+        def draw(image: Image.Image, name: str) -> Tensor:
             key = hashlib.blake2b(json.dumps([self.seed, self.number, name]).encode(), digest_size=8).digest()
-            return augment_with_seed(transform, picture, int.from_bytes(key) >> 1)
+            return augment_with_seed(transform, image, int.from_bytes(key) >> 1)
 
         return draw

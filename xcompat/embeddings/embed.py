@@ -37,7 +37,7 @@ TOKENS_PER_BATCH = 512  # on a CPU, so that activations fit into its caches
 MANY_TOKENS = 65536  # on a GPU
 PIXELS_PER_BATCH = 16 * 224 * 224  # on a CPU, so that activations fit into its caches
 IMAGES_PER_BATCH = 64
-PICTURES_AT_ONCE = 512  # images given as values, which are held in memory twice
+IMAGES_AT_ONCE = 512  # images given as values, which are held in memory twice
 __all__ = [
     "Contents",
     "EmbeddedContents",
@@ -268,7 +268,7 @@ def embed_contents(embedder: Embedder, contents: Contents) -> EmbeddedContents:
     embeds_ND = np.full((len(contents.values), embedder.dim), np.nan, np.float32)
     if contents.names is not None:
         bad = BadSamples(max_share=1, total=len(contents.values), quiet=True)
-        for rows_B, embeds_BD in _embedded_pictures(embedder, contents, bad):
+        for rows_B, embeds_BD in _embedded_images(embedder, contents, bad):
             embeds_ND[rows_B] = embeds_BD.numpy(force=True)
         return EmbeddedContents(embeds_ND, bad.reasons)
     before, blocks = embedder.processor.count_truncated, [contents.values] if contents.values else []
@@ -278,15 +278,15 @@ def embed_contents(embedder: Embedder, contents: Contents) -> EmbeddedContents:
     return EmbeddedContents(embeds_ND, {}, embedder.processor.count_truncated - before)
 
 
-def _embedded_pictures(embedder: Embedder, pictures: Contents, bad: BadSamples) -> Batches:
+def _embedded_images(embedder: Embedder, images: Contents, bad: BadSamples) -> Batches:
     """Embed images in the batches of a single data set, in steps small enough for Arrow arrays."""
     import datasets
     import pyarrow as pa
 
     size = images_per_batch(embedder.processor, embedder.device)
-    step = size * max(1, PICTURES_AT_ONCE // size)
-    for start in range(0, len(pictures.values), step):
-        table = {IMAGE: pictures.values[start : start + step], ID: (pictures.names or [])[start : start + step]}
+    step = size * max(1, IMAGES_AT_ONCE // size)
+    for start in range(0, len(images.values), step):
+        table = {IMAGE: images.values[start : start + step], ID: (images.names or [])[start : start + step]}
         rows = datasets.Dataset(pa.table(table))
         for rows_B, embeds_BD in embed_rows(embedder, rows, range(len(rows)), size, bad=bad):
             yield rows_B + start, embeds_BD

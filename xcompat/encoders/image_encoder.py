@@ -211,8 +211,8 @@ def measure_encoder(model: PreTrainedModel, description: dict[str, Any], process
         XcompatError: the preprocessing does not match, or does more than resize and normalise.
     """
     height, width = processor.image_size
-    picture = new("RGB", (width, height), (255, 128, 0))
-    pixels = processor.images([picture])
+    image = new("RGB", (width, height), (255, 128, 0))
+    pixels = processor.images([image])
     expected = torch.tensor([255, 128, 0], dtype=torch.uint8).view(1, 3, 1, 1).expand(1, 3, height, width)
     name = description["name"]
     if pixels.shape != expected.shape or not torch.allclose(pixels, processor.to_pixels(expected), atol=0.01):

@@ -131,8 +131,8 @@ class Job:
                 writer = writer or pq.ParquetWriter(sink, made.schema.with_metadata(kept), write_page_checksum=True)
                 writer.write_table(made.filter(read))
                 left_out = table.filter(made.column(EMBEDDING).is_null())
-                pictures = left_out.column(self.model.column).to_pylist()
-                unread += zip(map(str, left_out.column(self.id_column)), map(_path_of, pictures), strict=True)
+                images = left_out.column(self.model.column).to_pylist()
+                unread += zip(map(str, left_out.column(self.id_column)), map(_path_of, images), strict=True)
             assert writer is not None, "a part has rows"
             if unread:
                 writer.add_key_value_metadata({UNREAD: json.dumps(unread)})
@@ -157,11 +157,11 @@ class Job:
         return wanted
 
 
-def _path_of(picture: Any) -> str | None:  # noqa: ANN401 - a path, bytes, or both
+def _path_of(image: Any) -> str | None:  # noqa: ANN401 - a path, bytes, or both
     """Return an image path, or None if the table stores bytes."""
-    if isinstance(picture, dict):
-        picture = picture.get("path") if picture.get("bytes") is None else None
-    return picture if isinstance(picture, str) else None
+    if isinstance(image, dict):
+        image = image.get("path") if image.get("bytes") is None else None
+    return image if isinstance(image, str) else None
 
 
 def _is_readable(path: str) -> bool:

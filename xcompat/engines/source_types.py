@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from xcompat.data.picture_files import images_below
+from xcompat.data.image_files import images_below
 from xcompat.engines import lance
 from xcompat.engines.filesystems import ICEBERG
 from xcompat.engines.sources import Source
@@ -16,7 +16,7 @@ KINDS = {lance.SUFFIX: "lance", ICEBERG: "iceberg"}
 """Suffix of an address -> its reader module. Parquet is the default."""
 
 
-def is_picture_folder(uri: str) -> bool:
+def is_image_folder(uri: str) -> bool:
     """Return whether a path is a folder with images and without Parquet files."""
     folder = Path(uri)
     return folder.is_dir() and next(folder.rglob(f"*{PARQUET}"), None) is None and next(images_below(folder), None) is not None

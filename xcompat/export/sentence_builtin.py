@@ -172,8 +172,8 @@ def save_stock(modules: list[nn.Module], folder: Path, wanted: SentenceTransform
         Whether they were kept. If not, the folder is deleted.
     """
     SentenceTransformer(modules=modules, device="cpu", **prompts).save(str(folder), create_model_card=False)
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (61, 83, 3), dtype=np.uint8))
-    probes: list[list[Any]] = [[picture]] if wanted.supports("image") else []
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (61, 83, 3), dtype=np.uint8))
+    probes: list[list[Any]] = [[image]] if wanted.supports("image") else []
     if wanted.supports("text"):
         probes.append(["A Red shoe", "two DOGS, and more than any tower reads " * 40])
     if wanted.dtype != torch.float32:  # the modules' weights are float32

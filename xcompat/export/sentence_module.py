@@ -85,8 +85,8 @@ class CompatModule(InputModule):
             processor = self.model.processor
             role = processor.for_queries() if task == "query" or self.space == "old" else processor
             return dict(role.texts([(prompt or "") + text for text in inputs]))
-        pictures = [Image.fromarray(given) if isinstance(given, np.ndarray) else given for given in inputs]
-        return {"pixel_values": self.model.processor.images([open_image(picture) for picture in pictures])}
+        images = [Image.fromarray(given) if isinstance(given, np.ndarray) else given for given in inputs]
+        return {"pixel_values": self.model.processor.images([open_image(image) for image in images])}
 
     def forward(self, features: dict[str, Any], **kwargs: object) -> dict[str, Any]:
         """Embed a batch from :meth:`preprocess`.

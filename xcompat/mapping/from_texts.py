@@ -33,7 +33,7 @@ from xcompat.mapping.request import TextInput
 from xcompat.mapping.sides import Side, holds_embeddings, read_sides
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.models.old_knowledge import Rows
-from xcompat.retrieval.originals import load_pictures
+from xcompat.retrieval.originals import load_images
 from xcompat.vectors.checks import BAD_SHARE
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def pairs_of_texts(
     asked = new_source.for_queries() if isinstance(new_source, Embedder) and direction == "new_to_old" else new_source
     described = _describe_asked(asked, texts, taken, cache_dir)
     sides = (old_source, old_places_N[kept_N]), (asked, new_places_N[kept_N])
-    if texts.are_pictures:
+    if texts.are_images:
         old_Nd, new_ND, readable_N = _pair_images(sides, taken, texts.path, cache_dir, max_bad_share)
         kept_N = kept_N[readable_N]
     else:
@@ -121,7 +121,7 @@ def pairs_of_texts(
         notes = (*notes, *describe_shift(old_Nd, sample_side(old_source), str(old)))
     old_model, new_model = (each if isinstance(each, Embedder) else None for each in (old_source, asked))
     pairs = PairedEmbeddings(new_ND, old_Nd, labels_N, notes, n_stored)
-    return TextPairs(pairs, old_model, new_model, described, None if texts.are_pictures else taken[TEXT])
+    return TextPairs(pairs, old_model, new_model, described, None if texts.are_images else taken[TEXT])
 
 
 def _read_inputs(
@@ -132,9 +132,9 @@ def _read_inputs(
     old_source = _source(old, max_bad_share, reading)
     new_source = _source(new, max_bad_share, reading._replace(ids=None)) if service is None else _provider(new, service, texts)
     _require_model(old_source, new_source, texts)
-    if not texts.are_pictures:
+    if not texts.are_images:
         return old_source, new_source, load_text_items(texts.path)
-    items = load_pictures(texts.path, max_bad_share)
+    items = load_images(texts.path, max_bad_share)
     ids = items[ID][:]
     return _with_ids_of(old_source, ids), _with_ids_of(new_source, ids), items
 
@@ -161,7 +161,7 @@ def _pair_images(
 ) -> tuple[Rows, Rows, NDArray[np.int64]]:
     """Return both models' embeddings of the readable images, and the rows of these images."""
     digest = files_digest(str(path))
-    old_Nd, new_ND = (_picture_embeddings(*side, taken, cache_dir, digest, max_bad_share) for side in sides)
+    old_Nd, new_ND = (_image_embeddings(*side, taken, cache_dir, digest, max_bad_share) for side in sides)
     readable_N = np.flatnonzero(np.isfinite(old_Nd[:][:, 0]) & np.isfinite(new_ND[:][:, 0]))
     return RowSelection(old_Nd, readable_N), RowSelection(new_ND, readable_N), readable_N
 
@@ -172,7 +172,7 @@ def _provider(new: Path, service: str, texts: TextInput) -> Source:
 
 def _require_model(old: Source, new: Source, texts: TextInput) -> None:
     if isinstance(old, Side) and isinstance(new, Side):
-        option = "--images" if texts.are_pictures else "--texts"
+        option = "--images" if texts.are_images else "--texts"
         raise XcompatError(f"both sides are embeddings, so there is nothing to embed; remove {option}, or pass a model as --new")
 
 
@@ -270,10 +270,10 @@ def _embeddings(source: Source, items: datasets.Dataset, places_N: NDArray[np.in
     return embed_texts(source, items[TEXT], folder, digest)
 
 
-def _picture_embeddings(
+def _image_embeddings(
     source: Source,
     places_N: NDArray[np.int64],
-    pictures: datasets.Dataset,
+    images: datasets.Dataset,
     cache_dir: Path,
     files: str | None,
     max_bad_share: float,
@@ -284,9 +284,9 @@ def _picture_embeddings(
     assert isinstance(source, Embedder), source
     if not any(source.processor.image_size):
         raise XcompatError(f"{source.name} embeds texts only, but --images contains images; choose a model like CLIP")
-    digest = hashlib.sha256("\0".join([files or "", *pictures[ID]]).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join([files or "", *images[ID]]).encode()).hexdigest()
     folder = _cache_folder(source, digest, cache_dir, "images")
-    return embed_images(source, pictures, folder, digest, max_bad_share=max_bad_share)
+    return embed_images(source, images, folder, digest, max_bad_share=max_bad_share)
 
 
 def _with_ids_of(source: Source, ids: Sequence[str]) -> Source:

@@ -41,7 +41,7 @@ class TextInput:
         embed_with: ``module:function`` of the service; None for a model.
         requests_per_minute: as in :class:`~xcompat.embeddings.provider.Provider`.
         price: per million tokens, as in :class:`~xcompat.embeddings.provider.Provider`.
-        are_pictures: whether ``path`` contains images.
+        are_images: whether ``path`` contains images.
 
     Raises:
         XcompatError: the rate or price is not above 0, there is no service, or a service would embed images.
@@ -51,10 +51,10 @@ class TextInput:
     embed_with: str | None = None
     requests_per_minute: float | None = None
     price: float | None = None
-    are_pictures: bool = False
+    are_images: bool = False
 
     def __post_init__(self) -> None:
-        if self.are_pictures and self.embed_with is not None:
+        if self.are_images and self.embed_with is not None:
             raise XcompatError("--embed-with embeds texts; use --texts in place of --images, or remove --embed-with")
         for option, value in (("requests-per-minute", self.requests_per_minute), ("price-per-million-tokens", self.price)):
             if value is not None and not value > 0:
@@ -171,8 +171,8 @@ class MapRequest:
             "ids": _digest([self.reading.ids]) if self.reading.ids is not None else None,
             "id-column": self.reading.columns.id,
             "vector-name": self.reading.columns.vector,
-            "texts": _digest(_files(texts.path)) if texts is not None and not texts.are_pictures else None,
-            "images": files_digest(str(texts.path)) if texts is not None and texts.are_pictures else None,
+            "texts": _digest(_files(texts.path)) if texts is not None and not texts.are_images else None,
+            "images": files_digest(str(texts.path)) if texts is not None and texts.are_images else None,
             "embed-with": texts.embed_with if texts is not None else None,
             "start-from": (_digest(_files(Path(start.name))) or start.name) if start is not None else None,
             "activation": start.activation if start is not None else None,
@@ -260,7 +260,7 @@ def make_text_input(
     if texts is not None or images is not None:
         path = texts if texts is not None else images
         assert path is not None
-        return TextInput(path, *about_service, are_pictures=images is not None)
+        return TextInput(path, *about_service, are_images=images is not None)
     if any(each is not None for each in about_service):
         raise XcompatError("--embed-with and its options need texts; add --texts, or remove these options")
     return None

@@ -73,7 +73,7 @@ def page_template(name: str) -> Template:
         "public_name": public_name,
         "case_meaning": case_meaning,
         "search_name": search_name,
-        "picture": lambda image: png_uri(encode_png(image)),
+        "image_uri": lambda image: png_uri(encode_png(image)),
     }
     return environment.get_template(name)
 

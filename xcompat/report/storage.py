@@ -312,13 +312,13 @@ def _parse_layout(layout: _Layout, tensors: dict[str, np.ndarray]) -> dict[str, 
 def _example(described: _ExampleLayout, tensors: dict[str, np.ndarray]) -> Example:
     from xcompat.data.images import open_image
 
-    def picture(name: str | None) -> Image.Image | None:
+    def image(name: str | None) -> Image.Image | None:
         return None if name is None else open_image(tensors[name].tobytes())
 
     return Example(
         described.query_text,
         [
-            ExampleRow(row.label, [Hit(picture(hit.image), hit.caption, hit.is_hit, hit.gain) for hit in row.hits])
+            ExampleRow(row.label, [Hit(image(hit.image), hit.caption, hit.is_hit, hit.gain) for hit in row.hits])
             for row in described.rows
         ],
     )

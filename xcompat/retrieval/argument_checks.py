@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.paths import is_file, nearest_path
-from xcompat.data.picture_files import IMAGE_SUFFIXES
+from xcompat.data.image_files import IMAGE_SUFFIXES
 from xcompat.data.sources import has_suffix, local_files
 from xcompat.encoders import require_model
 from xcompat.encoders.model_files import is_xcompat_model

@@ -33,7 +33,7 @@ TEXTS = (
         "ship ship ship",
     ),
 )
-PICTURES = len(TEXTS)
+IMAGES = len(TEXTS)
 
 
 class Canary(NamedTuple):
@@ -96,13 +96,13 @@ def _read_stored(gallery: Gallery) -> list[dict[str, Any]]:
 def _embed_inputs(embedder: Embedder) -> NDArray[np.float32]:
     """Embed generated images, or texts with a model that reads only texts; (10, d) float32, L2-normalised."""
     if any(embedder.processor.image_size):
-        batch = {"pixel_values": embedder.processor.images([_draw_picture(number) for number in range(PICTURES)])}
+        batch = {"pixel_values": embedder.processor.images([_draw_image(number) for number in range(IMAGES)])}
     else:
         batch = embedder.processor.texts(TEXTS)
     return normalise_rows(embedder.embed(batch).numpy(force=True))
 
 
-def _draw_picture(number: int) -> Image.Image:
+def _draw_image(number: int) -> Image.Image:
     """Return an image of stripes and checks, of whole numbers alone, so that every platform draws the same."""
     rows, columns = np.mgrid[:224, :224]
     waves = [rows * (number + 1), columns * (2 * number + 1), (rows // 16 + columns // 16) * 37 * (number + 1)]

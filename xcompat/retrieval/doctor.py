@@ -17,7 +17,7 @@ from xcompat.data import BadSamples, iterate_images
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.faiss_index import FaissIndex
 from xcompat.retrieval.gallery import Gallery
-from xcompat.retrieval.originals import Originals, Parts, Pictures, origins_of
+from xcompat.retrieval.originals import Images, Originals, Parts, origins_of
 from xcompat.retrieval.preprocessing import Preparation, nearest_preparation, own_preparation
 from xcompat.retrieval.segment import Segment, id_hashes
 
@@ -198,7 +198,7 @@ def judge_embeddings(plain: Finding, stored: StoredSample, embedder: Embedder) -
         return replace(plain, note=f"none of the {originals.kind} can be read")
     fresh_nd = fresh_nd[every]
     cosines_n, ways_n = stored.cosines(fresh_nd, every), np.full(len(every), "", object)
-    if isinstance(originals, Pictures):
+    if isinstance(originals, Images):
         _try_other_preparations(stored, originals, embedder, every, cosines_n, ways_n)
     chance = float(np.median(stored.cosines(fresh_nd, np.roll(every, 1)))) if len(every) > 1 else 0.0
     limit = find_dividing_cosine(cosines_n, chance)
@@ -223,7 +223,7 @@ def judge_embeddings(plain: Finding, stored: StoredSample, embedder: Embedder) -
 
 def _try_other_preparations(
     stored: StoredSample,
-    pictures: Pictures,
+    images: Images,
     embedder: Embedder,
     every: NDArray[np.int64],
     cosines_n: NDArray[np.float64],
@@ -232,14 +232,14 @@ def _try_other_preparations(
     """Try other preprocessing for unexplained images; update cosines and variants in place."""
 
     def agreement(way: Preparation, places: NDArray[np.int64]) -> NDArray[np.float64]:
-        parts = pictures.embed(embedder, stored.rows[places], BadSamples(1.0, len(places)), prepare=way)
+        parts = images.embed(embedder, stored.rows[places], BadSamples(1.0, len(places)), prepare=way)
         return stored.cosines(stored.to_stored_form(parts, places), places)
 
     for _ in range(WAYS):
         left = np.flatnonzero((cosines_n < EXACT) & (ways_n == ""))
         if not len(left):
             return
-        way, own = _other_preparation(stored, pictures, embedder, every[left], agreement)
+        way, own = _other_preparation(stored, images, embedder, every[left], agreement)
         if way == own:
             return
         found = agreement(way, every[left])
@@ -254,7 +254,7 @@ def _try_other_preparations(
 
 def _other_preparation(
     stored: StoredSample,
-    pictures: Pictures,
+    images: Images,
     embedder: Embedder,
     left: NDArray[np.int64],
     agreement: Callable[[Preparation, NDArray[np.int64]], NDArray[np.float64]],
@@ -262,7 +262,7 @@ def _other_preparation(
     """Return the preprocessing that matches unexplained embeddings best, and the model's own."""
     tried = left[np.linspace(0, len(left) - 1, min(SAMPLED, len(left))).astype(np.int64)]
     rows = stored.rows[tried].tolist()
-    read: list[list[Image]] = [images for _, images in iterate_images(pictures.dataset, SAMPLED, rows=rows, prepare=list)]
+    read: list[list[Image]] = [batch for _, batch in iterate_images(images.dataset, SAMPLED, rows=rows, prepare=list)]
     own = own_preparation(embedder.processor, read[0])
     # not the minimum: some may be another model's
     return nearest_preparation(own, lambda way: float(np.quantile(agreement(way, tried), 0.75))), own

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 UNREADABLE = 0.1
 """Largest share of unreadable images. Repaired images can be added later."""
-PICTURES_AT_ONCE, PICTURES_OF_A_GPU = 64, 1024  # embedded before a copy to the CPU
+IMAGES_AT_ONCE, IMAGES_OF_A_GPU = 64, 1024  # embedded before a copy to the CPU
 TEXTS_AT_ONCE, TEXTS_OF_A_GPU = 512, 8192  # sorting more at once needs less padding
 Parts: TypeAlias = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
 """Row numbers, and their embeddings."""
@@ -76,11 +76,11 @@ class Originals(Protocol):
         """
 
 
-class Pictures:
+class Images:
     """Images, with the first caption and further columns as metadata.
 
     Args:
-        dataset: from :func:`load_pictures`.
+        dataset: from :func:`load_images`.
         max_bad_share: largest unreadable share.
     """
 
@@ -114,7 +114,7 @@ class Pictures:
     def part(self, embedder: Embedder) -> int:
         """Return the row count of whole batches."""
         size = images_per_batch(embedder.processor, embedder.device)
-        return size * -(-(PICTURES_AT_ONCE if embedder.device.type == "cpu" else PICTURES_OF_A_GPU) // size)
+        return size * -(-(IMAGES_AT_ONCE if embedder.device.type == "cpu" else IMAGES_OF_A_GPU) // size)
 
     def embed(
         self,
@@ -236,7 +236,7 @@ def load_originals(
     """
     if not options and contains_images(str(path)):
         share = UNREADABLE if max_bad_share is None else max_bad_share
-        return Pictures(load_pictures(path, share, metadata), share)
+        return Images(load_images(path, share, metadata), share)
     if max_bad_share is not None:
         raise XcompatError(f"--max-bad-share works with images only, but {path} contains texts; remove it")
     try:
@@ -260,7 +260,7 @@ def merge_originals(parts: Sequence[Originals]) -> Originals:
         return first
     if len({part.kind for part in parts}) > 1:
         raise XcompatError("a gallery contains either images or texts; remove --images or --texts")
-    named = (CAPTION, IMAGE) if isinstance(first, Pictures) else (METADATA, TEXT)
+    named = (CAPTION, IMAGE) if isinstance(first, Images) else (METADATA, TEXT)
     columns = [ID, *(name for name in named if any(name in part.dataset.column_names for part in parts))]
     tables = [part.dataset.select_columns([name for name in columns if name in part.dataset.column_names]) for part in parts]
     if len({str(table.features[CAPTION]) for table in tables if CAPTION in table.column_names}) > 1:  # single captions and lists
@@ -268,8 +268,8 @@ def merge_originals(parts: Sequence[Originals]) -> Originals:
     dataset = hf.concatenate_datasets(tables)
     rows = {name: row for row, name in reversed(list(enumerate(dataset[ID][:])))}
     dataset = dataset if len(rows) == len(dataset) else dataset.select(sorted(rows.values()))
-    if isinstance(first, Pictures):
-        return Pictures(dataset, first.max_bad_share)
+    if isinstance(first, Images):
+        return Images(dataset, first.max_bad_share)
     return Texts(dataset, any(isinstance(part, Texts) and part.cut for part in parts))
 
 
@@ -277,7 +277,7 @@ def _with_lists(table: hf.Dataset) -> hf.Dataset:
     return table.remove_columns(CAPTION).add_column(CAPTION, list(map(captions_of, table[CAPTION][:])))
 
 
-def load_pictures(path: str | Path, max_bad_share: float = UNREADABLE, metadata: bool | list[str] = True) -> hf.Dataset:
+def load_images(path: str | Path, max_bad_share: float = UNREADABLE, metadata: bool | list[str] = True) -> hf.Dataset:
     """Read images, with captions if available.
 
     Args:

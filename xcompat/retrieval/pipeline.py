@@ -169,8 +169,8 @@ class CompatibleRetrievalPipeline(Pipeline):
         if isinstance(query := as_vectors(query), np.ndarray) and query.ndim == 1:
             require_dim(self.asking, len(query), "a query")
             return query
-        picture = as_picture(query, self.allow_private_addresses)
-        return query if picture is None else picture
+        image = as_image(query, self.allow_private_addresses)
+        return query if image is None else image
 
     def _embed(self, queries: Sequence[str | Image.Image | NDArray[np.float32]]) -> dict[str, Tensor]:
         """Embed queries, and unsure ones with the old model too; keep vectors unchanged."""
@@ -185,9 +185,9 @@ class CompatibleRetrievalPipeline(Pipeline):
             return {"embeds": embeds_BD}
 
         def embed(places: list[int]) -> Tensor:
-            return _in_order(old.model.processor, old.model.embed, [texts_and_pictures[place] for place in places])
+            return _in_order(old.model.processor, old.model.embed, [texts_and_images[place] for place in places])
 
-        texts_and_pictures, old_Bd = [*others.values()], torch.full((len(queries), old.model.dim), float("nan"))
+        texts_and_images, old_Bd = [*others.values()], torch.full((len(queries), old.model.dim), float("nan"))
         if others:  # vectors cannot be re-embedded, so only the new query searches
             asked = [*others]
             found_Bd = old.old_queries(self.asking, self.gallery.manifest, embeds_BD[asked], embed)
@@ -244,7 +244,7 @@ def as_vectors(query: Any) -> Any:  # noqa: ANN401 - whatever a user searches fo
     return query
 
 
-def as_picture(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
+def as_image(query: Any, allow_private_addresses: bool = False) -> Image.Image | None:  # noqa: ANN401 - whatever a user searches for
     """Return a query's image in mode RGB; None for a text.
 
     Args:

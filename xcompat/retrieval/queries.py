@@ -17,13 +17,13 @@ from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import is_file
 from xcompat.core.progress import advance_bar, console, progress_bar
 from xcompat.data import BadSamples
+from xcompat.data.image_files import IMAGE_SUFFIXES
 from xcompat.data.images import UnusableSampleError, open_image
-from xcompat.data.picture_files import IMAGE_SUFFIXES
 from xcompat.data.schema import ID, IMAGE, TEXT
 from xcompat.data.sources import has_suffix
 from xcompat.embeddings.embed import notice_truncated
 from xcompat.embeddings.provider import ServedMap
-from xcompat.retrieval.originals import Originals, Pictures, Texts, load_originals
+from xcompat.retrieval.originals import Images, Originals, Texts, load_originals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +121,7 @@ class SourceQueries:
         """
         if isinstance(self.originals, Texts):
             return list(self.originals.dataset[TEXT])
-        paths = [picture.get("path") for picture in self.originals.dataset.cast_column(IMAGE, hf.Image(decode=False))[IMAGE]]
+        paths = [image.get("path") for image in self.originals.dataset.cast_column(IMAGE, hf.Image(decode=False))[IMAGE]]
         if not all(path and is_file(path) for path in paths):
             raise XcompatError("images in an archive or a table cannot be searched one at a time; choose a folder of images")
         return paths
@@ -162,7 +162,7 @@ def load_queries(source: str) -> SourceQueries:
         lines = [line for line in read_lines(Path(source)) if line.strip()]
         if lines and has_suffix(lines[0], IMAGE_SUFFIXES):
             return SourceQueries(
-                Pictures(hf.Dataset.from_dict({IMAGE: [{"path": line, "bytes": None} for line in lines], ID: lines}))
+                Images(hf.Dataset.from_dict({IMAGE: [{"path": line, "bytes": None} for line in lines], ID: lines}))
             )
     return SourceQueries(load_originals(source))
 

@@ -26,7 +26,7 @@ from xcompat.serve.differing_queries import page
 from xcompat.serve.documents import main_page, report_page
 from xcompat.serve.error_responses import answer_failure
 from xcompat.serve.galleries import Jobs, describe_gallery, prepare_work
-from xcompat.serve.guard import PICTURE_PATH, Access, Guard
+from xcompat.serve.guard import IMAGE_PATH, Access, Guard
 from xcompat.serve.lane import Lane
 from xcompat.serve.login import SESSION_SECONDS, Login
 from xcompat.serve.search import answer, facets_of, restore_query
@@ -99,7 +99,7 @@ def make_app(site: Site, options: Options) -> Guard:
         _route("/logout", handlers.log_out, "POST"),
         _route("/report", handlers.report),
         _route("/api/search", handlers.search, "POST"),
-        _route(PICTURE_PATH, handlers.search_picture, "POST"),
+        _route(IMAGE_PATH, handlers.search_image, "POST"),
         _route("/api/filters", handlers.filters, "POST"),
         _route("/api/differing", handlers.differing, "POST"),
         _route("/api/gallery", handlers.gallery, "POST"),
@@ -187,13 +187,13 @@ class _Handlers:
 
     async def search(self, request: Request) -> Response:
         query = await queries.read_json(request, queries.SearchQuery)
-        if query.kind == "picture":
-            raise HTTPException(422, f"kind: send the bytes of an image to {PICTURE_PATH}")
+        if query.kind == "image":
+            raise HTTPException(422, f"kind: send the bytes of an image to {IMAGE_PATH}")
         return HTMLResponse(await self._run(self.models, request, lambda: answer(self.site, query)))
 
-    async def search_picture(self, request: Request) -> Response:
-        query, picture = queries.read_parameters(request), await request.body()
-        return HTMLResponse(await self._run(self.models, request, lambda: answer(self.site, query, picture)))
+    async def search_image(self, request: Request) -> Response:
+        query, image = queries.read_parameters(request), await request.body()
+        return HTMLResponse(await self._run(self.models, request, lambda: answer(self.site, query, image)))
 
     async def filters(self, request: Request) -> Response:
         query = await queries.read_json(request, queries.GalleryQuery)

@@ -10,7 +10,7 @@ from xcompat.core.errors import XcompatError
 from xcompat.data.images import UnusableSampleError
 from xcompat.evaluation.query_changes import Order, sort_by_change
 from xcompat.report.wording import percent
-from xcompat.serve.rendering import link, picture_uri, render, words_of
+from xcompat.serve.rendering import image_uri, link, render, words_of
 from xcompat.serve.site import Shelf, Site, TestResults
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _query(site: Site, judged: TestResults, number: int) -> dict[str, Any]:
     kind, value = ("text", query) if asks_text else ("item", own_id)
     return {
         "failed": "",
-        "picture": None if asks_text else picture_uri(cast("Image", query)),
+        "image": None if asks_text else image_uri(cast("Image", query)),
         "words": questions.words(row),
         "text": query if asks_text else None,
         "item": own_id,
@@ -73,10 +73,10 @@ def _query(site: Site, judged: TestResults, number: int) -> dict[str, Any]:
 
 
 def _card(shelf: Shelf, hit: Hit, matches: bool) -> dict[str, Any]:
-    picture = shelf.picture(hit.id, hit.metadata)
+    image = shelf.image(hit.id, hit.metadata)
     return {
         "hit": hit,
         "matches": matches,
-        "picture": None if picture is None else picture_uri(picture),
+        "image": None if image is None else image_uri(image),
         "words": words_of(hit.metadata) or hit.id,
     }

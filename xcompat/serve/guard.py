@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xcompat.serve.login import Login
 
 JSON_BYTES = 2**17
-PICTURE_PATH = "/api/search/picture"
+IMAGE_PATH = "/api/search/image"
 BODY_SECONDS = 30.0
 BODIES_BYTES, OF_ONE_ADDRESS = 128 * 10**6, 64 * 10**6
 """Maximum bytes of request bodies in memory, in total and per address."""
@@ -123,7 +123,7 @@ class Guard:
             return _refuse(403, "requests from pages of other sites are not allowed")
         if "transfer-encoding" in headers:
             return _refuse(411, "the request needs a Content-Length")
-        length, most = headers.get("content-length", "0"), UPLOAD_BYTES if request.url.path == PICTURE_PATH else JSON_BYTES
+        length, most = headers.get("content-length", "0"), UPLOAD_BYTES if request.url.path == IMAGE_PATH else JSON_BYTES
         if not re.fullmatch("[0-9]{1,12}", length) or int(length) > most:
             return _refuse(413, f"the request is larger than {most:,} bytes")
         return _refuse(415, "compressed requests are not supported") if "content-encoding" in headers else None

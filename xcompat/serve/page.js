@@ -6,10 +6,10 @@ const pause = (seconds) => new Promise((resolve) => { setTimeout(resolve, second
 // ------------------------------------------------------------------------------------------------ requests
 
 async function post(path, body, signal) {
-  const isPicture = body instanceof Blob;
-  const headers = { "Content-Type": isPicture ? "application/octet-stream" : "application/json" };
+  const isImage = body instanceof Blob;
+  const headers = { "Content-Type": isImage ? "application/octet-stream" : "application/json" };
   for (let attempt = 1; ; attempt += 1) {
-    const answer = await fetch(path, { method: "POST", headers, body: isPicture ? body : JSON.stringify(body), signal });
+    const answer = await fetch(path, { method: "POST", headers, body: isImage ? body : JSON.stringify(body), signal });
     if (answer.ok) return answer;
     if (answer.status === 401) location.reload();
     const line = await answer.text();
@@ -79,7 +79,7 @@ for (const [place, tab] of tabs.entries()) {
 // ------------------------------------------------------------------------------------------------ search
 
 const results = byId("results");
-let picture = null;
+let image = null;
 
 function filters() {
   return [...document.querySelectorAll("#filters [data-filter]")].map((chip) => chip.dataset.filter);
@@ -96,11 +96,11 @@ async function search() {
   const kind = chosen("kind");
   const asked = { gallery: byId("shelf").value, where: filters(), k: hits(), rerank: byId("rerank").checked };
   let isDone;
-  if (kind === "picture") {
-    const limit = Number(byId("picture").dataset.limit);
-    if (picture && picture.size > limit) { alertIn(results, `the image is larger than ${(limit / 1e6).toFixed(1)} MB; make it smaller`); return; }
+  if (kind === "image") {
+    const limit = Number(byId("image").dataset.limit);
+    if (image && image.size > limit) { alertIn(results, `the image is larger than ${(limit / 1e6).toFixed(1)} MB; make it smaller`); return; }
     const parameters = new URLSearchParams([["gallery", asked.gallery], ["k", asked.k], ["rerank", asked.rerank], ...asked.where.map((filter) => ["where", filter])]);
-    isDone = await show(results, `/api/search/picture?${parameters}`, picture ?? new Blob());
+    isDone = await show(results, `/api/search/image?${parameters}`, image ?? new Blob());
   } else {
     isDone = await show(results, "/api/search", { ...asked, kind, [kind]: byId(kind).value });
   }
@@ -111,7 +111,7 @@ async function search() {
 
 function hasQuery() {
   const kind = chosen("kind");
-  return kind === "picture" ? picture !== null : byId(kind).value !== "";
+  return kind === "image" ? image !== null : byId(kind).value !== "";
 }
 
 function searchAgain() {
@@ -125,7 +125,7 @@ function choose(kind) {
 
 function take(file) {
   if (!file) return;
-  picture = file;
+  image = file;
   search();
 }
 
@@ -180,7 +180,7 @@ byId("shelf").addEventListener("change", () => {
   byId("filters").replaceChildren();
   offerFilters();
 });
-byId("picture").addEventListener("change", (event) => take(event.target.files[0]));
+byId("image").addEventListener("change", (event) => take(event.target.files[0]));
 byId("drop").addEventListener("dragover", (event) => event.preventDefault());
 byId("drop").addEventListener("drop", (event) => {
   event.preventDefault();

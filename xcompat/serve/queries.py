@@ -37,7 +37,7 @@ class SearchQuery(_Strict):
         rerank: whether to show a further column, re-ranked by the new model from the hits' originals.
     """
 
-    kind: Literal["text", "picture", "item"]
+    kind: Literal["text", "image", "item"]
     text: Query = ""
     item: Query = ""
     gallery: Title = ""
@@ -104,9 +104,9 @@ class OldCall(_Strict):
 
     def query(self) -> SearchQuery:
         """Return the search. Images have another address."""
-        kind, text, picture, item, gallery, where, k = self.data
-        if picture not in ("", None) or kind == "picture":
-            raise ValueError("send the bytes of an image to /api/search/picture")
+        kind, text, image, item, gallery, where, k = self.data
+        if image not in ("", None) or kind == "image":
+            raise ValueError("send the bytes of an image to /api/search/image")
         return SearchQuery(kind=kind, text=text, item=item, gallery=gallery, where=where, k=k)
 
 
@@ -134,7 +134,7 @@ def read_parameters(request: Request) -> SearchQuery:
         HTTPException: a parameter does not fit (422).
     """
     given = request.query_params
-    values: dict[str, Any] = {**given, "where": given.getlist("where"), "kind": "picture"}
+    values: dict[str, Any] = {**given, "where": given.getlist("where"), "kind": "image"}
     try:
         return SearchQuery.model_validate(values, strict=False)
     except ValidationError as error:

@@ -36,7 +36,7 @@ def _environment() -> Environment:
         "decimal": decimal,
         "percent": percent,
         "version": short,
-        "picture": picture_uri,
+        "image_uri": image_uri,
         "link": link,
         "snippet": lambda text: snippet(text, SHOWN),
     }
@@ -57,7 +57,7 @@ def read(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def picture_uri(image: Image) -> str:
+def image_uri(image: Image) -> str:
     """Return a small image as a ``data:`` URI."""
     small, buffer = image.convert("RGB"), io.BytesIO()
     small.thumbnail((EDGE, EDGE))

@@ -14,7 +14,7 @@ from xcompat.hub.endpoint import public_name
 from xcompat.retrieval.hit_output import SEVERAL_VERSIONS, short, wanted_metadata
 from xcompat.retrieval.ranking_comparison import DEPTH, PlacedHit, pair_places
 from xcompat.serve.queries import FILTERS, LONGEST, LONGEST_FILTER, MOST, TOP_K, SearchQuery
-from xcompat.serve.rendering import link, picture_uri, render, rest_of, words_of
+from xcompat.serve.rendering import image_uri, link, render, rest_of, words_of
 from xcompat.serve.site import OLD, Shelf, Side, Site
 from xcompat.serve.uploads import read_upload
 
@@ -27,8 +27,8 @@ FACETS_SHOWN, ABOUT = 300, 4
 def list_kinds(site: Site) -> list[str]:
     """Return the query types supported by any model."""
     texts = any(side.reads_texts for side in site.sides)
-    pictures = any(side.reads_pictures for side in site.sides)
-    return [*(["text"] if texts else []), *(["picture"] if pictures else []), "item"]
+    images = any(side.reads_images for side in site.sides)
+    return [*(["text"] if texts else []), *(["image"] if images else []), "item"]
 
 
 def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
@@ -55,7 +55,7 @@ def restore_query(site: Site, given: Sequence[tuple[str, str]]) -> SearchQuery:
 
 def link_to(query: SearchQuery) -> str:
     """Return the link to restore a search. Empty for an image, which is not stored."""
-    if query.kind == "picture":
+    if query.kind == "image":
         return ""
     values = {"kind": query.kind, query.kind: getattr(query, query.kind), "gallery": query.gallery}
     beside = {"k": query.k if query.k != TOP_K else "", "rerank": "true" if query.rerank else ""}
@@ -73,20 +73,20 @@ def facets_of(shelf: Shelf) -> list[str]:
     ]  # the text "true" and a true value are one filter
 
 
-def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
+def answer(site: Site, asked: SearchQuery, image: bytes = b"") -> str:
     """Search with every model, and return the results as HTML.
 
     Args:
         site: the page.
         asked: the search.
-        picture: a query image's bytes.
+        image: a query image's bytes.
 
     Raises:
         XcompatError: no model embeds the query, it is empty, unknown or unreadable, or a filter does not fit.
     """
     _require_kind(site, asked.kind)
     shelf = site.shelf(asked.gallery)
-    query = _read_query(shelf, asked, picture)
+    query = _read_query(shelf, asked, image)
     where = wanted_metadata(asked.where)
     found = {
         side.label: _search_side(shelf, side, query, where, site.allow_changes) for side in site.sides_for_search(asked.rerank)
@@ -96,7 +96,7 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
     return render(
         "results.html.j2",
         **result_values(site, shelf, asked, found),
-        picture=query if isinstance(query, Image) else None,
+        image=query if isinstance(query, Image) else None,
         words=query if isinstance(query, str) else "",
         depth=DEPTH,
     )
@@ -105,14 +105,14 @@ def answer(site: Site, asked: SearchQuery, picture: bytes = b"") -> str:
 def _require_kind(site: Site, kind: str) -> None:
     """Raise if no model of the page embeds this type of query."""
     if kind not in (kinds := list_kinds(site)):
-        names = {"text": "a text", "picture": "an image", "item": "the id of an item"}
+        names = {"text": "a text", "image": "an image", "item": "the id of an item"}
         others = " or ".join(names[each] for each in kinds)
         raise XcompatError(f"no model of this page embeds {kind}s; search with {others}")
 
 
-def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image:
-    if asked.kind == "picture":
-        return read_upload(picture)
+def _read_query(shelf: Shelf, asked: SearchQuery, image: bytes) -> str | Image:
+    if asked.kind == "image":
+        return read_upload(image)
     if asked.kind == "item":
         if not asked.item.strip():
             raise XcompatError("enter the id of an item, as shown with a hit")
@@ -124,7 +124,7 @@ def _read_query(shelf: Shelf, asked: SearchQuery, picture: bytes) -> str | Image
 
 def _search_side(shelf: Shelf, side: Side, query: str | Image, where: dict[str, Any], keep: bool) -> list[Hit] | str:
     """Return a model's hits, or the reason it cannot search."""
-    if isinstance(query, Image) and not side.reads_pictures:
+    if isinstance(query, Image) and not side.reads_images:
         return f"{side.embedder.name} embeds texts only"
     if isinstance(query, str) and not side.reads_texts:
         return f"{side.embedder.name} embeds images only"
@@ -155,20 +155,20 @@ def result_values(site: Site, shelf: Shelf, asked: SearchQuery, found: dict[str,
             }
         )
     ranked_by_standing = any(card["hit"].standing is not None for column in columns for card in column["hits"])
-    with_pictures = any(card["picture"] is not None for column in columns for card in column["hits"])
+    with_images = any(card["image"] is not None for column in columns for card in column["hits"])
     return {
         "sides": columns,
-        "with_pictures": with_pictures,
+        "with_images": with_images,
         "several_versions": SEVERAL_VERSIONS if ranked_by_standing else "",
-        "without": _without_picture(shelf, columns),
+        "without": _without_image(shelf, columns),
         "summary": _summary(columns),
         "restore": link_to(asked),
     }
 
 
-def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
+def _without_image(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
     cards = [card for column in columns for card in column["hits"]]
-    lacking = {card["hit"].id for card in cards if card["picture"] is None and TEXT not in (card["hit"].metadata or {})}
+    lacking = {card["hit"].id for card in cards if card["image"] is None and TEXT not in (card["hit"].metadata or {})}
     if not (shelf.sources and lacking):
         return ""
     hits = f"{len(lacking)} hit{' has' if len(lacking) == 1 else 's have'} no image"
@@ -177,7 +177,7 @@ def _without_picture(shelf: Shelf, columns: list[dict[str, Any]]) -> str:
 
 def _card(shelf: Shelf, side: Side, placed: PlacedHit, asked: SearchQuery, compared: bool) -> dict[str, Any]:
     hit = placed.hit
-    picture = shelf.picture(hit.id, hit.metadata)
+    image = shelf.image(hit.id, hit.metadata)
     move, moved, state = _move(placed, side.label != OLD) if compared else ("", "", "")
     return {
         "hit": hit,
@@ -185,7 +185,7 @@ def _card(shelf: Shelf, side: Side, placed: PlacedHit, asked: SearchQuery, compa
         "move": move,
         "moved": moved,
         "state": state,
-        "picture": None if picture is None else picture_uri(picture),
+        "image": None if image is None else image_uri(image),
         "words": words_of(hit.metadata),
         "about": dict(list(rest_of(hit.id, hit.metadata).items())[:ABOUT]),
         "version": public_name(hit.version.name),

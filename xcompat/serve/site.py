@@ -18,7 +18,7 @@ from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import IMAGE, IMAGE_COLUMNS, TEXT
 from xcompat.models.base import CompatModel
 from xcompat.retrieval import Gallery, Hit
-from xcompat.retrieval.originals import Originals, Pictures, load_originals, merge_originals
+from xcompat.retrieval.originals import Images, Originals, load_originals, merge_originals
 from xcompat.retrieval.ranking_comparison import find, searchable_state
 from xcompat.retrieval.reranking import Reranker
 
@@ -47,7 +47,7 @@ class Side:
         return bool(self.embedder.processor.max_length)
 
     @property
-    def reads_pictures(self) -> bool:
+    def reads_images(self) -> bool:
         """Whether it embeds images."""
         return any(self.embedder.processor.image_size)
 
@@ -74,9 +74,9 @@ class Source:
     @cached_property
     def _rows(self) -> dict[str, int]:
         originals = self.originals
-        return {name: row for row, name in enumerate(originals.ids)} if isinstance(originals, Pictures) else {}
+        return {name: row for row, name in enumerate(originals.ids)} if isinstance(originals, Images) else {}
 
-    def picture(self, item: str, named: Sequence[str]) -> Any:  # noqa: ANN401 - as data sets store images
+    def image(self, item: str, named: Sequence[str]) -> Any:  # noqa: ANN401 - as data sets store images
         """Return an item's image as a file or a data set value, or None.
 
         Args:
@@ -152,7 +152,7 @@ class Shelf:
             raise XcompatError("the gallery's originals are unknown; start the page with --images or --texts")
         return merge_originals([source.originals for source in self.sources])
 
-    def picture(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
+    def image(self, item: str, metadata: Mapping[str, Any] | None) -> Image | None:
         """Return an item's image, or None if it is unknown or unreadable."""
         try:
             found = self.show(item) if self.show is not None else self._file(item, metadata)
@@ -162,7 +162,7 @@ class Shelf:
 
     def _file(self, item: str, metadata: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - as data sets store images
         named = [metadata[key] for key in IMAGE_COLUMNS if metadata and isinstance(metadata.get(key), str)]
-        there = (found for source in self.sources if (found := source.picture(item, named)) is not None)
+        there = (found for source in self.sources if (found := source.image(item, named)) is not None)
         return next(there, None) or next((Path(name) for name in named if is_file(name)), None)
 
     def as_query(self, item: str) -> str | Image:
@@ -175,8 +175,8 @@ class Shelf:
         if gallery.find([item]) == [None]:
             raise XcompatError(f"{self.title} has no item {item!r}; copy the id of a hit")
         about = gallery.metadata([item])[0]
-        if (picture := self.picture(item, about)) is not None:
-            return picture
+        if (image := self.image(item, about)) is not None:
+            return image
         if text := (about or {}).get(TEXT):
             return str(text)
         raise XcompatError(f"{item!r} has no known image or text; set the folder of images with --images")

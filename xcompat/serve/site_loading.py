@@ -125,7 +125,7 @@ def _load_run_site(run: FinishedRun, model: str | None, old: str | None) -> Site
     if not isinstance(new.model, CompatModel):
         raise XcompatError(f"{new.name} is not compatible with any model; remove --model, or use a run's model")
     made = run.galleries(embedded, new.model)
-    shelves = {title: Shelf(title, path, show=_pictures(items)) for title, (path, items) in made.items()}
+    shelves = {title: Shelf(title, path, show=_image_reader(items)) for title, (path, items) in made.items()}
     sides = [Side(OLD, asking)] if isinstance(asking, Embedder) else []
     if not sides:
         console.print(f"  [yellow]![/] {asking.name} contains embeddings but no model: old queries cannot be compared")
@@ -137,11 +137,11 @@ def _load_run_site(run: FinishedRun, model: str | None, old: str | None) -> Site
     return site
 
 
-def _pictures(items: GalleryItems) -> Callable[[str], Image | None]:
+def _image_reader(items: GalleryItems) -> Callable[[str], Image | None]:
     rows = {name: row for row, name in enumerate(items.ids)}
 
     def show(item: str) -> Image | None:
-        return items.picture(rows[item]) if items.picture is not None and item in rows else None
+        return items.image(rows[item]) if items.image is not None and item in rows else None
 
     return show
 

@@ -15,7 +15,7 @@ from xcompat.data.images import UnusableSampleError
 from xcompat.data.schema import ID, IMAGE, TEXT
 from xcompat.models.embedder import Embedder
 from xcompat.retrieval.doctor import SAMPLE, Finding, StoredSample, judge_embeddings
-from xcompat.retrieval.originals import Originals, Pictures, Texts
+from xcompat.retrieval.originals import Images, Originals, Texts
 from xcompat.stores.base import UNKNOWN, Rows, Store
 from xcompat.stores.embedding import parse_content
 from xcompat.stores.gallery import GalleryStore
@@ -28,24 +28,24 @@ class SourceField:
 
     Args:
         content: field with a text, image bytes or an image path.
-        pictures: base folder for image paths, or None for texts.
+        images: base folder for image paths, or None for texts.
     """
 
     content: str
-    pictures: Path | None = None
+    images: Path | None = None
 
     def originals(self, rows: Rows) -> tuple[Originals, list[int]]:
         """Return the rows' contents, and the numbers of rows with contents."""
         kept, values = list[int](), list[Any]()
         for row, value in enumerate(rows.contents or []):
             try:
-                values.append(parse_content(value, self.pictures))
+                values.append(parse_content(value, self.images))
                 kept.append(row)
             except UnusableSampleError:
                 continue
-        held = {ID: [rows.ids[row] for row in kept], TEXT if self.pictures is None else IMAGE: values}
+        held = {ID: [rows.ids[row] for row in kept], TEXT if self.images is None else IMAGE: values}
         dataset = hf.Dataset(pa.table(held))
-        return Texts(dataset) if self.pictures is None else Pictures(dataset), kept
+        return Texts(dataset) if self.images is None else Images(dataset), kept
 
 
 def examine_store(store: Store, embedder: Embedder, held: SourceField | None, sample: int = SAMPLE) -> Finding:

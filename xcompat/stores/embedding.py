@@ -26,12 +26,12 @@ class FieldSource(VectorSource[Contents, EmbeddedContents]):
     Args:
         model: the new model, or its service.
         content: field with a text, image bytes or an image path.
-        pictures: base folder for image paths, or None for texts.
+        images: base folder for image paths, or None for texts.
     """
 
     model: Any
     content: str
-    pictures: Path | None = None
+    images: Path | None = None
     unread: dict[str, str] = field(default_factory=dict)
     sample_size: ClassVar[int] = 64
 
@@ -51,12 +51,12 @@ class FieldSource(VectorSource[Contents, EmbeddedContents]):
         kept, values = list[int](), list[Any]()
         for row, (item, value) in enumerate(zip(rows.ids, rows.contents, strict=True)):
             try:
-                values.append(parse_content(value, self.pictures))
+                values.append(parse_content(value, self.images))
                 kept.append(row)
             except UnusableSampleError as error:
                 self._tell(store, item, str(error))
         found = rows.pick(kept)
-        return found, Contents(values, found.ids if self.pictures is not None else None)
+        return found, Contents(values, found.ids if self.images is not None else None)
 
     @override
     def attach(self, store: Store, rows: Rows, made: EmbeddedContents) -> Rows:
@@ -82,9 +82,9 @@ class Embedding(FieldSource):
 
     def __post_init__(self) -> None:
         processor, name = self.model.processor, self.model.name
-        if self.pictures is None and not processor.max_length:
+        if self.images is None and not processor.max_length:
             raise XcompatError(f"{name} only embeds images; set --image-folder to the base folder of the paths in {self.content}")
-        if self.pictures is not None and not any(processor.image_size):
+        if self.images is not None and not any(processor.image_size):
             raise XcompatError(f"{name} only embeds texts; remove --image-folder")
 
     @property
@@ -93,22 +93,22 @@ class Embedding(FieldSource):
         return self.model.fingerprint, self.model.dim
 
 
-def parse_content(value: Any, pictures: Path | None) -> Any:  # noqa: ANN401
+def parse_content(value: Any, images: Path | None) -> Any:  # noqa: ANN401
     """Return a text, or an image as in ``datasets``.
 
     Args:
         value: a field's value.
-        pictures: base folder for image paths, or None for texts.
+        images: base folder for image paths, or None for texts.
 
     Raises:
         UnusableSampleError: the value is unusable.
     """
-    if pictures is None:
+    if images is None:
         if not isinstance(value, str) or not value.strip():
             raise UnusableSampleError("it is empty" if value is None or value == "" else "it is not text")
         return value
     if isinstance(value, str):
-        return {"bytes": None, "path": str((pictures / value).absolute())}
+        return {"bytes": None, "path": str((images / value).absolute())}
     if not isinstance(value, bytes):
         raise UnusableSampleError(f"expected image bytes or a path, not {type(value).__name__}")
     return {"bytes": value, "path": None}

@@ -42,7 +42,7 @@ class ServiceEmbedding(FieldSource):
     """Service that re-embeds rows."""
 
     model: Provider
-    pictures: None = field(default=None, init=False)
+    images: None = field(default=None, init=False)
     function = staticmethod(embed_by_service)
     max_batch: ClassVar[int] = 1_024
     """A killed process loses at most two blocks of paid answers: one that is written, and one that is fetched."""

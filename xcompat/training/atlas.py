@@ -140,8 +140,8 @@ def _search_results(evaluation: Evaluation, direction: str, row: int | None) -> 
 def _write(rows: list[dict[str, Any]], out: Path, overwrite: bool, read: Path) -> None:
     import pyarrow.parquet as pq
 
-    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     texts, numbers = dict.fromkeys(("id", "kind", "side", "text"), pa.string()), dict.fromkeys((X, Y, "gain"), pa.float64())
-    schema = pa.schema(texts | {"image": picture} | numbers | dict.fromkeys(("rank_old", "rank_new"), pa.int64()))
+    schema = pa.schema(texts | {"image": image} | numbers | dict.fromkeys(("rank_old", "rank_new"), pa.int64()))
     with owned_path(out, MADE_BY, overwrite, [read]) as temporary:
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)

@@ -38,7 +38,7 @@ from xcompat.training.evaluation_models import EvaluationSet, best_rows, display
 from xcompat.training.judged_templates import load_judged_templates
 from xcompat.training.judged_texts import load_judged_texts
 from xcompat.training.sections import DataSettings, ZeroShotSettings
-from xcompat.training.test_items import CAPTIONS, PICTURES, GalleryItems, QuerySet, make_distinct
+from xcompat.training.test_items import CAPTIONS, IMAGES, GalleryItems, QuerySet, make_distinct
 
 if TYPE_CHECKING:
     import datasets
@@ -127,7 +127,7 @@ class PairTestSet(EvaluationSet):
         about = [{CAPTION: caption, GROUP: str(name)} for caption, name in zip(found, ids, strict=True)]
         texts = [{TEXT: text, GROUP: str(name)} for text, name in zip(self.texts, self.text_ids, strict=True)]
         return [
-            GalleryItems(PICTURES, "images", make_distinct(ids), about, lambda row: open_image(self.pairs[row][IMAGE])),
+            GalleryItems(IMAGES, "images", make_distinct(ids), about, lambda row: open_image(self.pairs[row][IMAGE])),
             GalleryItems(CAPTIONS, "texts", make_distinct(self.text_ids), texts),
         ]
 
@@ -138,18 +138,18 @@ class PairTestSet(EvaluationSet):
         def text_matches(row: int, _: str, about: dict[str, Any]) -> bool:
             return about.get(GROUP) == str(self.text_ids[row])
 
-        def picture_matches(row: int, _: str, about: dict[str, Any]) -> bool:
+        def image_matches(row: int, _: str, about: dict[str, Any]) -> bool:
             return about.get(GROUP) == ids[row]
 
-        def picture(row: int) -> Image:
+        def image(row: int) -> Image:
             return open_image(self.pairs[row][IMAGE])
 
         def caption(row: int) -> str:
             return next(iter(captions_of(self.pairs[row][CAPTION])), ids[row])
 
         return {
-            TEXT_TO_IMAGE: QuerySet(PICTURES, "texts", self.texts.__getitem__, self.texts.__getitem__, text_matches),
-            IMAGE_TO_TEXT: QuerySet(CAPTIONS, "images", picture, caption, picture_matches),
+            TEXT_TO_IMAGE: QuerySet(IMAGES, "texts", self.texts.__getitem__, self.texts.__getitem__, text_matches),
+            IMAGE_TO_TEXT: QuerySet(CAPTIONS, "images", image, caption, image_matches),
         }
 
 
@@ -221,7 +221,7 @@ class LabelledTestSet(EvaluationSet):
     def galleries(self) -> list[GalleryItems]:
         dataset = self.gallery.dataset
         about = [{CLASS: name} for name in self.gallery.class_names()]
-        return [GalleryItems(PICTURES, "images", self.gallery_ids, about, lambda row: open_image(dataset[row][IMAGE]))]
+        return [GalleryItems(IMAGES, "images", self.gallery_ids, about, lambda row: open_image(dataset[row][IMAGE]))]
 
     @override
     def questions(self) -> dict[str, QuerySet]:
@@ -234,10 +234,10 @@ class LabelledTestSet(EvaluationSet):
         def own_id(row: int) -> str | None:
             return ids[row] if ids[row] in searched else None
 
-        def picture(row: int) -> Image:
+        def image(row: int) -> Image:
             return open_image(dataset[row][IMAGE])
 
-        return {IMAGE_TO_IMAGE: QuerySet(PICTURES, "queries", picture, classes.__getitem__, matches, own_id)}
+        return {IMAGE_TO_IMAGE: QuerySet(IMAGES, "queries", image, classes.__getitem__, matches, own_id)}
 
 
 def _dot_product_sides(asking: EmbeddedImages, searched: EmbeddedImages) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -14,8 +14,8 @@ from xcompat.data import CorpusSource, LabelledSource, TextSource
 from xcompat.data.addresses import list_addresses, redact_address
 from xcompat.data.captions import require_class_folder, require_market1501_names
 from xcompat.data.corpora import require_readable
+from xcompat.data.image_files import image_files, images_below
 from xcompat.data.judgements import require_qrels
-from xcompat.data.picture_files import image_files, images_below
 from xcompat.data.sources import ImageSource, PairSource, files_digest, local_files, locate
 from xcompat.data.templates import read_template_lists, require_images
 from xcompat.encoders import EncoderSource
@@ -133,7 +133,7 @@ def _check_images(source: ImageSource, files: list[Path] | None) -> None:
         return
     form, paths = locate(source)
     if form == "images" and (isinstance(source, LabelledSource) or (isinstance(source, PairSource) and source.with_labels)):
-        require_class_folder(next(picture for path in paths for picture in images_below(path)), paths)
+        require_class_folder(next(image for path in paths for image in images_below(path)), paths)
 
 
 def _check_templates(named: JudgedTemplates) -> None:

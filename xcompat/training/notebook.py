@@ -93,24 +93,24 @@ class CompatTrainer(StageTrainer):
 
 
 def _kind(model: CompatModel, dataset: datasets.Dataset | datasets.IterableDataset) -> str:
-    """Return the kind of data: ``texts``, ``pictures``, labelled ``images`` or captioned ``pairs``."""
+    """Return the kind of data: ``texts``, ``unlabelled`` images, labelled ``images`` or captioned ``pairs``."""
     if not model.embeds_in_memory:
         return "pairs" if "input_ids" in model.columns else "images"
     features = dataset.features or {}
     if TEXT in features and not any(isinstance(feature, datasets.Image) for feature in features.values()):
         return "texts"
     labelled = any(name in LABEL_COLUMNS or isinstance(feature, datasets.ClassLabel) for name, feature in features.items())
-    return "images" if LABELS in model.columns or (LABELS in model.columns_if_known and labelled) else "pictures"
+    return "images" if LABELS in model.columns or (LABELS in model.columns_if_known and labelled) else "unlabelled"
 
 
 def _stage(model: CompatModel, args: TrainingArguments, kind: str, streaming: bool, given: dict[str, Any]) -> StageRecipe:
     """Return the equivalent stage of a recipe."""
     method = model.config.model_type.removeprefix("xcompat-")
     data = dict(given.pop("data", {}))
-    if kind in ("pairs", "pictures"):
+    if kind in ("pairs", "unlabelled"):
         own = {"path": AT_HAND, "captions": kind == "pairs", "streaming": streaming}
         data["pairs"] = {**own, **data.get("pairs", {})}
-        if kind == "pictures":
+        if kind == "unlabelled":
             data["embeddings_of"] = "images"
     elif kind == "images":
         data["images"] = {"path": AT_HAND, **data.get("images", {})}
@@ -166,11 +166,11 @@ class _TrainingSets:
             extra, online = labelled_columns(model, self.settings, images, self._load_old(old), alone, cache)
         return labelled_data(self.settings, images, model.processor, self.seed, extra, model.views, online)
 
-    def pictures(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
+    def unlabelled(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401
         assert self.settings.data.pairs is not None
-        pictures = load_pairs(self.settings.data.pairs, dataset)
+        images = load_pairs(self.settings.data.pairs, dataset)
         share, views = self.settings.data.pairs.max_bad_share, self.settings.views(self.seed)
-        new, knows = (cached_images(one, pictures, self.cache_dir, share, views) for one in (self._new(), self._load_old(old)))
+        new, knows = (cached_images(one, images, self.cache_dir, share, views) for one in (self._new(), self._load_old(old)))
         return map_data(self.model, new, knows)
 
     def texts(self, dataset: Any, old: Any, _: Any) -> Data:  # noqa: ANN401

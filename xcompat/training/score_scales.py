@@ -97,8 +97,8 @@ def _of_backbone(stage: Stage, model: CompatModel, folder: Path) -> PairedEmbedd
     captions, ids = flatten_captions(pairs)
     image_groups_N, text_groups_M = number_groups(pairs[ID], ids, captions)
     new, of_old = (cached_images(each, pairs, folder, settings.pairs.max_bad_share) for each in (own, old))
-    pictures = _readable(PairedEmbeddings(new, of_old, image_groups_N))
-    return CaptionedEmbeddings.join_complete(pictures, replace(_captions(captions, own, old, folder), labels_N=text_groups_M))
+    readable = _readable(PairedEmbeddings(new, of_old, image_groups_N))
+    return CaptionedEmbeddings.join_complete(readable, replace(_captions(captions, own, old, folder), labels_N=text_groups_M))
 
 
 def _captions(texts: list[str], own: Embedder, old: Embedder, folder: Path) -> PairedEmbeddings:

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL.Image import Image
 
-PICTURES, CAPTIONS, TEXTS = "pictures", "captions", "texts"
+IMAGES, CAPTIONS, TEXTS = "pictures", "captions", "texts"
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,18 @@ class GalleryItems:
     """Items of a test set's gallery.
 
     Args:
-        title: :data:`PICTURES`, :data:`CAPTIONS` or :data:`TEXTS`.
+        title: :data:`IMAGES`, :data:`CAPTIONS` or :data:`TEXTS`.
         kind: key in ``matrices``.
         ids: N distinct ids.
         metadata: N objects.
-        picture: returns the image of a row; None for texts.
+        image: returns the image of a row; None for texts.
     """
 
     title: str
     kind: str
     ids: list[str]
     metadata: Sequence[dict[str, Any] | None]
-    picture: Callable[[int], Image] | None = None
+    image: Callable[[int], Image] | None = None
 
 
 @dataclass(frozen=True)

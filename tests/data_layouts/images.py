@@ -30,6 +30,6 @@ def write_classes(folder: Path, counts: dict[str, int]) -> None:
     for side, count in counts.items():
         for number in range(3):
             (folder / side / f"class {number}").mkdir(parents=True)
-            for picture in range(count):
+            for image in range(count):
                 pixels = generator.integers(0, 60, (16, 16, 3)) + np.array([number * 90, 180 - number * 90, 60])
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / side / f"class {number}" / f"{side}-{picture}.png")
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / side / f"class {number}" / f"{side}-{image}.png")

@@ -36,13 +36,13 @@ class FolderFiles(NamedTuple):
     """Files of a folder by kind.
 
     Args:
-        pictures: images to read.
+        images: images to read.
         heic: HEIC images that this installation cannot read.
         misnamed: images with names that are not UTF-8.
         others: hidden files, and files that are not images.
     """
 
-    pictures: list[Path]
+    images: list[Path]
     heic: list[Path]
     misnamed: list[Path]
     others: list[Path]
@@ -51,23 +51,23 @@ class FolderFiles(NamedTuple):
 def images_below(path: Path) -> Iterator[Path]:
     """Yield an image file, or the images below a folder, except hidden files (e.g. ``._x.jpg`` on macOS)."""
     if not path.is_dir():
-        return iter([path] if _is_picture(path) else [])
-    return (file for file in files_below(path) if not _is_hidden(file.relative_to(path)) and _is_picture(file))
+        return iter([path] if _is_image(path) else [])
+    return (file for file in files_below(path) if not _is_hidden(file.relative_to(path)) and _is_image(file))
 
 
-def list_pictures(path: Path) -> FolderFiles:
+def list_images(path: Path) -> FolderFiles:
     """Classify a file, or the files below a folder."""
     found = FolderFiles([], [], [], [])
     is_folder, reads_heic = path.is_dir(), can_read_heic()
     for file in sorted(files_below(path)) if is_folder else [path]:
-        if (is_folder and _is_hidden(file.relative_to(path))) or not _is_picture(file):
+        if (is_folder and _is_hidden(file.relative_to(path))) or not _is_image(file):
             found.others.append(file)
         elif not _is_utf8(str(file)):
             found.misnamed.append(file)
         elif is_folder and not reads_heic and _is_heic(file):
             found.heic.append(file)
         else:
-            found.pictures.append(file)
+            found.images.append(file)
     return found
 
 
@@ -81,10 +81,10 @@ def image_files(paths: list[Path]) -> list[tuple[Path, str]]:
     """
     found = []
     for path in paths:
-        listed = list_pictures(path)
+        listed = list_images(path)
         folder = path if path.is_dir() else path.parent
         _notice_left_out(path, listed)
-        found += [(file, file.relative_to(folder).as_posix()) for file in listed.pictures]
+        found += [(file, file.relative_to(folder).as_posix()) for file in listed.images]
         if not found and listed.heic:
             raise XcompatError(f"{path}: {len(listed.heic):,} images cannot be read; {INSTALL_HEIC}")
     if not found:
@@ -124,7 +124,7 @@ def can_read_heic() -> bool:
     return find_spec("pillow_heif") is not None
 
 
-def has_picture_header(head: bytes) -> bool:
+def has_image_header(head: bytes) -> bool:
     """Return whether bytes begin an image file.
 
     Args:
@@ -151,16 +151,16 @@ def read_head(file: Path) -> bytes:
         return b""
 
 
-def _is_picture(file: Path) -> bool:
+def _is_image(file: Path) -> bool:
     name = file.name.lower()
     if name.endswith(IMAGE_SUFFIXES):
         return True
-    return not name.endswith(OTHER_SUFFIXES) and has_picture_header(read_head(file))
+    return not name.endswith(OTHER_SUFFIXES) and has_image_header(read_head(file))
 
 
 def _is_heic(file: Path) -> bool:
     head = read_head(file)
-    return has_brand(head, avif=False) or (file.name.lower().endswith(HEIC_SUFFIXES) and not has_picture_header(head))
+    return has_brand(head, avif=False) or (file.name.lower().endswith(HEIC_SUFFIXES) and not has_image_header(head))
 
 
 def _is_hidden(inside: Path) -> bool:
