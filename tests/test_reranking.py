@@ -20,7 +20,7 @@ from xcompat import Fingerprint
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import XcompatError
 from xcompat.models.embedder import Embedder, load_embedder
-from xcompat.retrieval import Gallery, Hit
+from xcompat.retrieval import Gallery, Hit, new_embeddings
 from xcompat.retrieval.backfilling import Backfill
 from xcompat.retrieval.fallback import OldQueries
 from xcompat.retrieval.ingestion import ingest
@@ -263,6 +263,32 @@ def test_writers_of_several_processes_keep_all(tmp_path: Path) -> None:
     assert len(NewEmbeddings(tmp_path, model, 4)) == 80
     with pytest.raises(XcompatError, match="does not hold embeddings of"):
         NewEmbeddings(tmp_path, model, 5)
+
+
+def test_ids_with_the_same_row_number_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2)
+    monkeypatch.setattr(new_embeddings, "_hash", lambda name: (7, name.encode()))
+    kept.put({"a": np.ones(2, np.float32)}, 0)
+    assert kept.get(["a"], 0).keys() == {"a"} and not kept.get(["b"], 0) and not kept.known_ids(["b"], 0)
+    kept.put({"b": np.zeros(2, np.float32)}, 0)
+    assert kept.get(["b"], 0).keys() == {"b"} and not kept.get(["a"], 0)
+
+
+def test_cache_of_an_earlier_format_is_emptied(tmp_path: Path) -> None:
+    model = Fingerprint.from_string("new")
+    kept = NewEmbeddings(tmp_path, model, 2)
+    kept.put({"a": np.ones(2, np.float32)}, 0)
+    kept.close()
+    with sqlite3.connect(kept.path) as connection:
+        connection.execute("DROP TABLE items")
+        connection.execute("CREATE TABLE items (id BLOB PRIMARY KEY, embedding BLOB)")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    new_embeddings.forget_items(tmp_path, ["a"], 1)
+    again = NewEmbeddings(tmp_path, model, 2)
+    assert len(again) == 0
+    again.put({"a": np.ones(2, np.float32)}, 0)
+    assert again.get(["a"], 0).keys() == {"a"}
 
 
 def test_interrupted_write_leaves_nothing_of_itself(tmp_path: Path) -> None:

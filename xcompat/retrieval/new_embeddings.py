@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,9 +19,11 @@ from xcompat.core.files import make_folder
 from xcompat.core.fingerprint import Fingerprint
 
 FOLDER = "new_embeddings"
-SCHEMA = 1
+SCHEMA = 2
 LOCK_SECONDS = 10.0
 """Longest wait for another writing process."""
+CACHED_KIB = 65_536
+"""Pages in memory, in KiB: the inner pages of large files, beyond those that SQLite maps."""
 PER_STATEMENT = 500
 """Ids per statement; old SQLite versions take at most 999 values."""
 PRUNED_SHARE = 0.1
@@ -29,7 +32,8 @@ _VALID = "embedding IS NOT NULL AND valid_from <= ? AND made >= ?"
 _TABLES = f"""
 CREATE TABLE about (model TEXT NOT NULL, dim INTEGER NOT NULL);
 CREATE TABLE items (
-    id BLOB PRIMARY KEY,
+    id INTEGER PRIMARY KEY,
+    rest BLOB NOT NULL,
     embedding BLOB,
     checksum BLOB,
     made REAL,
@@ -46,7 +50,8 @@ class NewEmbeddings:
     """Cache of a new model's embeddings for gallery items, in an SQLite file.
 
     Re-ranked searches fill it and a backfill uses it, from any number of processes. A killed process loses only uncommitted data.
-    Changing or removing an item invalidates its embedding. Ids are stored as hashes, which reveal no names.
+    Changing or removing an item invalidates its embedding. Ids are stored as hashes, which reveal no names: 64 bits are the row
+    number, so that a look-up searches a single tree, and the other 64 bits are compared.
 
     Args:
         gallery: the gallery folder.
@@ -81,8 +86,9 @@ class NewEmbeddings:
             make_folder(self.path.parent)
             self._connection = _connect(self.path)
             with self._writing() as connection:
-                if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-                    for statement in _TABLES.split(";\n"):
+                if (schema := connection.execute("PRAGMA user_version").fetchone()[0]) < SCHEMA:
+                    old = ("DROP TABLE items", "DROP TABLE about") if schema else ()  # it is a cache
+                    for statement in (*old, *_TABLES.split(";\n")):
                         connection.execute(statement)
                     connection.execute("INSERT INTO about VALUES (?, ?)", (model.digest, dim))
             schema = self._connection.execute("PRAGMA user_version").fetchone()[0]
@@ -109,29 +115,34 @@ class NewEmbeddings:
         Returns:
             Id -> (D,) float32, without damaged embeddings.
         """
-        names = {_hash(name): name for name in ids}
-        found: dict[str, NDArray[np.float32]] = {}
-        with self._reading() as connection:
-            for part in _parts(list(names)):
-                condition = f"id IN ({_marks(part)}) AND {_VALID}"
-                rows = connection.execute(
-                    f"SELECT id, embedding, checksum FROM items WHERE {condition}", (*part, generation, self._oldest)
-                )
-                for key, embedding, checksum in rows:
-                    if len(embedding) == 4 * self.dim and _checksum(embedding) == checksum:
-                        found[names[key]] = np.frombuffer(embedding, "<f4")
-        return found
+        found = {
+            name: embedding
+            for name, embedding, checksum in self._select("embedding, checksum", ids, generation)
+            if len(embedding) == 4 * self.dim and xxhash.xxh3_64_digest(embedding) == checksum
+        }
+        embeds_ND = np.frombuffer(b"".join(found.values()), "<f4").reshape(len(found), self.dim)
+        return dict(zip(found, embeds_ND, strict=True))
 
     def known_ids(self, ids: Sequence[str], generation: int) -> set[str]:
         """Return the ids with a valid embedding; arguments as in :meth:`get`."""
-        names = {_hash(name): name for name in ids}
-        found: set[str] = set()
+        return {name for name, _ in self._select("made", ids, generation)}
+
+    def _select(self, columns: str, ids: Sequence[str], generation: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the ids with a valid embedding, each with some columns."""
+        names = {}
+        for name in ids:
+            key, rest = _hash(name)
+            names[key] = rest, name
+        keys = [*names]
         with self._reading() as connection:
-            for part in _parts(list(names)):
-                condition = f"id IN ({_marks(part)}) AND {_VALID}"
-                rows = connection.execute(f"SELECT id FROM items WHERE {condition}", (*part, generation, self._oldest))
-                found |= {names[key] for (key,) in rows}
-        return found
+            for start in range(0, len(keys), PER_STATEMENT):
+                part = keys[start : start + PER_STATEMENT]
+                condition = f"id IN ({', '.join('?' * len(part))}) AND {_VALID}"
+                asked = f"SELECT id, rest, {columns} FROM items WHERE {condition}"
+                for key, rest, *values in connection.execute(asked, (*part, generation, self._oldest)):
+                    known, name = names[key]
+                    if rest == known:
+                        yield name, *values
 
     @property
     def _oldest(self) -> float:
@@ -149,11 +160,11 @@ class NewEmbeddings:
         rows = []
         for name, embed_D in embeds.items():
             embedding = np.ascontiguousarray(embed_D, "<f4").tobytes()
-            rows.append((_hash(name), embedding, _checksum(embedding), now, generation))
+            rows.append((*_hash(name), embedding, xxhash.xxh3_64_digest(embedding), now, generation))
         with self._explain_errors(), self._writing() as connection:
             connection.executemany(
-                "INSERT INTO items (id, embedding, checksum, made) VALUES (?1, ?2, ?3, ?4) ON CONFLICT (id) DO UPDATE SET "
-                "embedding = excluded.embedding, checksum = excluded.checksum, made = excluded.made WHERE valid_from <= ?5",
+                "INSERT INTO items VALUES (?1, ?2, ?3, ?4, ?5, 0, 0) ON CONFLICT (id) DO UPDATE SET (rest, embedding, checksum, "
+                "made) = (excluded.rest, excluded.embedding, excluded.checksum, excluded.made) WHERE valid_from <= ?6",
                 rows,
             )
             self._prune(connection)
@@ -175,15 +186,15 @@ class NewEmbeddings:
         """Count a query's candidates, without storing the query."""
         with self._explain_errors(), self._writing() as connection:
             connection.executemany(
-                "INSERT INTO items (id, demand) VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET demand = demand + 1",
-                [(_hash(name),) for name in ids],
+                "INSERT INTO items (id, rest, demand) VALUES (?, ?, 1) ON CONFLICT (id) DO UPDATE SET demand = demand + 1",
+                [_hash(name) for name in ids],
             )
 
     def demand(self, ids: Sequence[str]) -> NDArray[np.int64]:
         """Return how often each item was counted as a candidate: (N,)."""
         with self._reading() as connection:
             counts = dict(connection.execute("SELECT id, demand FROM items WHERE demand > 0"))
-        return np.array([counts.get(_hash(name), 0) for name in ids] if counts else np.zeros(len(ids)), np.int64)
+        return np.array([counts.get(_hash(name)[0], 0) for name in ids] if counts else np.zeros(len(ids)), np.int64)
 
     def close(self) -> None:
         """Close the file."""
@@ -218,8 +229,9 @@ def forget_items(gallery: Path, ids: Sequence[str], generation: int) -> None:
     """
     for connection in _all_files(gallery):
         connection.executemany(
-            "INSERT INTO items (id, valid_from) VALUES (?1, ?2) ON CONFLICT (id) DO UPDATE SET embedding = NULL, valid_from = ?2",
-            [(_hash(name), generation) for name in ids],
+            "INSERT INTO items (id, rest, valid_from) VALUES (?1, ?2, ?3) "
+            "ON CONFLICT (id) DO UPDATE SET embedding = NULL, valid_from = ?3",
+            [(*_hash(name), generation) for name in ids],
         )
 
 
@@ -240,7 +252,8 @@ def _all_files(gallery: Path) -> Iterator[sqlite3.Connection]:
     for path in sorted((gallery / FOLDER).glob("*.sqlite")):
         try:
             with closing(_connect(path)) as connection, _transaction(connection):
-                yield connection
+                if connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:  # others are emptied when they are opened
+                    yield connection
         except sqlite3.Error as error:
             raise XcompatError(f"{path} cannot be used ({error}); delete it: it is a cache") from None
 
@@ -249,7 +262,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
-    connection.execute(f"PRAGMA mmap_size = {2**40}")
+    connection.execute(f"PRAGMA mmap_size = {2**40}")  # SQLite maps at most 2 GB
+    connection.execute(f"PRAGMA cache_size = -{CACHED_KIB}")
     return connection
 
 
@@ -271,18 +285,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("COMMIT")
 
 
-def _parts(keys: list[bytes]) -> Iterator[list[bytes]]:
-    for start in range(0, len(keys), PER_STATEMENT):
-        yield keys[start : start + PER_STATEMENT]
-
-
-def _marks(part: Sequence[bytes]) -> str:
-    return ", ".join("?" * len(part))
-
-
-def _hash(name: str) -> bytes:
-    return xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass"))
-
-
-def _checksum(embedding: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(embedding)
+def _hash(name: str) -> tuple[int, bytes]:
+    """Return a name's row number and the rest of its hash."""
+    digest = xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest[:8], "big", signed=True), digest[8:]
