@@ -265,6 +265,29 @@ def test_writers_of_several_processes_keep_all(tmp_path: Path) -> None:
         NewEmbeddings(tmp_path, model, 5)
 
 
+def test_process_waits_while_another_creates_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Fingerprint.from_string("new")
+    path = tmp_path / new_embeddings.FOLDER / f"{model.digest[:16]}.sqlite"
+    path.parent.mkdir()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")  # another process between opening a new file and its first commit
+    monkeypatch.setattr(new_embeddings, "LOCK_SECONDS", 0.0)
+    with pytest.raises(XcompatError, match="database is locked"):
+        NewEmbeddings(tmp_path, model, 2)
+    monkeypatch.setattr(new_embeddings, "LOCK_SECONDS", 10.0)
+    waits = list[float]()
+
+    def finish_other(seconds: float) -> None:
+        waits.append(seconds)
+        other.execute("COMMIT")
+
+    monkeypatch.setattr(new_embeddings.time, "sleep", finish_other)
+    kept = NewEmbeddings(tmp_path, model, 2)
+    kept.put({"a": np.ones(2, np.float32)}, 0)
+    assert kept.get(["a"], 0).keys() == {"a"} and len(waits) == 1
+    other.close()
+
+
 def test_ids_with_the_same_row_number_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2)
     monkeypatch.setattr(new_embeddings, "_hash", lambda name: (7, name.encode()))

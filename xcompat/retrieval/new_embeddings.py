@@ -20,8 +20,8 @@ from xcompat.core.fingerprint import Fingerprint
 
 FOLDER = "new_embeddings"
 SCHEMA = 2
-LOCK_SECONDS = 10.0
-"""Longest wait for another writing process."""
+LOCK_SECONDS, LOCK_POLL_SECONDS = 10.0, 0.01
+"""Longest wait for another writing process, and time between attempts."""
 CACHED_KIB = 65_536
 """Pages in memory, in KiB: the inner pages of large files, beyond those that SQLite maps."""
 PER_STATEMENT = 500
@@ -260,11 +260,24 @@ def _all_files(gallery: Path) -> Iterator[sqlite3.Connection]:
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
+    _use_write_ahead_log(connection)
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute(f"PRAGMA mmap_size = {2**40}")  # SQLite maps at most 2 GB
     connection.execute(f"PRAGMA cache_size = -{CACHED_KIB}")
     return connection
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Switch a new file to the write-ahead log. SQLite itself does not wait if another process is creating the same file."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(LOCK_POLL_SECONDS)
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
