@@ -21,9 +21,10 @@ from rich.console import Console
 from xcompat.core.files import atomic_path, read_json, write_json
 from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import PairedDifference
-from xcompat.evaluation.cases import ALL
+from xcompat.evaluation.cases import ALL, RERANKED
 from xcompat.report import Report, load_report, report_file
 from xcompat.report.comparison import EvaluatedMethod, compare, comparison_file
+from xcompat.report.planning import RERANKED_HITS
 from xcompat.report.wording import gain_with_interval
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "leaderboard.md"
@@ -43,8 +44,8 @@ ROW = ("name", "method", "gain", "compatible", "runs", "parameters", "seconds")
 """What is kept of a method."""
 RAN = ("git_revision", "machine", "versions")
 """What is kept of the first run of a protocol."""
-HALF_WAY = "slerp"
-"""The queries half-way to old ones, in cases of reports."""
+ALSO = {"slerp": "{}, half-way", RERANKED: "{} + {}"}
+"""Other queries in cases of reports -> name of their row, from the name of the method and the number of re-ranked hits."""
 ENTRIES = "entries"
 """The folder of a protocol in which embeddings that enter alone are judged."""
 FIRST = ("cmc@1", "ndcg@10", "recall@10")
@@ -63,25 +64,27 @@ def study(protocol: Path) -> dict[str, Any]:
     entries = [place for place in sorted((protocol / ENTRIES).glob("*")) if report_file(place).is_file()]
     rows = [row | {"runs": len(seen["seeds"])} for row in seen["rows"] if row["method"]]
     rows = [{key: row[key] for key in ROW} for row in rows]
-    rows += [half_way for row in rows for half_way in half_way_rows(protocol, row, seen["seeds"])]
+    rows += [other for row in rows for query in ALSO for other in other_rows(protocol, row, seen["seeds"], query)]
     rows += [entry(place, protocol) for place in entries]
     ran = {key: value for key, value in _a_report(protocol).run.items() if key in RAN}
     return {"seeds": seen["seeds"], "test": seen["test"], "run": ran, "rows": rows}
 
 
-def half_way_rows(protocol: Path, row: dict[str, Any], seeds: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield the row of a method's queries half-way to old ones, if the recipe has ``evaluation: {slerp: 0.5}``.
+def other_rows(protocol: Path, row: dict[str, Any], seeds: list[int], query: str) -> Iterator[dict[str, Any]]:
+    """Yield the row of a method's other queries, if the recipe has ``evaluation: {slerp: 0.5}`` or ``{rerank: 20}``.
 
     Args:
         protocol: folder of the runs.
         row: the method's row.
         seeds: seeds of the runs.
+        query: a key of :data:`ALSO`.
     """
     folders = {seed: protocol / f"seed-{seed}" / row["name"] for seed in seeds}
     reports = {seed: load_report(folder) for seed, folder in folders.items() if report_file(folder).is_file()}
-    if len(reports) < len(seeds) or not all(any(case.query == HALF_WAY for case in each.cases) for each in reports.values()):
+    if len(reports) < len(seeds) or not all(any(case.query == query for case in each.cases) for each in reports.values()):
         return
-    name, renamed = f"{row['name']}, half-way", {seed: _half_way_as_new(report) for seed, report in reports.items()}
+    name = ALSO[query].format(row["name"], reports[seeds[0]].run.get(RERANKED_HITS, ""))
+    renamed = {seed: _as_new(report, query) for seed, report in reports.items()}
 
     def gains_of(seeds: list[int]) -> dict[tuple[str, str], PairedDifference]:
         ran = {seed: renamed[seed] for seed in seeds}
@@ -94,15 +97,15 @@ def half_way_rows(protocol: Path, row: dict[str, Any], seeds: list[int]) -> Iter
     yield row | {"name": name, "gain": gain, "compatible": compatible}
 
 
-def _half_way_as_new(report: Report) -> Report:
-    """Return a report in which the half-way queries are the new queries on the old gallery."""
+def _as_new(report: Report, query: str) -> Report:
+    """Return a report in which other queries are the new queries on the old gallery."""
 
     def rename(found: Mapping[Any, Any]) -> dict[Any, Any]:
         kept = {key: value for key, value in found.items() if key[:2] != ("new", "old")}
-        return {("new", *key[1:]) if key[0] == HALF_WAY else key: value for key, value in kept.items()}
+        return {("new", *key[1:]) if key[0] == query else key: value for key, value in kept.items()}
 
     kept = [case for case in report.cases if (case.query, case.gallery) != ("new", "old")]
-    cases = [replace(case, query="new") if case.query == HALF_WAY else case for case in kept]
+    cases = [replace(case, query="new") if case.query == query else case for case in kept]
     return replace(report, cases=cases, ranks=rename(report.ranks), average_precision=rename(report.average_precision))
 
 

@@ -728,6 +728,22 @@ def test_the_leaderboard_is_what_the_comparisons_say(
     assert page.read_text() == written
 
 
+def test_re_ranked_queries_have_a_row_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import leaderboard
+
+    contestants = EvaluatedModels(labelled("old", 8, 2.5, 0), labelled("new", 8, 2.0, 0), labelled("new", 12, 0.1, 0, 2))
+    evaluation = evaluate(contestants, EvaluationOptions(rerank=5, n_resamples=RESAMPLES))
+    content = ReportContent(evaluation, contestants, "ridge", run={"reranked_hits": 5}, tsne_pairs=0)
+    save_report(place := tmp_path / "seed-0" / "line", build_report(content))
+    write_comparison(tmp_path, compare("one", [EvaluatedMethod("line", "ridge", {0: load_report(place)}, 0, False, [1.0])]))
+    line, reranked = leaderboard.study(tmp_path)["rows"]
+    means = {case.label: case.metrics["map"] for case in evaluation.cases}
+    assert reranked["name"] == "line + 5" and line["name"] == "line"
+    for row, label in ((line, "new/old"), (reranked, "new+rerank/old")):
+        assert row["gain"]["image-to-image"]["map"]["mean"] == pytest.approx(means[label] - means["old/old"])
+
+
 def save_a_report(protocol: Path, contenders: list[EvaluatedMethod]) -> None:
     folder = protocol / "seed-0" / contenders[0].name / "report"
     folder.mkdir(parents=True)
