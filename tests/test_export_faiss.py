@@ -184,6 +184,16 @@ def test_queries_are_brought_to_the_length_of_vectors_that_were_never_normalised
     assert kept[rows].tolist() == [[int(hit.id) for hit in hits] for hits in gallery.search(queries, model, 10)]
 
 
+def test_items_of_a_backfill_are_counted_where_they_prevent_an_export(tmp_path: Path) -> None:
+    gallery, model = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), OLD_DIM), build("ridge")
+    gallery.add(unit(ROWS, OLD_DIM, seed=1), list(map(str, range(ROWS))))
+    gallery.commit()
+    gallery.add(unit(3, NEW_DIM, seed=2), ["x", "y", "z"], version=model)
+    gallery.commit("backfill")
+    with pytest.raises(XcompatError, match="also holds 3 items of .*, e.g. of a backfill.*rollback"):
+        to_faiss(model, gallery.path, tmp_path / "new.faiss")
+
+
 def test_an_adopted_index_that_has_changed_since_is_refused(tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     names = [str(row) for row in range(ROWS)]

@@ -461,6 +461,9 @@ def test_a_random_sample_of_an_index_is_embedded(clip: str, tmp_path: Path, monk
     ):
         report = mapped(*command, *more, "--out", tmp_path / str(number))
         assert report["items"] == items, more
+    for typo in (("--old", "old.fais"), ("--texts", "passages.json")):  # before the Hub is asked
+        with pytest.raises(XcompatError, match=f"{typo[1]} does not exist"):
+            mapped(*command, *typo, "--out", tmp_path / "map")
     with pytest.raises(XcompatError, match="--remember-items needs all items; remove --sample"):
         mapped(*command, "--sample", 50, "--remember-items", "--out", tmp_path / "map")
     with pytest.raises(XcompatError, match="--sample draws items to embed; add --texts or --images"):

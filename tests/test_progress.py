@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from xcompat.core import progress
 from xcompat.core.progress import Waiting, advance_bar, progress_bar, redirect_bars, results_on_stdout
@@ -148,3 +150,13 @@ def test_nothing_is_wrapped_where_there_is_no_terminal(
     monkeypatch.setattr(progress.console, "_width", None)
     progress.console.print("word " * 100)
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_count_and_remaining_time_stay_on_a_narrow_terminal() -> None:
+    bar = progress_bar()
+    task = bar.add_task("embedding pictures with /data/models/clip-vit-base-patch32/run-7", total=1_234_567, rate="")
+    bar.update(task, completed=20_000, rate="12,345 pictures/s, 37 % waiting for data")
+    shown = io.StringIO()
+    Console(file=shown, width=80, force_terminal=True, color_system=None).print(bar.get_renderable())
+    (line,) = shown.getvalue().splitlines()
+    assert len(line) <= 80 and "20000/1234567" in line and "-:--:--" in line and "embedding" in line

@@ -35,10 +35,10 @@ from xcompat.cli.quickstart import app as quickstart_app
 from xcompat.cli.quickstart import demo
 from xcompat.core import failures
 from xcompat.core.distributed import end_processes
-from xcompat.core.errors import XcompatError
+from xcompat.core.errors import InterruptedRunError, XcompatError
 from xcompat.core.progress import announce_loading, console, silence_libraries
 
-INTERRUPTED = 130  # Typer's exit code after Ctrl-C
+INTERRUPTED = 130  # exit code of shells and Typer after Ctrl-C
 
 SELDOM = "Less common"
 ORDER = (
@@ -522,7 +522,7 @@ def help_(verb: Annotated[list[str] | None, typer.Argument(help="Command, e.g. g
 
 
 def main() -> None:
-    """Run the command line. A user error prints a line and exits with code 2. A bug prints facts for its report."""
+    """Run the command line. A user error prints a line and exits with code 2, Ctrl-C with 130. A bug prints its facts."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may be undecodable
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow warns below the limit of data.images
@@ -533,7 +533,7 @@ def main() -> None:
             sys.stdout.flush()  # while an error, such as a full disk, can still be explained
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            _fail(failures.INTERRUPTED)
+            _fail(failures.INTERRUPTED, INTERRUPTED)
         if isinstance(stop.__context__, BrokenPipeError):  # Typer and rich exit with 1, the code of a failed check
             _fail(failures.BROKEN_PIPE)
         end_processes()
@@ -542,11 +542,11 @@ def main() -> None:
         if (line := failures.explain(error)) is None:
             error.add_note(failures.origin(error))
             raise
-        _fail(line)
+        _fail(line, INTERRUPTED if isinstance(error, KeyboardInterrupt | InterruptedRunError) else 2)
 
 
-def _fail(line: str) -> NoReturn:
-    """Print the lines and exit with code 2. Other processes add their number. Stay quiet if the output has no reader."""
+def _fail(line: str, code: int = 2) -> NoReturn:
+    """Print the lines and exit. Other processes add their number. Stay quiet if the output has no reader."""
     who = "xcompat" if (rank := os.environ.get("RANK", "0")) == "0" else f"xcompat (process {rank})"
     enough = line == failures.BROKEN_PIPE and failures.only_prints(sys.argv[1:])
     if not enough:
@@ -556,4 +556,4 @@ def _fail(line: str) -> NoReturn:
         sys.stdout.flush()
     except OSError:  # discard output that cannot be printed: Python would try again at exit, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(failures.PIPE_CLOSED if enough else 2)
+    sys.exit(failures.PIPE_CLOSED if enough else code)

@@ -41,7 +41,6 @@ def classes(
     ] = None,
 ) -> None:
     """Write the class names of a public data set for zero-shot classification (data.zero_shot.classes)."""
-    announce_loading()
     from xcompat.training.class_files import print_classes
 
     print_classes(name, to)

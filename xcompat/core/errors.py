@@ -74,6 +74,10 @@ class MissingPathError(XcompatError):
     """A local file or folder in a recipe or command does not exist."""
 
 
+class InterruptedRunError(XcompatError):
+    """Ctrl-C ended a run that can be continued."""
+
+
 class FingerprintMismatchError(XcompatError):
     """Embeddings of two incompatible models would be compared."""
 

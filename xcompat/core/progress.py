@@ -26,6 +26,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column
+from rich.text import Text
 from typing_extensions import override
 
 from xcompat.core.distributed import is_main_process
@@ -166,6 +167,19 @@ def redirect_bars(show: Callable[[Task], None]) -> Iterator[None]:
         _followed.reset(before)
 
 
+class _ShrinkingColumn(TextColumn):
+    """Text that gives way on narrow terminals, so that count and remaining time stay."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, table_column=Column())
+
+    @override
+    def render(self, task: Task) -> Text:
+        shown = super().render(task)
+        shown.no_wrap, shown.overflow = True, "ellipsis"
+        return shown
+
+
 class Bar(Progress):
     """Progress bar on a terminal, or occasional lines without a terminal. Only the main process prints."""
 
@@ -173,12 +187,12 @@ class Bar(Progress):
         self._follower = _followed.get()
         super().__init__(
             SpinnerColumn(),
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            _ShrinkingColumn("{task.description}"),
             BarColumn(bar_width=20),
             TaskProgressColumn(show_speed=False),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            _ShrinkingColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
             disable=self._follower is not None or not (is_main_process() and (console.is_terminal or console.is_jupyter)),

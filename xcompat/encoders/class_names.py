@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from xcompat.core.errors import XcompatError, nearest
 
@@ -31,14 +34,13 @@ def class_names(name: str) -> list[str]:
         >>> len(class_names("imagenet")), class_names("imagenet-r")[:2]
         (1000, ['goldfish', 'great white shark'])
     """
-    from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
-
     if name not in SETS:
         raise XcompatError(f"no class names for {name!r}; {nearest(name, SETS)}")
+    names = _read_metadata()["IMAGENET_CLASSNAMES"]
     if (listed := SETS[name]) is None:
-        return list(IMAGENET_CLASSNAMES)
-    chosen = files("timm.data").joinpath("_info", listed).read_text(encoding="utf-8").split()
-    return [IMAGENET_CLASSNAMES[int(index)] for index in chosen]
+        return list(names)
+    chosen = (_package_folder("timm") / "data" / "_info" / listed).read_text(encoding="utf-8").split()
+    return [names[int(index)] for index in chosen]
 
 
 def prompt_templates(name: str) -> list[str]:
@@ -48,6 +50,16 @@ def prompt_templates(name: str) -> list[str]:
         >>> prompt_templates("simple")[0], len(prompt_templates("openai"))
         ('itap of a {}.', 80)
     """
-    from open_clip import zero_shot_metadata
+    return [template("{}") for template in _read_metadata()[TEMPLATES[name]]]
 
-    return [template("{}") for template in getattr(zero_shot_metadata, TEMPLATES[name])]
+
+def _read_metadata() -> dict[str, Any]:
+    """Run open_clip's file of names and prompts alone; importing the package takes seconds."""
+    return runpy.run_path(str(_package_folder("open_clip") / "zero_shot_metadata.py"))
+
+
+def _package_folder(package: str) -> Path:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    return Path(spec.submodule_search_locations[0])

@@ -95,7 +95,15 @@ def index_of(source: Path, model: CompatModel) -> tuple[Path, float, Fingerprint
         model.require_version(None)
         return source, 1.0, model.compatible_with[0]
     manifest = read_manifest(source)
-    for version in manifest.present():
+    present = manifest.present()
+    others = [version for version in present if version.fingerprint not in model.compatible_with]
+    if others and len(others) < len(present):
+        count = sum(segment.rows for segment in manifest.segments if segment.version in {version.digest for version in others})
+        raise XcompatError(
+            f"{source} also holds {count:,} items of {others[0].fingerprint}, e.g. of a backfill, but a faiss index holds "
+            "vectors of one model; export the state before with `xcompat gallery rollback`, or search the gallery itself"
+        )
+    for version in present:
         model.require_version(version.fingerprint)
     if len(manifest.segments) != 1 or manifest.rows != manifest.segments[0].rows or manifest.milvus is not None:
         raise XcompatError(f"{source} is not a single faiss index; merge it with `xcompat gallery compact {source}`")

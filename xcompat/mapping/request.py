@@ -13,8 +13,9 @@ from xcompat.core.checksums import file_record
 from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.core.files import files_below
 from xcompat.core.ownership import read_marker, require_replaceable
+from xcompat.core.paths import is_misspelt, nearest_path
 from xcompat.core.progress import notice
-from xcompat.data.sources import files_digest
+from xcompat.data.sources import files_digest, local_files
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
 from xcompat.mapping.folds import Direction, Searched, TriedMemory
 from xcompat.mapping.indexes import READ_AS_IT_IS, Place, Reading, StoreAddress, is_gallery, is_index
@@ -187,6 +188,7 @@ class MapRequest:
         """
         require_codec(self.memory_codec)
         self._require_options()
+        self._require_paths()
         require_replaceable(self.out, MADE_BY, self.overwrite, self.existing_inputs)
         self._require_sides()
         self._require_columns()
@@ -200,6 +202,17 @@ class MapRequest:
                 f"{self.out} contains a map made with a different {', '.join(others)}; choose another folder with --out, or "
                 "replace it with --overwrite"
             )
+
+    def _require_paths(self) -> None:
+        """Raise if a path does not exist, before models are loaded or fetched from the Hub."""
+        if self.gallery is not None and not self.gallery.exists():
+            raise MissingPathError(f"--gallery {self.gallery} does not exist; choose a gallery or embeddings")
+        if self.texts is None:
+            return
+        local_files(str(self.texts.path))
+        for path in (self.texts.path, *self._sides):
+            if isinstance(path, Path) and not path.exists() and is_misspelt(str(path)):
+                raise MissingPathError(f"{path} does not exist; {nearest_path(path)}")
 
     def _require_options(self) -> None:
         """Raise if options exclude each other."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from xcompat.core.errors import XcompatError
-from xcompat.core.paths import is_local
+from xcompat.core.errors import MissingPathError, XcompatError
+from xcompat.core.paths import is_local, nearest_path
 from xcompat.data.judgements import require_qrels
 from xcompat.data.sources import local_files
 from xcompat.encoders.model_files import is_xcompat_model
@@ -159,6 +159,10 @@ def require_testable(folder: Path, data: Path | None, output: Path) -> None:
     """
     if is_local(str(folder)) and not (folder.is_dir() and is_xcompat_model(folder)):
         raise XcompatError(f"{folder} {NO_CHECKPOINT}")
+    if "/" not in str(folder) and not folder.exists():
+        raise MissingPathError(
+            f"{folder} does not exist; use a recipe, a run's folder or a checkpoint ({nearest_path(str(folder))})"
+        )
     require_output(output)
     if data is None:
         raise XcompatError(f"set --data to test images with captions or classes for {folder}")

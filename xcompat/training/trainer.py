@@ -17,7 +17,7 @@ from transformers.optimization import get_scheduler
 from transformers.training_args import OptimizerNames
 
 from xcompat.core.distributed import process_state, rank
-from xcompat.core.errors import XcompatError, nearest
+from xcompat.core.errors import InterruptedRunError, XcompatError, nearest
 from xcompat.core.progress import console, literal, notice
 from xcompat.core.threads import keep_freed_memory
 from xcompat.hub.endpoint import hub_errors
@@ -161,7 +161,7 @@ def train(model: CompatModel, data: Data, settings: StageRecipe, seed: int, fold
         bar.close()
         interrupt.release()
     if interrupt.interrupted:
-        raise XcompatError(
+        raise InterruptedRunError(
             f"interrupted at step {trainer.state.global_step}; a checkpoint is kept in {folder}: start again to continue"
         )
     return gather_weights(trainer.accelerator.unwrap_model(trainer.model))
