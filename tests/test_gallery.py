@@ -21,7 +21,7 @@ from xcompat.retrieval import Gallery, faiss_building, filtered_search
 from xcompat.retrieval.manifest import read_manifest
 
 DIM = 8
-CLIP = Fingerprint.from_string("clip")
+CLIP, OTHER = Fingerprint.from_string("clip"), Fingerprint.from_string("other")
 Make = Callable[..., Gallery]
 
 
@@ -33,15 +33,22 @@ def names(count: int, prefix: str = "item") -> list[str]:
     return [f"{prefix} {number}" for number in range(count)]
 
 
+def create(folder: Path, **options: Any) -> Gallery:
+    return Gallery.create(folder / "gallery", CLIP, **{"dim": DIM, **options})
+
+
+def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
+    """Add items and commit them."""
+    gallery.add(*items, **options)
+    gallery.commit()
+    return gallery
+
+
 @pytest.fixture(params=["faiss", "milvus"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Return a maker of galleries in each backend."""
     milvus = str(tmp_path / "vectors.db") if request.param == "milvus" else None
-
-    def made(name: str = "gallery", **options: Any) -> Gallery:
-        return Gallery.create(tmp_path / name, CLIP, **{"dim": DIM, "milvus": milvus, **options})
-
-    return made
+    return lambda **options: create(tmp_path, milvus=milvus, **options)
 
 
 def naive(stored: dict[str, np.ndarray], queries: np.ndarray, k: int, metric: str = "cosine") -> list[list[str]]:
@@ -57,16 +64,12 @@ def found(gallery: Gallery, queries: np.ndarray, k: int, **options: Any) -> list
     return [[hit.id for hit in hits] for hits in gallery.search(queries, CLIP, top_k=k, **options)]
 
 
-# ------------------------------------------------------------------------------------------------------------- content
-
-
 @pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])
 def test_hits_are_those_of_a_loop_over_all_segments(make: Make, metric: str) -> None:
     gallery = make(metric=metric)
     embeds = vectors(60)
     for start in range(0, 60, 20):
-        gallery.add(embeds[start : start + 20], names(60)[start : start + 20])
-        gallery.commit()
+        store(gallery, embeds[start : start + 20], names(60)[start : start + 20])
     assert len(gallery) == 60 and len(gallery.segments) == 3 and gallery.versions == [CLIP]
     expected = naive(dict(zip(names(60), embeds, strict=True)), vectors(5, 1), 7, metric)
     assert found(gallery, vectors(5, 1), 7) == expected
@@ -100,7 +103,7 @@ def test_an_array_may_be_used_again_before_the_commit(version: Fingerprint | Non
 
 
 def test_long_texts_do_not_wait_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery = create(tmp_path)
     for name in ("staging", "compaction"):
         monkeypatch.setattr(f"xcompat.retrieval.{name}.FLUSH_BYTES", 100_000)
     for part in range(4):
@@ -116,15 +119,12 @@ def test_what_was_not_committed_is_forgotten(make: Make) -> None:
     with make() as gallery:
         gallery.add(vectors(5), names(5))
     assert len(Gallery.open(gallery.path)) == 0 and Gallery.open(gallery.path).damage() == []
-    gallery.add(vectors(5), names(5))
-    gallery.commit()
+    store(gallery, vectors(5), names(5))
     assert len(gallery) == 5
 
 
 def test_removed_and_replaced_items(make: Make) -> None:
-    gallery = make()
-    gallery.add(vectors(30), names(30))
-    gallery.commit()
+    gallery = store(make(), vectors(30), names(30))
     gallery.remove(["item 3", "item 4"])
     gallery.add(vectors(2, 9), ["item 5", "new"], replace=True)
     gallery.commit("tidy")
@@ -136,9 +136,9 @@ def test_removed_and_replaced_items(make: Make) -> None:
 
 
 def test_filters_are_exact(make: Make) -> None:
-    gallery = make()
-    gallery.add(vectors(40), names(40), [{"colour": ["red", "blue", "green"][n % 3], "n": n} if n else None for n in range(40)])
-    gallery.commit()
+    gallery = store(
+        make(), vectors(40), names(40), [{"colour": ["red", "blue", "green"][n % 3], "n": n} if n else None for n in range(40)]
+    )
     stored = dict(zip(names(40), vectors(40), strict=True))
     red = {name: stored[name] for number, name in enumerate(names(40)) if number and number % 3 == 0}
     assert found(gallery, vectors(3, 1), 5, where={"colour": "red"}) == naive(red, vectors(3, 1), 5)
@@ -148,15 +148,14 @@ def test_filters_are_exact(make: Make) -> None:
 
 
 def test_filters_take_values_of_other_kinds_and_keep_them_apart(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery = create(tmp_path)
     abouts = [
         {"c": "red", "y": 2020, "t": [1, 2]},
         {"c": "blue", "y": "2020", "t": None},
         {"c": "green", "y": 2021, "t": [[1]]},
         None,
     ]
-    gallery.add(vectors(4), names(4), abouts)
-    gallery.commit()
+    store(gallery, vectors(4), names(4), abouts)
 
     def left(where: dict[str, Any]) -> set[int]:
         return {int(name.split()[1]) for name in found(gallery, vectors(1, 1), 4, where=where)[0]}
@@ -185,8 +184,7 @@ def ids_in(gallery: Gallery) -> set[str]:
 def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
     gallery = make()
     for number in range(4):
-        gallery.add(vectors(5, number), names(5, f"part {number}"))
-        gallery.commit()
+        store(gallery, vectors(5, number), names(5, f"part {number}"))
     gallery.remove(names(5, "part 0"))
     gallery.commit("remove")
     assert [manifest.rows for manifest in gallery.generations()] == [0, 5, 10, 15, 20, 15]
@@ -204,12 +202,10 @@ def test_states_can_be_returned_to_until_they_are_compacted(make: Make) -> None:
 def test_each_rollback_goes_one_state_further_back(make: Make) -> None:
     gallery = make()
     for name in ("a", "b", "c"):
-        gallery.add(vectors(1), [name])
-        gallery.commit()
+        store(gallery, vectors(1), [name])
     assert (gallery.rollback(), ids_in(gallery)) == (4, {"a", "b"})
     assert (gallery.rollback(), ids_in(gallery)) == (5, {"a"})
-    gallery.add(vectors(1), ["d"])
-    gallery.commit()
+    store(gallery, vectors(1), ["d"])
     assert (gallery.rollback(), ids_in(gallery)) == (7, {"a"})
     assert (gallery.rollback(), ids_in(gallery)) == (8, set())
     with pytest.raises(XcompatError, match="has no earlier state; .* --list"):
@@ -219,18 +215,14 @@ def test_each_rollback_goes_one_state_further_back(make: Make) -> None:
     gallery.compact()
     with pytest.raises(XcompatError, match="has no earlier state"):
         gallery.rollback()
-    gallery.add(vectors(1), ["e"])
-    gallery.commit()
+    store(gallery, vectors(1), ["e"])
     assert gallery.rollback() and ids_in(gallery) == {"a", "b"}
 
 
 def test_a_rollback_undoes_the_newest_commit_of_any_process(make: Make) -> None:
-    gallery = make()
-    gallery.add(vectors(1), ["a"])
-    gallery.commit()
+    gallery = store(make(), vectors(1), ["a"])
     other = Gallery.open(gallery.path)
-    other.add(vectors(1), ["b"])
-    other.commit()
+    store(other, vectors(1), ["b"])
     gallery.rollback()
     assert ids_in(gallery) == ids_in(Gallery.open(gallery.path)) == {"a"}
 
@@ -260,9 +252,6 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         assert ids_in(gallery) == stack[-1]
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -279,17 +268,8 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         (lambda g: g.add(np.zeros((1, DIM)), ["x"]), "the embedding of 'x' is zero"),
         (lambda g: g.add(np.full((1, DIM), np.nan), ["x"]), "the embedding of 'x' is not finite"),
         (lambda g: g.add(vectors(1, dim=5), ["x"]), "stores 8 dimensions, but these embeddings have 5"),
-        (
-            lambda g: (
-                g.add(vectors(1), ["x"], version=Fingerprint.from_string("other"), replace=True)
-                or g.add(vectors(1, dim=5), ["y"])
-            ),
-            "8 dimens",
-        ),
-        (
-            lambda g: g.add(vectors(1), ["x"], version=Fingerprint.from_string("other")),
-            "no single model could search embeddings of other",
-        ),
+        (lambda g: g.add(vectors(1), ["x"], version=OTHER, replace=True) or g.add(vectors(1, dim=5), ["y"]), "8 dimens"),
+        (lambda g: g.add(vectors(1), ["x"], version=OTHER), "no single model could search embeddings of other"),
         (lambda g: g.remove(["nobody"]), "'nobody' is not in the gallery"),
         (lambda g: g.search(vectors(1, dim=5), CLIP), "the queries have 5 dimensions"),
         (lambda g: g.search(np.full((1, DIM), np.inf), CLIP), "query 0 is not finite"),
@@ -305,17 +285,12 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=0), "dim is 0; it must be at least 1"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="v.db", index="HNSW32"), "Milvus chooses its own"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="vectors"), "no Milvus answers at"),
-        (
-            lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="http://127.0.0.1:9"),
-            "no Milvus answers at http://127.0.0.1:9",
-        ),
+        (lambda g: create(g.path / "in", milvus="http://127.0.0.1:9"), "no Milvus answers at http://127.0.0.1:9"),
         (lambda g: Gallery.open(g.path / "no"), "is not a gallery"),
     ],
 )
 def test_what_is_refused_leaves_the_gallery_as_it_was(change: Callable[[Gallery], object], message: str, tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(10), names(10))
-    gallery.commit()
+    gallery = store(create(tmp_path), vectors(10), names(10))
     before = read_manifest(gallery.path)
     with pytest.raises(XcompatError, match=message):
         change(gallery)
@@ -325,17 +300,13 @@ def test_what_is_refused_leaves_the_gallery_as_it_was(change: Callable[[Gallery]
 
 
 def test_equal_dimensions_never_pass_by_luck(make: Make) -> None:
-    gallery = make()
-    gallery.add(vectors(3), names(3))
-    gallery.commit()
+    gallery = store(make(), vectors(3), names(3))
     with pytest.raises(FingerprintMismatchError, match=r"queries of dino@\w+ cannot be compared with the clip@\w+ embeddings"):
         gallery.search(vectors(1), Fingerprint.from_string("dino"))
 
 
 def test_one_writer_at_a_time_and_readers_meanwhile(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(3), names(3))
-    gallery.commit()
+    gallery = store(create(tmp_path), vectors(3), names(3))
     gallery.add(vectors(1, 5), ["waiting"])
     code = (
         "import sys; from xcompat import Fingerprint; from xcompat.retrieval import Gallery; import numpy as np\n"
@@ -346,33 +317,24 @@ def test_one_writer_at_a_time_and_readers_meanwhile(tmp_path: Path) -> None:
     assert other.stdout.strip() == "3" and "another process is writing to" in other.stderr
     gallery.commit()
     assert len(gallery) == 4
-    gallery.add(vectors(1, 6), ["free again"])
-    gallery.commit()
+    store(gallery, vectors(1, 6), ["free again"])
 
 
 def test_a_writer_adds_to_the_newest_state(tmp_path: Path) -> None:
-    first = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    first = create(tmp_path)
     second = Gallery.open(first.path)
-    first.add(vectors(1), ["a"])
-    first.commit()
-    second.add(vectors(1, 1), ["b"])
-    second.commit()
-    assert sorted(Gallery.open(first.path).find(["a", "b"]), key=str) == [CLIP, CLIP]
-
-
-# -------------------------------------------------------------------------------------------------------------- damage
+    store(first, vectors(1), ["a"])
+    store(second, vectors(1, 1), ["b"])
+    assert Gallery.open(first.path).find(["a", "b"]) == [CLIP, CLIP]
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name != ".lock" and "generations" not in path.parts
-    )
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(path for path in files if path.name != ".lock" and "generations" not in path.parts)
 
 
 def test_every_altered_or_truncated_file_is_found_and_named(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="SQ8")
-    gallery.add(vectors(10_000), names(10_000), side_info_NS=vectors(10_000, 3, 4))
-    gallery.commit()
+    gallery = store(create(tmp_path, index="SQ8"), vectors(10_000), names(10_000), side_info_NS=vectors(10_000, 3, 4))
     gallery.remove(["item 3"])
     gallery.commit()
     files = files_of(gallery.path)
@@ -394,9 +356,7 @@ def test_every_altered_or_truncated_file_is_found_and_named(tmp_path: Path) -> N
 @pytest.mark.parametrize("call", range(0, 60, 3))
 def test_a_kill_at_any_write_leaves_the_last_commit(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file system call that changes something is a place to die at; the last committed state opens and verifies."""
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(10), names(10))
-    gallery.commit()
+    gallery = store(create(tmp_path), vectors(10), names(10))
     count = 0
 
     class Killed(BaseException):
@@ -439,13 +399,10 @@ def test_a_kill_at_any_write_leaves_the_last_commit(call: int, tmp_path: Path, m
 
 
 def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(10), names(10))
-    gallery.commit()
+    gallery = store(create(tmp_path), vectors(10), names(10))
     gallery.add(vectors(10, 1), names(10, "more"))
-    monkeypatch.setattr(
-        "xcompat.retrieval.segment.write_array", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr("xcompat.retrieval.segment.write_array", lambda *_: (_ for _ in ()).throw(full))
     with pytest.raises(OSError, match="No space left"):
         gallery.commit()
     gallery.close()
@@ -455,7 +412,7 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
 
 
 def test_side_information_is_of_one_width_and_finite(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
+    gallery = create(tmp_path)
     gallery.add(vectors(2), names(2), side_info_NS=vectors(2, 2, 3))
     said = "of this gallery has 3 dimensions, that of these items 5; use the same model"
     with pytest.raises(XcompatError, match=said):
@@ -465,15 +422,12 @@ def test_side_information_is_of_one_width_and_finite(tmp_path: Path) -> None:
         gallery.add(vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 5))
     with pytest.raises(XcompatError, match="the side-information of 'more 1' is not finite"):
         gallery.add(vectors(2), names(2, "more"), side_info_NS=[[0.0, 1.0, 2.0], [np.nan, 0.0, 1.0]])
-    gallery.add(vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 3))
-    gallery.commit()
+    store(gallery, vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 3))
     assert len(Gallery.open(gallery.path)) == 4
 
 
 def test_a_disk_that_is_really_full_or_read_only_leaves_the_last_commit(tiny_disk: Path) -> None:
-    gallery = Gallery.create(tiny_disk / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(10), names(10), side_info_NS=vectors(10, 2, 2000))
-    gallery.commit()
+    gallery = store(create(tiny_disk), vectors(10), names(10), side_info_NS=vectors(10, 2, 2000))
     gallery.add(vectors(100, 1), names(100, "more"), side_info_NS=vectors(100, 2, 2000))
     with pytest.raises(OSError, match="No space left"):
         gallery.commit()
@@ -488,10 +442,9 @@ def test_a_disk_that_is_really_full_or_read_only_leaves_the_last_commit(tiny_dis
 
 
 def test_a_damaged_gallery_is_refused_by_verify_and_a_reader_of_files_that_are_gone_is_told(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="SQ8")
+    gallery = create(tmp_path, index="SQ8")
     for number in range(2):
-        gallery.add(vectors(20, number), names(20, f"part {number}"))
-        gallery.commit()
+        store(gallery, vectors(20, number), names(20, f"part {number}"))
     gallery.verify()
     reader = Gallery.open(gallery.path)
     gallery.compact()
@@ -511,9 +464,7 @@ def test_what_a_milvus_has_lost_is_found_and_its_own_failures_are_one_line(
     from xcompat.retrieval.milvus_index import connect
 
     monkeypatch.chdir(tmp_path)
-    gallery = Gallery.create("gallery", CLIP, dim=DIM, milvus="vectors.db")
-    gallery.add(vectors(9), names(9))
-    gallery.commit()
+    gallery = store(Gallery.create("gallery", CLIP, dim=DIM, milvus="vectors.db"), vectors(9), names(9))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")  # the Milvus is found from anywhere
     gallery = Gallery.open(tmp_path / "gallery")
@@ -532,24 +483,18 @@ def test_what_a_milvus_has_lost_is_found_and_its_own_failures_are_one_line(
 
 
 def test_a_forged_manifest_does_not_lead_out_of_the_gallery(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(1), ["a"])
-    gallery.commit()
+    gallery = store(create(tmp_path), vectors(1), ["a"])
     file = gallery.path / "gallery.json"
     file.write_text(file.read_text().replace(gallery.segments[0].record.name, "../../../../../../etc"))
     with pytest.raises(XcompatError, match="is damaged"):
         Gallery.open(gallery.path)
 
 
-# ------------------------------------------------------------------------------------------------------------- indexes
-
-
 @pytest.mark.parametrize("index", ["Flat", "HNSW16", "IVF8,Flat", "IVF8,PQ4x4", "SQ8", "PQ4x4"])
 def test_every_index_finds_and_gives_back_what_it_was_given(index: str, tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index=index)
+    gallery = create(tmp_path, index=index)
     embeds = vectors(12_000)
-    gallery.add(embeds, names(12_000))
-    gallery.commit()
+    store(gallery, embeds, names(12_000))
     assert gallery.segments[0].record.index == index
     gallery.remove(names(100))
     gallery.commit()
@@ -562,12 +507,9 @@ def test_every_index_finds_and_gives_back_what_it_was_given(index: str, tmp_path
 
 
 def test_too_few_to_train_an_index_are_searched_exactly_until_they_are_enough(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF8,Flat")
-    gallery.add(vectors(100), names(100))
-    gallery.commit()
+    gallery = store(create(tmp_path, index="IVF8,Flat"), vectors(100), names(100))
     assert gallery.segments[0].record.index == "Flat"
-    gallery.add(vectors(12_000, 1), names(12_000, "more"))
-    gallery.commit()
+    store(gallery, vectors(12_000, 1), names(12_000, "more"))
     gallery.compact()
     assert [segment.record.index for segment in gallery.segments] == ["IVF8,Flat"] and len(gallery) == 12_100
 
@@ -578,7 +520,7 @@ def test_compaction_makes_segments_that_train_the_index_however_large_it_is(
     monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 3000 * DIM * 4)
     monkeypatch.setattr("xcompat.retrieval.compaction.FLUSH_BYTES", 3000 * DIM * 4)
     monkeypatch.setattr("xcompat.retrieval.compaction.BLOCK", 1000)
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF64,Flat")  # takes 9,984 vectors
+    gallery = create(tmp_path, index="IVF64,Flat")  # takes 9,984 vectors
 
     def grown(count: int) -> list[tuple[int, str]]:
         before = len(gallery)
@@ -603,23 +545,14 @@ def test_compaction_makes_segments_that_train_the_index_however_large_it_is(
     assert gallery.find(["item 0", "item 50499"]) == [CLIP, CLIP]
 
 
-def test_search_parameters_are_faiss_own(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF64,Flat")
+def test_search_parameters_are_faiss_own_and_hold_for_one_search(tmp_path: Path) -> None:
     embeds = vectors(12_000)
-    gallery.add(embeds, names(12_000))
-    gallery.commit()
-    exact = naive(dict(zip(names(12_000), embeds, strict=True)), vectors(3, 1), 5)
-    assert found(gallery, vectors(3, 1), 5, parameters="nprobe=64") == exact
-    with pytest.raises(XcompatError, match="do not fit the index"):
-        found(gallery, vectors(3, 1), 5, parameters="nprobes=64")
-
-
-def test_search_parameters_hold_for_one_search(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF64,Flat")
-    gallery.add(vectors(12_000), names(12_000))
-    gallery.commit()
+    gallery = store(create(tmp_path, index="IVF64,Flat"), embeds, names(12_000))
     queries = vectors(20, 1)
     alone = {effort: found(gallery, queries, 5, parameters=effort) for effort in (None, "nprobe=1", "nprobe=64")}
+    assert alone["nprobe=64"] == naive(dict(zip(names(12_000), embeds, strict=True)), queries, 5)
+    with pytest.raises(XcompatError, match="do not fit the index"):
+        found(gallery, queries, 5, parameters="nprobes=64")
     assert found(gallery, queries, 5) == alone[None] and len({str(hits) for hits in alone.values()}) == 3
     efforts = [*alone] * 20
     with ThreadPoolExecutor(4) as threads:
@@ -628,14 +561,12 @@ def test_search_parameters_hold_for_one_search(tmp_path: Path) -> None:
 
 
 def test_search_parameters_pass_by_segments_that_compare_everything(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="IVF8,Flat")
+    gallery = create(tmp_path, index="IVF8,Flat")
     few, many = vectors(100), vectors(12_000, 1)
-    gallery.add(few, names(100))
-    gallery.commit()
+    store(gallery, few, names(100))
     with pytest.raises(XcompatError, match="do not fit the index"):
         found(gallery, vectors(3, 1), 5, parameters="nprobe=8")
-    gallery.add(many, names(12_000, "more"))
-    gallery.commit()
+    store(gallery, many, names(12_000, "more"))
     stored = dict(zip(names(100), few, strict=True)) | dict(zip(names(12_000, "more"), many, strict=True))
     assert found(gallery, vectors(3, 1), 5, parameters="nprobe=8") == naive(stored, vectors(3, 1), 5)
 
@@ -647,10 +578,9 @@ def test_few_rows_of_an_approximate_index_are_searched_exactly(
 ) -> None:
     monkeypatch.setattr(faiss_building, "PER_CENTROID", 1)
     monkeypatch.setattr(filtered_search, "READ_AT_ONCE", 7 * 4 * DIM)  # seven vectors at a time
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, metric=metric, index=index)
+    gallery = create(tmp_path, metric=metric, index=index)
     embeds, queries = vectors(3000), vectors(25, 1)
-    gallery.add(embeds, names(3000), [{"part": n % 200} for n in range(3000)])
-    gallery.commit()
+    store(gallery, embeds, names(3000), [{"part": n % 200} for n in range(3000)])
     assert gallery.segments[0].record.index == index
     few = {name: embeds[n] for n, name in enumerate(names(3000)) if n % 200 == 7}
     for k in (10, 20):  # 15 are kept
@@ -664,11 +594,10 @@ def test_few_rows_of_an_approximate_index_are_searched_exactly(
 @pytest.mark.parametrize("index", ["HNSW16", "IVF64,Flat"])
 def test_an_approximate_index_finds_as_many_as_are_asked_for(index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faiss_building, "PER_CENTROID", 1)
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index=index)
+    gallery = create(tmp_path, index=index)
     embeds = np.repeat(vectors(40), 50, 0)  # equal ones: a graph of them falls apart
     embeds[1:] += 1e-4 * vectors(1999, 1) if index != "HNSW16" else 0
-    gallery.add(embeds, names(2000), [{"document": n // 50} for n in range(2000)])
-    gallery.commit()
+    store(gallery, embeds, names(2000), [{"document": n // 50} for n in range(2000)])
     assert gallery.segments[0].record.index == index
     for k in (60, 500, 2000, 3000):
         assert [len(hits) for hits in found(gallery, vectors(3), k)] == [min(k, 2000)] * 3
@@ -676,21 +605,19 @@ def test_an_approximate_index_finds_as_many_as_are_asked_for(index: str, tmp_pat
 
 
 def test_a_filter_whose_rows_lie_far_from_the_query_finds_them(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, metric="l2", index="IVF64,Flat")
+    gallery = create(tmp_path, metric="l2", index="IVF64,Flat")
     embeds = vectors(12_000)
     embeds[6000:, 0] += 100
-    gallery.add(embeds, names(12_000), [{"side": n // 6000} for n in range(12_000)])
-    gallery.commit()
+    store(gallery, embeds, names(12_000), [{"side": n // 6000} for n in range(12_000)])
     far = dict(zip(names(12_000)[6000:], embeds[6000:], strict=True))
     assert found(gallery, vectors(3, 1), 5, where={"side": 1}, parameters="nprobe=1") == naive(far, vectors(3, 1), 5, "l2")
 
 
 @pytest.mark.parametrize("index", ["HNSW16", "IVF64,Flat"])
 def test_a_filter_costs_no_recall(index: str, tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index=index)
+    gallery = create(tmp_path, index=index)
     embeds, queries = vectors(12_000), vectors(50, 1)
-    gallery.add(embeds, names(12_000), [{"part": n % 10} for n in range(12_000)])
-    gallery.commit()
+    store(gallery, embeds, names(12_000), [{"part": n % 10} for n in range(12_000)])
 
     def recall(parts: list[int]) -> float:
         kept = {name: embeds[n] for n, name in enumerate(names(12_000)) if n % 10 in parts}
@@ -703,9 +630,7 @@ def test_a_filter_costs_no_recall(index: str, tmp_path: Path) -> None:
 def test_an_index_that_cannot_filter_drops_rows_for_a_few_queries_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM, index="PQ4x4")
-    gallery.add(vectors(12_000), names(12_000), [{"part": n % 10} for n in range(12_000)])
-    gallery.commit()
+    gallery = store(create(tmp_path, index="PQ4x4"), vectors(12_000), names(12_000), [{"part": n % 10} for n in range(12_000)])
     at_once = found(gallery, vectors(9, 1), 5, where={"part": list(range(1, 10))})
     monkeypatch.setattr(filtered_search, "HITS_AT_ONCE", 2 * 1205)
     assert found(gallery, vectors(9, 1), 5, where={"part": list(range(1, 10))}) == at_once
@@ -726,9 +651,7 @@ print(*(hit.id for hit in hits[0]), sep=",", end="")
 
 
 def test_filters_work_beside_what_other_libraries_make_of_faiss(tmp_path: Path) -> None:
-    gallery = Gallery.create(tmp_path / "gallery", CLIP, dim=DIM)
-    gallery.add(vectors(20), names(20), [{"odd": bool(row % 2)} for row in range(20)])
-    gallery.commit()
+    gallery = store(create(tmp_path), vectors(20), names(20), [{"odd": bool(row % 2)} for row in range(20)])
     expected = found(gallery, np.eye(DIM, dtype=np.float32)[:1], 3, where={"odd": True})[0]
     printed = subprocess.check_output([sys.executable, "-c", BESIDE_TORCH_UTILS, str(gallery.path)], text=True)
     assert printed.split(",") == expected
