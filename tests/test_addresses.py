@@ -133,14 +133,8 @@ def ids(path: str | list[str], **more: object) -> list[str]:
 def test_shards_of_the_web_are_streamed_and_continued_where_a_connection_broke(store: Store, breaks: int) -> None:
     store.files = {"/0.tar": shard(0), "/1.tar": shard(1), "/2.tgz": shard(2, "w:gz")}
     store.breaks = breaks
-    assert ids([f"http://{store.host}/{{0..1}}.tar?token=secret", f"http://{store.host}/2.tgz"]) == [
-        "0a",
-        "0b",
-        "1a",
-        "1b",
-        "2a",
-        "2b",
-    ]
+    found = ids([f"http://{store.host}/{{0..1}}.tar?token=secret", f"http://{store.host}/2.tgz"])
+    assert found == ["0a", "0b", "1a", "1b", "2a", "2b"]
     assert store.breaks == 0
 
 
@@ -201,8 +195,6 @@ def test_what_is_not_streamed_is_no_address(store: Store) -> None:
         ids(["here.tar", f"http://{store.host}/0.tar"])
     assert not store.asked
 
-
-# ---------------------------------------------------------------------------------------------------------------- texts
 
 TEXTS = [f"a thing of kind {number * 7919 % 10_007}" for number in range(600)]  # of more than 1,000 bytes when packed
 
@@ -298,10 +290,7 @@ def test_a_command_stays_as_it_is_but_for_ranges_of_numbers(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        (
-            "https://me:secret@host/{a,x.txt?token=secret",
-            r"https://host/\{a,x\.txt is not a valid address, or its braces do not match",
-        ),
+        ("https://me:secret@host/{a?token=secret", r"https://host/\{a is not a valid address, or its braces do not match"),
         ("https://[bad/0.txt?secret", r"https://\[bad/0\.txt is not a valid address"),
         ("https:///0.txt?secret", "https:///0.txt is not a valid address"),
         ("pipe: ", "pipe: contains no command"),

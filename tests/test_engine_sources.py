@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_engines import OLD_DIM, Run, files_in, lists, save_map, typed, write_lance
+from test_engines import OLD_DIM, Run, files_in, lists, save_map, write_lance
 
 from xcompat.engines import iceberg, lance, sources
 from xcompat.engines.source_types import read_source
@@ -34,13 +35,10 @@ def vectors() -> np.ndarray:
 
 
 @pytest.fixture
-def embed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def embed(run_xcompat: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs ``xcompat embed`` on parts of 60 rows."""
     monkeypatch.setattr(sources, "PART_ROWS", 60)
-    return typed(monkeypatch, capsys)
-
-
-# --------------------------------------------------------------------------------------------------------- Lance
+    return partial(run_xcompat, "embed")
 
 
 @pytest.mark.parametrize("store", ["", "file-object-store://"])
@@ -116,9 +114,6 @@ def test_mistakes_about_a_lance_table_are_one_line(
     code, _, error = embed(tmp_path / named, "--model", model, "--out", tmp_path / "out")
     assert code == 2 and said in error and len(error.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.glob("*.lance")) == ["bare.lance", "empty.lance", "items.lance", "nulls.lance"]
-
-
-# ------------------------------------------------------------------------------------------------------- Iceberg
 
 
 @pytest.fixture
@@ -211,9 +206,6 @@ def test_what_cannot_be_read_of_an_iceberg_table_is_one_line(
         table.delete("price >= 0")
     code, _, error = embed(table.metadata_location, "--model", model, "--out", tmp_path / "out")
     assert code == 2 and said in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------- both
 
 
 @pytest.mark.parametrize(

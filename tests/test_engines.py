@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +79,10 @@ def source(tmp_path: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch)
     return folder
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs ``xcompat embed``."""
-    from xcompat import cli
-
-    def called(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcompat", "embed", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return int(stop.value.code or 0), *capsys.readouterr()
-
-    return called
-
-
 @pytest.fixture
-def run(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return typed(monkeypatch, capsys)
+def run(run_xcompat: Run) -> Run:
+    """Return a function that runs ``xcompat embed``."""
+    return partial(run_xcompat, "embed")
 
 
 def write_lance(place: Path | str, rows: np.ndarray) -> Any:
@@ -112,9 +101,6 @@ def write_lance(place: Path | str, rows: np.ndarray) -> Any:
 def files_in(folder: Path) -> dict[str, bytes]:
     """Return the plan and the parts of a folder; each part has a checksum file beside it."""
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if not file.name.startswith("_part-")}
-
-
-# --------------------------------------------------------------------------------------- the function of tables
 
 
 @pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
@@ -164,9 +150,8 @@ def test_another_model_under_the_same_name_is_refused(tmp_path: Path, vectors: n
     function = TableModel.open(save_map(tmp_path / "map", seed=1), "vectors", "vector")
     save_map(tmp_path / "map", seed=2)
     models._load.cache_clear()
-    with pytest.raises(
-        FingerprintMismatchError, match=r"is .* on this worker, expected .*; copy the same files to every machine"
-    ):
+    reason = r"is .* on this worker, expected .*; copy the same files to every machine"
+    with pytest.raises(FingerprintMismatchError, match=reason):
         function(lists(vectors))
 
 
@@ -203,10 +188,8 @@ def test_images_come_as_bytes_paths_or_both(old_folder: str, images: list[Image.
     paths = [str(tmp_path / f"{number}.png") for number in range(len(images))]
     stored = [Path(path).read_bytes() for path in paths]
     function = TableModel.open(old_folder, "images")
-    made = [
-        function(pa.table({"image": rows}))["embedding"]
-        for rows in (paths, stored, [{"bytes": content, "path": "x.png"} for content in stored])
-    ]
+    both = [{"bytes": content, "path": "x.png"} for content in stored]
+    made = [function(pa.table({"image": rows}))["embedding"] for rows in (paths, stored, both)]
     assert made[0].equals(made[1]) and made[1].equals(made[2]) and not made[0].null_count
     spoilt = function(pa.table({"image": [*stored[:1], b"no image", *stored[1:]]}))["embedding"]
     assert spoilt.is_null().to_pylist() == [False, True, *[False] * (len(stored) - 1)]
@@ -230,9 +213,6 @@ def test_sparks_example_is_a_function_of_batches(model: str, vectors: np.ndarray
     monkeypatch.setattr(TableModel, "open", lambda *_: seen.append(opened) or opened)
     exec(compile(code, "docs/engines.md", "exec"), {"items": Frame()})  # noqa: S102 - our own page
     np.testing.assert_allclose(np.stack(seen[-1]["embedding"].to_numpy()), Mapping(load_checkpoint(model))(vectors), atol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------- files, in one process
 
 
 def test_files_become_files(run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path) -> None:
@@ -290,39 +270,35 @@ def test_a_damaged_part_is_made_again(
     assert files_in(out) == whole and "nothing to do" in run(*command)[1]
 
 
+def copy_part(out: Path, number: int) -> None:
+    shutil.copy(out / "part-000001.parquet", out / f"part-{number:06}.parquet")
+
+
+def write_file(out: Path) -> None:
+    shutil.rmtree(out)
+    out.write_text("mine")
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         ("other model", "was started with another fingerprint"),
         ("other dtype", "was started with another dtype ('float32', now 'float16'); choose another folder"),
-        ("other files", "items has changed since "),
-        ("no plan", "not written by `xcompat embed`; choose another folder"),
-        ("no json", "contains a _plan.json not written by `xcompat embed`"),
-        ("other part", "part-000002.parquet was not written by this `xcompat embed` run; move it"),
-        ("one part more", "part-000009.parquet is not a part of this `xcompat embed` run; move it"),
-        ("a file", "is a file; choose a folder for --out"),
+        (lambda source, _: os.utime(source / "a.parquet", (1, 1)), "items has changed since "),
+        (lambda _, out: (out / "_plan.json").unlink(), "not written by `xcompat embed`; choose another folder"),
+        (lambda _, out: (out / "_plan.json").write_text("mine"), "contains a _plan.json not written by `xcompat embed`"),
+        (lambda _, out: copy_part(out, 2), "part-000002.parquet was not written by this `xcompat embed` run; move it"),
+        (lambda _, out: copy_part(out, 9), "part-000009.parquet is not a part of this `xcompat embed` run; move it"),
+        (lambda _, out: write_file(out), "is a file; choose a folder for --out"),
     ],
 )
-def test_nothing_else_is_replaced(run: Run, model: str, source: Path, tmp_path: Path, spoil: str, said: str) -> None:
-    out, more = tmp_path / "out", []
+def test_nothing_else_is_replaced(run: Run, model: str, source: Path, tmp_path: Path, spoil: Any, said: str) -> None:
+    out, more = tmp_path / "out", ["--dtype", "float16"] if spoil == "other dtype" else []
     assert run(source, "--model", model, "--out", out)[0] == 0
     if spoil == "other model":
         model = save_map(tmp_path / "other", seed=3)
-    elif spoil == "other dtype":
-        more = ["--dtype", "float16"]
-    elif spoil == "other files":
-        os.utime(source / "a.parquet", (1, 1))
-    elif spoil == "no plan":
-        (out / "_plan.json").unlink()
-    elif spoil == "no json":
-        (out / "_plan.json").write_text("mine")
-    elif spoil == "other part":
-        shutil.copy(out / "part-000001.parquet", out / "part-000002.parquet")
-    elif spoil == "one part more":
-        shutil.copy(out / "part-000001.parquet", out / "part-000009.parquet")
-    else:
-        shutil.rmtree(out)
-        out.write_text("mine")
+    elif callable(spoil):
+        spoil(source, out)
     before = files_in(out) if out.is_dir() else out.read_text()
     code, _, error = run(source, "--model", model, "--out", out, *more)
     assert code == 2 and said in error and len(error.splitlines()) == 1
@@ -342,9 +318,8 @@ def test_what_is_made_is_never_read_as_a_source(
     assert run(source, "--model", model, "--out", tmp_path / "out")[0] == 0
     shutil.copytree(tmp_path / "out", source / "out")  # as earlier releases took it
     code, _, error = run(address, "--model", model, "--out", tmp_path / "other")
-    assert (
-        code == 2 and f"out was written by `xcompat embed` and is inside {address}" in error and not (tmp_path / "other").exists()
-    )
+    assert code == 2 and f"out was written by `xcompat embed` and is inside {address}" in error
+    assert not (tmp_path / "other").exists()
     assert len(read_source(str(source / "out")).parts) == 5, "named itself it is a source as any other"
 
 
@@ -388,29 +363,26 @@ def test_a_file_that_changes_meanwhile_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("typed", "said"),
     [
-        (("nowhere", "--model", "{model}", "--out", "out"), "nowhere does not exist"),
-        (("{source}",), "set the model with --model, and the output folder with --out"),
-        (("{source}", "a=1", "--model", "{model}", "--out", "out"), "'a=1' overrides a recipe value"),
-        (("{source}", "--model", "{model}", "--out", "out", "--workers", "2"), "need an engine; choose one with --engine"),
-        (("recipe.yaml", "--engine", "ray"), "--engine applies to tables"),
-        (
-            ("{source}", "--model", "{model}", "--out", "out", "--column", "prices"),
-            "has no column 'prices'; did you mean 'price'?",
-        ),
-        (("{source}", "--model", "{model}", "--out", "out", "--column", "price"), "choose a column of vectors, texts or images"),
-        (("{source}", "--model", "{model}", "--out", "out", "--id-column", "vector"), "both name 'vector'"),
-        (("{source}", "--model", "{queries}", "--out", "out"), "maps queries, so the store stays as it is"),
-        (("nosuch://bucket/items", "--model", "{model}", "--out", "out"), "nosuch://bucket/items cannot be opened"),
+        ("nowhere --model {model} --out out", "nowhere does not exist"),
+        ("{source}", "set the model with --model, and the output folder with --out"),
+        ("{source} a=1 --model {model} --out out", "'a=1' overrides a recipe value"),
+        ("{source} --model {model} --out out --workers 2", "need an engine; choose one with --engine"),
+        ("recipe.yaml --engine ray", "--engine applies to tables"),
+        ("{source} --model {model} --out out --column prices", "has no column 'prices'; did you mean 'price'?"),
+        ("{source} --model {model} --out out --column price", "choose a column of vectors, texts or images"),
+        ("{source} --model {model} --out out --id-column vector", "both name 'vector'"),
+        ("{source} --model {queries} --out out", "maps queries, so the store stays as it is"),
+        ("nosuch://bucket/items --model {model} --out out", "nosuch://bucket/items cannot be opened"),
     ],
 )
 def test_mistakes_are_one_line(
-    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+    run: Run, model: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    queries = save_map(tmp_path / "queries", 0, "new_to_old") if "{queries}" in arguments else ""
-    code, _, error = run(*(each.format(model=model, source=source, queries=queries) for each in arguments))
+    queries = save_map(tmp_path / "queries", 0, "new_to_old") if "{queries}" in typed else ""
+    code, _, error = run(*typed.format(model=model, source=source, queries=queries).split())
     assert code == 2 and said in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
@@ -433,9 +405,8 @@ def test_a_column_is_chosen_by_its_name_unless_two_could_be_meant(
     monkeypatch.setattr("xcompat.engines.commands.MOST_UNREAD", 0.5)
     _, out, _ = run(*command)
     assert "skipped 1 of 3 images that cannot be read, e.g. '6'" in out
-    assert (
-        pq.read_table(tmp_path / "images")["id"].to_pylist() == [4, 5] and "holds 2 embeddings" in out and "nothing to do" in out
-    )
+    assert "holds 2 embeddings" in out and "nothing to do" in out
+    assert pq.read_table(tmp_path / "images")["id"].to_pylist() == [4, 5]
 
 
 def test_images_that_cannot_be_read_are_refused_until_they_are_mended(
@@ -478,12 +449,12 @@ def test_a_part_that_does_not_say_what_it_left_out_is_made_anew(
 def stand_in_for_a_bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = fs.SubTreeFileSystem(str(folder), fs.LocalFileSystem())
     found = filesystems.resolve_filesystem
+
+    def resolve(uri: str) -> tuple[Any, str]:
+        return (bucket, uri.partition("bucket/")[2]) if uri.startswith("s3") else found(uri)
+
     for module in (filesystems, sys.modules["xcompat.engines.commands"]):
-        monkeypatch.setattr(
-            module,
-            "resolve_filesystem",
-            lambda uri: (bucket, uri.partition("bucket/")[2]) if uri.startswith("s3") else found(uri),
-        )
+        monkeypatch.setattr(module, "resolve_filesystem", resolve)
 
 
 def test_other_file_systems_get_whole_files(
@@ -526,30 +497,18 @@ def test_unread_images_of_all_processes_count_together(old_folder: str, tmp_path
     images[0].save(tmp_path / "0.png")
     paths = [str(tmp_path / name) for name in ("0.png", "lost.png", "0.png", "gone.png")]
     pq.write_table(pa.table({"id": range(4), "image": paths}), tmp_path / "items.parquet", row_group_size=1)
-    code = (
-        "from xcompat import cli; from xcompat.engines import commands, sources; "
-        "commands.MOST_UNREAD = 0.3; sources.PART_ROWS = 2; cli.main()"
-    )
+    code = "from xcompat import cli; from xcompat.engines import commands, sources\n"
+    code += "commands.MOST_UNREAD = 0.3; sources.PART_ROWS = 2; cli.main()"
     command = (tmp_path / "items.parquet", "--model", old_folder, "--out", tmp_path / "out")
     done = warm.run("-c", code, "embed", *command, folder=tmp_path, ranks=2)
     assert done.returncode != 0 and "2 of 4 images cannot be read, e.g. '1'; fix or remove them" in done.stderr
-
-
-# ------------------------------------------------------------------------------------------------------ engines
 
 
 @pytest.mark.parametrize(  # Parquet by Ray: where a worker is killed
     ("engine", "kind"), [("daft", "parquet"), pytest.param("ray", "lance", marks=pytest.mark.nightly)]
 )
 def test_an_engine_writes_the_same_bytes(
-    run: Run,
-    model: str,
-    source: Path,
-    vectors: np.ndarray,
-    tmp_path: Path,
-    engine: str,
-    kind: str,
-    request: pytest.FixtureRequest,
+    run: Run, model: str, source: Path, vectors: np.ndarray, tmp_path: Path, engine: str, kind: str, request: Any
 ) -> None:
     pytest.importorskip(engine)
     if engine == "ray":

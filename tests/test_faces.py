@@ -130,9 +130,6 @@ def test_cameras_reach_every_case_and_interval() -> None:
         evaluate(EvaluatedModels(old, embedded("new")), options)
 
 
-# -------------------------------------------------------------------------------------------------------------- rates
-
-
 def random_images(name: str, seed: int, n_queries: int = 60, n_gallery: int = 40) -> EmbeddedImages:
     """Embed eight classes, of which the gallery lacks two."""
     labels = np.arange(n_queries) % 8, np.arange(n_gallery) % 6
@@ -186,17 +183,21 @@ def test_rates_are_of_images_with_classes_and_between_nothing_and_all(market: Pa
         parse_recipe(raw | {"evaluation": {"fars": [0]}}, "demo", "demo.yaml")
 
 
+def raw_recipe(folder: Path, data: dict[str, Any], **training: int) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "cache_dir": str(folder / "cache"),
+        "old": "stage:old",
+        "data": data,
+    }
+    return raw | {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "training": training | {"save_strategy": "no"}}
+
+
 def test_identification_without_impostor_is_refused_before_training(market: Path, tmp_path: Path) -> None:
     people = {"path": str(market / "query"), "format": "market1501"}
-    raw: dict[str, Any] = {
-        "output_dir": str(tmp_path / "run"),
-        "old": "stage:old",
-        "new": {"model": TINY, "image_size": 16, "stem": "small"},
-        "data": {"images": people, "queries": people},
-        "training": {"max_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"},
-        "evaluation": {"fpirs": [0.1], "resamples": 100},
-        "stages": [{"name": "old", "method": "independent", "old": None, "evaluation": None}, {"method": "l2"}],
-    }
+    raw = raw_recipe(tmp_path, {"images": people, "queries": people}, max_steps=1, per_device_train_batch_size=4)
+    raw["evaluation"] = {"fpirs": [0.1], "resamples": 100}
+    raw["stages"] = [{"name": "old", "method": "independent", "old": None, "evaluation": None}, {"method": "l2"}]
     with pytest.raises(XcompatError, match="l2: evaluation.fpirs: every query's class is in the gallery"):
         run_recipe(parse_recipe(raw, "people", "people.yaml"))
     assert not (tmp_path / "run").exists(), "no stage began"
@@ -204,21 +205,11 @@ def test_identification_without_impostor_is_refused_before_training(market: Path
 
 def test_a_study_of_people_compares_rates(market: Path, tmp_path: Path, undrawn: None) -> None:
     people = {"format": "market1501"}
-    raw: dict[str, Any] = {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "cache"),
-        "old": "stage:old",
-        "new": {"model": TINY, "image_size": 16, "stem": "small"},
-        "data": {
-            "images": people | {"path": str(market / "bounding_box_train")},
-            "queries": people | {"path": str(market / "query")},
-            "gallery": people | {"path": str(market / "bounding_box_test")},
-            "samples_per_class": 2,
-        },
-        "options": {"triplet_weight": 1.0},
-        "training": {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no"},
-        "evaluation": {"resamples": 100, "ks": [1], "examples": 1, "tsne_pairs": 0, "fars": [0.1]},
-    }
+    parts = {"images": "bounding_box_train", "queries": "query", "gallery": "bounding_box_test"}
+    data: dict[str, Any] = {part: people | {"path": str(market / folder)} for part, folder in parts.items()}
+    raw = raw_recipe(tmp_path, data | {"samples_per_class": 2}, max_steps=2, per_device_train_batch_size=4)
+    raw["options"] = {"triplet_weight": 1.0}
+    raw["evaluation"] = {"resamples": 100, "ks": [1], "examples": 1, "tsne_pairs": 0, "fars": [0.1]}
     old = {"name": "old", "method": "independent", "old": None, "options": {"dim": 8, "triplet_weight": 0}}
     compare_recipe(parse_recipe(raw | {"stages": [old, {"method": "mixbct"}]}, "people", "people.yaml"))
     report = load_report(tmp_path / "run" / "seed-0")
@@ -234,9 +225,6 @@ def test_a_study_of_people_compares_rates(market: Path, tmp_path: Path, undrawn:
     assert "TAR@FAR=1e-1" in page and "true acceptance rate of verification" in page
     hits = report.examples[0].rows[0].hits
     assert sum(hit.is_hit for hit in hits) <= 2, "two of the four images of the person are by the query's own camera"
-
-
-# ------------------------------------------------------------------------------------------- classification and triplets
 
 
 def naive_triplets(features: np.ndarray, labels: list[int], margin: float) -> float:
@@ -282,9 +270,6 @@ def test_triplets_need_balanced_batches_and_something_to_be_added_to(image_folde
     ):
         with pytest.raises(XcompatError, match=message):
             METHODS["independent"].from_encoder(image_folder_of["resnet"], classes=["a", "b"], **options)
-
-
-# -------------------------------------------------------------------------------------------------------------- IJB-C
 
 
 @pytest.fixture(scope="module")
@@ -381,10 +366,8 @@ def test_templates_without_a_readable_image_are_left_out(ijbc: Path) -> None:
     embeds[:5] = np.nan  # all of template 0, which is in the gallery, and one image of template 1
     kept = EvaluatedModels(old, new.with_matrices({"images": embeds})).without_unreadable()
     found = evaluate(kept, EvaluationOptions(n_resamples=100))
-    assert {case.direction: (case.n_queries, case.n_gallery) for case in found.cases} == {
-        "verification": (10, 60),
-        "identification": (10, 5),
-    }
+    sizes = {case.direction: (case.n_queries, case.n_gallery) for case in found.cases}
+    assert sizes == {"verification": (10, 60), "identification": (10, 5)}
     assert "Templates without a readable image, excluded: 1." in found.notes
     assert all("tpir@far=1e-2" in case.metrics for case in found.cases if case.direction == "identification")
 
@@ -393,19 +376,17 @@ _PAIRS = {"pairs_P2": np.array([[0, 1], [2, 3], [4, 5]])}
 _GALLERY = {"gallery_G": np.array([0, 1]), "gallery_subjects_G": np.array([0, 1])}
 
 
+def probes(rows: list[int], subjects: list[int]) -> dict[str, np.ndarray]:
+    return {"probes_Q": np.array(rows), "probe_subjects_Q": np.array(subjects)}
+
+
 @pytest.mark.parametrize(
     ("lists", "gone"),
     [
         (_PAIRS | {"same_P": np.array([True, True, False])}, "no pair of two subjects is left"),
         (_PAIRS | {"same_P": np.array([False, False, True])}, "no pair of one subject is left"),
-        (
-            _GALLERY | {"probes_Q": np.array([2, 3, 5]), "probe_subjects_Q": np.array([0, 1, 9])},
-            "no probe whose subject is not in the gallery is left",
-        ),
-        (
-            _GALLERY | {"probes_Q": np.array([2, 5]), "probe_subjects_Q": np.array([8, 0])},
-            "no probe whose subject is in the gallery is left",
-        ),
+        (_GALLERY | probes([2, 3, 5], [0, 1, 9]), "no probe whose subject is not in the gallery is left"),
+        (_GALLERY | probes([2, 5], [8, 0]), "no probe whose subject is in the gallery is left"),
     ],
 )
 def test_templates_that_a_list_cannot_do_without_are_named(lists: dict[str, Any], gone: str) -> None:
@@ -449,15 +430,9 @@ def test_lists_that_do_not_fit_are_refused_before_training(ijbc: Path, tmp_path:
 
 
 def test_a_recipe_is_judged_on_templates(ijbc: Path, tmp_path: Path, undrawn: None) -> None:
-    raw: dict[str, Any] = {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "cache"),
-        "old": "stage:old",
-        "new": {"model": TINY, "image_size": 16, "stem": "small"},
-        "data": {"images": {"path": str(make_ms1m(tmp_path / "ms1m"))}, "templates": of_ijbc(ijbc)},
-        "training": {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"},
-        "evaluation": {"resamples": 100, "tsne_pairs": 0},
-    }
+    data = {"images": {"path": str(make_ms1m(tmp_path / "ms1m"))}, "templates": of_ijbc(ijbc)}
+    raw = raw_recipe(tmp_path, data, max_steps=2, per_device_train_batch_size=8)
+    raw["evaluation"] = {"resamples": 100, "tsne_pairs": 0}
     old = {"name": "old", "method": "independent", "old": None, "options": {"dim": 8}}
     recipe = parse_recipe(raw | {"stages": [old, {"method": "mixbct"}]}, "faces", "faces.yaml")
     run_recipe(recipe)
@@ -470,8 +445,6 @@ def test_a_recipe_is_judged_on_templates(ijbc: Path, tmp_path: Path, undrawn: No
     with pytest.raises(XcompatError, match="templates of several images, which cannot be exported"):
         to_atlas(tmp_path / "run", tmp_path / "atlas.parquet", 10, 0, overwrite=False)
 
-
-# ------------------------------------------------------------------------------------------------------------- recipes
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes" / "mixbct").glob("*.yaml"))
 TRIED = ("table_2_open_class_128", "table_7_vit", "table_8_market1501", "table_9_sequence")
@@ -486,11 +459,10 @@ def data_of_recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "file",
-    mostly_nightly(RECIPES, lambda file: file.stem not in TRIED or "market" in file.stem),
-    ids=lambda file: file.stem,
-)
+DAILY_RECIPES = mostly_nightly(RECIPES, lambda file: file.stem not in TRIED or "market" in file.stem)
+
+
+@pytest.mark.parametrize("file", DAILY_RECIPES, ids=lambda file: file.stem)
 def test_recipes_of_mixbct_find_their_data_and_run(
     file: Path, data_of_recipes: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
 ) -> None:
