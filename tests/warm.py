@@ -22,6 +22,7 @@ import torch.multiprocessing
 
 # One process imports these, and every other is a fork of it. Nothing of xcompat: each process imports that anew.
 LIBRARIES = ("torch._dynamo", "torch.distributed.fsdp", "transformers.trainer", "transformers.models.clip.modeling_clip", "peft")
+LIBRARIES += ("faiss", "matplotlib.figure", "pydantic", "rich.console", "scipy.stats", "sklearn.linear_model", "typer.main")
 multiprocessing.set_forkserver_preload(list(LIBRARIES))
 
 
