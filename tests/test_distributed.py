@@ -129,15 +129,12 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
     source = {"path": write_text_pairs(folder / "text_pairs.jsonl"), "negative_column": "negatives"}
     texts: dict[str, Any] = {"options": {"adapters": {"lora": LORA["adapters"]["lora"]}}}
     texts["data"] = {"pairs": None, "text_pairs": source}
+    phi: dict[str, Any] = {"method": "projection", "options": {"noise_std": 0}}
+    classes = {"images": {"path": write_classes(folder / "classes")}, "pairs": None, "texts": [], "test": None}
+    upgraded: dict[str, Any] = {"method": "ridge", "options": {"direction": "old_to_new"}, "searched_classes": "known"}
     stages: list[dict[str, Any]] = [
-        {"name": "phi", "method": "projection", "options": {"noise_std": 0}},
-        {
-            "name": "phi_images",
-            "method": "projection",
-            "options": {"noise_std": 0},
-            "data": {"embeddings_of": "images"},
-            "evaluation": None,
-        },
+        {**phi, "name": "phi"},
+        {**phi, "name": "phi_images", "data": {"embeddings_of": "images"}, "evaluation": None},
         {**pair, "name": "pair"},
         {**pair, "name": "shards", "data": {"pairs": {"path": write_shards(folder / "shards", [8, 8, 8, 4])}}},
         {"name": "direct", "method": "direct", "options": LORA, "evaluation": None},
@@ -145,42 +142,19 @@ def recipe(folder: Path, old: str, new: str) -> dict[str, Any]:
         {**pair, **texts, "name": "texts"},
         {**pair, **texts, "name": "texts_parts", "mini_batch_size": 2},
         {"name": "chosen", "allow_worse": True, "data": {"texts": []}, "evaluation": None, "training": {"max_steps": 3}},
-        {"name": "remembering", "method": "projection", "options": {"noise_std": 0}, "memory": "pairs", "evaluation": None},
-        {
-            "name": "upgraded",
-            "method": "ridge",
-            "options": {"direction": "old_to_new"},
-            "memory": "classes",
-            "searched_classes": "known",
-            "data": {"images": {"path": write_classes(folder / "classes")}, "pairs": None, "texts": [], "test": None},
-            "evaluation": None,
-        },
+        {**phi, "name": "remembering", "memory": "pairs", "evaluation": None},
+        {**upgraded, "name": "upgraded", "memory": "classes", "data": classes, "evaluation": None},
         {"name": "scale", "method": "independent", "evaluation": None},
         {"name": "scale_parts", "method": "independent", "evaluation": None, "mini_batch_size": 2},
     ]
     for name, lengths in STREAMS.items():
         source = {"path": write_shards(folder / name, lengths), "streaming": True}
         stages.append({**pair, "name": name, "data": {"pairs": source, "shuffle_buffer": 4}, "training": {"max_steps": 4}})
-    pairs = write_folder(folder / "pairs")
-    return {
-        "old": old,
-        "new": new,
-        "data": {
-            "pairs": {"path": pairs},
-            "texts": [{"path": str(folder / "texts.txt")}],
-            "test": {"path": pairs},
-            "augmentation": {"min_scale": 0.7},
-        },
-        "training": {
-            "max_steps": 6,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "dataloader_num_workers": 0,
-        },
-        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 0},
-        "stages": stages,
-    }
+    pairs = {"path": write_folder(folder / "pairs")}
+    data = {"pairs": pairs, "texts": [{"path": str(folder / "texts.txt")}], "test": pairs, "augmentation": {"min_scale": 0.7}}
+    training = {"max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "logging_steps": 1}
+    raw = {"old": old, "new": new, "data": data, "training": training | {"dataloader_num_workers": 0}, "stages": stages}
+    return raw | {"evaluation": {"resamples": 100, "ks": [1, 5], "examples": 0}}
 
 
 def train(folder: Path, ranks: int, batch: int) -> Path:
@@ -376,12 +350,8 @@ def test_ddp_sends_once_what_never_changes(method: str, image_folder_of: dict[st
 
 def test_ctrl_c_stops_both_ranks_after_the_same_step(runs: tuple[Path, Path], tmp_path: Path) -> None:
     raw = yaml.safe_load((runs[0].parent / "r.yaml").read_text())
-    raw |= {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "cache"),
-        "stages": raw["stages"][:1],
-        "evaluation": None,
-    }
+    raw |= {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache"), "evaluation": None}
+    raw["stages"] = raw["stages"][:1]
     del raw["data"]["augmentation"]  # of the second stage
     raw["training"] |= {"max_steps": 100_000, "save_steps": 20, "per_device_train_batch_size": 4}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(raw))

@@ -36,20 +36,13 @@ from xcompat.training.stage_recipe import StageRecipe
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).resolve().parents[1]
-RAW: dict[str, Any] = {
-    "method": "ridge",
-    "old": "some/old",
-    "new": "some/new",
-    "data": {"texts": [{"path": "some/texts"}], "test": {"path": "some/pairs"}},
-}
+DATA = {"texts": [{"path": "some/texts"}], "test": {"path": "some/pairs"}}
+RAW: dict[str, Any] = {"method": "ridge", "old": "some/old", "new": "some/new", "data": DATA}
 
 
 def recipe_of(tmp_path: Path, **changes: Any) -> Recipe:
     places = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache")}
     return parse_recipe({**RAW, **places, **changes}, "demo", "demo.yaml")
-
-
-# ---------------------------------------------------------------------------------------------------------- missing paths
 
 
 def test_every_missing_path_is_listed_and_the_rest_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,16 +54,10 @@ def test_every_missing_path_is_listed_and_the_rest_is_checked(tmp_path: Path, ca
     printed = capsys.readouterr().out
     assert all(line in printed for line in missing)
     assert "demo runs from end to end on stand-ins; before training, provide the 5 paths listed above" in printed
+    options, data = {"adapters": {"lora": {"targets": ["c_fc"]}}}, {"pairs": {"path": "some/pairs"}}
+    recipe = recipe_of(tmp_path, method="direct", old="./no/such/model", options=options, data=data)
     with pytest.raises(XcompatError, match="match no linear layer"):
-        dry_run_recipe(
-            recipe_of(
-                tmp_path,
-                method="direct",
-                old="./no/such/model",
-                options={"adapters": {"lora": {"targets": ["c_fc"]}}},
-                data={"pairs": {"path": "some/pairs"}},
-            )
-        )
+        dry_run_recipe(recipe)
 
 
 def test_missing_texts_and_templates_are_listed(tmp_path: Path) -> None:
@@ -110,9 +97,6 @@ def test_a_comparison_needs_a_judged_stage(tmp_path: Path) -> None:
         dry_run_comparison(recipe_of(tmp_path, evaluation=None))
 
 
-# ---------------------------------------------------------------------------------------------------------------- columns
-
-
 @pytest.fixture
 def forms(tmp_path: Path, pairs_folder: str) -> dict[str, str]:
     """Return the same images with names and classes as a folder, a Parquet file and shards, and texts in several files."""
@@ -144,53 +128,41 @@ RIGHT = {
 
 @pytest.mark.parametrize("form", RIGHT)
 @pytest.mark.parametrize("key", ["pairs", "test", "remembered", "images", "queries", "gallery", "zero_shot"])
-@pytest.mark.parametrize("column", ["caption_column", "label_column"])
-def test_a_column_that_does_not_exist_is_refused(form: str, key: str, column: str, forms: dict[str, str], tmp_path: Path) -> None:
+def test_a_column_that_does_not_exist_is_refused(form: str, key: str, forms: dict[str, str], tmp_path: Path) -> None:
     of_classes = key in ("images", "queries", "gallery", "zero_shot")
-    if of_classes != (column == "label_column"):
-        return
+    column = "label_column" if of_classes else "caption_column"
     right = {"path": forms[form], **RIGHT[form]} | ({"captions": False} if key == "zero_shot" else {})
     if not of_classes:
         right.pop("label_column")
     (tmp_path / "classes.txt").write_text("kind 0\nkind 1\n")
-    for source, is_wrong in ((right, False), (right | {column: "nowhere"}, True)):
+    for source in (right, right | {column: "nowhere"}):
         named = {"images": source, "classes": str(tmp_path / "classes.txt")} if key == "zero_shot" else source
         data: dict[str, Any] = {"texts": [], key: named}
         if key == "gallery":
             data["queries"] = right
-        settings = StageRecipe.model_construct(
-            name="it", data=StageRecipe.model_validate({"data": data}, context={"quick": True}).data
-        )
-        if is_wrong:
+        checked = StageRecipe.model_validate({"data": data}, context={"quick": True}).data
+        settings = StageRecipe.model_construct(name="it", data=checked)
+        if source is right:
+            check_data(settings)
+        else:
             with pytest.raises(XcompatError, match=rf"it: data\.{key}: .*(nowhere|no sample)"):
                 check_data(settings)
-        else:
-            check_data(settings)
+
+
+def texts(column: str) -> dict[str, str]:
+    return {"path": "texts", "text_column": column}
+
+
+ASK, BODY = {"path": "texts", "query_column": "ask"}, {"passages": texts("body")}
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ({"texts": [{"path": "texts", "text_column": "body"}]}, {"texts": [{"path": "texts", "text_column": "nowhere"}]}),
+        ({"texts": [texts("body")]}, {"texts": [texts("nowhere")]}),
         ({"texts": [{"path": "parquet", "text_column": "title"}]}, {"texts": [{"path": "parquet", "text_column": "nowhere"}]}),
-        (
-            {"text_pairs": {"path": "texts", "query_column": "ask", "passage_column": "body"}},
-            {"text_pairs": {"path": "texts", "query_column": "ask", "passage_column": "nowhere"}},
-        ),
-        (
-            {
-                "judged_texts": {
-                    "queries": {"path": "texts", "text_column": "ask"},
-                    "passages": {"path": "texts", "text_column": "body"},
-                }
-            },
-            {
-                "judged_texts": {
-                    "queries": {"path": "texts", "text_column": "asked"},
-                    "passages": {"path": "texts", "text_column": "body"},
-                }
-            },
-        ),
+        ({"text_pairs": {**ASK, "passage_column": "body"}}, {"text_pairs": {**ASK, "passage_column": "nowhere"}}),
+        ({"judged_texts": {"queries": texts("ask"), **BODY}}, {"judged_texts": {"queries": texts("asked"), **BODY}}),
     ],
 )
 def test_a_column_of_texts_that_does_not_exist_is_refused(
@@ -211,18 +183,13 @@ def test_a_column_of_texts_that_does_not_exist_is_refused(
 
 def test_a_dry_run_checks_columns_and_leaves_no_cache(forms: dict[str, str], tmp_path: Path) -> None:
     before = sorted(cache_folder().iterdir())
-    data = {
-        "texts": [{"path": forms["texts"], "text_column": "body"}],
-        "test": {"path": forms["folder"], "caption_column": "title"},
-    }
+    data: dict[str, Any] = {"texts": [{"path": forms["texts"], "text_column": "body"}]}
+    data["test"] = {"path": forms["folder"], "caption_column": "title"}
     assert dry_run_recipe(recipe_of(tmp_path, data=data)) == []
     data["test"]["caption_column"] = "caption"  # type: ignore[index]
     with pytest.raises(XcompatError, match=r"ridge: data\.test: .* has no column 'caption'"):
         dry_run_recipe(recipe_of(tmp_path, data=data))
     assert sorted(cache_folder().iterdir()) == before
-
-
-# ------------------------------------------------------------------------------------------------------------- dimensions
 
 
 @pytest.mark.parametrize(
@@ -284,9 +251,6 @@ def test_stored_embeddings_have_their_own_dimension(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="48"):
         dry_run_recipe(recipe_of(tmp_path, **changes))
     assert dry_run_recipe(recipe_of(tmp_path, **{**changes, "options": {"dim": 48}})) == []
-
-
-# ------------------------------------------------------------------------------------------------------------------ speed
 
 
 def test_a_dry_run_loads_each_frozen_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {side: str(base / side) for side, _ in SIDES}
 
 
+def raw_recipe(folder: Path, photos: dict[str, str], **training: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = {"output_dir": str(folder / "run"), "cache_dir": str(folder / "cache")}
+    raw["data"] = {"images": {"path": photos["train"]}, "queries": {"path": photos["test"]}}
+    raw["training"] = training | {"per_device_train_batch_size": 8, "save_strategy": "no"}
+    return raw | {"evaluation": {"resamples": 100, "examples": 0, "tsne_pairs": 0}}
+
+
 @pytest.fixture(scope="module")
 def trained(photos: dict[str, str], old_folder: str, folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with a stage for every way in which a checkpoint comes to its models."""
@@ -53,15 +60,8 @@ def trained(photos: dict[str, str], old_folder: str, folder_of: dict[str, str], 
         {"name": "fct", "method": "fct", "old": "stage:old", "new": "stage:fresh", "side_info": "stage:views"},
         {"name": "texts", "method": "procrustes", "old": old_folder, "new": folder_of["clip"]},
     ]
-    raw = {
-        "output_dir": str(folder / "run"),
-        "cache_dir": str(folder / "cache"),
-        "new": {"model": TINY, "image_size": 16, "stem": "small"},
-        "data": {"images": {"path": photos["train"]}, "queries": {"path": photos["test"]}},
-        "training": {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"},
-        "evaluation": {"resamples": 100, "examples": 0, "tsne_pairs": 0},
-        "stages": stages,
-    }
+    raw = raw_recipe(folder, photos, max_steps=4, learning_rate=1e-3)
+    raw |= {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "stages": stages}
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     return folder / "run"
 
@@ -118,15 +118,7 @@ def test_an_old_model_that_is_gone(trained: Path, photos: dict[str, str], tmp_pa
     left.mkdir()
     np.save(left / "image_embeds.npy", old.embed({"pixel_values": old.processor.images(images)}).numpy())
     (left / "image_ids.txt").write_text("".join(f"{name}\n" for side in labelled for name in side.dataset["id"]))
-    raw = {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "cache"),
-        "old": str(left),
-        "new": str(trained / "fresh"),
-        "data": {"images": {"path": photos["train"]}, "queries": {"path": photos["test"]}},
-        "training": {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no"},
-        "evaluation": {"resamples": 100, "examples": 0, "tsne_pairs": 0},
-    }
+    raw = raw_recipe(tmp_path, photos, max_steps=2) | {"old": str(left), "new": str(trained / "fresh")}
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     assert load_checkpoint(str(tmp_path / "run" / "model")).config.input == "penultimate", "a guess, of what may be tried"
     found = judge(tmp_path / "run" / "model", "--data", photos["test"])

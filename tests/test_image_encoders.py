@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -35,20 +36,9 @@ from xcompat.encoders.scratch import ScratchSource, encoder_from_scratch
 from xcompat.methods import METHODS
 from xcompat.models.base import CompatConfig, CompatModel
 
-SMALL_STEMS = {
-    "resnet-small": {
-        "model_type": "resnet",
-        "layer_type": "basic",
-        "embedding_size": 8,
-        "depths": [1, 1],
-        "hidden_sizes": [8, 16],
-    },
-    "timm-small": {
-        "model_type": "timm_wrapper",
-        "architecture": "resnet18",
-        "model_args": {"channels": [8, 8, 8, 16], "layers": [1, 1, 1, 1]},
-    },
-}
+BASIC = {"layer_type": "basic", "embedding_size": 8, "depths": [1, 1], "hidden_sizes": [8, 16]}
+RESNET18 = {"architecture": "resnet18", "model_args": {"channels": [8, 8, 8, 16], "layers": [1, 1, 1, 1]}}
+SMALL_STEMS = {"resnet-small": {"model_type": "resnet", **BASIC}, "timm-small": {"model_type": "timm_wrapper", **RESNET18}}
 EVERY = (*IMAGE_ARCHITECTURES, *SMALL_STEMS)
 OFTEN = ("resnet", "resnet-small", "timm_wrapper", "vit")
 """Of each library and kind one, which is tested on every change."""
@@ -82,10 +72,10 @@ def load(folder: str) -> tuple[Encoder, Processor]:
 def folders(image_folder_of: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the stand-ins and two ResNets with the small stem."""
     base = tmp_path_factory.mktemp("small")
-    small = {
-        name: save(*encoder_from_scratch(ScratchSource(model=model, stem="small", image_size=32), seed=1), base / name)
-        for name, model in SMALL_STEMS.items()
-    }
+    small = {}
+    for name, model in SMALL_STEMS.items():
+        scratch = ScratchSource(model=model, stem="small", image_size=32)
+        small[name] = save(*encoder_from_scratch(scratch, seed=1), base / name)
     return image_folder_of | small
 
 
@@ -213,9 +203,6 @@ def test_fingerprints_tell_weights_stems_and_pixels_apart(folders: dict[str, str
     assert len(found) == 2 * len(EVERY) + 1
 
 
-# ------------------------------------------------------------------------------------------------------------- stems
-
-
 @pytest.mark.parametrize("name", SMALL_STEMS)
 @torch.no_grad()
 def test_the_small_stem_keeps_every_pixel(name: str) -> None:
@@ -274,9 +261,6 @@ def test_an_architecture_that_cannot_be_built_is_named(source: dict[str, object]
 def test_a_wrong_recipe_is_found_before_anything_is_built(source: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ScratchSource(**source)
-
-
-# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("name", mostly_nightly(MOBILENETS, MOBILENETS[0].__eq__))
@@ -400,9 +384,6 @@ def test_preprocessing_that_does_not_fit_is_refused(
         load_encoder(str(tmp_path))
 
 
-# ------------------------------------------------------------------------------------------------------------- adapters
-
-
 def disturb(encoder: Encoder) -> None:
     for parameter in encoder.adapter_parameters():
         parameter.data.add_(torch.randn_like(parameter))
@@ -426,14 +407,8 @@ def test_adapters_off_is_the_original_bit_for_bit(name: str, folders: dict[str, 
 
 def test_batch_statistics_do_not_move_beside_lora() -> None:
     """A hybrid: with linear layers for LoRA and batch norms that training would change for good."""
-    model = {
-        "model_type": "levit",
-        "hidden_sizes": [16, 16, 16],
-        "num_attention_heads": [2, 2, 2],
-        "depths": [1, 1, 1],
-        "key_dim": [8, 8, 8],
-        "drop_path_rate": 0,
-    }
+    model: dict[str, Any] = {"model_type": "levit", "drop_path_rate": 0}
+    model |= {"hidden_sizes": [16] * 3, "num_attention_heads": [2] * 3, "depths": [1] * 3, "key_dim": [8] * 3}
     encoder, processor = encoder_from_scratch(ScratchSource(model=model, image_size=64))
     pixels = torch.randn(4, 3, *processor.image_size)
     before = encoder.embed_images(pixels)

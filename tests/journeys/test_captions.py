@@ -18,7 +18,6 @@ import faiss
 import numpy as np
 import pytest
 import warm
-import yaml
 from hub_server import Hub, served
 
 from xcompat.models.embedder import load_embedder
@@ -67,74 +66,44 @@ print(json.dumps([[hit["id"] for hit in search(text)] for text in sys.argv[1:]])
 NAME = "me/captions"
 
 
-def clip(width: int, layers: int, dim: int, edge: int) -> dict[str, Any]:
+def clip(width: int, dim: int) -> str:
     """Return a small CLIP to train from scratch."""
-    tower = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers, "num_attention_heads": 4}
-    text = tower | {"max_position_embeddings": 24}
-    return {
-        "model": {
-            "model_type": "clip",
-            "projection_dim": dim,
-            "text_config": text,
-            "vision_config": tower | {"image_size": edge, "patch_size": 8},
-        }
-    }
+    tower = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text, vision = tower | {"max_position_embeddings": 24}, tower | {"image_size": 32, "patch_size": 8}
+    return json.dumps({"model": {"model_type": "clip", "projection_dim": dim, "text_config": text, "vision_config": vision}})
 
 
-def recipe() -> dict[str, Any]:
-    """Return a recipe in four stages: both models, a map learned from names, and XBT on photos with names."""
-    shard = {"path": str(FASHION / "train-0000.tar.gz"), "caption_column": "txt", "id_column": "txt"}
-    return {
-        "name": "captions",
-        "output_dir": "run",
-        "cache_dir": "cache",
-        "data": {
-            "test": {"path": str(FASHION / "test-0000.tar.gz"), "caption_column": "txt", "id_column": "txt", "limit": 300},
-            "one_per_id": True,
-        },
-        "training": {
-            "learning_rate": 1e-3,
-            "adam_beta2": 0.98,
-            "per_device_train_batch_size": 64,
-            "warmup_steps": 5,
-        },
-        "evaluation": None,
-        "stages": [
-            {
-                "name": "old",
-                "method": "independent",
-                "new": clip(64, 2, 32, 32),
-                "data": {"pairs": shard | {"limit": 800}},
-                "training": {"max_steps": 50},
-            },
-            {
-                "name": "new",
-                "method": "independent",
-                "new": clip(96, 2, 64, 32),
-                "data": {"pairs": shard | {"limit": 1200}},
-                "training": {"max_steps": 60},
-            },
-            {
-                "name": "phi",
-                "method": "projection",
-                "old": "stage:old",
-                "new": "stage:new",
-                "data": {"texts": [{"path": str(FASHION / "names_textonly.txt.gz")}], "texts_limit": 4000, "one_per_id": False},
-                "training": {"max_steps": 60, "per_device_train_batch_size": 128},
-            },
-            {
-                "name": "xbt",
-                "method": "xbt",
-                "old": "stage:old",
-                "new": "stage:new",
-                "projection": "stage:phi",
-                "options": {"adapters": {"lora": {"rank": 4}, "prompts": 2}},
-                "data": {"pairs": shard | {"limit": 800}},
-                "training": {"max_steps": 12, "learning_rate": 3e-4, "save_steps": 5},
-                "evaluation": {"ks": [1, 10], "resamples": 200, "examples": 0, "tsne_pairs": 0},
-            },
-        ],
-    }
+COLUMNS = "caption_column: txt, id_column: txt"
+SHARD = f"path: {FASHION}/train-0000.tar.gz, {COLUMNS}"
+RECIPE = f"""
+name: captions
+output_dir: run
+cache_dir: cache
+data:
+  test: {{path: {FASHION}/test-0000.tar.gz, {COLUMNS}, limit: 300}}
+  one_per_id: true
+training: {{learning_rate: 1.0e-3, adam_beta2: 0.98, per_device_train_batch_size: 64, warmup_steps: 5}}
+evaluation: null
+stages:
+- {{name: old, method: independent, new: {clip(64, 32)}, data: {{pairs: {{{SHARD}, limit: 800}}}}, training: {{max_steps: 50}}}}
+- {{name: new, method: independent, new: {clip(96, 64)}, data: {{pairs: {{{SHARD}, limit: 1200}}}}, training: {{max_steps: 60}}}}
+- name: phi
+  method: projection
+  old: stage:old
+  new: stage:new
+  data: {{texts: [{{path: {FASHION}/names_textonly.txt.gz}}], texts_limit: 4000, one_per_id: false}}
+  training: {{max_steps: 60, per_device_train_batch_size: 128}}
+- name: xbt
+  method: xbt
+  old: stage:old
+  new: stage:new
+  projection: stage:phi
+  options: {{adapters: {{lora: {{rank: 4}}, prompts: 2}}}}
+  data: {{pairs: {{{SHARD}, limit: 800}}}}
+  training: {{max_steps: 12, learning_rate: 3.0e-4, save_steps: 5}}
+  evaluation: {{ks: [1, 10], resamples: 200, examples: 0, tsne_pairs: 0}}
+"""
+"""Both models, a map learned from names, and XBT on photos with names."""
 
 
 class Shop:
@@ -158,7 +127,7 @@ class Shop:
             place.write_bytes(files[f"{key}.jpg"])
             self.name_of[place.name] = name
         (folder / "queries.txt").write_text("\n".join(self.name_of.values()) + "\n", encoding="utf-8")
-        (folder / "captions.yaml").write_text(yaml.safe_dump(recipe()), encoding="utf-8")
+        (folder / "captions.yaml").write_text(RECIPE, encoding="utf-8")
 
     def type(self, *arguments: object, before: str = "", cache: str | None = None) -> CompletedProcess[str]:
         """Run ``xcompat`` in a new process, at the Hub if a cache for what it fetches is named."""
