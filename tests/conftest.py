@@ -173,6 +173,13 @@ def compatible_folder(tmp_path_factory: pytest.TempPathFactory, folder_of: dict[
     return str(folder)
 
 
+def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
+    """Add items to a gallery, commit them, and return the gallery."""
+    gallery.add(*items, **options)
+    gallery.commit()
+    return gallery
+
+
 def write_photos(folder: Path, count: int) -> Path:
     """Write so many images of noise into a new folder, and return it."""
     folder.mkdir()

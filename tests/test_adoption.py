@@ -12,6 +12,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
+from conftest import store
 from schedule import mostly_nightly
 
 from xcompat import Fingerprint, XcompatError
@@ -63,9 +64,6 @@ def later(path: Path) -> None:
 def query_map() -> ProcrustesModel:
     model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, d), embedding_dim=D))
     return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
-
-
-# ------------------------------------------------------------------------------------------------------ what has changed
 
 
 def fewer(path: Path, factory: str, wrapped: bool) -> None:
@@ -185,17 +183,13 @@ def test_galleries_of_before_are_checked_by_all_of_the_file(tmp_path: Path) -> N
         Gallery.open(tmp_path / "g").resync(names(N + 3))
 
 
-# -------------------------------------------------------------------------------------------------------------- resync
-
-
 def grown(tmp_path: Path, factory: str = "Flat", wrapped: bool = False) -> tuple[Path, np.ndarray]:
     """Adopt an index, remove an item from the gallery, add one, and let the index grow by three."""
     own, vectors = tmp_path / "own.faiss", np.concatenate([unit(N, d, 0), unit(3, d, 5)])
     index = write_index(own, vectors[:N], factory, wrapped)
     gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD, [{"n": number} for number in range(N)])
     gallery.remove(["i9"])
-    gallery.add(unit(1, d, 7), ["of the gallery"])
-    gallery.commit()
+    store(gallery, unit(1, d, 7), ["of the gallery"])
     if wrapped:
         index.add_with_ids(vectors[N:], np.arange(3))
     else:
@@ -282,15 +276,14 @@ def test_a_resync_that_is_cut_off_is_done_by_the_same_again(tmp_path: Path, monk
     assert gallery.damage() == [] and found(gallery, vectors[[201]]) == [["i201"]]
 
 
+ALL_ALTERED = "200 of the first 200 vectors of .*, the first being 'i0': vectors were removed, altered or reordered"
+
+
 @pytest.mark.parametrize(
     ("change", "ids", "message"),
     [
         (fewer, names(N - 1), "holds 199 vectors of 8 dimensions, but the gallery knows 200 of 8; after removals"),
-        (
-            exchanged,
-            names(N),
-            "200 of the first 200 vectors of .*, the first being 'i0': vectors were removed, altered or reordered",
-        ),
+        (exchanged, names(N), ALL_ALTERED),
         (more, None, "3 vectors were added to .*: set the ids of all 203, in order, with --ids"),
         (more, names(3), "set the ids of all 203.*got 3"),
         (more, [*names(N - 1), "x", "y", "z", "a"], "id 200 is 'x', but this vector is stored as 'i199'"),
@@ -303,9 +296,7 @@ def test_a_resync_that_is_cut_off_is_done_by_the_same_again(tmp_path: Path, monk
 def test_what_cannot_be_taken_over_is_refused(change: Any, ids: list[str] | None, message: str, tmp_path: Path) -> None:
     own = tmp_path / "own.faiss"
     write_index(own, unit(N, d, 0))
-    gallery = Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
-    gallery.add(unit(1, d, 7), ["mine"])
-    gallery.commit()
+    gallery = store(Gallery.from_faiss(tmp_path / "g", own, names(N), OLD), unit(1, d, 7), ["mine"])
     change(own, "Flat", False)
     with pytest.raises(XcompatError, match=message) as refused:
         gallery.resync(ids)
@@ -332,9 +323,6 @@ def test_what_was_removed_may_come_back_under_its_id(tmp_path: Path) -> None:
 def test_only_galleries_around_an_index_are_brought_up_to_it(tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match="holds no adopted index"):
         Gallery.create(tmp_path / "g", OLD, dim=d).resync()
-
-
-# ------------------------------------------------------------------------------------------------ what adoption looks at
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -368,10 +356,8 @@ def test_queries_are_brought_to_vectors_that_were_never_normalised(metric: int, 
     centres = unit(40, D, 3)
     items = np.repeat(centres, 10, axis=0) + 0.2 * generator.normal(size=(400, D)).astype(np.float32)
     queries = np.repeat(centres, 5, axis=0) + 0.2 * generator.normal(size=(200, D)).astype(np.float32)
-    views = [
-        model.to_space(torch.nn.functional.normalize(torch.from_numpy(each), dim=-1)).detach().numpy()
-        for each in (items, queries)
-    ]
+    directions = [torch.nn.functional.normalize(torch.from_numpy(each), dim=-1) for each in (items, queries)]
+    views = [model.to_space(each).detach().numpy() for each in directions]
     lengths = [30 * np.exp(spread * generator.normal(size=(len(each), 1))).astype(np.float32) for each in views]
     raw_items, raw_queries = (each * length for each, length in zip(views, lengths, strict=True))
     index = write_index(tmp_path / "own.faiss", raw_items, metric=metric)
@@ -389,8 +375,7 @@ def test_what_a_model_adds_is_brought_to_the_length_of_what_is_there(old_folder:
     write_index(tmp_path / "own.faiss", 30 * unit(N, d, 0), metric=faiss.METRIC_L2)
     gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", names(N), embedder)
     added = unit(3, d, 5)
-    gallery.add(added, ["a", "b", "c"], version=embedder)
-    gallery.commit()
+    store(gallery, added, ["a", "b", "c"], version=embedder)
     stored = gallery.segments[1].vectors(np.arange(3))
     np.testing.assert_allclose(stored, 30 * added, rtol=1e-5)
     assert found(gallery, added, embedder) == [["a"], ["b"], ["c"]]
@@ -403,8 +388,7 @@ def test_scores_of_two_versions_are_standardised_by_the_metric_that_makes_them(t
     for metric in ("ip", "l2"):
         gallery = Gallery.create(tmp_path / metric, OLD, dim=d, metric=metric)
         gallery.add(unit(50, d, 0), names(50))
-        gallery.add(unit(50, D, 4), [f"new{number}" for number in range(50)], version=query_map())
-        gallery.commit()
+        store(gallery, unit(50, D, 4), [f"new{number}" for number in range(50)], version=query_map())
         rankings.append(found(gallery, unit(20, D, 6), query_map(), top_k=100))
     assert len(gallery.versions) == 2 and rankings[0] == rankings[1]
 

@@ -73,9 +73,6 @@ def test_unequal_shapes_are_refused_in_one_line(loss) -> None:
         loss(torch.randn(3, 5), torch.randn(3, 4))
 
 
-# -------------------------------------------------------------------------------------------------------------- ACE
-
-
 def naive_ace_loss(embeds: torch.Tensor, weights: torch.Tensor, labels: list[int], scale: float | None) -> float:
     kept = [c for c in range(len(weights)) if not weights[c].isnan().any()]
     entropy, angle, count = 0.0, 0.0, 0
@@ -111,9 +108,6 @@ def test_ace_without_any_known_class_is_nothing() -> None:
     loss.backward()
     assert loss == 0
     assert torch.equal(embeds.grad, torch.zeros(3, 4))
-
-
-# ------------------------------------------------------------------------------------------------------------- RACT
 
 
 def naive_ract_loss(new: torch.Tensor, old: torch.Tensor, labels: list[int], temperature: float, topk: int | None) -> float:
@@ -162,9 +156,6 @@ def test_ract_is_not_rounded_under_autocast() -> None:
     torch.testing.assert_close(inside, ract_loss(new, old, labels, 0.05), rtol=0, atol=0)
 
 
-# ------------------------------------------------------------------------------------------------------------- NCCL
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_neighbourhood_equals_the_double_loop(dtype: torch.dtype) -> None:
     new, old, bank = (torch.randn(rows, 4, dtype=torch.float64) for rows in (5, 5, 7))
@@ -186,9 +177,6 @@ def test_neighbours_teach_without_being_taught() -> None:
     weights = neighbour_weights(old, old, torch.zeros(3), torch.zeros(3))
     assert not weights.requires_grad
     torch.testing.assert_close(weights.diagonal(), torch.ones(3))
-
-
-# ------------------------------------------------------------------------------------------------ several processes
 
 
 def _batch() -> dict[str, torch.Tensor]:

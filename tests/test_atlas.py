@@ -23,15 +23,9 @@ from xcompat.training.run import run_recipe
 @pytest.fixture
 def finished(folder_of: dict[str, str], old_folder: str, pairs_folder: str, texts_file: str, tmp_path: Path) -> Path:
     """Return the folder of a run that was judged on images with captions."""
-    raw: dict[str, Any] = {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "run" / "cache"),
-        "method": "ridge",
-        "old": old_folder,
-        "new": folder_of["clip"],
-        "data": {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}},
-        "evaluation": {"resamples": 100, "examples": 0},
-    }
+    raw: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "run" / "cache"), "method": "ridge"}
+    raw |= {"old": old_folder, "new": folder_of["clip"], "evaluation": {"resamples": 100, "examples": 0}}
+    raw["data"] = {"texts": [{"path": texts_file}], "test": {"path": pairs_folder}}
     run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     return tmp_path / "run"
 

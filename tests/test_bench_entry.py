@@ -24,16 +24,9 @@ def _in_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def protocol(tmp_path: Path, data: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    return {
-        "output_dir": str(tmp_path / "bench" / "pairs"),
-        "cache_dir": str(tmp_path / "cache"),
-        "seeds": [3],
-        "old": old,
-        "new": new,
-        "data": data,
-        "evaluation": {"resamples": 100, "ks": [1, 10], "examples": 0, "tsne_pairs": 0},
-        "stages": [{"name": "line", "method": "procrustes"}],
-    }
+    raw: dict[str, Any] = {"output_dir": str(tmp_path / "bench" / "pairs"), "cache_dir": str(tmp_path / "cache"), "seeds": [3]}
+    raw |= {"old": old, "new": new, "data": data, "stages": [{"name": "line", "method": "procrustes"}]}
+    return raw | {"evaluation": {"resamples": 100, "ks": [1, 10], "examples": 0, "tsne_pairs": 0}}
 
 
 @pytest.fixture

@@ -162,16 +162,10 @@ def test_its_python_imports_what_there_is(block: Block) -> None:
 def test_what_is_not_a_command_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\nls\n```\n\n    xcompat nothing\n\n<!-- not run: no GPU -->\n```python\n1\n```\n\n```yaml\na:\n```\n")
-    assert [(block.language, block.reason, block.line) for block in blocks_of(page)] == [
-        ("sh", "", 1),
-        ("sh", "", 5),
-        ("python", "no GPU", 8),
-    ]
-    assert commands_of("A=1 make test && pip install x  # why\nxcompat a \\\n  b\n") == [
-        ["make", "test"],
-        ["pip", "install", "x"],
-        ["xcompat", "a", "b"],
-    ]
+    found = [(block.language, block.reason, block.line) for block in blocks_of(page)]
+    assert found == [("sh", "", 1), ("sh", "", 5), ("python", "no GPU", 8)]
+    commands = commands_of("A=1 make test && pip install x  # why\nxcompat a \\\n  b\n")
+    assert commands == [["make", "test"], ["pip", "install", "x"], ["xcompat", "a", "b"]]
     for wrong in (
         "ls",
         "xcompat nothing",

@@ -58,13 +58,8 @@ def build(method: str, encoder: str, **options: Any) -> CompatModel:
 
 
 def batch_for(model: CompatModel) -> dict[str, Tensor]:
-    made = {
-        "old_embeds": unit(8, 8, seed=1),
-        "old_text_embeds": unit(8, 8, seed=4),
-        "new_embeds": unit(8, 16, seed=2),
-        "labels": LABELS_B,
-        "index": torch.arange(8),
-    }
+    made = {"old_embeds": unit(8, 8, seed=1), "old_text_embeds": unit(8, 8, seed=4), "new_embeds": unit(8, 16, seed=2)}
+    made |= {"labels": LABELS_B, "index": torch.arange(8)}
     wanted = {*model.columns, *model.columns_if_known}
     if "pixel_values" in model.columns:
         wanted.discard("new_embeds")  # it replaces photos
@@ -98,9 +93,6 @@ def in_one_graph(model: CompatModel, batch: dict[str, Tensor], size: int) -> Ten
     loss = model.loss(whole, batch)
     loss.backward()
     return loss.detach()
-
-
-# ------------------------------------------------------------------------------------------------------------ one step
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])  # of 8: the last one of size 3 is smaller
@@ -156,9 +148,6 @@ def test_no_graph_is_larger_than_a_mini_batch(folder_of: dict[str, str]) -> None
     assert seen == [(False, 2)] * 8 + [(True, 2)] * 8  # images and texts of four mini-batches, twice
 
 
-# ------------------------------------------------------------------------------------------------------------- training
-
-
 def trained(folder: Path, encoder: str, mini_batch_size: int | None, **training: Any) -> tuple[dict[str, Tensor], list[float]]:
     """Train XBT on two batches, and return what its weights moved by, and the losses."""
     model = build("xbt", encoder)
@@ -193,9 +182,6 @@ def test_training_with_autocast_moves_the_weights_the_same_way(folder_of: dict[s
     assert all(float(moved.abs().max()) > 0 for moved in found.values()), "the cast weights of a forward without graph have none"
     whole, parts = (torch.cat([moved[name].flatten() for name in wanted]) for moved in (wanted, found))
     assert float(F.cosine_similarity(whole, parts, dim=0)) > 0.99  # bfloat16 rounds the gradient of each mini-batch
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def recipe(**changed: Any) -> Any:
@@ -239,13 +225,8 @@ def test_a_dry_run_embeds_in_mini_batches_too(monkeypatch: pytest.MonkeyPatch, p
 
     monkeypatch.setattr("xcompat.training.trainer.backward_in_mini_batches", spy)
     phi = {"name": "phi", "method": "projection", "data": {"texts": [{"path": texts_file}]}}
-    pair = {
-        "name": "pair",
-        "method": "xbt",
-        "projection": "stage:phi",
-        "mini_batch_size": 32,
-        "data": {"pairs": {"path": pairs_folder}},
-    }
+    pair = {"name": "pair", "method": "xbt", "projection": "stage:phi", "mini_batch_size": 32}
+    pair["data"] = {"pairs": {"path": pairs_folder}}
     models = {"old": "some/old", "new": "some/new", "evaluation": None, "training": {"per_device_train_batch_size": 1024}}
     dry_run_recipe(parse_recipe({**models, "stages": [phi, pair]}, "it", "r.yaml"))
     assert sizes == [(4, 2), (4, 2)]

@@ -49,9 +49,6 @@ def filled(place: ChromaPlace, vectors: np.ndarray) -> Store:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------- a folder
-
-
 def test_everything_beside_the_vector_is_copied(place: ChromaPlace, vectors: np.ndarray, model: RidgeModel) -> None:
     """Also of rows that lose a key of their metadata meanwhile, and of collections that were made the old way."""
     options = {"metadata": {"hnsw:space": "ip", "hnsw:M": 7, "shop": "ours"}, "embedding_function": None}
@@ -181,9 +178,6 @@ def test_what_does_not_fit_is_refused_in_one_line(store: Store, place: ChromaPla
         migration.start(store, Mapping(model))
     place.client.delete_collection("items_new")
     assert place.everything() == before
-
-
-# ----------------------------------------------------------------------------------------------------- a server
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,8 @@ def test_names_are_in_the_order_of_the_folders(name: str) -> None:
         folders = [folders[int(row)] for row in of_timm.joinpath(listed).read_text().split()]
     assert folders == sorted(folders) and len(class_names(name)) == len(folders)
     lemmas = dict(line.split("\t") for line in of_timm.joinpath("imagenet_synset_to_lemma.txt").read_text().splitlines())
-    known = [
-        any(part in lemmas[folder].lower() for part in re.findall(r"\w+", own.lower()))
-        for own, folder in zip(class_names(name), folders, strict=True)
-    ]
+    pairs = zip(class_names(name), folders, strict=True)
+    known = [any(part in lemmas[folder].lower() for part in re.findall(r"\w+", own.lower())) for own, folder in pairs]
     assert np.mean(known) > 0.9
 
 
@@ -84,20 +82,12 @@ def test_a_class_file_of_another_length_stops_a_run_before_it_trains(
         (tmp_path / "images" / folder).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "images" / folder / "0.png")
     (tmp_path / "classes.txt").write_text("tench\ngoldfish\nshark\n")
-    shot = {
-        "images": {"path": str(tmp_path / "images"), "captions": False, "labels": True},
-        "classes": str(tmp_path / "classes.txt"),
-    }
+    images = {"path": str(tmp_path / "images"), "captions": False, "labels": True}
+    shot = {"images": images, "classes": str(tmp_path / "classes.txt")}
     pairs = {"path": pairs_folder}
-    raw = {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "cache"),
-        "old": folder_of["clip"],
-        "new": folder_of["clip"],
-        "method": "direct",
-        "data": {"pairs": pairs, "test": pairs, "zero_shot": shot},
-        "training": {"max_steps": 1},
-    }
+    raw = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache"), "training": {"max_steps": 1}}
+    raw |= {"old": folder_of["clip"], "new": folder_of["clip"], "method": "direct"}
+    raw["data"] = {"pairs": pairs, "test": pairs, "zero_shot": shot}
     with pytest.raises(XcompatError, match=r"classes\.txt do not fit: 3 classes, but the images are in 2 folders"):
         run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     assert not (tmp_path / "cache").exists(), "nothing was embedded"
@@ -107,12 +97,8 @@ def test_zero_shot_is_one_set_or_several_by_name() -> None:
     one = {"images": {"path": "x"}, "classes": "c.txt"}
 
     def parsed(given: object) -> DataSettings:
-        raw = {
-            "method": "ridge",
-            "old": "a",
-            "new": "b",
-            "data": {"texts": [{"path": "t"}], "test": {"path": "y"}, "zero_shot": given},
-        }
+        data = {"texts": [{"path": "t"}], "test": {"path": "y"}, "zero_shot": given}
+        raw = {"method": "ridge", "old": "a", "new": "b", "data": data}
         return parse_recipe(raw, "demo", "demo.yaml", is_quick=True).stages[0].data
 
     assert parsed(one).zero_shot_sets() == {"": ZeroShotSettings(**one)} and parsed(None).zero_shot_sets() == {}

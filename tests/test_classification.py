@@ -189,9 +189,6 @@ def test_rows_of_any_precision_are_classified_by(weights: torch.dtype, given: to
     assert loss.item() == pytest.approx(math.log(1 + math.exp(2 - 1)), rel=1e-6), "the first sample's, as no row is the second's"
 
 
-# ------------------------------------------------------------------------------------------------------ old weights
-
-
 def naive_cross_entropy_to(weights: torch.Tensor, embeds: torch.Tensor, labels: torch.Tensor, scale: float | None) -> float:
     kept = [c for c, row in enumerate(weights.tolist()) if not math.isnan(row[0])]
     total, count = 0.0, 0
@@ -251,9 +248,6 @@ def test_old_classes_that_new_data_lack_are_negatives() -> None:
     assert cross_entropy_to(weights, embeds, labels, 16.0) > cross_entropy_to(weights[:2], embeds, labels, 16.0)
 
 
-# --------------------------------------------------------------------------------------------------------- triplets
-
-
 def naive_triplet_loss(features: torch.Tensor, labels: torch.Tensor, margin: float) -> float:
     total, anchors = 0.0, 0
     unit = [[value / math.sqrt(dot(x, x)) for value in x] for x in features.tolist()]
@@ -292,9 +286,6 @@ def test_gradient_of_copies_is_finite() -> None:
 def test_a_batch_without_triplets_is_refused(labels: list[int]) -> None:
     with pytest.raises(XcompatError, match="fewer than two samples"):
         ClassificationHead(3, 5, "triplet")(torch.randn(len(labels), 3), torch.tensor(labels))
-
-
-# ------------------------------------------------------------------------------------------------------------ heads
 
 
 @pytest.mark.parametrize("kind", ["softmax", "normalized_softmax", "arcface", "cosface", "triplet"])

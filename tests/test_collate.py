@@ -59,15 +59,9 @@ def png(level: int) -> bytes:
 
 def make(n: int = 6, broken: Sequence[int] = (), several: bool = False) -> datasets.Dataset:
     """Build a data set in which row r has grey level r, caption length r + 1 and label r % 2."""
-    features = datasets.Features(
-        {
-            "image": datasets.Image(),
-            "caption": datasets.List(datasets.Value("string")) if several else datasets.Value("string"),
-            "id": datasets.Value("string"),
-            "label": datasets.Value("int64"),
-            "face": datasets.Value("string"),
-        }
-    )
+    text, label = datasets.Value("string"), datasets.Value("int64")
+    caption = datasets.List(text) if several else text
+    features = datasets.Features({"image": datasets.Image(), "caption": caption, "id": text, "label": label, "face": text})
     rows = range(n)
     columns = {
         "image": [{"bytes": b"broken" if r in broken else png(r), "path": None} for r in rows],

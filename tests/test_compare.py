@@ -122,9 +122,6 @@ def metric_of(report: Report, label: str, key: tuple[str, str]) -> float:
     return case.metrics[key[1]]
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
-
-
 def test_means_and_deviations_are_those_of_the_reports(comparison: Comparison, contenders: list[EvaluatedMethod]) -> None:
     assert [row.name for row in comparison.rows] == ["old", "independent", *NOISE]
     assert comparison.independent is not None
@@ -358,9 +355,6 @@ def test_without_independent_there_is_no_ceiling(contenders: list[EvaluatedMetho
     assert partly.independent == compare("study", contenders, RESAMPLES).independent
 
 
-# -------------------------------------------------------------------------------------------------------- one protocol
-
-
 def changed(contender: EvaluatedMethod, seed: int, **changes: object) -> EvaluatedMethod:
     return replace(contender, reports={**contender.reports, seed: replace(contender.reports[seed], **changes)})
 
@@ -390,9 +384,6 @@ def test_different_protocols_are_refused(contenders: list[EvaluatedMethod]) -> N
         compare("study", [], RESAMPLES)
     with pytest.raises(XcompatError, match="no report for any seed"):
         compare("study", [replace(first, reports={})], RESAMPLES)
-
-
-# --------------------------------------------------------------------------------------------------------------- files
 
 
 @pytest.fixture(scope="module", params=["labelled", "pairs"])
@@ -533,9 +524,6 @@ def test_files_that_no_comparison_wrote_stay(kept: str, comparison: Comparison, 
     assert (tmp_path / kept).read_text() == "[1]"
 
 
-# --------------------------------------------------------------------------------------------------------------- plots
-
-
 def test_plots_mark_every_model_and_write_names_apart(comparison: Comparison) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
@@ -565,9 +553,6 @@ def test_floor_and_ceiling_are_lines(comparison: Comparison) -> None:
     points = {tuple(np.ravel(line.get_xydata())) for line in axes.lines if len(line.get_xydata()) == 1}
     for row in comparison.rows[1:]:
         assert (row.own_gallery[MAP].mean * 100, row.old_gallery[MAP].mean * 100) in points
-
-
-# ------------------------------------------------------------------------------------------------------------- studies
 
 
 def test_a_study_without_evaluated_stages_is_refused_before_it_is_run(

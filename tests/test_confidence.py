@@ -36,9 +36,6 @@ def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
     return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
 
 
-# ------------------------------------------------------------------------------------------------------- measures
-
-
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=2, max_size=40))
 def test_an_area_is_what_a_loop_over_pairs_gives(drawn: list[tuple[int, bool]]) -> None:
     scores, better = np.array([score for score, _ in drawn]), np.array([flag for _, flag in drawn])
@@ -73,9 +70,6 @@ def test_errors_and_risks_are_what_loops_give() -> None:
     assert calibration_error(sure, ~hurt) == pytest.approx(error)
     risks = [np.mean([hurt[row] for row in order[::-1][:count]]) for count in range(1, 58)]
     np.testing.assert_allclose(risk_coverage(sure, hurt), risks)
-
-
-# ---------------------------------------------------------------------------------------------------- calibration
 
 
 def drawn_evidence(rows: int, slope: float, offset: float) -> Evidence:
@@ -168,9 +162,6 @@ def test_a_map_without_a_memory_says_nothing_of_what_queries_say() -> None:
     choice = choose(made().of_old())  # which no memory makes better
     assert choice.confidence is None and not choice.remembers and "confidence" not in " ".join(describe_choice(choice))
     assert as_json(choice)["confidence"] == {"none": "the map has no memory"}
-
-
-# ------------------------------------------------------------------------------------------------ with the model
 
 
 def remembering(new_dim: int, old_dim: int, slope: float = 10.0, offset: float = -4.0) -> QueryMemory:

@@ -50,14 +50,8 @@ def test_sources_of_all_formats(tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "x.png").write_bytes(b"not opened")
     write(tmp_path / "f" / "captions.csv", "image,caption\nx.png,eight\nx.png,seven\n")
-    sources = [
-        str(tmp_path / "a.txt"),
-        str(tmp_path / "b.jsonl"),
-        str(tmp_path / "c.parquet"),
-        str(tmp_path / "d.tar"),
-        CorpusSource(path=str(tmp_path / "e"), text_column="sentence"),
-        PairSource(path=str(tmp_path / "f")),
-    ]
+    sources = [str(tmp_path / name) for name in ("a.txt", "b.jsonl", "c.parquet", "d.tar")]
+    sources += [CorpusSource(path=str(tmp_path / "e"), text_column="sentence"), PairSource(path=str(tmp_path / "f"))]
     texts = load_texts(sources)["text"][:]
     assert texts == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 

@@ -34,9 +34,6 @@ def labelled(path: Path | str, **fields: Any) -> Any:
     return load_labelled(LabelledSource(path=str(path), **fields))
 
 
-# ------------------------------------------------------------------------------------------------------ CIFAR
-
-
 def test_the_first_classes_of_cifar_100_are_those_of_the_lowest_label(made: Path) -> None:
     train = labelled(made / "cifar-100-binary" / "train.bin")
     assert train.classes == [f"fine {number}" for number in range(100)]
@@ -94,9 +91,6 @@ def test_the_python_version_of_cifar_is_not_opened(tmp_path: Path, path: str) ->
         labelled(tmp_path / path)
 
 
-# ------------------------------------------------------------------------------------------------------ folders and lists
-
-
 def test_imagenet_in_folders_and_as_a_list(made: Path) -> None:
     train = labelled(made / "imagenet" / "train")
     assert train.classes == list(SYNSETS) and len(train) == 12
@@ -141,10 +135,7 @@ def test_numbers_behind_names_are_labels_only_if_all_are(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "cat/1.jpg 0\ncat/2.jpg 0\n",
-            r"list\.txt names 2 of 2 images that do not exist, first .cat/1",
-        ),
+        ("cat/1.jpg 0\ncat/2.jpg 0\n", r"list\.txt names 2 of 2 images that do not exist, first .cat/1"),
         ("a.jpg 0\nwhat is this\n", r"list\.txt line 2 is not an image path with a class \('what is this'\)"),
         ("a.jpg 0\na.jpg 1\n", "two samples have the id 'a.jpg'"),
         ("a.jpg\n", "a.jpg has no class; write it after the path"),
@@ -157,9 +148,6 @@ def test_a_list_that_does_not_fit_is_said(tmp_path: Path, made: Path, text: str,
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(XcompatError, match=message):
         labelled(tmp_path / "list.txt", classes=["cat", "dog"])
-
-
-# ------------------------------------------------------------------------------------------------------ captions
 
 
 @pytest.mark.parametrize(

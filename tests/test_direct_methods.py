@@ -70,9 +70,6 @@ def loss_of(model: Any, features: torch.Tensor, labels: torch.Tensor, old: torch
     return model.loss(CompatOutput(features=features), {"labels": labels, "old_embeds": old})
 
 
-# -------------------------------------------------------------------------------------------------------- all of them
-
-
 @pytest.mark.parametrize("adapters", [None, {"lora": {"rank": 2}}])
 @pytest.mark.parametrize("name", ["clip", "open_clip", "siglip", "blip", "vision-text-dual-encoder", "vit"])
 def test_what_images_go_through_is_trained_and_nothing_else(
@@ -148,9 +145,6 @@ def test_in_half_precision_the_loss_is_computed_in_single(method: str, folder_of
     torch.testing.assert_close(half, plain, atol=1e-2 if method == "nccl" else 1e-6, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------------------------- UniBCT
-
-
 @given(n=st.integers(1, 9), propagation=st.floats(0, 0.99), temperature=st.floats(0.02, 2), seed=st.integers(0, 99))
 def test_refined_weights_are_a_distribution(n: int, propagation: float, temperature: float, seed: int) -> None:
     weights = refined_weights(unit(n, 4, seed), propagation, temperature)
@@ -213,9 +207,6 @@ def test_unibct_classifies_by_class_means_and_then_by_refined_ones(folder_of: di
 def test_a_share_of_trust_of_one_is_refused(folder_of: dict[str, str]) -> None:
     with pytest.raises(XcompatError, match="propagation is 1"):
         build("unibct", folder_of, propagation=1.0)
-
-
-# --------------------------------------------------------------------------------------------------------------- NCCL
 
 
 def naive_neighbourhood(scores: torch.Tensor, weights: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -313,9 +304,6 @@ def test_what_nccl_cannot_learn_from(folder_of: dict[str, str]) -> None:
         build("nccl", folder_of, head="triplet")
 
 
-# ------------------------------------------------------------------------------------------------------------- AdvBCT
-
-
 def naive_radius(distances: np.ndarray) -> float:
     if len(distances) >= 4:
         low, high = np.percentile(distances, 25), np.percentile(distances, 75)
@@ -409,9 +397,6 @@ def test_advbct_needs_a_class_of_two(folder_of: dict[str, str]) -> None:
         build("advbct", folder_of, alone)
 
 
-# ------------------------------------------------------------------------------------------------- the training's course
-
-
 @pytest.fixture
 def labelled(tmp_path: Path) -> PairDataset:
     """Return seven images of two classes, of which one cannot be read."""
@@ -468,13 +453,8 @@ def test_progress_and_refreshes_follow_the_step(
 
 
 def test_a_run_that_continues_has_the_same_prototypes(labelled: PairDataset, folder_of: dict[str, str], tmp_path: Path) -> None:
-    training = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "save_steps": 2,
-        "save_total_limit": None,
-    }
+    training: dict[str, Any] = {"max_steps": 6, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    training |= {"save_steps": 2, "save_total_limit": None}
     part = StageRecipe(name="it", method="unibct", old="some/old", new="some/new", training=training)
     stored = unit(7, OLD_DIM, seed=1)
     stored[2] = torch.nan

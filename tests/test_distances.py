@@ -43,14 +43,11 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a recipe whose old model, new model and side-information are trained already, all of any length."""
     base = tmp_path_factory.mktemp("distances")
     write_classes(base, {"train": 8, "test": 4})
-    made = {
-        "output_dir": str(base / "run"),
-        "cache_dir": str(base / "cache"),
-        "new": {"model": TINY, "image_size": 16, "stem": "small"},
-        "data": {"images": {"path": str(base / "train")}, "queries": {"path": str(base / "test")}},
-        "training": {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"},
-        "evaluation": {"resamples": 100, "ks": [1, 2], "examples": 1},
-    }
+    made: dict[str, Any] = {"output_dir": str(base / "run"), "cache_dir": str(base / "cache")}
+    made["data"] = {"images": {"path": str(base / "train")}, "queries": {"path": str(base / "test")}}
+    made["training"] = {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "save_strategy": "no"}
+    made |= {"new": {"model": TINY, "image_size": 16, "stem": "small"}}
+    made["evaluation"] = {"resamples": 100, "ks": [1, 2], "examples": 1}
     stages = [
         {"name": "old", "method": "independent", "options": RAW | {"dim": 6}},
         {"name": "fresh", "method": "independent", "options": RAW | {"dim": 7}},

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
+from conftest import store
 from PIL import Image
 from rich.console import Console
 from schedule import mostly_nightly, mostly_nightly_rows
 from scipy.stats import binomtest
 
-from xcompat import Fingerprint, XcompatError, cli
+from xcompat import Fingerprint, XcompatError
 from xcompat.encoders.standins import save_stand_in
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, commands, doctor
@@ -29,6 +30,7 @@ from xcompat.retrieval.versions import stored_version
 from xcompat.serve.site_loading import load_site
 
 COUNT = 100
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +61,7 @@ def embedded(photos: Path, model: Embedder, prepare: Preparation | None = None) 
 
 
 def filled(folder: Path, model: Embedder, names: list[str], vectors: np.ndarray) -> Gallery:
-    gallery = Gallery.create(folder, model)
-    gallery.add(vectors, names)
-    gallery.commit()
-    return gallery
+    return store(Gallery.create(folder, model), vectors, names)
 
 
 def foreign(photos: Path, tmp_path: Path) -> np.ndarray:
@@ -91,9 +90,7 @@ def test_a_gallery_of_another_model_altogether_is_all_foreign(photos: Path, mode
 def test_zero_vectors_are_counted_and_are_nobodys(photos: Path, model: Embedder, tmp_path: Path) -> None:
     names, vectors = embedded(photos, model)
     vectors[:3] = 0
-    gallery = Gallery.create(tmp_path / "g", model, metric="ip")
-    gallery.add(vectors, names)
-    gallery.commit()
+    gallery = store(Gallery.create(tmp_path / "g", model, metric="ip"), vectors, names)
     (finding,) = examine(gallery, load_originals(photos), model)
     assert finding.note == "zero vectors: 3" and set(finding.foreign) == set(names[:3])
 
@@ -145,9 +142,7 @@ def test_what_an_index_keeps_roughly_is_no_false_alarm(
 
 def test_vectors_under_a_bare_name_are_recognised(photos: Path, model: Embedder, tmp_path: Path) -> None:
     names, vectors = embedded(photos, model)
-    gallery = Gallery.create(tmp_path / "g", Fingerprint.from_string("our model"), dim=8)
-    gallery.add(vectors, names)
-    gallery.commit()
+    gallery = store(Gallery.create(tmp_path / "g", Fingerprint.from_string("our model"), dim=8), vectors, names)
     (finding,) = examine(gallery, load_originals(photos), model)
     assert not finding.claimed and not finding.foreign and finding.note.endswith("under another name")
     other = load_embedder(save_stand_in(tmp_path / "other", "clip", 8, seed=9))
@@ -157,9 +152,7 @@ def test_vectors_under_a_bare_name_are_recognised(photos: Path, model: Embedder,
 
 def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_path: Path, folder_of: dict[str, str]) -> None:
     names, vectors = embedded(photos, model)
-    gallery = Gallery.create(tmp_path / "g", model)
-    gallery.add(vectors[:60], names[:60])
-    gallery.commit()
+    gallery = store(Gallery.create(tmp_path / "g", model), vectors[:60], names[:60])
     for name, dim, ids in (("wide", 16, ["a", "b"]), ("elsewhere", 8, ["c", "d"])):  # unchecked, as galleries once were
         items = check_items(np.eye(dim, dtype=np.float32)[:2], ids, None, None, "cosine")
         gallery.staging().add(stored_version(Fingerprint.from_string(name), dim), items, replace=False)
@@ -173,19 +166,9 @@ def test_each_version_is_looked_at_by_itself(photos: Path, model: Embedder, tmp_
 
 
 def test_the_command_says_what_it_found(
-    photos: Path,
-    model: Embedder,
-    old_folder: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcompat", "gallery", "doctor", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return int(stop.value.code or 0), *capsys.readouterr()
-
+    run = partial(run, "doctor")
     monkeypatch.setattr(commands, "console", Console(width=80))
     names, vectors = embedded(photos, model)
     filled(tmp_path / "good", model, names, vectors)
@@ -215,7 +198,7 @@ def test_a_canary_shows_that_a_model_has_changed(
     model: Embedder,
     old_folder: str,
     tmp_path: Path,
-    run_xcompat: Callable[..., tuple[int, str, str]],
+    run_xcompat: Run,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -247,9 +230,7 @@ def test_a_canary_shows_that_a_model_has_changed(
     assert code == 2 and "--canary needs only a gallery's folder and --model" in err
 
 
-def test_results_are_json(
-    photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_results_are_json(photos: Path, model: Embedder, old_folder: str, tmp_path: Path, run_xcompat: Run) -> None:
     names, vectors = embedded(photos, model)
     vectors[:20] = foreign(photos, tmp_path)[:20]
     filled(tmp_path / "g", model, names, vectors)

@@ -140,10 +140,8 @@ def test_bad_queries_are_named_and_left_out(
 
 def test_another_dimension_names_both_and_the_right_model(gallery: Path, map_folder: str, tmp_path: Path) -> None:
     np.save(tmp_path / "q.npy", OLD_ROWS[:3])
-    said = (
-        r"q.npy has 8 dimensions, and the model takes 12: .* the new model that .* fitted on "
-        r"\(clip-b32 has 8: .* --model clip-b32\)"
-    )
+    said = r"q.npy has 8 dimensions, and the model takes 12: .* the new model that .* fitted on "
+    said += r"\(clip-b32 has 8: .* --model clip-b32\)"
     with pytest.raises(XcompatError, match=said):
         search(gallery, tmp_path / "q.npy", map_folder)
 

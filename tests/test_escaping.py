@@ -68,17 +68,10 @@ def called(report: Report, name: str) -> Report:
     case = replace(report.cases[0], gallery=name, direction=name)
     lost = [replace(case, query=query, gallery="old", metrics={name: 0.5}, ci95={name: (0, 1)}) for query in ("old", "new")]
     hits = [Hit(Image.new("RGB", (2, 2)), name, True), Hit(None, name, False), Hit(None, name, True, 2.0)]
-    return replace(
-        report,
-        old=ModelInfo(name, name, 8),
-        new=ModelInfo(name, name, 8),
-        method=name,
-        cases=[case, replace(case, query=name), *lost],
-        criterion=Criterion(False, None, [name], [Difference(name, name, 0.1, (-0.1, 0.3), 100)]),
-        seconds={name: 1.0},
-        run={"notes": [name], name: name},
-        examples=[Example(name, [ExampleRow(name, hits)])],
-    )
+    changes: dict[str, Any] = {"old": ModelInfo(name, name, 8), "new": ModelInfo(name, name, 8), "method": name}
+    changes["criterion"] = Criterion(False, None, [name], [Difference(name, name, 0.1, (-0.1, 0.3), 100)])
+    changes |= {"cases": [case, replace(case, query=name), *lost], "examples": [Example(name, [ExampleRow(name, hits)])]}
+    return replace(report, **changes, seconds={name: 1.0}, run={"notes": [name], name: name})
 
 
 def judged(report: Report) -> Report:
@@ -141,8 +134,6 @@ def test_results_hold_the_structure_of_their_template_alone(name: str, report: R
     assert structure(render_markdown(called(report, name))) == structure(render_markdown(called(report, PLAIN)))
 
 
-# ------------------------------------------------------------------------------------------------------------ the card
-
 FACTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "adapters": {"holds": "adapters"},
@@ -162,16 +153,8 @@ def card_of(name: str, kind: str) -> str:
     model = ModelFacts("xbt", name, Fingerprint.from_string("a"), 16, [old], described, embeds_texts=True, **facts)
     data, recipe = {name: [name], "texts": [name]}, f"name: plain\n{name}"
     gains = [Gain(name, name, 0.5, 0.6, 0.1, (0.05, 0.15))]
-    run = RunFacts(
-        gains=gains,
-        measured_on=name,
-        data=data,
-        datasets=[name],
-        recipe=recipe,
-        seconds=90.0,
-        machine=name,
-        versions={name: name},
-    )
+    facts = {"measured_on": name, "machine": name, "datasets": [name], "versions": {name: name}}
+    run = RunFacts(gains=gains, data=data, recipe=recipe, seconds=90.0, **facts)
     return str(model_card("me/model", model, None, run, name, [name]))
 
 
@@ -189,9 +172,6 @@ def test_a_card_holds_the_structure_of_its_template_alone(name: str, kind: str) 
     lines = [[line.partition("#")[0] for line in each[1].splitlines()] for each in (code, wanted)]
     assert lines[0] == lines[1], "no name leaves its comment"
     compile(code[1], "README.md", "exec")
-
-
-# -------------------------------------------------------------------------------------------------------- the terminal
 
 
 def printed(show: Callable[[Console], None]) -> str:
@@ -239,9 +219,6 @@ def test_what_is_literal_is_shown(name: str) -> None:
     for text in (literal(name), f"[bold]{literal(name)}[/]"):
         shown = printed(lambda console, text=text: console.print(text, soft_wrap=True))
         assert shown.split() == visible(name).split()
-
-
-# ------------------------------------------------------------------------------------------------------- a comparison
 
 
 def comparison_of(folder: Path, name: str) -> Comparison:

@@ -94,9 +94,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return known
 
 
-# -------------------------------------------------------------------------------------------------------------- addresses
-
-
 @given(st.sampled_from(PRIVATE).flatmap(lambda net: st.ip_addresses(network=net)))
 def test_no_private_address_is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
     assert not is_public(str(address))
@@ -200,9 +197,6 @@ def test_a_certificate_belongs_to_the_name(tmp_path: Path, names: dict[str, list
     assert asked_for == ["photos.example", "other.example"]
 
 
-# -------------------------------------------------------------------------------------------------------------- redirects
-
-
 def test_redirects_are_looked_at_like_addresses(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.serve("/shoe.png", b"a shoe")
     near = site.serve("/near", status=302, Location="/shoe.png")
@@ -241,9 +235,6 @@ def test_passwords_stay_with_their_host(
     site.serve("/moved", status=301, Location=f"http://two.example:{site.port}/shoe.png")
     assert fetch(f"http://me:secret@one.example:{site.port}/moved", allow_private_addresses=True) == b"a shoe"
     assert ["Authorization" in headers for _, headers in site.asked] == [True, False]
-
-
-# ----------------------------------------------------------------------------------------------------------------- limits
 
 
 def test_no_more_bytes_than_said(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +285,6 @@ def test_no_longer_than_said(slow: str, site: Site, monkeypatch: pytest.MonkeyPa
         fetch(f"http://127.0.0.1:{site.port}/slow", allow_private_addresses=True)
     assert given_up.wait(60), "the connection is closed"
 
-
-# ---------------------------------------------------------------------------------------------------------------- secrets
 
 SECRETS = ("hunter2", "s3cr3t", "sign4ture", "fr4gment")
 

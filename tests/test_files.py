@@ -182,14 +182,8 @@ def test_data_are_flushed_before_their_name_and_the_name_before_the_end(tmp_path
     monkeypatch.setattr(Path, "replace", seen("replace", Path.replace))
     with atomic_path(tmp_path / "made" / "folder") as temporary:
         folder_of(temporary / "inner", "file.txt")
-    assert steps == [
-        ("fsync", tmp_path.name),
-        ("fsync", "partial/file.txt"),
-        ("fsync", "partial/inner"),
-        ("fsync", "partial/folder"),
-        ("replace", "folder"),
-        ("fsync", "made"),
-    ]
+    synced = [("fsync", name) for name in (tmp_path.name, "partial/file.txt", "partial/inner", "partial/folder")]
+    assert steps == [*synced, ("replace", "folder"), ("fsync", "made")]
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
@@ -268,11 +262,8 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path, m
     (tmp_path / "kept" / "inner" / "a.txt").write_text("a")
     (tmp_path / "kept" / "b.txt").write_text("b")
     (tmp_path / "kept" / "link").symlink_to("inner")
-    assert [file.relative_to(tmp_path).as_posix() for file in files_below(tmp_path)] == [
-        "kept/b.txt",
-        "kept/inner/a.txt",
-        "kept/link",
-    ]
+    found = [file.relative_to(tmp_path).as_posix() for file in files_below(tmp_path)]
+    assert found == ["kept/b.txt", "kept/inner/a.txt", "kept/link"]
     assert list_entries(tmp_path / "kept", "*.txt") == [tmp_path / "kept" / "b.txt"] and list_entries(tmp_path / "none") == []
 
     def refuse(folder):

@@ -151,6 +151,8 @@ def test_no_more_cards_are_read_than_are_promised(hub: Hub, monkeypatch: pytest.
     assert len(json.loads(found("--old", old, "--json")[1])) == 2
 
 
+HALF: dict[str, Any] = {"task": {"type": "t", "name": "a"}, "dataset": {"type": "unknown", "name": "d"}}
+HALF["metrics"] = [{"type": "b", "value": "0.1", "args": {"case": "gain"}}]
 BAD: dict[str, dict[str, Any]] = {
     "no metadata of ours": {"method": None, "embeds": None, "compatible_with": None},
     "versions": {"compatible_with": "all"},
@@ -160,20 +162,7 @@ BAD: dict[str, dict[str, Any]] = {
     "a result": {"model-index": [{"name": "x", "results": [{"metrics": 3}]}]},
     "infinite": {"model-index": index(Gain("a", "b", 0.1, 0.2, float("inf"), (0.0, 0.1)))},
     "no dictionary": {"model-index": [[]]},
-    "no interval": {
-        "model-index": [
-            {
-                "name": "x",
-                "results": [
-                    {
-                        "task": {"type": "t", "name": "a"},
-                        "dataset": {"type": "unknown", "name": "d"},
-                        "metrics": [{"type": "b", "value": "0.1", "args": {"case": "gain"}}],
-                    }
-                ],
-            }
-        ]
-    },
+    "no interval": {"model-index": [{"name": "x", "results": [HALF]}]},
 }
 
 

@@ -20,8 +20,6 @@ from xcompat.core.errors import GenerationGoneError
 from xcompat.retrieval import Gallery, commands, manifest, snapshot
 from xcompat.retrieval.lock import lock_writer
 
-# ------------------------------------------------------------------------------------------------------------- readers
-
 
 def between(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, happens: Callable[[], object]) -> None:
     """Let something happen, once, right after a function has returned."""
@@ -101,9 +99,6 @@ def test_a_file_that_is_gone_for_another_reason_is_named(tmp_path: Path) -> None
         contents(Gallery.open(gallery.path))
     assert not isinstance(refused.value, GenerationGoneError)
     assert any(f"{index} is missing" in line for line in Gallery.open(gallery.path).damage())
-
-
-# ------------------------------------------------------------------------------------------------------------- writers
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -192,13 +192,7 @@ def test_two_unreadable_images_of_many_do_not_stop_a_build(run: Run, photos: Pat
     ],
 )
 def test_what_cannot_be_asked_is_one_line(
-    arguments: tuple[str, ...],
-    message: str,
-    run: Run,
-    gallery: Path,
-    tmp_path: Path,
-    old_folder: str,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple, message: str, run: Run, gallery: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "asked.txt").write_text("a dog\n")

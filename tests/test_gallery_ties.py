@@ -20,10 +20,8 @@ from xcompat.retrieval.items import check_items
 from xcompat.retrieval.manifest import VersionRecord
 
 OLD, NEW, DIM = Fingerprint.from_string("old"), Fingerprint.from_string("new"), 8
-VERSIONS = [
-    VersionRecord(digest=OLD.digest, name="old", dim=DIM),
-    VersionRecord(digest=NEW.digest, name="new", dim=DIM, shares=(OLD.digest,)),
-]
+VERSIONS = [VersionRecord(digest=OLD.digest, name="old", dim=DIM)]
+VERSIONS += [VersionRecord(digest=NEW.digest, name="new", dim=DIM, shares=(OLD.digest,))]
 POOL = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
 QUERIES = np.random.default_rng(1).normal(size=(25, DIM)).astype(np.float32)  # faiss takes another way from 20 queries on
 
@@ -36,12 +34,8 @@ class Item(NamedTuple):
     about: dict[str, Any] | None
 
 
-Added = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 2), st.sampled_from([None, {"shop": 0}, {"shop": 1}])),
-    min_size=1,
-    max_size=12,
-    unique_by=lambda item: item[0],
-)
+Row = st.tuples(st.integers(0, 30), st.integers(0, 2), st.sampled_from([None, {"shop": 0}, {"shop": 1}]))
+Added = st.lists(Row, min_size=1, max_size=12, unique_by=lambda item: item[0])
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 1), Added),

@@ -30,12 +30,11 @@ def drawn(seed: int, queries: int = 40, items: int = 60, dim: int = 8) -> tuple[
 
 def judgements(seed: int, query_ids: list[str], gallery_ids: list[str], lowest: int = 0) -> dict[str, dict[str, int]]:
     draw = np.random.default_rng(seed)
-    return {
-        query: {
-            item: int(draw.integers(lowest, 4)) for item in draw.choice(gallery_ids, size=int(draw.integers(1, 9)), replace=False)
-        }
-        for query in query_ids
-    }
+    qrels = {}
+    for query in query_ids:
+        items = draw.choice(gallery_ids, size=int(draw.integers(1, 9)), replace=False)
+        qrels[query] = {item: int(draw.integers(lowest, 4)) for item in items}
+    return qrels
 
 
 @pytest.mark.parametrize("lowest", [0, 1, -1])

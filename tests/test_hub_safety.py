@@ -68,9 +68,6 @@ def test_an_answer_that_is_no_configuration(answer: bytes, hub: Hub, versions: l
     assert hub.files(REPO)["config.json"] == answer
 
 
-# ------------------------------------------------------------------------------------------------------------- the token
-
-
 def test_the_token_is_nowhere(
     hub: Hub, versions: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,9 +89,6 @@ def test_the_token_is_nowhere(
     assert not [text for text in said if "hf_secret" in text]
     files = [file for folder in (tmp_path, versions[0].parent) for file in folder.rglob("*") if file.is_file()]
     assert files and not [file for file in files if b"hf_secret" in file.read_bytes()]
-
-
-# ------------------------------------------------------------------------------------------------------------ permissions
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077], ids=["022", "027", "077"])

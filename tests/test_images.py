@@ -98,17 +98,11 @@ def test_signed_16_bits_end_at_half() -> None:
 @pytest.mark.parametrize(
     "pixels",
     [
+        *(np.array([row], np.int32) for row in ([0, 4095], [-1, 65535], [0, 65536])),
+        *(np.array([row], np.float32) for row in ([0, 1.5], [0, 256], [-0.1, 1], [np.nan, 1], [0, np.inf])),
         np.array([[0, 4095]], np.uint16),
-        np.array([[0, 4095]], np.int32),
-        np.array([[-1, 65535]], np.int32),
-        np.array([[0, 65536]], np.int32),
-        np.array([[0, 1.5]], np.float32),
-        np.array([[0, 256]], np.float32),
-        np.array([[-0.1, 1]], np.float32),
-        np.array([[np.nan, 1]], np.float32),
-        np.array([[0, np.inf]], np.float32),
     ],
-    ids=lambda pixels: str(pixels.tolist()),
+    ids=lambda pixels: f"{pixels.dtype} {pixels.tolist()}",
 )
 def test_an_unknown_range_is_refused(pixels: np.ndarray) -> None:
     with pytest.raises(UnusableSampleError, match=r"its (integers|floats) go from .*, so white is ambiguous"):

@@ -66,9 +66,6 @@ def shuffled() -> PairedEmbeddings:
     return PairedEmbeddings(pairs.new_ND[::-1], pairs.old_Nd, pairs.labels_N)
 
 
-# -------------------------------------------------------------------------------------------------------- checkpoints
-
-
 @torch.no_grad()
 def test_a_map_of_many_items_is_taken_where_few_are_at_hand(hub: Hub, tmp_path: Path) -> None:
     theirs = fit(choose(made(), "known").chosen.candidate, CandidateParts(made(), GALLERY))
@@ -209,9 +206,6 @@ def test_what_is_no_map_is_one_line(folder_of: dict[str, str], tmp_path: Path) -
         mapped(sides, tmp_path / "out", "--start-from", str(tmp_path / "theirs"), "--activation", "relu")
     with pytest.raises(XcompatError, match="is an input of .*; write to another place"):
         mapped(sides, tmp_path / "theirs", "--start-from", str(tmp_path / "theirs" / "model"), "--overwrite")
-
-
-# ----------------------------------------------------------------------------------------------------------- adapters
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -371,13 +365,8 @@ def test_bad_adapters_are_one_line(what: str, tmp_path: Path, monkeypatch: pytes
         arrays(path)
     else:
         saved(path, arrays)
-    given = {
-        "another activation": "relu",
-        "a norm": "relu",
-        "layers that do not fit": "relu",
-        "a bias of columns": "relu",
-        "a bias alone": "relu",
-    }.get(what)
+    needs = ("another activation", "a norm", "layers that do not fit", "a bias of columns", "a bias alone")
+    given = "relu" if what in needs else None
     with pytest.raises(XcompatError, match=said) as refused:
         read_adapters(path, GALLERY, NEW, given)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)

@@ -137,22 +137,16 @@ def ways_of(model: Source, **options: Any) -> dict[str, tuple[list[float], list[
     langchain, llamaindex = CompatEmbeddings(model, **options), CompatEmbedding(model, **options)
     text, documents = CompatTextEmbedder(model, **options), CompatDocumentEmbedder(model, **options)
     found = documents.run([Document(content=each) for each in TEXTS])["documents"]
+    query, run = QUERIES[0], asyncio.run
+    one_by_one = [run(llamaindex.aget_text_embedding(TEXTS[0])), *map(llamaindex.get_text_embedding, TEXTS[1:])]
+    later = run(llamaindex.aget_query_embedding(query)), run(llamaindex.aget_text_embedding_batch(TEXTS))
     return {
-        "langchain": (langchain.embed_query(QUERIES[0]), langchain.embed_documents(TEXTS)),
-        "langchain, later": (
-            asyncio.run(langchain.aembed_query(QUERIES[0])),
-            asyncio.run(langchain.aembed_documents(TEXTS)),
-        ),
-        "llamaindex": (llamaindex.get_query_embedding(QUERIES[0]), llamaindex.get_text_embedding_batch(TEXTS)),
-        "llamaindex, later": (
-            asyncio.run(llamaindex.aget_query_embedding(QUERIES[0])),
-            asyncio.run(llamaindex.aget_text_embedding_batch(TEXTS)),
-        ),
-        "llamaindex, one by one": (
-            llamaindex.get_query_embedding(QUERIES[0]),
-            [asyncio.run(llamaindex.aget_text_embedding(TEXTS[0])), *map(llamaindex.get_text_embedding, TEXTS[1:])],
-        ),
-        "haystack": (text.run(QUERIES[0])["embedding"], [each.embedding or [] for each in found]),
+        "langchain": (langchain.embed_query(query), langchain.embed_documents(TEXTS)),
+        "langchain, later": (run(langchain.aembed_query(query)), run(langchain.aembed_documents(TEXTS))),
+        "llamaindex": (llamaindex.get_query_embedding(query), llamaindex.get_text_embedding_batch(TEXTS)),
+        "llamaindex, later": later,
+        "llamaindex, one by one": (llamaindex.get_query_embedding(query), one_by_one),
+        "haystack": (text.run(query)["embedding"], [each.embedding or [] for each in found]),
     }
 
 

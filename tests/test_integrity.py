@@ -108,9 +108,6 @@ def test_a_manifest_that_is_none_is_one_line(text: str, gallery: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-# ---------------------------------------------------------------------------------------------------------- large files
-
-
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of files as they are read in full, where every file is a large one."""

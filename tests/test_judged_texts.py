@@ -50,26 +50,19 @@ def judged(tmp_path: Path) -> dict[str, Any]:
     queries = [(f"q{row}", " " if row == 2 else text) for row, text in enumerate(QUERIES)]
     lines = [f"q{row}\tp{(row + 4 * each) % 20}\t{gain}" for row in range(2, 12) for each, gain in enumerate(GAINS)]
     (tmp_path / "qrels.tsv").write_text("\n".join(["query\tpassage\tgain", "q1\tp1\t0", "q3\tgone\t1", *lines]) + "\n")
-    return {
-        "queries": write_rows(tmp_path / "queries.jsonl", queries),
-        "passages": write_rows(tmp_path / "passages.jsonl", [(f"p{row}", text) for row, text in enumerate(PASSAGES)]),
-        "qrels": str(tmp_path / "qrels.tsv"),
-    }
+    passages = write_rows(tmp_path / "passages.jsonl", [(f"p{row}", text) for row, text in enumerate(PASSAGES)])
+    written = write_rows(tmp_path / "queries.jsonl", queries)
+    return {"queries": written, "passages": passages, "qrels": str(tmp_path / "qrels.tsv")}
 
 
 @pytest.fixture
 def raw(folder_of: dict[str, str], old_folder: str, judged: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "learned.txt").write_text("\n".join(LEARNED) + "\n")
-    return {
-        "output_dir": str(tmp_path / "run"),
-        "cache_dir": str(tmp_path / "cache"),
-        "old": old_folder,
-        "new": folder_of["clip"],
-        "data": {"texts": [{"path": str(tmp_path / "learned.txt")}], "judged_texts": judged},
-        "training": {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3},
-        "evaluation": {"resamples": 100, "examples": 2, "tsne_pairs": 0},
-        "method": "ridge",
-    }
+    raw: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "cache_dir": str(tmp_path / "cache"), "method": "ridge"}
+    raw["data"] = {"texts": [{"path": str(tmp_path / "learned.txt")}], "judged_texts": judged}
+    raw["training"] = {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
+    raw["evaluation"] = {"resamples": 100, "examples": 2, "tsne_pairs": 0}
+    return raw | {"old": old_folder, "new": folder_of["clip"]}
 
 
 def recipe_of(raw: dict[str, Any], **changes: Any) -> Recipe:
