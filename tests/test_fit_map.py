@@ -16,8 +16,9 @@ from transformers import AutoModel
 import xcompat
 from xcompat import Fingerprint, XcompatError
 from xcompat.heads import slerp
-from xcompat.mapping import choose, fit_map
+from xcompat.mapping import PairedEmbeddings, choose, fit_map
 from xcompat.mapping.candidates import CandidateParts, fit
+from xcompat.mapping.fitting import FittedMap
 from xcompat.mapping.reranking import COUNTS, OLD_WEIGHTS, TOLERATED
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
@@ -25,11 +26,25 @@ from xcompat.retrieval import Gallery
 TEXTS = [f"{colour} {thing}" for colour in ("red", "green", "blue", "old") for thing in ("shoe", "dog", "tree", "cup", "car")]
 
 
-def test_it_chooses_what_the_command_chooses(tmp_path: Path) -> None:
-    pairs = made()
-    assert pairs.labels_N is not None
-    found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N.tolist())
-    choice = choose(pairs)
+@pytest.fixture(scope="module")
+def pairs() -> PairedEmbeddings:
+    return made()
+
+
+@pytest.fixture(scope="module")
+def labelled(pairs: PairedEmbeddings) -> FittedMap:
+    """Return the map that is chosen with labels."""
+    return fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
+
+
+@pytest.fixture(scope="module")
+def plain(pairs: PairedEmbeddings) -> FittedMap:
+    """Return the map that is chosen without labels."""
+    return fit_map(pairs.old_Nd, pairs.new_ND)
+
+
+def test_it_chooses_what_the_command_chooses(pairs: PairedEmbeddings, labelled: FittedMap, tmp_path: Path) -> None:
+    found, choice = labelled, choose(pairs)
     assert found.choice is not None and found.choice.chosen == choice.chosen and found.is_safe == choice.is_safe
     expected = fit(choice.chosen.candidate, CandidateParts(pairs)).to_space(torch.from_numpy(pairs.new_ND[:5]))
     np.testing.assert_allclose(found.to_space(3 * pairs.new_ND[:5]), expected, atol=1e-6)
@@ -39,65 +54,50 @@ def test_it_chooses_what_the_command_chooses(tmp_path: Path) -> None:
     torch.testing.assert_close(saved.to_space(torch.from_numpy(pairs.new_ND[:5])), expected)
 
 
-def test_weight_and_number_of_hits_for_re_ranking_are_chosen_and_kept(tmp_path: Path) -> None:
-    pairs = made()
-    found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
-    choice = found.choice
+def test_weight_and_number_of_hits_for_re_ranking_are_chosen_and_kept(
+    labelled: FittedMap, plain: FittedMap, tmp_path: Path
+) -> None:
+    choice = labelled.choice
     assert choice is not None and choice.reranked is not None and choice.reranked.old_weight in OLD_WEIGHTS
     reranked = choice.reranked
     assert reranked.trial.mean > choice.chosen.mean, "the new model knows more than its map"
     enough = [k for k in COUNTS if reranked.losses[k].high >= -TOLERATED]
     assert reranked.candidates == enough[0] and max(loss.mean for loss in reranked.losses.values()) == 0
-    found.save(tmp_path / "model")
+    labelled.save(tmp_path / "model")
     saved = AutoModel.from_pretrained(tmp_path / "model").config
     assert (saved.rerank_old_weight, saved.rerank_candidates) == (reranked.old_weight, reranked.candidates)
-    written = found.report["reranked"]
+    written = labelled.report["reranked"]
     assert (written["old_weight"], written["candidates"]) == (reranked.old_weight, reranked.candidates)
     assert written["losses"].keys() == {str(k) for k in COUNTS}
-    without = fit_map(pairs.old_Nd, pairs.new_ND)
-    assert without.model.config.rerank_old_weight is None, "without labels nothing says which weight is better"
-    assert without.model.config.rerank_candidates is None
+    assert plain.model.config.rerank_old_weight is None, "without labels nothing says which weight is better"
+    assert plain.model.config.rerank_candidates is None
 
 
-def test_classes_may_be_anything_that_tells_them_apart() -> None:
-    pairs = made()
+def test_classes_may_be_anything_that_tells_them_apart(pairs: PairedEmbeddings, labelled: FittedMap) -> None:
     assert pairs.labels_N is not None
-    named = [f"class {label:02}" for label in pairs.labels_N]
-    sides = pairs.old_Nd, pairs.new_ND
-    assert (
-        repr(fit_map(*sides, named))
-        == repr(fit_map(*sides, torch.from_numpy(pairs.labels_N)))
-        == repr(fit_map(*sides, pairs.labels_N))
-    )
+    for labels in ([f"class {label:02}" for label in pairs.labels_N], torch.from_numpy(pairs.labels_N)):
+        assert repr(fit_map(pairs.old_Nd, pairs.new_ND, labels)) == repr(labelled)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "float16", "list"])
-def test_arrays_of_all_kinds_are_taken(kind: str) -> None:
-    pairs = made()
+def test_arrays_of_all_kinds_are_taken(kind: str, pairs: PairedEmbeddings, plain: FittedMap) -> None:
     turn = {"tensor": torch.from_numpy, "float16": lambda rows: rows.astype(np.float16), "list": np.ndarray.tolist}[kind]
     found = fit_map(turn(pairs.old_Nd), turn(pairs.new_ND))
-    expected = fit_map(pairs.old_Nd, pairs.new_ND)
-    np.testing.assert_allclose(found.to_space(turn(pairs.new_ND[:3])), expected.to_space(pairs.new_ND[:3]), atol=1e-2)
+    np.testing.assert_allclose(found.to_space(turn(pairs.new_ND[:3])), plain.to_space(pairs.new_ND[:3]), atol=1e-2)
 
 
-def test_rows_without_a_direction_are_left_out() -> None:
-    pairs = made()
+def test_rows_without_a_direction_are_left_out(pairs: PairedEmbeddings, plain: FittedMap) -> None:
     new_ND, old_Nd = (np.insert(side, [0, 5], rows, axis=0) for side, rows in ((pairs.new_ND, np.nan), (pairs.old_Nd, 0)))
-    assert repr(fit_map(old_Nd, new_ND)) == repr(fit_map(pairs.old_Nd, pairs.new_ND))
+    assert repr(fit_map(old_Nd, new_ND)) == repr(plain)
 
 
-def test_paths_are_read_as_the_command_reads_them(tmp_path: Path) -> None:
-    pairs = made()
-    sides = write(tmp_path / "old", pairs.old_Nd), write(tmp_path / "new", pairs.new_ND)
-    found = fit_map(*map(str, sides))
-    np.testing.assert_allclose(
-        found.to_space(pairs.new_ND[:3]), fit_map(pairs.old_Nd, pairs.new_ND).to_space(pairs.new_ND[:3]), atol=1e-5
-    )
+def test_paths_are_read_as_the_command_reads_them(pairs: PairedEmbeddings, plain: FittedMap, tmp_path: Path) -> None:
+    found = fit_map(str(write(tmp_path / "old", pairs.old_Nd)), str(write(tmp_path / "new", pairs.new_ND)))
+    np.testing.assert_allclose(found.to_space(pairs.new_ND[:3]), plain.to_space(pairs.new_ND[:3]), atol=1e-5)
 
 
-def test_an_index_a_gallery_and_a_file_are_taken(tmp_path: Path) -> None:
-    pairs = made()
-    expected = fit_map(pairs.old_Nd, pairs.new_ND).to_space(pairs.new_ND[:3])
+def test_an_index_a_gallery_and_a_file_are_taken(pairs: PairedEmbeddings, plain: FittedMap, tmp_path: Path) -> None:
+    expected = plain.to_space(pairs.new_ND[:3])
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(pairs.old_Nd.shape[1]))
     index.add_with_ids(np.asarray(pairs.old_Nd, np.float32), np.arange(len(pairs)) + 7)
     np.save(tmp_path / "old.npy", pairs.old_Nd)
@@ -111,13 +111,11 @@ def test_an_index_a_gallery_and_a_file_are_taken(tmp_path: Path) -> None:
     assert "fit_map" in dir(xcompat)
 
 
-def test_a_notebook_shows_all_trials() -> None:
-    pairs = made()
-    found = fit_map(pairs.old_Nd, pairs.new_ND, pairs.labels_N)
-    shown = found._repr_html_()
-    assert found.choice is not None
-    assert shown.count("<tr>") == shown.count("</tr>") > len(found.choice.shown())
-    assert f"{found.choice.chosen.candidate} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{found!r}</p>")
+def test_a_notebook_shows_all_trials(pairs: PairedEmbeddings, labelled: FittedMap) -> None:
+    shown = labelled._repr_html_()
+    assert labelled.choice is not None
+    assert shown.count("<tr>") == shown.count("</tr>") > len(labelled.choice.shown())
+    assert f"{labelled.choice.chosen.candidate} (chosen)" in unescape(shown) and unescape(shown).endswith(f"{labelled!r}</p>")
     assert "<table>" not in fit_map(pairs.old_Nd[:30], pairs.new_ND[:30])._repr_html_()
 
 
@@ -139,20 +137,24 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing usable": (lambda pairs: fit_map(0 * pairs.old_Nd, pairs.new_ND), "no row has usable embeddings"),
     "a path that is not there": (lambda pairs: fit_map("old.npy", pairs.new_ND), "old.npy does not exist"),
     "an empty index": (lambda pairs: fit_map(faiss.IndexFlatIP(4), pairs.new_ND), "IndexFlatIP holds no vectors"),
-    "no new model": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND).encode_query("a dog"), "fitted on embeddings only"),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_inputs_are_one_line(what: str) -> None:
+def test_bad_inputs_are_one_line(what: str, pairs: PairedEmbeddings) -> None:
     call, said = BAD[what]
     with pytest.raises(XcompatError, match=said):
-        call(made())
+        call(pairs)
 
 
-def test_few_items_are_a_guess(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pairs = made().take(np.arange(30))
-    found = fit_map(pairs.old_Nd, pairs.new_ND)
+def test_a_map_without_a_new_model_embeds_no_query(plain: FittedMap) -> None:
+    with pytest.raises(XcompatError, match="fitted on embeddings only"):
+        plain.encode_query("a dog")
+
+
+def test_few_items_are_a_guess(pairs: PairedEmbeddings, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = pairs.take(np.arange(30))
+    found = fit_map(few.old_Nd, few.new_ND)
     assert not found.is_safe and found.report == {} and "a guess" in repr(found)
     found.save(tmp_path / "model")
     assert "the saved map is not surely at or above old queries" in caplog.text
