@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import store
 from pydantic import ValidationError
 from test_confidence import remembering
 from test_map import made
@@ -68,10 +69,7 @@ def asked(model: CompatModel) -> tuple[torch.Tensor, np.ndarray]:
 
 
 def gallery_of(old: Embedder, folder: Path, milvus: str | None = None) -> Gallery:
-    made = Gallery.create(folder / "gallery", old, milvus=milvus)
-    made.add(old.embed(old.processor.texts(TEXTS)), TEXTS)
-    made.commit()
-    return made
+    return store(Gallery.create(folder / "gallery", old, milvus=milvus), old.embed(old.processor.texts(TEXTS)), TEXTS)
 
 
 @pytest.fixture
@@ -98,9 +96,7 @@ def test_every_hit_says_how_sure_its_query_is(either: Gallery, model: CompatMode
 def test_in_a_gallery_of_its_own_nothing_is_remembered_and_nobody_is_unsure(
     model: CompatModel, asked: Any, tmp_path: Path
 ) -> None:
-    own = Gallery.create(tmp_path / "own", model)
-    own.add(asked[0], TEXTS, version=model)
-    own.commit()
+    own = store(Gallery.create(tmp_path / "own", model), asked[0], TEXTS, version=model)
     assert own.search(asked[0], model)[0][0].confidence is None
     assert Gallery.create(tmp_path / "empty", model).search(asked[0], model) == [[]] * len(TEXTS)
 
@@ -271,10 +267,8 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     assert "50.0% of the queries have a confidence below" in share and "and fall back; negative flips" in share
     assert f"negative flips {flips:.1%} without the fallback, 0.0% with it" in share
     told = next(note for note in evaluation.notes if "AUROC" in note)
-    hurt = (
-        evaluation.average_precision["new", "old", "image-to-image", "map"]
-        < (evaluation.average_precision["old", "old", "image-to-image", "map"])
-    )
+    precisions = [evaluation.average_precision[query, "old", "image-to-image", "map"] for query in ("new", "old")]
+    hurt = precisions[0] < precisions[1]
     assert f"{hurt.mean():.1%} of the new queries find less" in told
     assert f"AUROC of {area_under_roc(sure[:, 0], ~hurt).value:.2f}" in told
     content = ReportContent(evaluation, kept, "x", tsne_pairs=0)
@@ -289,13 +283,14 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     mixed, _ = evaluate_cases(contestants, settings.model_copy(update={"slerp": 0.5}), 0)
     halfway = xcompat.heads.slerp(torch.from_numpy(new), torch.from_numpy(pairs.old_Nd), 0.5).numpy()
     expected, _ = evaluate_cases(replace(contestants, new_view=images("new", np.where(odd_N1, new, halfway))), settings, 0)
-    (found,), (wanted,) = (
-        [case.metrics for case in each.cases if case.label == label]
-        for each, label in ((mixed, "fallback/old"), (expected, "new/old"))
-    )
+    (found,) = (case.metrics for case in mixed.cases if case.label == "fallback/old")
+    (wanted,) = (case.metrics for case in expected.cases if case.label == "new/old")
     assert found == wanted != cases["fallback/old"]
     without, _ = evaluate_cases(replace(contestants, confidence=None), EvaluationSettings(resamples=100), 0)
     assert not without.confidence and not any("AUROC" in note for note in without.notes)
+
+
+TAKEN = "evaluation.fallback reports its results as 'fallback'; rename the stage"
 
 
 @pytest.mark.parametrize(
@@ -303,10 +298,7 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     [
         ({"fallback": 0}, "greater than 0"),
         ({"fallback": 1.5}, "less than or equal to 1"),
-        (
-            {"fallback": 0.5, "compare_with": ["fallback"]},
-            "evaluation.fallback reports its results as 'fallback'; rename the stage",
-        ),
+        ({"fallback": 0.5, "compare_with": ["fallback"]}, TAKEN),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import store
 from schedule import mostly_nightly
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
@@ -35,13 +36,6 @@ def names(count: int, prefix: str = "item") -> list[str]:
 
 def create(folder: Path, **options: Any) -> Gallery:
     return Gallery.create(folder / "gallery", CLIP, **{"dim": DIM, **options})
-
-
-def store(gallery: Gallery, *items: Any, **options: Any) -> Gallery:
-    """Add items and commit them."""
-    gallery.add(*items, **options)
-    gallery.commit()
-    return gallery
 
 
 @pytest.fixture(params=["faiss", "milvus"])

@@ -15,6 +15,7 @@ import torch
 import transformers
 import typer
 import warm
+from conftest import store
 from PIL import Image
 
 from xcompat import FctModel, Fingerprint, XbtModel, cli
@@ -73,8 +74,7 @@ def test_rollback_lists_states_and_returns_to_one(run: Run, tmp_path: Path) -> N
     folder = tmp_path / "g"
     gallery = Gallery.create(folder, Fingerprint.from_string("m"), dim=3)
     for name in "abc":
-        gallery.add(np.eye(3)[:1], [name])
-        gallery.commit()
+        store(gallery, np.eye(3)[:1], [name])
     code, out, _ = run("rollback", folder)
     assert code == 0 and "restored generation 2 as generation 4: 2 items" in out and "--to 3" in out
     code, out, _ = run("rollback", folder)
@@ -330,8 +330,7 @@ def test_metadata_are_asked_for_as_text_or_as_json(run: Run, tmp_path: Path, old
     embedder, texts = load_embedder(old_folder), ["a", "b", "c"]
     gallery = Gallery.create(tmp_path / "gallery", embedder)
     about = [{"year": 2020, "new": True}, {"year": "2020"}, {"year": 1999}]
-    gallery.add(embedder.embed(embedder.processor.texts(texts)), [f"item-{text}" for text in texts], about)
-    gallery.commit()
+    store(gallery, embedder.embed(embedder.processor.texts(texts)), [f"item-{text}" for text in texts], about)
     for where, expected in (("year=2020", {"a", "b"}), ("new=true", {"a"}), ("year=1999", {"c"}), ("year=", set())):
         code, out, _ = run("search", gallery.path, "a dog", "--model", old_folder, "--where", where)
         assert code == 0 and {text for text in texts if f"item-{text}" in out} == expected, where
@@ -420,10 +419,9 @@ def test_numbers_of_json_beside_images_stay_what_they_are(photos: Path) -> None:
 
 def test_a_filter_by_a_key_that_no_item_has(run: Run, tmp_path: Path, old_folder: str) -> None:
     embedder = load_embedder(old_folder)
+    embeds = embedder.embed(embedder.processor.texts(["a", "b"]))
     for name, about in (("with", [{"label": "dog"}, {"year": 1}]), ("without", None)):
-        made = Gallery.create(tmp_path / name, embedder)
-        made.add(embedder.embed(embedder.processor.texts(["a", "b"])), ["a", "b"], about)
-        made.commit()
+        store(Gallery.create(tmp_path / name, embedder), embeds, ["a", "b"], about)
     Gallery.create(tmp_path / "empty", embedder)
     asked = ("a dog", "--model", old_folder, "--json", "--where")
     for gallery, where, message in (

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import store
 from schedule import mostly_nightly
 from test_gallery import CLIP, DIM, found, naive, names, vectors
 
@@ -60,8 +61,7 @@ def at_call(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def a_gallery(path: Path, commits: int = 2, **options: Any) -> Gallery:
     gallery = Gallery.create(path, CLIP, dim=DIM, **options)
     for number in range(commits):
-        gallery.add(vectors(10, number), names(10, f"part {number}"))
-        gallery.commit()
+        store(gallery, vectors(10, number), names(10, f"part {number}"))
     return gallery
 
 
@@ -73,9 +73,6 @@ def takes_the_lock(gallery: Gallery) -> None:
     """Be a writer who changes nothing."""
     gallery.staging()
     gallery.close()
-
-
-# ---------------------------------------------------------------------------------------------------------- compaction
 
 
 def test_a_compaction_goes_on_after_a_kill_while_rows_were_marked_as_removed(tmp_path: Path) -> None:
@@ -144,9 +141,6 @@ def test_a_compaction_revives_nothing_that_others_removed_or_that_waits_for_a_co
     gallery.add(vectors(1, 9), ["new"])
     gallery.compact()
     assert gallery.find(["part 0 2", "new"]) == [None, CLIP] and len(gallery) == 19
-
-
-# -------------------------------------------------------------------------------------------------------------- Milvus
 
 
 def collections(gallery: Gallery) -> set[str]:
@@ -218,9 +212,6 @@ def test_no_writer_is_stopped_by_a_milvus_that_does_not_answer_to_tidying_up(
     assert not (gallery.path / "segments" / "0123456789abcdef").exists()
 
 
-# -------------------------------------------------------------------------------------------------------------- making
-
-
 @pytest.mark.parametrize("call", mostly_nightly(range(24), lambda call: call % 3 == 0))
 def test_making_a_gallery_is_done_again_after_a_kill(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import faiss
@@ -236,9 +227,11 @@ def test_making_a_gallery_is_done_again_after_a_kill(call: int, tmp_path: Path, 
         with monkeypatch.context() as patched:
             at_call(patched, call)
             killed(make)
-        gallery = Gallery.open(tmp_path / name) if (tmp_path / name / "gallery.json").exists() else make()
-        gallery.add(vectors(2, 1), names(2, "new"))
-        gallery.commit()
+        gallery = store(
+            Gallery.open(tmp_path / name) if (tmp_path / name / "gallery.json").exists() else make(),
+            vectors(2, 1),
+            names(2, "new"),
+        )
         assert gallery.damage() == [] and len(Gallery.open(gallery.path)) == (2 if name == "created" else 7)
         left = {path.name for path in gallery.path.iterdir()}
         assert left == {".lock", "gallery.json", "generations", "segments"}
@@ -263,9 +256,6 @@ def test_a_gallery_that_has_lost_its_manifest_is_not_taken_for_one_that_was_begu
         Gallery.create(gallery.path, CLIP, dim=DIM)
     shutil.copy(gallery.path / "generations" / "00000002.json", gallery.path / "gallery.json")
     assert len(Gallery.open(gallery.path)) == 20 and Gallery.open(gallery.path).damage() == []
-
-
-# ----------------------------------------------------------------------------------------------------------- tidying up
 
 
 def test_the_next_writer_deletes_what_nobody_needs(tmp_path: Path) -> None:
@@ -318,9 +308,6 @@ def test_nothing_is_deleted_while_a_state_cannot_be_read(tmp_path: Path) -> None
     takes_the_lock(gallery)
     old.write_text(whole)
     assert gallery.rollback(2) == 4 and len(gallery) == 20 and gallery.damage() == []
-
-
-# ------------------------------------------------------------------------------------------------------------- rollback
 
 
 @pytest.mark.parametrize("place", ["faiss", "milvus", "adopted"])

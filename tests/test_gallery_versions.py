@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import store
 from schedule import mostly_nightly
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
@@ -31,11 +32,13 @@ def unit(count: int, dim: int, seed: int) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
+def numbered(count: int, prefix: str = "") -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]
+
+
 def old_gallery(folder: Path, count: int = N, **options: Any) -> Gallery:
-    gallery = Gallery.create(folder, OLD, dim=d, **options)
-    gallery.add(unit(count, d, 0), [str(number) for number in range(count)], [{"n": number} for number in range(count)])
-    gallery.commit()
-    return gallery
+    about = [{"n": number} for number in range(count)]
+    return store(Gallery.create(folder, OLD, dim=d, **options), unit(count, d, 0), numbered(count), about)
 
 
 def query_map() -> ProcrustesModel:
@@ -62,8 +65,7 @@ def test_queries_of_a_map_search_the_old_gallery_in_its_view(tmp_path: Path) -> 
 
 def test_new_items_of_a_map_are_stored_in_the_space_of_the_old_ones(tmp_path: Path) -> None:
     gallery, model = old_gallery(tmp_path / "g"), query_map()
-    gallery.add(unit(50, D, 4), [f"new {number}" for number in range(50)], version=model)
-    gallery.commit()
+    store(gallery, unit(50, D, 4), numbered(50, "new "), version=model)
     assert gallery.counts() == {OLD: N, model.stored_fingerprint(): 50}
     hits = gallery.search(unit(50, D, 4)[[7]], model, top_k=N + 50, merge="raw")[0]
     assert hits[0].id == "new 7" and hits[0].version == model.stored_fingerprint() and len(hits) == N + 50
@@ -77,8 +79,7 @@ def test_an_expanded_model_is_compared_by_its_first_dimensions(folder_of: dict[s
     model = OcaModel.from_encoder(folder_of["clip"], old=describe_old(OLD, d), classes=["a", "b"], extra_dim=4).for_inference()
     assert model.stored_dim == d + 4
     own = unit(30, d + 4, 5)
-    gallery.add(own, [f"new {number}" for number in range(30)], version=model)
-    gallery.commit()
+    store(gallery, own, numbered(30, "new "), version=model)
     queries = unit(3, d + 4, 6)
     hits = gallery.search(queries, model, top_k=N + 30, merge="raw")
     cut = queries[:, :d] / np.linalg.norm(queries[:, :d], axis=1, keepdims=True)
@@ -94,8 +95,7 @@ def test_a_frozen_model_searches_what_it_made(old_folder: str, folder_of: dict[s
     embedder, other = load_embedder(old_folder), load_embedder(folder_of["clip"])
     gallery = Gallery.create(tmp_path / "g", embedder)
     embeds = embedder.embed(embedder.processor.texts(["a dog", "two cats"]))
-    gallery.add(embeds, ["dog", "cats"])
-    gallery.commit()
+    store(gallery, embeds, ["dog", "cats"])
     assert ids(gallery.search(embeds, embedder, top_k=1)) == [["dog"], ["cats"]]
     with pytest.raises(FingerprintMismatchError, match="query with the model that made them"):
         gallery.search(np.ones((1, embedder.dim)), other)
@@ -107,7 +107,7 @@ REFUSED = "no single model could search embeddings of other@.* and the old@"
 
 @pytest.mark.parametrize("count", [1, N - 1])
 def test_replacing_a_part_by_a_foreign_model_is_refused(count: int, tmp_path: Path) -> None:
-    gallery, names = old_gallery(tmp_path / "g"), [str(number) for number in range(N)]
+    gallery, names = old_gallery(tmp_path / "g"), numbered(N)
     gallery.add(unit(count, D, 4), names[:count], version=OTHER, replace=True)
     with pytest.raises(FingerprintMismatchError, match=REFUSED):
         gallery.commit()
@@ -121,7 +121,7 @@ def test_replacing_a_part_by_a_foreign_model_is_refused(count: int, tmp_path: Pa
 
 
 def test_a_replacement_counts_with_all_changes_of_its_commit(tmp_path: Path) -> None:
-    gallery, names = old_gallery(tmp_path / "g"), [str(number) for number in range(N)]
+    gallery, names = old_gallery(tmp_path / "g"), numbered(N)
     gallery.add(unit(N, D, 4), names, version=OTHER, replace=True)
     gallery.add(unit(1, d, 5), ["late"], version=OLD, replace=True)
     with pytest.raises(FingerprintMismatchError, match=REFUSED):
@@ -137,11 +137,9 @@ def test_a_replacement_counts_with_all_changes_of_its_commit(tmp_path: Path) -> 
 
 def test_a_part_is_replaced_by_a_model_that_searches_the_rest(tmp_path: Path) -> None:
     gallery, model = old_gallery(tmp_path / "g"), query_map()
-    gallery.add(unit(20, D, 4), [str(number) for number in range(20)], version=model, replace=True)
-    gallery.commit()
+    store(gallery, unit(20, D, 4), numbered(20), version=model, replace=True)
     assert gallery.counts() == {OLD: N - 20, model.stored_fingerprint(): 20}
-    gallery.add(unit(3, d, 7), ["0", "1", "2"], version=OLD, replace=True)
-    gallery.commit()
+    store(gallery, unit(3, d, 7), ["0", "1", "2"], version=OLD, replace=True)
     assert gallery.counts() == {OLD: N - 17, model.stored_fingerprint(): 17}
 
 
@@ -149,17 +147,12 @@ def test_photos_turned_by_orientation_do_not_mix_with_others(tmp_path: Path, old
     embedder = load_embedder(old_folder)
     before = Fingerprint.from_string("the same model before EXIF orientation was applied")
     gallery, embeds = Gallery.create(tmp_path / "g", before, dim=embedder.dim), unit(4, embedder.dim, 0)
-    gallery.add(embeds, list("abcd"))
-    gallery.commit()
+    store(gallery, embeds, list("abcd"))
     gallery.add(embeds[:2], ["a", "b"], version=embedder, replace=True)
     with pytest.raises(FingerprintMismatchError, match="no single model could search"):
         gallery.commit()
-    gallery.add(embeds[2:], ["c", "d"], version=embedder, replace=True)
-    gallery.commit()
+    store(gallery, embeds[2:], ["c", "d"], version=embedder, replace=True)
     assert gallery.versions == [embedder.fingerprint]
-
-
-# ------------------------------------------------------------------------------------------------------------- upgrade
 
 
 @pytest.mark.parametrize("dtype", mostly_nightly([torch.float16, torch.bfloat16], torch.bfloat16.__eq__))
@@ -176,8 +169,7 @@ def test_half_precision_maps_queries_and_galleries_as_float32_does(dtype: torch.
             if whole.maps_galleries:
                 gallery.upgrade(stored_by)
             else:
-                gallery.add(queries[:2], ["first", "second"], version=stored_by)
-                gallery.commit()
+                store(gallery, queries[:2], ["first", "second"], version=stored_by)
             hits = gallery.search(queries, searched_by, top_k=1, merge="raw")
             found.append(([hit[0].id for hit in hits], [hit[0].score for hit in hits]))
         for top, scores in found[1:]:
@@ -218,10 +210,7 @@ def test_adopted_embeddings_that_were_never_normalised_are_mapped_as_the_old_mod
     index = faiss.IndexFlatL2(d)
     index.add(unit(N, d, 0) * np.random.default_rng(1).uniform(5, 9, (N, 1)).astype(np.float32))
     faiss.write_index(index, str(tmp_path / "own.faiss"))
-    gallery, model = (
-        Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", [str(row) for row in range(N)], OLD),
-        gallery_map(),
-    )
+    gallery, model = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", numbered(N), OLD), gallery_map()
     gallery.upgrade(model)
     expected = model.upgrade(torch.from_numpy(unit(N, d, 0))).detach().numpy()
     np.testing.assert_allclose(gallery.segments[0].vectors(np.arange(N)), expected, atol=1e-5)
@@ -229,8 +218,7 @@ def test_adopted_embeddings_that_were_never_normalised_are_mapped_as_the_old_mod
 
 def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gallery, model = old_gallery(tmp_path / "g"), gallery_map()
-    gallery.add(unit(N, d, 1), [f"b{number}" for number in range(N)])
-    gallery.commit()
+    store(gallery, unit(N, d, 1), [f"b{number}" for number in range(N)])
     mapped: list[int] = []
     original = FctModel.upgrade
 
@@ -260,12 +248,10 @@ def test_an_upgrade_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkey
     assert not list(again.path.glob("upgrade-*.json"))
 
 
-@pytest.mark.parametrize(
-    "said",
-    mostly_nightly(
-        ["", "[1]", '{"generation": 1}', '{"generation": 1, "records": 5}', '{"generation": "x"}'], ("", "[1]").__contains__
-    ),
-)
+JOURNALS = ["", "[1]", '{"generation": 1}', '{"generation": 1, "records": 5}', '{"generation": "x"}']
+
+
+@pytest.mark.parametrize("said", mostly_nightly(JOURNALS, ("", "[1]").__contains__))
 def test_a_journal_that_cannot_be_read_is_begun_anew(said: str, tmp_path: Path) -> None:
     gallery, model = old_gallery(tmp_path / "g"), gallery_map()
     digest = upgraded_version(model).digest
@@ -289,9 +275,12 @@ def test_a_resumed_upgrade_does_not_revive_what_was_removed_meanwhile(
 def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> None:
     side, new_side = describe_old(Fingerprint.from_string("side"), 3), describe_old(Fingerprint.from_string("new side"), 5)
     model = gallery_map(side_info=side, new_side_info=new_side)
-    gallery = Gallery.create(tmp_path / "g", OLD, dim=d)
-    gallery.add(unit(20, d, 0), [str(number) for number in range(20)], side_info_NS=unit(20, 3, 1))
-    gallery.commit()
+    gallery = store(
+        Gallery.create(tmp_path / "g", OLD, dim=d),
+        unit(20, d, 0),
+        numbered(20),
+        side_info_NS=unit(20, 3, 1),
+    )
     gallery.upgrade(model)
     old, psi = torch.from_numpy(unit(20, d, 0)), torch.from_numpy(unit(20, 3, 1))
     with torch.inference_mode():
@@ -306,8 +295,7 @@ def test_side_information_goes_in_and_the_new_one_comes_out(tmp_path: Path) -> N
 
 def test_what_newer_models_stored_in_the_old_space_is_mapped_with_it(tmp_path: Path) -> None:
     gallery, queries, newer = old_gallery(tmp_path / "g"), query_map(), gallery_map()
-    gallery.add(unit(50, D, 4), [f"new {number}" for number in range(50)], version=queries)
-    gallery.commit()
+    store(gallery, unit(50, D, 4), numbered(50, "new "), version=queries)
     assert plan_upgrade(gallery, newer).items == gallery.upgrade(newer) == N + 50 == len(gallery)
     assert gallery.versions == [newer.fingerprint().derive("upgrade")]
     stored = queries.to_space(torch.from_numpy(unit(50, D, 4)))
@@ -318,27 +306,29 @@ def test_what_newer_models_stored_in_the_old_space_is_mapped_with_it(tmp_path: P
 
 def test_a_mapped_gallery_is_one_of_the_new_encoder_which_a_later_map_maps_again(tmp_path: Path) -> None:
     encoder, side, new_side = (Fingerprint.from_string(name) for name in ("encoder", "side", "new side"))
-    first = gallery_map(
-        encoder=describe_old(encoder, D), side_info=describe_old(side, 3), new_side_info=describe_old(new_side, 5)
-    )
+    sides = {"side_info": describe_old(side, 3), "new_side_info": describe_old(new_side, 5)}
+    first = gallery_map(encoder=describe_old(encoder, D), **sides)
     second = FctModel(FctConfig(old=describe_old(encoder, D), embedding_dim=6, side_info=describe_old(new_side, 5))).eval()
-    gallery = Gallery.create(tmp_path / "g", OLD, dim=d)
-    gallery.add(unit(20, d, 0), [str(number) for number in range(20)], side_info_NS=unit(20, 3, 1), side_info_by=side)
-    gallery.commit()
+    gallery = store(
+        Gallery.create(tmp_path / "g", OLD, dim=d),
+        unit(20, d, 0),
+        numbered(20),
+        side_info_NS=unit(20, 3, 1),
+        side_info_by=side,
+    )
     with pytest.raises(FingerprintMismatchError, match="maps embeddings of encoder@.*; this gallery holds old@"):
         gallery.upgrade(second)
     gallery.upgrade(first)
     queries = unit(4, D, 7)
     assert ids(gallery.search(queries, encoder, top_k=5)) == ids(gallery.search(queries, first, top_k=5))
-    gallery.add(unit(5, D, 8), list("abcde"), version=encoder, side_info_NS=unit(5, 5, 9), side_info_by=new_side)
-    gallery.commit()
+    store(gallery, unit(5, D, 8), list("abcde"), version=encoder, side_info_NS=unit(5, 5, 9), side_info_by=new_side)
     assert gallery.upgrade(second) == 25
     old, psi = torch.from_numpy(unit(20, d, 0)), torch.from_numpy(unit(20, 3, 1))
     with torch.inference_mode():
         hop = torch.nn.functional.normalize(first.upgrade(old, psi), dim=-1)
         twice = second.upgrade(hop, first.upgrade_side(old, psi)).numpy()
         own = second.upgrade(torch.from_numpy(unit(5, D, 8)), torch.from_numpy(unit(5, 5, 9))).numpy()
-    for mapped, expected in ((twice, [str(number) for number in range(20)]), (own, list("abcde"))):
+    for mapped, expected in ((twice, numbered(20)), (own, list("abcde"))):
         assert [found[0] for found in ids(gallery.search(mapped, second, top_k=1))] == expected
 
 
@@ -357,16 +347,13 @@ def test_what_cannot_be_upgraded_is_refused(tmp_path: Path) -> None:
     gallery = old_gallery(tmp_path / "g")
     with pytest.raises(XcompatError, match="maps queries, not galleries: its queries search this gallery as it is"):
         gallery.upgrade(query_map())
-    other = Gallery.create(tmp_path / "other", Fingerprint.from_string("someone else"), dim=d)
-    other.add(unit(3, d, 0), ["a", "b", "c"])
-    other.commit()
+    other = store(
+        Gallery.create(tmp_path / "other", Fingerprint.from_string("someone else"), dim=d), unit(3, d, 0), ["a", "b", "c"]
+    )
     with pytest.raises(FingerprintMismatchError, match="maps embeddings of old@.*this gallery holds someone else@"):
         other.upgrade(gallery_map())
     plan = plan_upgrade(gallery, gallery_map())
     assert plan.items == N and plan.nbytes == N * D * 4 and gallery.versions == [OLD]
-
-
-# --------------------------------------------------------------------------------------------------------- faiss index
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -403,7 +390,7 @@ def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
     index = faiss.IndexFlatL2(d)
     index.add(unit(5, d, 0))
     faiss.write_index(index, str(tmp_path / "own.faiss"))
-    five = [str(number) for number in range(5)]
+    five = numbered(5)
     with pytest.raises(XcompatError, match="holds 5 vectors, but there are 4 ids"):
         Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", five[:4], OLD)
     with pytest.raises(XcompatError, match="is given twice"):
@@ -413,9 +400,6 @@ def test_an_index_that_does_not_fit_is_not_adopted(tmp_path: Path) -> None:
         Gallery.from_faiss(tmp_path / "g", tmp_path / "text.faiss", five, OLD)
     gallery = Gallery.from_faiss(tmp_path / "g", tmp_path / "own.faiss", five, OLD)
     assert gallery.metric == "l2" and ids(gallery.search(unit(5, d, 0)[[2]], OLD, top_k=1)) == [["2"]]
-
-
-# ------------------------------------------------------------------------------------------------------------- merging
 
 
 def two_versions(offset: float) -> tuple[list[Candidates], np.ndarray]:
@@ -441,11 +425,10 @@ def test_standardised_scores_undo_a_shift_and_a_stretch() -> None:
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
 def test_the_first_items_of_a_new_model_are_found(count: int, metric: str, tmp_path: Path) -> None:
     gallery, dim = Gallery.create(tmp_path / "g", OLD, dim=32, metric=metric), 64
-    gallery.add(unit(2000, 32, 0), [str(number) for number in range(2000)])
+    gallery.add(unit(2000, 32, 0), numbered(2000))
     model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, 32), embedding_dim=dim))
     model.fit([(torch.from_numpy(unit(300, dim, 1)), torch.from_numpy(unit(300, 32, 2)))]).eval()
-    gallery.add(unit(count, dim, 4), [f"new {number}" for number in range(count)], version=model)
-    gallery.commit()
+    store(gallery, unit(count, dim, 4), numbered(count, "new "), version=model)
     found = gallery.search(unit(count, dim, 4), model, top_k=1)
     assert ids(found) == [[f"new {number}"] for number in range(count)]
 
@@ -465,8 +448,7 @@ def test_few_scores_lean_towards_those_of_all_versions_and_64_towards_none() -> 
 
 def test_removed_items_have_no_part_in_the_standing(tmp_path: Path) -> None:
     gallery, model, query = old_gallery(tmp_path / "g"), query_map(), unit(1, D, 3)
-    gallery.add(unit(70, D, 4), [f"new {number}" for number in range(70)], version=model)
-    gallery.commit()
+    store(gallery, unit(70, D, 4), numbered(70, "new "), version=model)
     gallery.remove([hit.id for hit in gallery.search(query, model, top_k=100, merge="raw")[0] if hit.version == OLD])
     gallery.commit()
     hits = [hit for hit in gallery.search(query, model, top_k=300)[0] if hit.version == OLD]
