@@ -6,7 +6,6 @@ import gzip
 import importlib.metadata
 import json
 import re
-import shlex
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import warm
 import yaml
 from PIL import Image
 from transformers import AutoModel
+from typing_in import commands_of, type_in
 
 import xcompat
 from xcompat import Fingerprint, XbtModel, cli
@@ -101,9 +101,8 @@ def table_column(name: str, heading: str) -> set[str]:
 
 
 def test_every_way_to_launch_is_described() -> None:
-    assert table_column("docs/several_gpus.md", "| name | for |") == {
-        path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")
-    }
+    launchers = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert table_column("docs/several_gpus.md", "| name | for |") == launchers
 
 
 def test_one_version() -> None:
@@ -194,12 +193,8 @@ def workplace(
 
 
 def run_shell(code: str) -> None:
-    for line in code.replace("\\\n", " ").splitlines():
-        program, *arguments = shlex.split(line, comments=True)
-        assert program == "xcompat"
-        arguments += ["--allow-worse"] * (arguments[0] == "map")  # what is here in miniature is too little to show anything
-        done = warm.run("-m", program, *arguments, folder=Path.cwd())
-        assert done.returncode == 0, done.stderr
+    for words in commands_of(code):
+        type_in([*words, *["--allow-worse"] * (words[1] == "map")])  # what is here in miniature is too little to show anything
 
 
 def test_what_is_typed_as_xcompat_is_the_command_line() -> None:
