@@ -91,7 +91,7 @@ stages:
   method: projection
   old: stage:old
   new: stage:new
-  data: {{texts: [{{path: {FASHION}/names_textonly.txt.gz}}], texts_limit: 4000, one_per_id: false}}
+  data: {{texts: [{{path: {FASHION}/names_textonly.txt.gz}}], texts_limit: 2000, one_per_id: false}}
   training: {{max_steps: 60, per_device_train_batch_size: 128}}
 - name: xbt
   method: xbt
