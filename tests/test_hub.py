@@ -588,7 +588,7 @@ def test_of_a_plain_encoders_folder_only_the_model_is_pushed(hub: Hub, folder_of
         ("bct", "adapters", "trained without adapters"),
         ("bct", "merged", "no LoRA to merge"),
         ("ridge", "adapters", "is a map without encoder"),
-        ("xbt", "adapters", "is a local folder, which others do not have; push the whole model"),
+        ("xbt", "adapters", "is a local folder, so others cannot load it; push the whole model"),
     ],
 )
 def test_forms_that_a_model_has_not(
