@@ -45,6 +45,7 @@ MISTAKES = {
     "train good.yaml x": "invalid override 'x'; write key=value",
     "train good.yaml method=xbtt": "stages.0.method: unknown method 'xbtt'; did you mean 'xbt'?",
     "train good.yaml method=xbt options.train_encodr=none": "unknown key 'options.train_encodr' for method xbt; did you mean",
+    "train good.yaml method=xbt options.adapters.lora.rnak=8": "'options.adapters.lora.rnak'; did you mean 'rank'?",
     "train good.yaml method=ridge options.regularisation=a": "options.regularisation: Input should be a valid number",
     "train good.yaml method=mixbct options.mixed_share=30": "options.mixed_share: Input should be less than or equal to 1",
     "train good.yaml training.learing_rate=1": "unknown key 'training.learing_rate'; did you mean 'learning_rate'?",

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_validator
 
@@ -20,6 +20,7 @@ from xcompat.training.sections import Section
 from xcompat.training.shipped import suggestion
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe, method_class
 from xcompat.training.unused_settings import refuse_unused
+from xcompat.training.values import keys_at
 from xcompat.training.yaml_files import RecipeLoader, read_yaml
 
 SEED_LIMIT = 2**32
@@ -246,7 +247,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
         place = ".".join(str(part) for part in each["loc"] if not _is_type(part))
         cause = each.get("ctx", {}).get("error")
         if each["type"] == "extra_forbidden":
-            messages = [f"unknown key {place!r}; {nearest(str(each['loc'][-1]), _keys_at(model, each['loc'][:-1]))}"]
+            messages = [f"unknown key {place!r}; {nearest(str(each['loc'][-1]), keys_at(model, each['loc'][:-1]))}"]
         else:
             said = cause.args if isinstance(cause, ValueError) else [each["msg"]]
             messages = [f"{place}: {message}" if place else str(message) for message in said]
@@ -271,25 +272,6 @@ def _of_nearest_types(errors: list[Any]) -> Iterator[Any]:
 
 def _is_type(part: int | str) -> bool:
     return isinstance(part, str) and _TYPE.fullmatch(part) is not None
-
-
-def _keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation
-    def models_in(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            return [annotation]
-        return [found for argument in get_args(annotation) for found in models_in(argument)]
-
-    candidates: list[type[BaseModel]] = [model]
-    for part in location:
-        named = [candidate for candidate in candidates if candidate.__name__ == part]
-        inner = [
-            found
-            for candidate in candidates
-            if part in candidate.model_fields
-            for found in models_in(candidate.model_fields[part].annotation)
-        ]
-        candidates = named or inner or candidates
-    return list(dict.fromkeys(key for candidate in candidates for key in candidate.model_fields))
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from xcompat.core.errors import XcompatError, collect_problems, nearest, require_no_problems
 from xcompat.encoders.adapter_settings import AdapterConfig
@@ -221,11 +221,37 @@ def _check(key: str, hint: Any, value: Any, bound: Any = None) -> Any:  # noqa: 
         inside = isinstance(value, dict)
         raise XcompatError(
             *(
-                f"{'.'.join(map(str, (key, *each['loc'] * inside)))}: {each['msg'].removeprefix('Value error, ')} "
-                f"(found {each['input']!r})"
+                _explain(".".join(map(str, (key, *each["loc"] * inside))), hint, each)
                 for each in (error.errors() if inside else error.errors()[:1])
             )
         ) from None
     if isinstance(read, int | float) and (isinstance(value, str) or not math.isfinite(read)):
         raise ValueError(f"{key}: Input should be a finite number, without quotes (found {value!r})")
     return read if isinstance(value, float) and type(read) is int else value
+
+
+def _explain(place: str, hint: Any, error: Any) -> str:  # noqa: ANN401 - a type annotation, pydantic's error
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {place!r}; {nearest(str(error['loc'][-1]), keys_at(hint, error['loc'][:-1]))}"
+    return f"{place}: {error['msg'].removeprefix('Value error, ')} (found {error['input']!r})"
+
+
+def keys_at(model: Any, location: tuple[int | str, ...]) -> list[str]:  # noqa: ANN401 - a type annotation
+    """Return the keys that a place in nested models can have."""
+
+    def models_in(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return [annotation]
+        return [found for argument in get_args(annotation) for found in models_in(argument)]
+
+    candidates = models_in(model)
+    for part in location:
+        named = [candidate for candidate in candidates if candidate.__name__ == part]
+        inner = [
+            found
+            for candidate in candidates
+            if part in candidate.model_fields
+            for found in models_in(candidate.model_fields[part].annotation)
+        ]
+        candidates = named or inner or candidates
+    return list(dict.fromkeys(key for candidate in candidates for key in candidate.model_fields))
