@@ -184,12 +184,16 @@ def test_what_a_pipeline_refuses(find: Any, model_folder: str, tmp_path: Path) -
             find(array)
 
 
-def test_zero_shot_classification_compares_in_the_models_own_space(model_folder: str, find: Any) -> None:
+@pytest.mark.parametrize("architecture", ["clip", "open_clip"])
+def test_zero_shot_classification_compares_in_the_models_own_space(
+    architecture: str, folder_of: dict[str, str], old_folder: str, tmp_path: Path
+) -> None:
+    model = xcompat.XbtModel.from_encoder(folder_of[architecture], old=load_embedder(old_folder).describe_old())
+    model.export(tmp_path / "model")
     labels, image = ["a dog", "two cats", "a shoe"], Image.new("RGB", (40, 40), "red")
-    scores = pipeline("zero-shot-image-classification", model=model_folder)(
-        image, candidate_labels=labels, hypothesis_template="{}"
-    )
-    model = find.model
+    classify = pipeline("zero-shot-image-classification", model=str(tmp_path))
+    scores = classify(image, candidate_labels=labels, hypothesis_template="{}")
+    model = classify.model
     with torch.inference_mode():
         own = model.self_view(model.embed_images(model.processor.images([image])))
         texts = model.self_view(model.embed_texts(**model.processor.texts(labels)))
@@ -197,6 +201,13 @@ def test_zero_shot_classification_compares_in_the_models_own_space(model_folder:
     assert {score["label"]: score["score"] for score in scores} == pytest.approx(
         dict(zip(labels, expected, strict=True)), abs=1e-5
     )
+    assert len(classify([picture] * 3, candidate_labels=labels)) == 3, "long labels are truncated, as for search"
+
+
+def test_zero_shot_classification_of_other_models_stays_the_same(folder_of: dict[str, str]) -> None:
+    classify = pipeline("zero-shot-image-classification", model=folder_of["clip"])
+    scores = classify(Image.new("RGB", (40, 40), "red"), candidate_labels=["a dog", "two cats"], hypothesis_template="{}")
+    assert sum(score["score"] for score in scores) == pytest.approx(1)
 
 
 # Each is imported first in a fork of a process that knows neither of the two, only what transformers takes longest to import.

@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModel, AutoModelForZeroShotImageClassification, Pipeline
+from transformers import AutoModel, AutoModelForZeroShotImageClassification, BatchEncoding, Pipeline
+from transformers.image_utils import load_image
 from transformers.models.auto import modeling_auto
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.image_feature_extraction import ImageFeatureExtractionPipeline
+from transformers.pipelines.zero_shot_image_classification import ZeroShotImageClassificationPipeline
 from transformers.utils.generic import ModelOutput
 
 from xcompat.core.errors import XcompatError
@@ -288,6 +290,28 @@ class EmbeddingPipeline(ImageFeatureExtractionPipeline):
         return super()._forward(model_inputs)
 
 
+class ZeroShotPipeline(ZeroShotImageClassificationPipeline):
+    """``zero-shot-image-classification`` with a compatible model's own preprocessing."""
+
+    _load_tokenizer: Any = None  # optional, because open_clip models have no tokenizer of transformers
+
+    def preprocess(  # type: ignore[override]  # as its base has it
+        self,
+        image: Any,  # noqa: ANN401 - a path, an address or an image
+        candidate_labels: Sequence[str] = (),
+        hypothesis_template: str = "This is a photo of {}.",
+        timeout: float | None = None,
+        **options: Any,  # noqa: ANN401 - of a tokenizer
+    ) -> dict[str, Any]:
+        """Return the model's inputs for an image and its candidate labels."""
+        if not isinstance(self.model, CompatModel):
+            return dict(super().preprocess(image, candidate_labels, hypothesis_template, timeout, **options))
+        processor = self.model.processor
+        pixels = processor.images(load_image(image, timeout=timeout)).to(self.dtype)
+        texts = BatchEncoding(processor.texts([hypothesis_template.format(label) for label in candidate_labels]))
+        return {"pixel_values": pixels, "candidate_labels": candidate_labels, "text_inputs": [texts]}
+
+
 class _ZeroShot(CompatModel):
     """Compatible model for ``zero-shot-image-classification``, with logits in its own space."""
 
@@ -318,6 +342,7 @@ def register() -> None:
     """Register with transformers: the task, feature extraction, and zero-shot classification."""
     PIPELINE_REGISTRY.register_pipeline(TASK, CompatibleRetrievalPipeline, pt_model=(AutoModel,), type="multimodal")
     PIPELINE_REGISTRY.supported_tasks["image-feature-extraction"]["impl"] = EmbeddingPipeline
+    PIPELINE_REGISTRY.supported_tasks["zero-shot-image-classification"]["impl"] = ZeroShotPipeline
     for name, method in METHODS.items():
         if "input_ids" in method.columns:
             zero_shot = type(f"{method.__name__}ForZeroShot", (_ZeroShot, method), {"config_class": method.config_class})
