@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,12 @@ from xcompat.stores.mapping import Mapping
 
 pytestmark = pytest.mark.usefixtures("few_searches")
 N, DIM = 600, 16
+STATUS = """
+import sys
+from xcompat.cli import app
+app(["migrate", "status", sys.argv[1]], standalone_mode=False)
+print([name for name in ("torch", "transformers") if name in sys.modules], file=sys.stderr)
+"""
 
 
 @pytest.fixture
@@ -307,3 +315,7 @@ def test_a_map_is_fitted_to_the_vectors_of_a_database(
     assert code == 2 and "nowhere" in err
     code, _, err = run_xcompat("map", "--old", "mysql://me:secret@db/shop", "--new", tmp_path / "new.parquet")
     assert code == 2 and "mysql is not a kind of store" in err and "secret" not in err
+    code, out, err = run_xcompat("migrate", "start", place.uri(), "--model", tmp_path / "forward")
+    assert code == 0, err
+    done = subprocess.run([sys.executable, "-c", STATUS, place.uri()], capture_output=True, text=True, check=True)
+    assert "filling, 600 rows written, 0 lack" in done.stdout and done.stderr.split() == ["[]"], done.stderr
