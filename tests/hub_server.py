@@ -44,7 +44,6 @@ class Repository:
         return self.commits.get(self.resolve(revision) or "", {})
 
     def card(self, revision: str = "main") -> Any:
-        """Return the metadata of the model card."""
         readme = self.files(revision).get("README.md", b"").decode()
         return yaml.safe_load(readme.split("---")[1]) if readme.startswith("---") else None
 
@@ -280,7 +279,6 @@ def _tags(card: Any) -> list[str]:
 
 
 def _oid(content: bytes) -> str:
-    """Return git's name of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 

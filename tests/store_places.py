@@ -68,7 +68,6 @@ class Readable(ABC):
         return self.opened[-1]
 
     def close(self) -> None:
-        """Close all stores."""
         while self.opened:
             self.opened.pop().close()
 
@@ -157,28 +156,23 @@ class PostgresPlace(Place):
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        """The other dimension."""
         import psycopg
 
         return (psycopg.errors.DataException,)
 
     def clear(self) -> None:
-        """Drop the table."""
         self.connection.execute("DROP TABLE IF EXISTS items, xcompat_records, xcompat_demand CASCADE")
 
     def uri(self, **options: str) -> str:
-        """Return the address of the table."""
         return self.server + "".join(f"&{name}={value}" for name, value in {"table": "items", **options}.items())
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        """Make the table; the address says the metric."""
         self.connection.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, price int, embedding vector({vectors_ND.shape[1]}))")
         items = priced(len(vectors_ND), prices).items()
         rows = [(item, price, str(vector.tolist())) for (item, price), vector in zip(items, vectors_ND, strict=True)]
         self.connection.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        """Insert a row, or change its vector and its price."""
         changed = "price = EXCLUDED.price, embedding = EXCLUDED.embedding"
         statement = f"INSERT INTO items (id, price, embedding) VALUES (%s, %s, %s) ON CONFLICT (id) DO UPDATE SET {changed}"
         self.connection.execute(statement, (item, price, str(vector_D.tolist())))
@@ -189,40 +183,32 @@ class PostgresPlace(Place):
         self.connection.execute("UPDATE items SET about = %s WHERE id = %s", (value, item))
 
     def empty(self, item: str) -> None:
-        """Set the column to NULL."""
         self.connection.execute("UPDATE items SET embedding = NULL WHERE id = %s", (item,))
 
     def delete(self, item: str) -> None:
-        """Delete a row."""
         self.connection.execute("DELETE FROM items WHERE id = %s", (item,))
 
     def dim(self) -> int:
-        """Ask for the type of the column."""
         asked = "SELECT atttypmod FROM pg_attribute WHERE attrelid = 'items'::regclass AND attname = 'embedding'"
         return int(self.connection.execute(asked).fetchone()[0])
 
     def names(self) -> list[str]:
-        """Return the columns and the triggers."""
         columns = "SELECT column_name FROM information_schema.columns WHERE table_name = 'items' ORDER BY 1"
         triggers = "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal"
         return [name for asked in (columns, triggers) for (name,) in self.connection.execute(asked).fetchall()]
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Read the table."""
         rows = self.connection.execute("SELECT to_jsonb(items) - 'embedding' FROM items").fetchall()
         return {str(row["id"]): row for (row,) in rows}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
-        """Read a column."""
         rows = self.connection.execute(f"SELECT id::text, {space}::text FROM items WHERE {space} IS NOT NULL").fetchall()
         return {item: np.array(json.loads(vector), np.float32) for item, vector in rows}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Set a column of one row."""
         self.connection.execute(f"UPDATE items SET {space} = %s WHERE id = %s", (str(vector_D.tolist()), item))
 
     def everything(self) -> Any:
-        """Return columns, triggers and rows."""
         return self.names(), self.connection.execute("SELECT id, price, embedding::text FROM items ORDER BY id").fetchall()
 
 
@@ -256,7 +242,6 @@ class ChromaPlace(Place):
         return (ChromaError,)
 
     def clear(self) -> None:
-        """Delete all collections."""
         for name in self.names():
             self.client.delete_collection(name)
 
@@ -265,49 +250,39 @@ class ChromaPlace(Place):
         return f"{self.address}?collection=items"
 
     def collection(self, name: str = "items") -> Any:
-        """Return a collection; another one may have had its name before."""
         return self.client.get_collection(name, embedding_function=None)
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        """Make the collection."""
         options = {"metadata": {"shop": "ours"}, "configuration": {"hnsw": {"space": metric, "ef_construction": 200}}}
         known = {str(item): {"price": price} for item, price in priced(len(vectors_ND), prices).items()}
         items = self.client.create_collection("items", embedding_function=None, **options)
         items.add([*known], vectors_ND, [*known.values()], [f"item {item}" for item in known])
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        """Insert a row, or change it."""
         self.collection().upsert([item], vector_D[None], [{"price": price}], [f"item {item}"])
 
     def note(self, item: str, value: str | None) -> None:
-        """Update the metadata of one row."""
         self.collection().update([item], metadatas=[{"about": value}])
 
     def delete(self, item: str) -> None:
-        """Delete a row."""
         self.collection().delete([item])
 
     def dim(self) -> int:
-        """Look at a row."""
         return int(self.collection().get(limit=1, include=["embeddings"])["embeddings"].shape[1])
 
     def names(self) -> list[str]:
-        """Return the collections."""
         return sorted(each.name for each in self.client.list_collections())
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Read the collection."""
         found = self.collection().get(include=["metadatas", "documents"])
         each = zip(found["ids"], found["metadatas"], found["documents"], strict=True)
         return {item: {**metadata, "xcompat_state": "", "#document": document} for item, metadata, document in each}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
-        """Read a collection."""
         found = self.collection(space).get(include=["embeddings"])
         return dict(zip(found["ids"], found["embeddings"].astype(np.float32), strict=True))
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Update the vector of one row."""
         self.collection(space).update([item], vector_D[None])
 
     def everything(self) -> Any:
@@ -349,26 +324,21 @@ class LancePlace(Place):
         return (RuntimeError, OSError, ValueError)
 
     def clear(self) -> None:
-        """Drop all tables."""
         self.database.drop_all_tables()
 
     @property
     def table(self) -> Any:
-        """The table, as services open it."""
         return self.database.open_table("items")
 
     def uri(self, **options: str) -> str:
-        """Return the address of the table."""
         return f"lancedb://{self.folder}?{urlencode({'table': 'items', **options})}"
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        """Make the table; the address says the metric."""
         known = priced(len(vectors_ND), prices)
         rows = {"id": [*known], "price": [*known.values()], "embedding": fixed_size(vectors_ND)}
         self.database.create_table("items", pa.table(rows))
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        """Insert a row, or change its vector and its price."""
         row = pa.table({"id": [int(item)], "price": [price], "embedding": fixed_size(vector_D[None])})
         self.table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all().execute(row)
 
@@ -379,7 +349,6 @@ class LancePlace(Place):
         self.table.update(where=f"id = {item}", values={"about": value})
 
     def empty(self, item: str) -> None:
-        """Replace the row by one without a vector."""
         row = self.table.search().where(f"id = {item}").to_arrow()
         place = row.schema.get_field_index("embedding")
         none = pa.nulls(1, row.schema.field(place).type)
@@ -388,28 +357,22 @@ class LancePlace(Place):
         )
 
     def delete(self, item: str) -> None:
-        """Delete a row."""
         self.table.delete(f"id = {item}")
 
     def dim(self) -> int:
-        """Ask for the type of the column."""
         return int(self.table.schema.field("embedding").type.list_size)
 
     def names(self) -> list[str]:
-        """Return the tables and the columns."""
         return [*self.database.list_tables().tables, *self.table.schema.names]
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Read the table."""
         return {str(row["id"]): row for row in self.table.to_arrow().drop_columns(["embedding"]).to_pylist()}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
-        """Read a column."""
         rows = self.table.search().where(f"{space} IS NOT NULL").select(["id", space]).to_arrow().to_pylist()
         return {str(row["id"]): np.array(row[space], np.float32) for row in rows}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Set a column of one row."""
         self.table.merge_insert("id").when_matched_update_all().execute(
             pa.table({"id": [int(item)], space: fixed_size(vector_D[None])})
         )
@@ -444,7 +407,6 @@ class GalleryPlace(Readable):
         return f"file://{self.folder}"
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        """Make the gallery in two commits."""
         gallery = Gallery.create(self.folder, OLD, dim=vectors_ND.shape[1], metric=metric)
         known = [*priced(len(vectors_ND), prices).items()]
         for part in (slice(231), slice(231, None)):
@@ -476,7 +438,6 @@ class MilvusPlace(Place):
         return (MilvusException,)
 
     def clear(self) -> None:
-        """Drop all collections."""
         for name in self.names():
             self.client.drop_collection(name)
 
@@ -485,7 +446,6 @@ class MilvusPlace(Place):
         return f"{self.address}?collection=items"
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        """Make the collection."""
         from pymilvus import DataType
 
         schema, index = self.client.create_schema(enable_dynamic_field=True), self.client.prepare_index_params()
@@ -497,39 +457,31 @@ class MilvusPlace(Place):
         self.client.insert("items", [{"id": item, "vector": vector, "price": price} for (item, price), vector in items])
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        """Insert a row, or change it."""
         self.client.upsert("items", [{"id": int(item), "vector": vector_D, "price": price}])
 
     def note(self, item: str, value: str | None) -> None:
-        """Replace one row by one that says more."""
         row = self.client.get("items", ids=[int(item)], output_fields=["*"])[0]
         self.client.upsert("items", [{**row, "about": value}])
 
     def delete(self, item: str) -> None:
-        """Delete a row."""
         self.client.delete("items", ids=[int(item)])
 
     def dim(self) -> int:
-        """Ask for the field of vectors."""
         fields = self.client.describe_collection("items")["fields"]
         return int(next(field["params"]["dim"] for field in fields if field["name"] == "vector"))
 
     def names(self) -> list[str]:
-        """Return the collections."""
         return sorted(self.client.list_collections())
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Read the collection."""
         found = self.client.query("items", filter="id >= 0", output_fields=["id", "price"])
         return {str(row["id"]): dict(row) for row in found}
 
     def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
-        """Read a collection."""
         rows = self.client.query(space, filter="id >= 0", output_fields=["vector"])
         return {str(row["id"]): np.array(row["vector"], np.float32) for row in rows}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Replace one row by one with another vector."""
         row = self.client.get(space, ids=[int(item)], output_fields=["*"])[0]
         self.client.upsert(space, [{**row, "vector": vector_D}])
 
@@ -562,19 +514,16 @@ class QdrantPlace(Place):
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        """The other dimension."""
         from qdrant_client.http.exceptions import UnexpectedResponse
 
         return (UnexpectedResponse,)
 
     def clear(self) -> None:
-        """Delete all collections, and their aliases with them."""
         with self.client() as client:
             for found in client.get_collections().collections:
                 client.delete_collection(found.name)
 
     def uri(self, **options: str) -> str:
-        """Return the address of the alias."""
         return f"{self.address}/items" + "?" * bool(options) + "&".join(f"{name}={value}" for name, value in options.items())
 
     @contextmanager
@@ -590,7 +539,6 @@ class QdrantPlace(Place):
         client.close()
 
     def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
-        """Make the collection and the alias."""
         from qdrant_client import models
 
         distance = {"cosine": models.Distance.COSINE, "ip": models.Distance.DOT, "l2": models.Distance.EUCLID}[metric]
@@ -602,42 +550,35 @@ class QdrantPlace(Place):
             client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
 
     def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
-        """Write a point."""
         from qdrant_client import models
 
         with self.client() as client:
             client.upsert("items", [models.PointStruct(id=int(item), vector=vector_D.tolist(), payload={"price": price})])
 
     def note(self, item: str, value: str | None) -> None:
-        """Set a key of the payload of one point."""
         with self.client() as client:
             client.set_payload("items", {"about": value}, [int(item)])
 
     def empty(self, item: str) -> None:
-        """Write the point without a vector."""
         from qdrant_client import models
 
         with self.client() as client:
             client.upsert("items", [models.PointStruct(id=int(item), vector={}, payload={"price": 1})])
 
     def delete(self, item: str) -> None:
-        """Delete a point."""
         with self.client() as client:
             client.delete("items", [int(item)])
 
     def dim(self) -> int:
-        """Ask for the collection behind the alias."""
         with self.client() as client:
             return int(client.get_collection("items").config.params.vectors.size)
 
     def names(self) -> list[str]:
-        """Return collections and aliases."""
         with self.client() as client:
             aliases = [f"{alias.alias_name} = {alias.collection_name}" for alias in client.get_aliases().aliases]
             return sorted([*aliases, *(found.name for found in client.get_collections().collections)])
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Read the payloads."""
         with self.client() as client:
             return {str(point.id): point.payload for point in client.scroll("items", limit=100_000)[0]}
 
@@ -649,14 +590,12 @@ class QdrantPlace(Place):
         return {item: (vector / (np.linalg.norm(vector) or 1)).astype(np.float32) for item, vector in found.items()}
 
     def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
-        """Replace a vector, and leave the payload."""
         from qdrant_client import models
 
         with self.client() as client:
             client.update_vectors(space, [models.PointVectors(id=int(item), vector=vector_D.tolist())])
 
     def everything(self) -> Any:
-        """Return aliases, and what each collection is and holds."""
         with self.client() as client:
             aliases = {alias.alias_name: alias.collection_name for alias in client.get_aliases().aliases}
             names = sorted(found.name for found in client.get_collections().collections)
@@ -691,8 +630,5 @@ PLACES = {
     "qdrant-server": qdrant_server_place,
 }
 """Name of a test -> what makes an empty database in a folder, or on a server that tests share."""
-READABLE = {
-    **PLACES,
-    "file": gallery_place,
-}
+READABLE = {**PLACES, "file": gallery_place}
 """Likewise, with stores that are read alone."""

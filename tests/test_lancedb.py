@@ -44,7 +44,6 @@ def vectors() -> np.ndarray:
 
 @pytest.fixture
 def mapping(vectors: np.ndarray) -> Mapping:
-    """A rotation."""
     config = RidgeModel.config_class(old=describe_old(OLD, DIM), embedding_dim=DIM, direction="old_to_new")
     old = torch.nn.functional.normalize(torch.from_numpy(vectors), dim=1)
     return Mapping(RidgeModel(config).fit([(old.flip(1), old)]).eval())
@@ -87,15 +86,12 @@ def keyless(folder: Path, vectors: np.ndarray, ids: dict[str, list[object]]) -> 
 
 
 def prices(folder: Path, column: str = "vector") -> dict[float, np.ndarray]:
-    """Return the vectors of the table by their prices."""
     found = lancedb.connect(folder).open_table("items").to_arrow().to_pylist()
     return {row["price"]: np.array(row[column], np.float32) for row in found}
 
 
 @pytest.mark.parametrize("ids", [{}, {"item": ["a", "b"] * 20}, {"id": [*range(39), None]}], ids=["none", "repeated", "missing"])
-def test_rows_without_unique_ids_get_some_until_finish(
-    tmp_path: Path, vectors: np.ndarray, mapping: Mapping, ids: dict[str, list[object]]
-) -> None:
+def test_rows_get_ids_until_finish(tmp_path: Path, vectors: np.ndarray, mapping: Mapping, ids: dict[str, list[object]]) -> None:
     """Plan names the step. Rows that services insert meanwhile get an id too, and searches never show these ids."""
     store, unit = keyless(tmp_path, vectors[:40], ids), vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     names = store.table.schema.names
@@ -118,7 +114,7 @@ def test_rows_without_unique_ids_get_some_until_finish(
 
 
 @pytest.mark.parametrize("verb", ["switch", "rollback"])
-def test_a_kill_between_any_two_changes_leaves_no_column_of_ids(
+def test_a_kill_leaves_no_ids(
     tmp_path: Path, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Each change of the table is in turn the last one. Then all commands run again, or a rollback ends the migration."""
@@ -173,9 +169,7 @@ def test_half_precision(place: LancePlace, mapping: Mapping, vectors: np.ndarray
 
 
 @pytest.mark.parametrize("config", [IvfPq(distance_type="dot", num_sub_vectors=4), HnswSq(distance_type="l2", m=12)])
-def test_a_new_column_gets_the_indexes_of_the_old_one(
-    place: LancePlace, mapping: Mapping, vectors: np.ndarray, config: IvfPq | HnswSq
-) -> None:
+def test_new_columns_keep_the_indexes(place: LancePlace, mapping: Mapping, vectors: np.ndarray, config: IvfPq | HnswSq) -> None:
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     place.database.create_table("items", place.table.to_arrow().set_column(2, "embedding", fixed_size(unit)), mode="overwrite")
     place.table.create_index("embedding", config=config)
@@ -220,9 +214,7 @@ def test_a_switch_is_one_version(place: LancePlace, mapping: Mapping) -> None:
     assert place.table.version == before + 1
 
 
-def test_nothing_is_lost_of_what_another_client_writes_at_the_same_time(
-    place: LancePlace, mapping: Mapping, vectors: np.ndarray
-) -> None:
+def test_concurrent_writes_of_another_client_are_kept(place: LancePlace, mapping: Mapping, vectors: np.ndarray) -> None:
     """Both write the same rows in blocks; every price and every vector that was written is there at the end."""
 
     def serve() -> None:
@@ -245,9 +237,7 @@ def test_nothing_is_lost_of_what_another_client_writes_at_the_same_time(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_what_a_kill_leaves_of_the_records_stops_nobody(
-    place: LancePlace, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, begun: bool
-) -> None:
+def test_killed_records_stop_nobody(place: LancePlace, mapping: Mapping, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
     """Their table is half made, not dropped yet, or half dropped, when nothing but an empty version can be left of it."""
     store, records = place.open(), place.folder / "items_xcompat.lance"
     (records / "data").mkdir(parents=True)

@@ -181,9 +181,6 @@ def test_texts_for_two_sides_of_vectors_are_refused(tmp_path: Path) -> None:
         mapped("--old", "a", "--new", "x", "--texts", "a", "--requests-per-minute", 0, "--out", tmp_path / "map")
 
 
-# --------------------------------------------------------------------------------------------------------- agreement
-
-
 def seen(items: int = 400, noise: float = 0.3) -> PairedEmbeddings:
     draw = np.random.default_rng(0)
     meant = draw.standard_normal((items, 12)) + 1
@@ -266,9 +263,6 @@ def test_a_part_is_learned_from_if_there_is_much(monkeypatch: pytest.MonkeyPatch
     assert chance.startswith("! No better than chance") and part.startswith("Candidates learned from at most 200 items")
     with pytest.raises(XcompatError, match="at least 40 are needed, found 39"):
         choose_by_agreement(seen(39))
-
-
-# ---------------------------------------------------------------------------------------------------------- services
 
 
 class Service:

@@ -25,14 +25,7 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from xcompat import Fingerprint, FingerprintMismatchError, XcompatError
-from xcompat.data import (
-    Augmentation,
-    EmbeddingPairDataset,
-    LabelledSource,
-    PairCollator,
-    load_labelled,
-    open_image,
-)
+from xcompat.data import Augmentation, EmbeddingPairDataset, LabelledSource, PairCollator, load_labelled, open_image
 from xcompat.data.schema import IMAGE, SEED
 from xcompat.evaluation import EmbeddedImages, EvaluatedModels, cmc
 from xcompat.heads import ForwardTransform, ResidualBottleneck
@@ -98,9 +91,6 @@ def ridge_loss(solved: tuple[torch.Tensor, torch.Tensor], data: Moments, regular
     damped = covariance + regularisation * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=torch.float64)
     weight = solved[0]
     return float((weight * (damped @ weight)).sum() - 2 * (weight * cross).sum())
-
-
-# -------------------------------------------------------------------------------------------------------- closed forms
 
 
 @pytest.mark.parametrize("rank", [6, 7, 50])
@@ -246,9 +236,6 @@ def test_a_threshold_lets_the_line_leave_the_rotations_by_that_much(dim: int, ol
 def test_lambda_orthogonality_refuses_what_is_no_penalty(options: dict[str, float], said: str) -> None:
     with pytest.raises(XcompatError, match=said):
         LambdaOrthogonalityModel(LambdaOrthogonalityConfig(old=OLD, embedding_dim=7, **options))
-
-
-# ------------------------------------------------------------------------------------------------- maps that are trained
 
 
 def knowledge() -> tuple[OldKnowledge, np.ndarray]:
@@ -535,9 +522,6 @@ def test_what_was_not_prepared_says_so() -> None:
             model(**batch())
 
 
-# ------------------------------------------------------------------------------------------------------------------ FCT
-
-
 def fct(**options: Any) -> FctModel:
     return FctModel(FctConfig(old=OLD, embedding_dim=7, **options))
 
@@ -682,9 +666,6 @@ def test_fct_kl_is_of_the_new_models_classifier(loss: str) -> None:
         model.prepare(*knowledge())
 
 
-# ------------------------------------------------------------------------------------- models that make side-information
-
-
 def naive_nt_xent(first: torch.Tensor, second: torch.Tensor, temperature: float) -> float:
     views, count, total = torch.cat([first, second]), len(first), 0.0
     for i in range(2 * count):
@@ -800,9 +781,7 @@ def test_crops_of_an_encoder_of_one_size_are_refused(image_folder_of: dict[str, 
         SimClrModel.from_encoder(image_folder_of["vit"], crops=2, crop_size=3)
 
 
-def test_simclr_trains_the_bits_that_it_stores(
-    image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path
-) -> None:
+def test_simclr_trains_the_bits_it_stores(image_folder_of: dict[str, str], images: list[Image.Image], tmp_path: Path) -> None:
     model = SimClrModel.from_encoder(image_folder_of["resnet"], dim=6, binarise=True).train()
     first, second = (model.processor.images([image.rotate(angle) for image in images]) for angle in (0, 20))
     features = [model.features(views) for views in (first, second)]
@@ -857,8 +836,6 @@ def test_a_mixed_image_makes_no_triplet(image_folder_of: dict[str, str]) -> None
     with pytest.raises(XcompatError, match="set options.mixup to 0, or no triplets"):
         IndependentModel.from_encoder(image_folder_of["resnet"], classes=["a", "b"], mixup=0.2, head="triplet")
 
-
-# -------------------------------------------------------------------------------------------------------- whole recipes
 
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 
@@ -1008,9 +985,7 @@ def test_stored_embeddings_have_no_views(raw: dict[str, Any], tmp_path: Path) ->
         run_recipe(recipe)
 
 
-def test_a_gallery_that_was_mapped_is_mapped_again(
-    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mapped_gallery_is_mapped_again(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     views, drawing = (f"{raw['run']}/{name}/model" for name in ("views", "drawing"))
     last = {"name": "last", "method": "independent", "options": {"dim": 5}}
     last["new"] = {"model": TINY, "image_size": 16, "stem": "small"}

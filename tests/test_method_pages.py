@@ -75,7 +75,6 @@ def test_equations_are_drawn(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_options_are_those_of_the_method(method: str) -> None:
-    """`python docs/options.py` writes them anew."""
     assert options.with_table(PAGES[method], options.table_of(method)) == PAGES[method]
     listed = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.+) \|$", section(PAGES[method], "Options"), re.MULTILINE)
     linked = re.findall(r"^\[Shared options\].*", section(PAGES[method], "Options"), re.MULTILINE)

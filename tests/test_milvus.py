@@ -31,7 +31,6 @@ OLD = Fingerprint.from_string("the old model")
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MilvusPlace]:
-    """An empty file."""
     with milvus_place(request, tmp_path) as found:
         assert isinstance(found, MilvusPlace)
         yield found
@@ -39,7 +38,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MilvusPlac
 
 
 def opened(place: MilvusPlace, collection: str = "items") -> Store:
-    """Open a collection whose vectors the old model made."""
     place.opened.append(xcompat.stores.open(f"{place.address}?collection={collection}&field=vector"))
     place.opened[-1].name_model(collection, OLD)
     return place.opened[-1]
@@ -251,9 +249,7 @@ def test_a_kill_between_the_two_renames_is_mended_by_the_next_call(
     np.testing.assert_array_equal(np.stack([found[item] for item in expected]), np.stack(list(expected.values())))
 
 
-def test_what_does_not_fit_is_refused_in_one_line(
-    place: MilvusPlace, vectors: np.ndarray, model: RidgeModel, tmp_path: Path
-) -> None:
+def test_misfits_are_refused_in_one_line(place: MilvusPlace, vectors: np.ndarray, model: RidgeModel, tmp_path: Path) -> None:
     place.fill(vectors)
     store = opened(place)
     before, file = place.everything(), place.address

@@ -67,9 +67,7 @@ def moved(model: CompatModel, trainer: CompatTrainer) -> set[str]:
     return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
 
 
-def test_a_method_of_classes_learns_from_labelled_images(
-    photos: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
-) -> None:
+def test_methods_learn_from_labels(photos: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
     model = built("contrast", folder_of, old_folder, classes=CLASSES)
     trainer = CompatTrainer(model, settings(tmp_path), photos, old=old_folder)
     assert any(name.startswith("encoder.") for name in moved(model, trainer))
@@ -78,9 +76,7 @@ def test_a_method_of_classes_learns_from_labelled_images(
     assert again.fingerprint() == model.fingerprint() and again.config.classes == CLASSES
 
 
-def test_a_batch_of_classes_is_embedded_by_the_old_model_where_that_is_asked_for(
-    photos: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
-) -> None:
+def test_old_models_embed_batches(photos: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
     model, data = built("contrast", folder_of, old_folder, classes=CLASSES), {"augmentation": {"min_scale": 0.3}}
     cached, online = (
         next(iter(CompatTrainer(model, settings(tmp_path), photos, old=old_folder, data=data | given).get_train_dataloader()))
@@ -124,17 +120,13 @@ def test_a_map_learns_from_views_of_images(
     assert len(trainer.train_dataset) == 3 * COUNT and len(list((tmp_path / "cache").iterdir())) == 6, "three views of each model"
 
 
-def test_direct_learns_from_pairs_and_their_old_embeddings(
-    pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
-) -> None:
+def test_direct_learns_from_pairs(pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
     model = built("direct", folder_of, old_folder, train_encoder="all")
     assert moved(model, CompatTrainer(model, settings(tmp_path), pairs, old=old_folder, cache_dir=tmp_path / "kept"))
     assert len(list((tmp_path / "kept").iterdir())) == 2, "of images and of captions"
 
 
-def test_old_embeddings_made_of_each_batch_are_the_cached_ones(
-    pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path
-) -> None:
+def test_batch_embeds_equal_cache(pairs: datasets.Dataset, folder_of: dict[str, str], old_folder: str, tmp_path: Path) -> None:
     model = built("direct", folder_of, old_folder, train_encoder="all")
 
     def batches(how: str, data: Any = pairs) -> list[dict[str, torch.Tensor]]:

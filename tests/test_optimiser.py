@@ -11,14 +11,7 @@ from torch import nn
 from transformers import Adafactor
 from transformers.training_args import OptimizerNames
 
-from xcompat.training.optimiser import (
-    OPTIMISERS,
-    OptimiserFactory,
-    check_optimiser,
-    class_of,
-    in_transformers,
-    with_momentum,
-)
+from xcompat.training.optimiser import OPTIMISERS, OptimiserFactory, check_optimiser, class_of, in_transformers, with_momentum
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import _optimiser, training_arguments
 
@@ -47,9 +40,7 @@ RATES = {"lr": 1.0, "prompt_lr_factor": 100, "encoder_lr_factor": 0.01, "weight_
 
 @pytest.mark.parametrize("wrappers", [[], ["module"], ["_orig_mod"], ["module", "_orig_mod"]])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, Adafactor])
-def test_every_kind_of_parameter_has_its_rate_and_decay_in_any_wrapper(
-    wrappers: list[str], kind: type[torch.optim.Optimizer]
-) -> None:
+def test_every_kind_of_parameter_has_its_rate_and_decay(wrappers: list[str], kind: type[torch.optim.Optimizer]) -> None:
     trained = model()
     names = {id(parameter): name for name, parameter in trained.named_parameters()}
     for wrapper in reversed(wrappers):

@@ -320,8 +320,7 @@ def test_an_index_with_a_direct_map_is_adopted(own: bool, direct_map: int, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("factory", "reason"),
-    [("ITQ16,LSH", "this index type does not store them"), ("MinMax,SQ8", "holds no vectors")],
+    ("factory", "reason"), [("ITQ16,LSH", "this index type does not store them"), ("MinMax,SQ8", "holds no vectors")]
 )
 def test_an_index_that_returns_no_vectors_is_refused(factory: str, reason: str, tmp_path: Path) -> None:
     index = faiss.index_factory(DIM, factory, L2)

@@ -98,9 +98,7 @@ def test_an_empty_folder_is_nobody_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the file", "before anything"])
-def test_a_kill_between_a_file_and_its_marker_stops_no_later_call(
-    first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_before_the_marker_stops_no_later_call(first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.txt", "first")
     replace, calls = Path.replace, iter(range(9))
 
@@ -133,9 +131,7 @@ def test_what_is_read_is_never_replaced(overwrite: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("overwrite", [False, True, None])
 @pytest.mark.parametrize("place", [".", "..", "./", "../inner"])
-def test_the_current_folder_is_refused_at_once(
-    place: str, overwrite: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_current_folder_is_refused(place: str, overwrite: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "notes.txt").write_text("a user's")
     monkeypatch.chdir(tmp_path / "inner")
@@ -161,9 +157,6 @@ def test_a_folder_that_a_kill_hid_is_not_taken_for_a_free_place(tmp_path: Path, 
     with pytest.raises(XcompatError, match=r"notes.txt was not made by"):
         write(tmp_path / "docs")
     assert snapshot(tmp_path) == {"docs/notes.txt": "a user's"}
-
-
-# --------------------------------------------------------------------------------------------------------- the commands
 
 
 def ridge() -> CompatModel:
@@ -200,9 +193,7 @@ def test_an_export_deletes_no_folder_of_documents(
     assert (tmp_path / "docs" / "thesis.txt").read_text() == "years of work" and (tmp_path / "run/model/config.json").exists()
 
 
-def test_an_export_replaces_no_index_but_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exports_keep_other_indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ridge().export(tmp_path / "run" / "model")
     for name in ("old.faiss", "other.faiss"):
         write_index(tmp_path / name)

@@ -45,7 +45,6 @@ def fill(database: Any, vectors: np.ndarray, kind: str = "vector", other_dim: in
 
 @pytest.fixture
 def store(postgres: str, database: Any, vectors: np.ndarray) -> Iterator[Store]:
-    """The collection ``docs``, whose vectors the old model made."""
     fill(database, vectors)
     found = xcompat.stores.open(f"{postgres}&table=items", DOCS)
     found.name_model("embedding", OLD)
@@ -54,7 +53,6 @@ def store(postgres: str, database: Any, vectors: np.ndarray) -> Iterator[Store]:
 
 
 def stored(database: Any, column: str = "embedding", collection: str = "docs") -> dict[int, np.ndarray]:
-    """Return the vectors of a collection by id."""
     asked = f"SELECT id, {column}::text FROM items WHERE collection = %s AND {column} IS NOT NULL"
     found = database.execute(asked, (collection,)).fetchall()
     return {row: np.array(json.loads(vector), np.float32) for row, vector in found}
@@ -70,9 +68,7 @@ def columns(database: Any) -> list[str]:
     return [name for (name,) in database.execute(asked).fetchall()]
 
 
-def test_the_command_line_migrates_one_collection(
-    postgres: str, database: Any, vectors: np.ndarray, model: RidgeModel, tmp_path: Path
-) -> None:
+def test_commands_migrate_a_part(postgres: str, database: Any, vectors: np.ndarray, model: RidgeModel, tmp_path: Path) -> None:
     """Plan writes nothing, and the other collection stays the same."""
     fill(database, vectors)
     model.save_pretrained(tmp_path / "map")
@@ -103,9 +99,7 @@ def test_the_command_line_migrates_one_collection(
     assert xcompat.stores.open(uri).describe()["fingerprint"] is None
 
 
-def test_each_collection_has_its_own_model(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_collections_have_own_models(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """The second migration starts from another model, and the first collection keeps its record."""
     migration.start(store, Mapping(model))
     migration.switch(store, Mapping(model))
@@ -131,9 +125,7 @@ def test_the_command_line_searches_a_collection_with_its_model(
     assert isinstance(result.exception, XcompatError)
 
 
-def test_a_migration_of_all_rows_ends_the_records_of_parts(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_whole_migrations_end_parts(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     database.execute("DELETE FROM items WHERE collection = 'code'")
     whole = xcompat.stores.open(f"{postgres}&table=items")
     whole.name_model("embedding", OLD)
@@ -143,9 +135,7 @@ def test_a_migration_of_all_rows_ends_the_records_of_parts(
     assert again.spaces()["embedding"].fingerprint == Mapping(model).target[0]
 
 
-def test_a_model_recorded_for_all_rows_ends_with_the_switch(
-    postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_the_model_of_all_rows_ends_with_the_switch(postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """The column then holds vectors of two models. A rollback restores the record."""
     fill(database, vectors, other_dim=OLD_DIM)
     whole = xcompat.stores.open(f"{postgres}&table=items")
@@ -160,9 +150,7 @@ def test_a_model_recorded_for_all_rows_ends_with_the_switch(
     assert whole.spaces()["embedding"].fingerprint == store.spaces()["embedding"].fingerprint == OLD
 
 
-def test_rows_that_change_meanwhile_are_caught_up_or_left_out(
-    store: Store, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_changed_rows_are_caught_up_or_left_out(store: Store, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """A row that leaves the collection keeps its old vector, one that enters gets a new vector."""
     mapping = Mapping(model)
     migration.start(store, mapping)
@@ -183,9 +171,7 @@ def test_rows_that_change_meanwhile_are_caught_up_or_left_out(
     np.testing.assert_allclose(stored(database)[7], vectors[7], atol=1e-6)
 
 
-def test_a_rollback_that_not_null_prevents_is_refused(
-    store: Store, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_a_rollback_that_not_null_stops_is_refused(store: Store, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     database.execute("ALTER TABLE items ALTER COLUMN embedding SET NOT NULL")
     migration.start(store, Mapping(model))
     migration.switch(store, Mapping(model))
@@ -220,9 +206,7 @@ def test_an_invalid_condition_is_refused(postgres: str, database: Any, vectors: 
         xcompat.stores.open(f"{postgres}&table=items", wrong)
 
 
-def test_a_column_of_fixed_dimension_is_refused_with_a_statement(
-    postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_fixed_dimensions_are_refused_with_a_fix(postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """Before anything is written. After the statement the migration works."""
     fill(database, vectors, f"vector({OLD_DIM})", OLD_DIM)
     store, mapping = xcompat.stores.open(f"{postgres}&table=items", DOCS), Mapping(model)
@@ -241,9 +225,7 @@ def test_a_column_of_fixed_dimension_is_refused_with_a_statement(
 
 
 @pytest.mark.parametrize(("collection", "is_refused"), [("docs", True), ("code", False)])
-def test_an_index_that_cannot_hold_the_new_vectors_is_named(
-    store: Store, database: Any, model: RidgeModel, collection: str, is_refused: bool
-) -> None:
+def test_small_indexes_are_named(store: Store, database: Any, model: RidgeModel, collection: str, is_refused: bool) -> None:
     """The index of another collection does not matter."""
     dim = OLD_DIM if collection == "docs" else OTHER_DIM
     index = f"hnsw ((embedding::vector({dim})) vector_cosine_ops) WHERE (collection = '{collection}')"

@@ -171,9 +171,7 @@ def test_every_kind_of_write_works_after_the_switch(postgres: str, database: Any
     assert found == [(NEW_DIM, N + 6)]
 
 
-def test_switch_lets_a_service_finish_that_holds_the_table(
-    postgres: str, database: Any, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_switch_waits_for_services(postgres: str, database: Any, mapping: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the view, which the switch has locked first, in the same transaction; neither is ended as a deadlock."""
     create(database, "")
     database.execute("CREATE VIEW readable AS SELECT id, embedding FROM items")
@@ -257,9 +255,7 @@ def test_plan_names_what_changes_for_services(postgres: str, database: Any, mapp
         ("CREATE TEMP VIEW mine AS SELECT embedding FROM items", "mine uses the column and is temporary; drop it first"),
     ],
 )
-def test_obstacles_are_named_before_anything_is_written(
-    postgres: str, database: Any, mapping: Mapping, statement: str, said: str
-) -> None:
+def test_obstacles_are_named_first(postgres: str, database: Any, mapping: Mapping, statement: str, said: str) -> None:
     create(database, "NOT NULL")
     database.execute(statement)
     store = opened(postgres)
@@ -284,9 +280,6 @@ def test_finish_refuses_while_an_index_is_missing(postgres: str, database: Any, 
         migration.finish(store)
     database.execute("CREATE INDEX by_meaning ON items USING hnsw (embedding vector_cosine_ops)")
     migration.finish(store)
-
-
-# --------------------------------------------------------------------------------------------------- names and keys
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,7 @@ def test_another_process_reads_it_and_what_it_finds_is_one_line(tmp_path: Path) 
         ("while True: pass", "faiss did not finish within 1 s"),
     ],
 )
-def test_a_process_that_breaks_down_or_never_ends_is_a_refusal(
-    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_processes_are_refusals(script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "script.py").write_text(script)
     monkeypatch.setattr(probing, "_SCRIPT", tmp_path / "script.py")
     monkeypatch.setattr(probing, "SECONDS", 1.0)

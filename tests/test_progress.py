@@ -92,9 +92,7 @@ def test_training_says_how_long_it_waited_for_batches(clock: Clock) -> None:
     callback.on_train_end(args, state, control)
 
 
-def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
-    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_lines_without_tty(clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     bar = progress_bar()
     bar.get_time = clock
     with bar:
@@ -143,9 +141,7 @@ def test_results_alone_are_on_stdout(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr() == ("results\nfor people again\n", "for people\n! of what was left out\n")
 
 
-def test_nothing_is_wrapped_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_wrapped_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(progress.console, "_width", None)
     progress.console.print("word " * 100)

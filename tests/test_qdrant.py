@@ -41,7 +41,6 @@ def vectors() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def mapping(vectors: np.ndarray) -> Mapping:
-    """A map of galleries, solved."""
     return Mapping(map_of_galleries(vectors, NEW_DIM))
 
 
@@ -52,7 +51,6 @@ def server() -> Iterator[Server]:
 
 
 def address(server: Server, name: str = "items", **options: str) -> str:
-    """Return the address of a collection of a server."""
     more = "&".join(f"{key}={value}" for key, value in options.items())
     return f"qdrant://127.0.0.1:{server.port}/{name}" + "?" * bool(more) + more
 
@@ -64,13 +62,9 @@ def alias(client: Any, collection: str = "items_v1", name: str = "items") -> Non
 
 
 def opened(uri: str) -> Store:
-    """Open a store whose vectors the old model made."""
     store = xcompat.stores.open(uri)
     store.name_model(store.space, OLD)
     return store
-
-
-# --------------------------------------------------------------------------------------------- what stands beside a vector
 
 
 def filled_with_all_kinds(client: Any, vectors: np.ndarray) -> list[str | int]:
@@ -136,9 +130,7 @@ def test_whatever_stands_beside_the_vector_is_copied_as_it_is(server: Server, ve
     assert kept["owner"] == "shop" and kept.keys() == {"owner", "xcompat_model"}
 
 
-def test_the_new_collection_has_the_settings_of_the_old_one(
-    server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_collection_settings(server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
     client = qdrant_client.QdrantClient(port=server.port, check_compatibility=False)
     client.create_collection(
         "items_v1",
@@ -196,9 +188,7 @@ def test_a_second_migration_counts_by_its_own_copies(server: Server, vectors: np
     assert [found.name for found in server.client.get_collections().collections] == ["items_v3"]
 
 
-def test_what_is_written_in_the_last_moment_is_caught_up(
-    server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_writes_are_kept(server: Server, vectors: np.ndarray, mapping: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
     server.client.create_collection("items_v1", models.VectorParams(size=OLD_DIM, distance=models.Distance.COSINE))
     server.client.upload_collection("items_v1", vectors, ids=range(N))
     alias(server.client)
@@ -252,9 +242,6 @@ def test_a_finish_that_is_killed_leaves_nothing_of_ours_when_it_is_called_again(
     }
 
 
-# ----------------------------------------------------------------------------------------------------- searching
-
-
 def test_filters_are_objects_dictionaries_or_json(server: Server, vectors: np.ndarray) -> None:
     place = QdrantPlace(f"qdrant://127.0.0.1:{server.port}", server.client)
     place.fill(vectors)
@@ -274,9 +261,6 @@ def test_a_search_asks_once(server: Server, vectors: np.ndarray, monkeypatch: py
     server.answers = 1
     assert [each[0].id for each in store.search(vectors[:5], 1)] == list("01234")
     assert server.answers == 0
-
-
-# ------------------------------------------------------------------------------------------------- servers and keys
 
 
 @pytest.mark.filterwarnings("ignore:Batch upload failed")
@@ -318,9 +302,6 @@ def test_keys_open_a_server_and_are_never_printed(
     assert not any(key in text for key in ("wr1te", "r3ad", "gue55ed") for text in [*said, *capfd.readouterr()])
 
 
-# ----------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.filterwarnings("ignore:Api key is used")
 def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
     filled_with_all_kinds(server.client, vectors)
@@ -352,9 +333,7 @@ def test_what_cannot_be_opened_is_refused_in_one_line(server: Server, vectors: n
         xcompat.stores.open(address(old))
 
 
-def test_a_collection_without_an_alias_is_searched_and_not_migrated(
-    server: Server, vectors: np.ndarray, mapping: Mapping
-) -> None:
+def test_a_collection_without_an_alias_is_only_searched(server: Server, vectors: np.ndarray, mapping: Mapping) -> None:
     QdrantPlace("", server.client).fill(vectors)
     store = opened(address(server, "items_v1"))
     assert store.find(vectors[:1], OLD, 1)[0][0].id == "0" and store.describe()["spaces"] == {"items_v1": OLD_DIM}

@@ -117,8 +117,6 @@ def test_it_refuses_prototypes_alone() -> None:
         model.prepare(OldKnowledge(2, np.zeros(0, np.int64), given_prototypes_Cd=np.eye(2, 4, dtype=np.float32)), np.eye(2, 6))
 
 
-# ------------------------------------------------------------------------------------------------- penultimate features
-
 OLD = describe_old(Fingerprint.from_string("old"), dim=4)
 PROJECTED = ("blip", "clip", "clip_vision_model", "vision-text-dual-encoder")
 BACKBONES = [name for name, model in METHODS.items() if issubclass(model, BackboneModel)]
@@ -152,9 +150,7 @@ def test_penultimate_features_are_what_the_last_layer_reads(
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", BACKBONES)
-def test_a_trained_projection_is_the_last_layer_unless_something_follows_it(
-    method: str, image_folder_of: dict[str, str], images: list[Image.Image]
-) -> None:
+def test_a_trained_projection_is_the_last_layer(method: str, image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
     options = {"dim": 6} | BACKBONE_OPTIONS.get(method, {})
     if issubclass(METHODS[method], ClassifiedModel):
         options["classes"] = ["cat", "dog"]
@@ -171,9 +167,7 @@ def test_a_trained_projection_is_the_last_layer_unless_something_follows_it(
 
 
 @torch.no_grad()
-def test_without_a_projection_of_its_own_a_backbone_ends_in_that_of_its_encoder(
-    folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image]
-) -> None:
+def test_backbones_end_in_encoders(folder_of: dict[str, str], image_folder_of: dict[str, str], images: list[Image.Image]) -> None:
     model = IndependentModel.from_encoder(folder_of["clip"], classes=["cat", "dog"])
     pixels = model.processor.images(images)
     features = Penultimate(model, "model").embed_images(pixels)
@@ -234,9 +228,7 @@ def test_penultimate_features_start_at_procrustes_between_directions(folder_of: 
     torch.testing.assert_close(model(**batch).loss, loss, atol=1e-5, rtol=1e-5)  # the pull is 0 where it starts
 
 
-def test_a_map_of_penultimate_features_belongs_to_a_model_that_has_some(
-    folder_of: dict[str, str], old_folder: str, features: torch.Tensor
-) -> None:
+def test_maps_of_penultimate_features_need_them(folder_of: dict[str, str], old_folder: str, features: torch.Tensor) -> None:
     with pytest.raises(XcompatError, match="siglip has no penultimate features"):
         QueryMapModel.from_encoder(folder_of["siglip"], old=OLD, input="penultimate")
     with pytest.raises(XcompatError, match="input penultimate needs the last layer of the new model"):

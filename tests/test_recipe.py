@@ -158,10 +158,7 @@ def test_an_override_below_nothing_begins_a_section(tmp_path: Path) -> None:
             ["stages.0.data={texts: [{path: own.txt}]}", "data.texts.0.path=x"],
             "stage 0 .phi. sets data.texts itself: override stages.phi.data.texts.0.path",
         ),
-        (
-            ["stages.1.old=own/model", "old={name: x}", "old.name=y"],
-            "stage 1 .pair. sets old itself: override stages.pair.old",
-        ),
+        (["stages.1.old=own/model", "old={name: x}", "old.name=y"], "stage 1 .pair. sets old itself: override stages.pair.old"),
         (["data={"], "the value is not valid YAML"),
         (["training.max_steps=0"], "training.max_steps: 0 trains nothing; set 1 or more"),
         (["training.max_steps=-5"], "training.max_steps: -5 trains nothing"),

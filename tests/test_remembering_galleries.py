@@ -182,9 +182,7 @@ def test_a_gallery_is_upgraded_with_what_is_remembered(tmp_path: Path) -> None:
     assert gallery.search(given.new_ND[:3], model, top_k=1, merge="raw")[0][0].id == "new 0"
 
 
-def test_an_upgrade_that_was_begun_without_memory_is_not_continued_with_one(
-    tmp_path: Path, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]
-) -> None:
+def test_upgrades_do_not_gain_a_memory(tmp_path: Path, interrupt_upgrade: Callable[[Gallery, CompatModel, int], None]) -> None:
     gallery, model, given = old_gallery(tmp_path / "g"), mapping("fct"), pairs()
     interrupt_upgrade(gallery, model, 1)
     assert list(gallery.path.glob("upgrade-*.json"))

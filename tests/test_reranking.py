@@ -118,9 +118,7 @@ def test_weight_and_number_of_hits_chosen_with_a_model_are_used(newer: Embedder,
     assert Reranker(newer).candidates == 50 and Reranker(newer, candidates=7).candidates == 7
 
 
-def test_order_equals_naive_reference_and_missing_keep_place(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]
-) -> None:
+def test_order_equals_naive_reference(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32]) -> None:
     plain = gallery.search(asked, newer.model, DEPTH)
     missing = {plain[0][0].id, plain[1][2].id}
     expected = [naive_order(newer, photos, query, hits, missing) for query, hits in zip(asked, plain, strict=True)]
@@ -149,9 +147,7 @@ def test_second_search_embeds_nothing(
         gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH, keep=False))
 
 
-def test_filters_groups_and_mixed_queries_work(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str
-) -> None:
+def test_filters_and_groups(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str) -> None:
     rerank, old = Reranker(newer, load_originals(photos), DEPTH), load_embedder(old_folder)
     for hits in gallery.search(asked, newer.model, 5, where={"colour": "blue"}, rerank=rerank):
         assert len(hits) == 5 and {hit.metadata["colour"] for hit in hits if hit.metadata} == {"blue"}
@@ -163,9 +159,7 @@ def test_filters_groups_and_mixed_queries_work(
         gallery.search(asked, newer.model, 3, rerank=rerank, rerank_queries=asked[:, :3])
 
 
-def test_old_queries_are_reranked_without_a_map(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str
-) -> None:
+def test_rerank_old_query(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str) -> None:
     old = load_embedder(old_folder)
     old_QD = np.random.default_rng(3).normal(size=(len(asked), old.dim)).astype(np.float32)
     plain = gallery.search(old_QD, old, DEPTH)
@@ -182,9 +176,7 @@ def test_budget_is_a_hard_limit(gallery: Gallery, photos: Path, newer: Embedder,
     assert rerank.counts.embedded == 3
 
 
-def test_other_originals_make_kept_embeddings_invalid(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str
-) -> None:
+def test_changed_originals(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], old_folder: str) -> None:
     gallery.search(asked, newer.model, rerank=Reranker(newer, load_originals(photos), ITEMS))
     kept = NewEmbeddings(gallery.path, Embedder.from_model(newer.model, "own").fingerprint, asked.shape[1])  # type: ignore[arg-type]
     names = [f"{row:02}.png" for row in range(ITEMS)]
@@ -202,9 +194,7 @@ def test_other_originals_make_kept_embeddings_invalid(
     assert kept.get(names, gallery.generation).keys() == set(names) - {names[3], names[4]}
 
 
-def test_backfill_takes_kept_embeddings_and_begins_with_demand(
-    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], tmp_path: Path
-) -> None:
+def test_backfill_by_demand(gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], tmp_path: Path) -> None:
     shutil.copytree(gallery.path, tmp_path / "other")
     rerank = Reranker(newer, load_originals(photos), 4, record_demand=True, budget=6)
     found = gallery.search(asked, newer.model, 4, rerank=rerank)

@@ -59,16 +59,11 @@ def recipe(folder_of: dict[str, str], old_folder: str, pairs_folder: str, photos
 TWO_STAGES = {"stages": [{"name": "first", "method": "ridge"}, {"name": "second", "method": "procrustes"}]}
 
 
-# -------------------------------------------------------------------------------------------------------------- places
-
-
 OTHER_STAGES = {"stages": [{"name": "third", "method": "ridge"}, {"name": "fourth", "method": "procrustes"}]}
 
 
 @pytest.mark.parametrize("made_by", mostly_nightly([{}, TWO_STAGES, "no recipe"], lambda made_by: made_by is not TWO_STAGES))
-def test_the_report_of_another_recipe_is_not_replaced(
-    made_by: dict[str, Any] | str, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_are_kept(made_by: dict[str, Any] | str, recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe(**OTHER_STAGES)
     run_recipe(recipe(**(made_by if isinstance(made_by, dict) else {})))
     if made_by == "no recipe":  # such as `xcompat evaluate --output`
@@ -102,9 +97,7 @@ def test_a_method_that_was_changed_is_named(recipe: Callable[..., Recipe]) -> No
         run_recipe(recipe(method="procrustes"))
 
 
-def test_a_launch_that_waited_in_its_checks_does_not_go_on_with_what_another_made(
-    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_launch_refuses_the_run_of_another(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*_: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(run_module, "check_inputs", lambda *_: None)
@@ -178,12 +171,7 @@ def test_what_a_recipe_made_is_in_nobodys_way(recipe: Callable[..., Recipe], tmp
     assert (tmp_path / "run" / "notes.txt").read_text() == "a user's"
 
 
-# --------------------------------------------------------------------------------------------------------- judged files
-
-
-def test_a_report_is_made_anew_when_the_files_that_it_was_judged_on_change(
-    recipe: Callable[..., Recipe], photos: Path, tmp_path: Path
-) -> None:
+def test_changed_test_files_make_a_new_report(recipe: Callable[..., Recipe], photos: Path, tmp_path: Path) -> None:
     run, times = tmp_path / "run", []
 
     def course() -> list[int]:
@@ -238,9 +226,6 @@ def test_files_are_known_by_what_they_hold_wherever_they_lie(photos: Path, tmp_p
     assert len(found(photos)) == 2, "what is gone is as it was"
     on_the_hub = DataSettings(test=PairSource(path="somebody/pairs"))
     assert judged_files(StageRecipe(method="ridge", data=on_the_hub)) == {}
-
-
-# ------------------------------------------------------------------------------------------- secrets, and who may read it
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077], ids=["022", "077"])

@@ -65,9 +65,6 @@ def test_the_trap_works(tmp_path: Path) -> None:
     assert (tmp_path / "sprung").read_text() == TRAP
 
 
-# --------------------------------------------------------------------------------------------------------- weights, arrays
-
-
 @pytest.mark.parametrize(
     ("architecture", "weights"),
     [("clip", "pytorch_model.bin"), ("vit", "pytorch_model.bin"), ("open_clip", "open_clip_pytorch_model.bin")],
@@ -125,9 +122,6 @@ def test_pickled_states_of_a_training(name: str, tmp_path: Path, sprung: Path) -
         Trainer(Model(2, 1), arguments, train_dataset=rows).train(resume_from_checkpoint=str(checkpoint))
 
 
-# ------------------------------------------------------------------------------------------------------ code beside a model
-
-
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
@@ -139,9 +133,7 @@ def test_pickled_states_of_a_training(name: str, tmp_path: Path, sprung: Path) -
         ("preprocessor_config.json", {"image_processor_type": "X", "auto_map": {"AutoImageProcessor": "code.Processor"}}),
     ],
 )
-def test_code_beside_an_encoder_or_a_checkpoint(
-    file: str, changes: dict[str, Any], folder_of: dict[str, str], tmp_path: Path, sprung: Path
-) -> None:
+def test_code_beside_weights(file: str, changes: dict[str, Any], folder_of: dict[str, str], tmp_path: Path, sprung: Path) -> None:
     build("bct", folder_of).export(tmp_path / "checkpoint")
     for folder in (Path(shutil.copytree(folder_of["clip"], tmp_path / "encoder")), tmp_path / "checkpoint"):
         code_beside(folder, sprung)
@@ -169,9 +161,6 @@ def test_weights_that_a_configuration_of_timm_names(image_folder_of: dict[str, s
     edit(folder / "config.json", model_args=arguments | {"checkpoint_path": str(tmp_path / "weights.pth")})
     with pytest.raises(XcompatError, match="sets checkpoint_path"):
         load_encoder(str(folder))
-
-
-# ------------------------------------------------------------------------------------------------------- recipes and shards
 
 
 @pytest.mark.parametrize("tag", ["python/object/apply:os.system ['touch {}']", "python/object/new:os.system ['touch {}']"])

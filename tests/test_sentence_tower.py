@@ -90,9 +90,7 @@ def test_saved_again_it_is_the_same_model(kind: str, joined: dict[str, str], ima
     assert auto_calls(encoder) is None, "AutoModel alone does not know the tower"
 
 
-def test_models_that_cannot_be_towers_are_refused(
-    text_folders: dict[str, str], image_folder_of: dict[str, str], tmp_path: Path
-) -> None:
+def test_impossible_towers_are_refused(text_folders: dict[str, str], image_folder_of: dict[str, str], tmp_path: Path) -> None:
     image, text = image_folder_of["mobilenet_v1"], text_folders["static"]
     with pytest.raises(XcompatError, match="needs an image model and a sentence-transformers model, in this order"):
         join_towers(text, image, DIM, tmp_path / "swapped")

@@ -123,7 +123,6 @@ def site(old: Embedder, new: Embedder, gallery: Path, mixed: Path, texts: Path, 
 
 @contextmanager
 def serving(site: Site) -> Iterator[str]:
-    """Serve a page in a thread of this process."""
     socket = listen(Options(port=0))
     server = make_server(make_app(site, Options()))
     thread = threading.Thread(target=server.run, args=([socket],))
@@ -375,9 +374,7 @@ def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1300, "light"), (390, "dark")])
-def test_every_tab_is_accessible_on_wide_and_narrow_screens(
-    visit: Open, run_address: str, upgradable_address: str, width: int, scheme: str
-) -> None:
+def test_every_tab_is_accessible(visit: Open, run_address: str, upgradable_address: str, width: int, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
 
     def look(page: Page, at: str, shown: str) -> None:
@@ -492,9 +489,6 @@ def test_a_gallery_is_upgraded_rolled_back_and_backfilled(visit: Open, upgradabl
     assert page.get_by_role("region", name=NEW).locator("li").count() == 10
 
 
-# ------------------------------------------------------------------------------------------------- without a browser
-
-
 def test_200_searches_at_once_are_all_answered(address: str, gallery: Path, new: Embedder) -> None:
     texts = [f"query {number}" for number in range(200)]
 
@@ -564,9 +558,7 @@ def judged_site(folder_of: dict[str, str], old_folder: str, texts_file: str, tmp
     return load_site(str(folder / "run"), None, None, [], allow_changes=False)
 
 
-def test_images_of_several_folders_are_looked_for_in_each(
-    gallery: Path, new: Embedder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_folders(gallery: Path, new: Embedder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `build` and `add` filled from two folders, and a list of images with captions in the place of one of them."""
     first, listed, second = (tmp_path / name for name in ("first", "listed", "second"))
     for folder in (first, listed, second):

@@ -50,7 +50,6 @@ class Service:
 
 @pytest.fixture
 def place(tmp_path: Path) -> LancePlace:
-    """A table whose rows hold their texts."""
     found = LancePlace(tmp_path / "database")
     found.fill(unit_vectors(N, OLD_DIM))
     for row in range(N):
@@ -64,11 +63,7 @@ def test_the_command_line_re_embeds_by_a_service(place: LancePlace, tmp_path: Pa
     (tmp_path / "migration_service.py").write_text(MODULE)
     named = ["--model", "big-3", "--embed", "about", "--embed-with", "migration_service:embed"]
     for verb, options, said in [
-        (
-            "plan",
-            [*named, "--price-per-million-tokens", "1000"],
-            "the texts of 40 rows: about 168 tokens, about 0.17",
-        ),
+        ("plan", [*named, "--price-per-million-tokens", "1000"], "the texts of 40 rows: about 168 tokens, about 0.17"),
         ("start", [*named, "--batch", "16", "--requests-per-minute", "1e6"], "40 rows written; run `xcompat migrate verify`"),
         ("verify", named, "ready; run `xcompat migrate switch`"),
         ("switch", named, "has the new vectors"),

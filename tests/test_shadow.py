@@ -72,9 +72,7 @@ def hits(names: str) -> list[Hit]:
         ("abc", 100, None, [("a", "no memory")], "the new configuration failed 1 queries, e.g. 'a'"),
     ],
 )
-def test_what_speaks_against_the_new_way(
-    new: str, items: int, limit_ms: float | None, failed: list[tuple[str, str]], reason: str
-) -> None:
+def test_reasons_against(new: str, items: int, limit_ms: float | None, failed: list[tuple[str, str]], reason: str) -> None:
     pairs = [Pair(query, hits("abc"), hits(new), (0.1, 0.2)) for query in "abc"]
     answer = Shadow(3, items, pairs, failed).answer(limit_ms)
     assert reason in answer.reason and answer.go is ("answered, 95" in answer.reason or reason.startswith("all"))

@@ -29,7 +29,6 @@ SHOWN = ["li", "table", "tr", "pre", "blockquote", "h1", "h2", "h3", "h4", "img"
 
 
 def theme(name: str) -> ModuleType:
-    """Import a file of docs/theme, which is no package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / "theme" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

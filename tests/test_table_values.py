@@ -64,9 +64,7 @@ def test_values_without_json_become_text_or_are_named(tmp_path: Path, capsys: py
         (("--no-metadata", "--no-keep-text"), set()),
     ],
 )
-def test_metadata_columns_are_chosen(
-    options: tuple[str, ...], keys: set[str], run: Run, tmp_path: Path, folder_of: dict[str, str]
-) -> None:
+def test_metadata_columns(options: tuple[str, ...], keys: set[str], run: Run, tmp_path: Path, folder_of: dict[str, str]) -> None:
     table, gallery = write_table(tmp_path), tmp_path / "gallery"
     code, _, err = run("build", table, "--model", folder_of["clip"], "--out", gallery, *options)
     assert (code, err) == (0, "")
@@ -134,9 +132,7 @@ SURROGATE = b"\xed\xa0\xbd"  # U+D83D as bytes, as some databases write it
         ("t.txt", b"fine\nx " + SURROGATE + b"\n", "line 2"),
     ],
 )
-def test_surrogates_are_replaced_and_the_first_row_is_named(
-    name: str, content: bytes, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_surrogates_are_named(name: str, content: bytes, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / name).write_bytes(content)
     loaded = load_text_items(TextSource(path=str(tmp_path / name), keep_text=True))
     assert loaded[1]["text"].startswith("x \ufffd")

@@ -145,9 +145,6 @@ def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-# ------------------------------------------------------------------------------------------------------- embeddings
-
-
 @pytest.mark.parametrize("kind", mostly_nightly(KINDS, OFTEN.__contains__))
 def test_both_roles_embed_as_sentence_transformers_does(kind: str, made: Made) -> None:
     encoder, processor = load_encoder(made(kind))
@@ -194,9 +191,6 @@ def test_truncated_dimensions_are_the_first_and_normalised(made: Made) -> None:
     np.testing.assert_allclose(embeds, of_library(made("dense"), TEXTS, "the passage: ", 8), atol=1e-5)
     with pytest.raises(XcompatError, match=r"^[^\n]*has only 24 dimensions, fewer than truncate_dim \(25\)[^\n]*$"):
         load_encoder(EncoderSource(name=made("dense"), truncate_dim=25))
-
-
-# ------------------------------------------------------------------------------------------- prompts and fingerprints
 
 
 @pytest.mark.parametrize(
@@ -270,9 +264,6 @@ def test_a_described_encoder_is_built_and_found_again(kind: str, made: Made) -> 
     assert built.fingerprint(processor) == encoder.fingerprint(processor)
     found, its_processor = load_encoder(EncoderSource.from_description(described))
     assert found.fingerprint(its_processor) == encoder.fingerprint(processor)
-
-
-# ------------------------------------------------------------------------------------------------------- what is refused
 
 
 def refused(source: EncoderSource | str, words: str) -> None:
@@ -414,8 +405,6 @@ def test_damaged_lists_of_modules_are_refused(damage: str, made: Made, tmp_path:
     refused(str(folder), "modules.json")
 
 
-# ------------------------------------------------------------------------------------------ inside and beside a model
-
 THINGS = ("dogs", "shoe", "letter", "alpha")
 QUESTIONS = [f"{which} {thing}?" for which in ("red", "two", "greek", "no", "the") for thing in THINGS]
 
@@ -497,9 +486,7 @@ def test_a_map_asks_with_the_prompt_of_queries(kind: str, made: Made, old: Embed
         other.embed_texts(**new.processor.texts(["a"]))
 
 
-def test_a_map_learned_on_the_wrong_role_says_so(
-    made: Made, old: Embedder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_map_of_the_wrong_role_says_so(made: Made, old: Embedder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = load_embedder(made("mean"))
     alike = load_embedder(EncoderSource(name=made("mean"), query_prompt="", passage_prompt=""))
     assert alike.for_queries() is alike and "role" not in alike.describe_encoder()

@@ -63,9 +63,7 @@ def rows_of(gallery: Gallery) -> dict[str, tuple[NDArray[np.float32], Any]]:
     return found
 
 
-def test_a_gallery_holds_each_text_as_the_model_embeds_it_alone(
-    run: Run, documents: Path, tmp_path: Path, old_folder: str
-) -> None:
+def test_a_gallery_holds_each_text_as_embedded_alone(run: Run, documents: Path, tmp_path: Path, old_folder: str) -> None:
     gallery = tmp_path / "gallery"
     code, out, err = run("build", documents, "--model", old_folder, "--out", gallery)
     assert (code, err) == (0, "") and f"{DOCUMENTS} texts added" in out
@@ -123,9 +121,7 @@ def test_texts_are_left_out_of_the_metadata_and_columns_chosen_as_asked(run: Run
     np.testing.assert_allclose(stored["x"][0], model.embed(model.processor.texts("Bears sleep in winter"))[0], atol=1e-5)
 
 
-def test_passages_are_backfilled_within_budgets_and_the_doctor_knows_who_made_them(
-    run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str
-) -> None:
+def test_passages_are_backfilled_within_budgets(run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
     gallery = tmp_path / "gallery"
     assert run("build", documents, "--model", old_folder, "--out", gallery, *CUT)[0] == 0
     count = len(Gallery.open(gallery))
@@ -143,9 +139,7 @@ def test_passages_are_backfilled_within_budgets_and_the_doctor_knows_who_made_th
     assert "40" in finding and "none" in finding
 
 
-def test_texts_cut_otherwise_are_refused_and_named(
-    run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str
-) -> None:
+def test_texts_cut_otherwise_are_refused(run: Run, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
     gallery = tmp_path / "gallery"
     assert run("build", documents, "--model", old_folder, "--out", gallery, *CUT)[0] == 0
     before = Gallery.open(gallery).generation
@@ -169,9 +163,7 @@ def test_texts_cut_otherwise_are_refused_and_named(
 
 
 @pytest.mark.parametrize("dies_at", [1, 4])
-def test_a_build_that_was_killed_goes_on_to_the_same_gallery(
-    dies_at: int, documents: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_build(dies_at: int, documents: Path, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingestion, "COMMIT_EVERY", -1.0)
     monkeypatch.setattr(originals, "TEXTS_AT_ONCE", 16)
     texts, embedder = load_originals(documents, words=5, overlap=1), load_embedder(old_folder)
@@ -262,9 +254,7 @@ def test_what_a_source_holds_is_found_out(tmp_path: Path) -> None:
         contains_images(str(tmp_path / "nothing"))
 
 
-def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
-    run: Run, documents: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str
-) -> None:
+def test_missing_towers(run: Run, documents: Path, tmp_path: Path, image_folder_of: dict[str, str], old_folder: str) -> None:
     code, _, err = run("build", documents, "--model", image_folder_of["vit"], "--out", tmp_path / "g")
     assert code == 2 and err.count("\n") == 1 and "embeds images only, but these are texts" in err
     texts_only = SimpleNamespace(name="m", processor=SimpleNamespace(image_size=(0, 0), max_length=16))
@@ -281,8 +271,6 @@ def test_a_model_that_embeds_no_such_items_is_refused_before_anything_is_made(
     code, _, err = run("upgrade", tmp_path, "--model", "m", "--words", 3)
     assert code == 2 and "--words applies to re-embedded texts: add --backfill" in err
 
-
-# ------------------------------------------------------------------------------------------------------------- groups
 
 OLD = Fingerprint.from_string("old")
 
@@ -315,9 +303,7 @@ def naive_groups(hits: list[Hit], top_k: int) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("where", [None, {"even": True}, {"document": ["d0", "d1"]}, {"document": "none"}])
 @pytest.mark.parametrize("top_k", [1, 5, 25, 100])
-def test_groups_are_those_of_the_whole_ranking(
-    top_k: int, where: dict[str, Any] | None, grouped: Gallery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_of_all_hits(top_k: int, where: dict[str, Any] | None, grouped: Gallery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "HITS_AT_ONCE", 30)  # queries in several turns
     queries = np.random.default_rng(1).normal(size=(7, 6))
     everything = grouped.search(queries, OLD, 1000, where)
@@ -329,9 +315,7 @@ def test_groups_are_those_of_the_whole_ranking(
 
 
 @pytest.mark.parametrize("merge", mostly_nightly(["raw", "standardised", "calibrated"], "calibrated".__eq__))
-def test_groups_of_several_versions_make_one_ranking(
-    merge: Any, documents: Path, tmp_path: Path, old_folder: str, newer: str
-) -> None:
+def test_groups_of_versions_make_one_ranking(merge: Any, documents: Path, tmp_path: Path, old_folder: str, newer: str) -> None:
     old, new = load_embedder(old_folder), load_embedder(newer)
     texts, gallery = load_originals(documents, words=4), Gallery.create(tmp_path / "g", old)
     ingest(gallery, texts, old)
@@ -343,9 +327,7 @@ def test_groups_of_several_versions_make_one_ranking(
     assert len({hit.version for hit in everything[0]}) == 2
 
 
-def test_where_the_nearest_items_are_of_few_groups_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_few_groups_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(searching, "GROUPED_AT_MOST", 50)
     monkeypatch.setattr(progress.logger, "propagate", True)
     progress.notice_once.cache_clear()
@@ -375,12 +357,7 @@ def test_the_command_and_the_pipeline_group(run: Run, documents: Path, tmp_path:
     assert [hit.group for hit in find("a bear", top_k=20)] == [cells[4].strip() for cells in rows]
 
 
-# ------------------------------------------------------------------------------------------------------------ queries
-
-
-def test_queries_that_are_no_texts_to_search_for_are_one_line(
-    run: Run, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_queries_are_one_line(run: Run, tmp_path: Path, old_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs.txt").write_text("[red]bears[/red] " + "sleep " * 30 + "\nants work\n")
     assert run("build", "docs.txt", "--model", old_folder, "--out", "g")[0] == 0

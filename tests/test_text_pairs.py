@@ -46,9 +46,6 @@ def unit(rows: int, dim: int, seed: int) -> Tensor:
     return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
-# -------------------------------------------------------------------------------------------------------------- the data
-
-
 def test_pairs_are_read_with_their_negatives(pairs_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(pairs_file).open("a") as file:
         for row in ({"query": " ", "passage": "x", "wrong": ["y"]}, {"query": "x", "passage": "same", "wrong": ["same"]}):
@@ -93,9 +90,6 @@ def test_draws_depend_on_seed_epoch_and_index_alone(pairs_file: str) -> None:
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- the loss
-
-
 def naive(queries: Tensor, passages: Tensor, scale: float, items: list[int], mined: Tensor, mined_items: list[int]) -> float:
     """Sum over every query and every passage, one by one, what is no negative left out."""
     total = 0.0
@@ -115,9 +109,6 @@ def test_false_negatives_are_masked_and_mined_ones_searched() -> None:
     assert float(found) == pytest.approx(naive(queries, passages, 5.0, items, mined, mined_items), abs=1e-6)
     plain = clip_contrastive_loss(queries, passages, 5.0)
     torch.testing.assert_close(clip_contrastive_loss(queries, passages, 5.0, torch.arange(6)), plain)
-
-
-# ----------------------------------------------------------------------------------------------------------- the methods
 
 
 def build(method: str, folder: str) -> CompatModel:
@@ -191,9 +182,6 @@ def test_a_sigmoid_loss_knows_no_passages(folder_of: dict[str, str], pairs_file:
     model = build("independent", folder_of["siglip"])
     with pytest.raises(XcompatError, match="SigLIP's loss needs images with texts"):
         model(**batch_for(model, pairs_file), return_loss=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ the recipe
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ ROWS = [{"id": "b", "title": "Bears", "text": "bears sleep in winter"}, {"id": "
 
 
 def _written(folder, name):
-    """Write the rows in the format that a file's name says."""
     file = folder / name
     lines = [json.dumps(row) for row in ROWS]
     if name.endswith(".jsonl"):

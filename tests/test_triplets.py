@@ -70,9 +70,7 @@ def drawn(photos: str) -> list[list[int]]:
     return batches
 
 
-def test_batches_are_balanced_and_a_stopped_run_goes_on_with_the_same(
-    photos: str, image_folder_of: dict[str, str], tmp_path: Path
-) -> None:
+def test_balanced_batches_continue_after_a_stop(photos: str, image_folder_of: dict[str, str], tmp_path: Path) -> None:
     seen, weights = learn(photos, image_folder_of["resnet"], tmp_path, save_steps=8)
     assert seen == drawn(photos) and len(seen) == 12
     labels_N = load_labelled(photos).labels()

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
-from xcompat.evaluation import (
-    EmbeddedImages,
-    EvaluatedModels,
-    EvaluationOptions,
-    evaluate,
-    tar_at_far,
-    tpir_at_far,
-    verification,
-)
+from xcompat.evaluation import EmbeddedImages, EvaluatedModels, EvaluationOptions, evaluate, tar_at_far, tpir_at_far, verification
 
 # One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
 _SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])

@@ -47,7 +47,6 @@ def vectors() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def model(vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A map of galleries, saved."""
     folder = tmp_path_factory.mktemp("map") / "map"
     map_of_galleries(vectors, NEW_DIM).save_pretrained(folder)
     return str(folder)
@@ -131,13 +130,8 @@ def worker_here(name: str, model: Any) -> Executor:
     return spread
 
 
-# ------------------------------------------------------------------------------------------------------------- Ray
-
-
 @pytest.mark.nightly
-def test_a_gallery_is_mapped_by_two_nodes_one_of_which_loses_its_worker(
-    gallery: Path, model: str, two_workers: Any, killing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_is_lost(gallery: Path, model: str, two_workers: Any, killing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     newer, one, many = load_checkpoint(model), copied(gallery, "alone"), copied(gallery, "many")
     monkeypatch.setattr("xcompat.retrieval.staging.FLUSH_BYTES", 70 * NEW_DIM * 4)  # the journal is written in the middle
     assert one.upgrade(newer, BLOCK) == N - 20
@@ -260,9 +254,7 @@ def test_a_worker_refuses_a_model_that_is_another_or_not_there(tmp_path: Path, v
 
 
 @pytest.mark.parametrize("verb", [("gallery", "upgrade"), ("migrate", "start")])
-def test_an_engine_that_does_not_fit_is_one_line(
-    verb: tuple[str, str], gallery: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misfit_engines_are_one_line(verb: tuple[str, str], gallery: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = str(gallery) if verb[0] == "gallery" else f"file://{gallery}"
     for given, said in [
         (("--workers", "2"), "need an engine; choose one with --engine"),
@@ -276,9 +268,7 @@ def test_an_engine_that_does_not_fit_is_one_line(
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 8])
-def test_an_upgrade_that_is_stopped_while_workers_are_ahead_continues(
-    gallery: Path, model: str, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upgrade_stopped_behind_workers_continues(gallery: Path, model: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(function: Any, model: Any, blocks: Any) -> Iterator[Any]:
         for number, each in enumerate(list(run_locally(function, model, blocks))):  # all are made before the first is written
             if number == at:
@@ -293,9 +283,6 @@ def test_an_upgrade_that_is_stopped_while_workers_are_ahead_continues(
     assert contents(stopping) == contents(Gallery.open(gallery)), "nothing is seen before it is whole"
     assert Gallery.open(stopping.path).upgrade(newer, BLOCK) == N - 20
     assert contents(stopping) == contents(one) and Gallery.open(stopping.path).damage() == []
-
-
-# ------------------------------------------------------------------------------------------------ accelerate launch
 
 
 SMALL = """
@@ -326,9 +313,7 @@ def test_a_process_of_accelerate_that_refuses_ends_all(gallery: Path, model: str
     assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_processes_of_accelerate_migrate_a_store_that_one_of_them_opens(
-    vectors: np.ndarray, model: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_accelerate_migrates_a_store(vectors: np.ndarray, model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with PLACES["qdrant"](request, tmp_path) as place:  # a folder that one process alone may open
         place.fill(vectors)
         store = place.open()

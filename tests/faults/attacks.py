@@ -66,7 +66,6 @@ class Target:
         self.found = self.search()
 
     def search(self) -> str:
-        """Return the answer to a plain search."""
         return self.client.post("/api/search", json={"kind": "text", "text": "a red shoe", "k": 3}).text
 
     def problem(self, draw: random.Random) -> str | None:
@@ -130,7 +129,6 @@ class Target:
 
 @contextmanager
 def attacked(folder: Path) -> Iterator[Target]:
-    """Serve a gallery of images."""
     photos, embedder = images(folder / "photos"), encoder(folder)
     (folder / "secret.txt").write_text(SECRET)
     commands.build(folder / "gallery", load_originals(photos), embedder, "Flat", None)

@@ -109,14 +109,12 @@ def campaigns(shared: Path, long: bool) -> Iterator[Campaign]:
 
 
 def read_beside_writers(reads: int) -> Trials:
-    """Read a gallery while others change it."""
     outcome = readers.run(reads)
     yield from outcome.problems
     yield from [None] * (outcome.reads - len(outcome.problems))
 
 
 def damaged_inputs(trials: int) -> Trials:
-    """Damage what is read."""
     for tally in mutations.run(trials, seed=0):
         for trial in tally.failures:
             yield f"{trial.subject} {trial.number}: {trial.damage}: {trial.outcome}: {trial.detail}"

@@ -126,7 +126,6 @@ def without_report(folder: Path) -> None:
 
 
 def faiss_scores(folder: Path) -> State:
-    """Search an exported index."""
     if not (folder / "new.faiss").exists():
         return None
     scores_Qk, rows_Qk = faiss.read_index(str(folder / "new.faiss")).search(unit(5, 12, 3), ITEMS)
@@ -158,8 +157,6 @@ def exported(name: str, folder: Path) -> State:
 
 
 def command_scenes(world: Path) -> list[Scene]:
-    """Return every command."""
-
     def after(*before: tuple[str, ...], also: Callable[[Path], object]) -> Callable[[Path], None]:
         def prepare(folder: Path) -> None:
             shutil.copytree(world, folder)

@@ -260,7 +260,6 @@ def _torn(file: File) -> bytes:
 
 
 def listing_of(folder: Path) -> Listing:
-    """Read what is below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 

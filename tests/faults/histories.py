@@ -51,7 +51,6 @@ class Histories(RuleBasedStateMachine):
         self.check(Gallery.open(self.gallery.path).generation)
 
     def check(self, generation: int) -> None:
-        """Compare what is on disk with the dictionary."""
         found = gallery_content(self.gallery.path)
         assert same(found, self.states[generation]), (found, self.states[generation])
         if found and {embed.shape for embed in found.values()} == {(d,)}:
@@ -72,7 +71,6 @@ class Histories(RuleBasedStateMachine):
 
     @rule(numbers=Numbers)
     def remove(self, numbers: list[int]) -> None:
-        """Remove items that are there."""
         gone = {f"item {number}" for number in numbers} & self.waiting.keys()
         if gone:
             self.gallery.remove(sorted(gone))
@@ -106,7 +104,6 @@ class Histories(RuleBasedStateMachine):
 
     @rule(place=st.integers(0, 9))
     def roll_back(self, place: int) -> None:
-        """Return to a state that is kept."""
         generation = sorted(self.states)[place % len(self.states)]
         content = self.states[generation]
         self.gallery.rollback(generation)
@@ -114,7 +111,6 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        """Tidy up, after which no earlier state is kept."""
         self.commit()
         if self.stored is self.waiting:
             self.gallery.compact()
@@ -159,7 +155,6 @@ class Histories(RuleBasedStateMachine):
         self.committed(self.stored | new if done else self.stored)
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
         self.gallery.close()
         shutil.rmtree(self.folder)
 

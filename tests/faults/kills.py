@@ -65,7 +65,6 @@ class Stage:
         return None
 
     def continued(self) -> str | None:
-        """Run the operation again and return what is wrong then."""
         outcome = self.play(kill_after=LONG)
         if outcome.code:
             return f"it does not continue: {outcome.errors.strip()[-600:]}"

@@ -198,8 +198,6 @@ class Trial:
         apart(made)
 
     def found(self) -> Found:
-        """Read everything."""
-
         def read() -> Found:
             place = self.connect()
             space = place.open().space
@@ -303,7 +301,6 @@ def _same(found_D: NDArray[np.float32] | None, expected_D: NDArray[np.float32]) 
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Do something in another process; return what it returns."""
     ours, theirs = FORK.Pipe(duplex=False)
     process = FORK.Process(target=lambda: theirs.send(work()))
     process.start()

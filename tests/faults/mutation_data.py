@@ -40,9 +40,6 @@ def listening(ask: Callable[[], Any]) -> Answer:
     return Answer(value, complaints(out.getvalue()))
 
 
-# ---------------------------------------------------------------------------------------------------------------- images
-
-
 def images(whole: Path) -> list[Subject]:
     folder = whole / "images"
     folder.mkdir()
@@ -74,9 +71,6 @@ def look(path: Path) -> Answer:
     from xcompat.data.images import open_image
 
     return Answer(hashlib.sha256(open_image(str(path)).tobytes()).hexdigest())
-
-
-# ------------------------------------------------------------------------------------------------------- images with captions
 
 
 def pairs(whole: Path) -> list[Subject]:
@@ -159,9 +153,6 @@ def saved(whole: Path) -> Subject:
     return Subject("saved data set", folder, ("*",), load, has_checksum=False, weight=0.5)
 
 
-# ----------------------------------------------------------------------------------------------------------- texts and tables
-
-
 def texts(whole: Path) -> list[Subject]:
     folder = whole / "texts"
     folder.mkdir()
@@ -204,9 +195,6 @@ def corpus(path: Path) -> Answer:
     return listening(lambda: load_texts([CorpusSource(path=str(path))])["text"][:])
 
 
-# ------------------------------------------------------------------------------------------------------------------ recipes
-
-
 def recipes(whole: Path) -> list[Subject]:
     folder = whole / "recipes"
     folder.mkdir()
@@ -237,9 +225,6 @@ def recipe(folder: Path) -> Answer:
     from xcompat.training.recipe import load_recipe
 
     return Answer(load_recipe(folder / "recipe.yaml", []).model_dump(mode="json"))
-
-
-# ------------------------------------------------------------------------------------------------- embeddings made elsewhere
 
 
 def arrays(whole: Path) -> list[Subject]:

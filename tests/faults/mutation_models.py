@@ -64,9 +64,6 @@ def ask_checkpoint(folder: Path) -> Answer:
     return Answer([each.value for each in found], sum((each.said for each in found), ()))
 
 
-# ------------------------------------------------------------------------------------------------------------------ caches
-
-
 def caches(whole: Path) -> list[Subject]:
     from xcompat.embeddings.embed import embed_images, embed_texts
     from xcompat.models.embedder import load_embedder
@@ -106,11 +103,7 @@ def fill(folder: Path, model: Path) -> Answer:
     return listening(ask)
 
 
-# ------------------------------------------------------------------------------------------------------- reports and runs
-
-
 def runs(whole: Path) -> list[Subject]:
-    """A finished run, trained again, and its report, drawn again."""
     subject = Subject(
         "finished run", whole / "run", ("run/**/*.json", "run/**/recipe.yaml", "run/**/*.safetensors"), train, weight=0.3
     )
@@ -148,7 +141,6 @@ def train(folder: Path) -> Answer:
 
 
 def draw(folder: Path) -> Answer:
-    """Read a report and print it."""
     from xcompat.core.progress import console
     from xcompat.report import load_report, print_report
 
@@ -158,9 +150,6 @@ def draw(folder: Path) -> Answer:
         return [case.metrics for case in report.cases], [panel.title for panel in report.panels]
 
     return listening(ask)
-
-
-# -------------------------------------------------------------------------------------------------------------------- Hub
 
 
 def answers(whole: Path) -> list[Subject]:

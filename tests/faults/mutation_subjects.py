@@ -64,9 +64,6 @@ class Subject:
         shutil.rmtree(self.place.parent, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------------------------------------------- the question
-
-
 def command(*arguments: object) -> Answer:
     """Type a command; a refusal becomes an XcompatError, everything that is not one line of it an error of another kind."""
     from xcompat import XcompatError, cli

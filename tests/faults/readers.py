@@ -99,9 +99,6 @@ def _add(total: Outcome, part: Outcome) -> None:
     total.problems += part.problems[:20]
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
-
-
 def write_in_turn(folder: Path, number: int, changes: int) -> Outcome:
     """Make so many changes, each in its turn."""
     chance, outcome, console.quiet = random.Random(f"writer {number}"), Outcome(), True
@@ -149,9 +146,6 @@ def _get_in_the_way(folder: Path, chance: random.Random) -> None:
         gallery.add(_vector(1)[None], ["never there"])
         if chance.random() < 0.5:
             gallery.staging().flush()
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 def _read(folder: Path, number: int, reads: int) -> Outcome:
@@ -222,9 +216,6 @@ def _earlier(folder: Path, gallery: Gallery, chance: random.Random) -> str | Non
 def _is_gone(gallery: Gallery) -> bool:
     kept = {manifest.generation for manifest in gallery.generations()}
     return gallery.generation not in kept and gallery.generation < max(kept)
-
-
-# ---------------------------------------------------------------------------------------------------------- written down
 
 
 def _write_down(folder: Path, generation: int, state: State) -> None:

@@ -67,21 +67,16 @@ class Scene:
 
 
 def unit(count: int, dim: int, seed: int) -> NDArray[np.float32]:
-    """Return rows of length 1."""
     rows_ND = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
     return rows_ND / np.linalg.norm(rows_ND, axis=1, keepdims=True)
 
 
 def same(one: State, other: State) -> bool:
-    """Return whether two contents are equal."""
     if one is None or other is None:
         return one is other
     if one.keys() != other.keys():
         return False
     return all(one[name].shape == other[name].shape and np.allclose(one[name], other[name], atol=1e-5) for name in one)
-
-
-# ------------------------------------------------------------------------------------------------------------ galleries
 
 
 def gallery_content(folder: Path) -> State:
@@ -108,12 +103,10 @@ def gallery_content(folder: Path) -> State:
 
 
 def in_gallery(folder: Path) -> State:
-    """Read the gallery of a folder."""
     return gallery_content(folder / "gallery")
 
 
 def items(count: int, seed: int, prefix: str = "item", dim: int = d) -> dict[str, NDArray[np.float32]]:
-    """Return named embeddings."""
     return {f"{prefix} {row}": embed for row, embed in enumerate(unit(count, dim, seed))}
 
 
@@ -149,7 +142,6 @@ class Operations:
     milvus: bool
 
     def create(self, folder: Path) -> None:
-        """Make an empty gallery."""
         if not (folder / "gallery" / "gallery.json").exists():
             place = str(folder / "milvus.db") if self.milvus else None
             if self.milvus:
@@ -160,12 +152,10 @@ class Operations:
                 made.staging()  # the next writer tidies up, also one who finds nothing to do
 
     def begin(self, folder: Path) -> None:
-        """Make a gallery with items."""
         self.create(folder)
         put(Gallery.open(folder / "gallery"), FIRST)
 
     def add(self, folder: Path) -> None:
-        """Add more, one of them in the place of another."""
         put(Gallery.open(folder / "gallery"), ADDED)
 
     def remove(self, folder: Path) -> None:
@@ -176,7 +166,6 @@ class Operations:
                 gallery.commit("remove")
 
     def twice(self, folder: Path) -> None:
-        """Make a gallery of two commits."""
         self.begin(folder)
         self.add(folder)
 
@@ -186,7 +175,6 @@ class Operations:
         self.remove(folder)
 
     def compact(self, folder: Path) -> None:
-        """Tidy up."""
         Gallery.open(folder / "gallery").compact()
 
     def roll_back(self, folder: Path) -> None:
@@ -231,7 +219,6 @@ def nothing(folder: Path) -> None:
 
 @cache
 def gallery_map() -> FctModel:
-    """Return a map of old galleries into a new space."""
     torch.manual_seed(0)
     return FctModel(FctConfig(old=describe_old(OLD, d), embedding_dim=D)).eval()
 
@@ -253,17 +240,12 @@ def upgrade_scene(index: str, begin: Callable[[Path], object]) -> Scene:
     return Scene(f"{index}: upgrade", begin, upgrade, in_gallery, (FIRST, mapped), after=write_once_more)
 
 
-# ---------------------------------------------------------------------------------------------- images, caches, exports
-
-
 @cache
 def encoder(folder: Path, seed: int = 1) -> Embedder:
-    """Return a tiny encoder."""
     return load_embedder(save_stand_in(folder / f"encoder {seed}", "clip", 8, seed=seed))
 
 
 def write_images(folder: Path, count: int = 6) -> Path:
-    """Write small images."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         pixels = np.random.default_rng(number).integers(0, 255, (20, 20, 3), dtype=np.uint8)
@@ -296,7 +278,6 @@ def image_scenes(shared: Path) -> list[Scene]:
 
 
 def passages(file: Path, count: int) -> Path:
-    """Write the first texts with their ids."""
     file.write_text("\n".join(json.dumps({"id": f"text {row}", "text": text}) for row, text in enumerate(TEXTS[:count])))
     return file
 
@@ -383,12 +364,8 @@ def cached_scene() -> Scene:
 
 
 def query_map() -> CompatModel:
-    """Return a map of new queries into the old space."""
     model = ProcrustesModel(ProcrustesConfig(old=describe_old(OLD, d), embedding_dim=D))
     return model.fit([(torch.from_numpy(unit(300, D, 1)), torch.from_numpy(unit(300, d, 2)))]).eval()
-
-
-# ------------------------------------------------------------------------------------------------------------- leftovers
 
 
 def leftovers(folder: Path) -> list[str]:

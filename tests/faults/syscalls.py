@@ -283,7 +283,6 @@ def _decide(listener: int, folder: str, answer: Callable[[Call], Answer]) -> Ans
 
 
 def _call(name: str, arguments: tuple[int, ...], pid: int, folder: str) -> Call | None:
-    """Return a call if it is of the folder."""
     paths: list[str | None] = []
     start = AT_FDCWD
     try:
