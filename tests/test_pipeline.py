@@ -53,15 +53,8 @@ def test_a_query_finds_what_its_view_finds(find: Any, gallery: Gallery, model_fo
         texts = model.processor.texts(["a dog"])
         expected = gallery.search(model.embed_texts(**texts), model, top_k=3)[0]
     hits = find("a dog", top_k=3)
-    assert [hit["id"] for hit in hits] == [hit.id for hit in expected] and hits[0].keys() == {
-        "id",
-        "score",
-        "version",
-        "metadata",
-        "confidence",
-        "group",
-        "standing",
-    }
+    assert [hit["id"] for hit in hits] == [hit.id for hit in expected]
+    assert hits[0].keys() == {"id", "score", "version", "metadata", "confidence", "group", "standing"}
     assert hits[0].id == hits[0]["id"] and hits[0]["confidence"] is hits[0].confidence is None, "nothing is remembered"
     assert hits[0]["metadata"] == expected[0].metadata and hits[0]["version"] == str(gallery.versions[0])
     image = Image.new("RGB", (40, 40), "red")
@@ -132,9 +125,7 @@ def test_in_half_precision_it_finds_the_same(find: Any, dtype: str, model_folder
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_map_brings_its_encoder_to_half_precision(
-    dtype: str, folder_of: dict[str, str], old_folder: str, gallery: Gallery, tmp_path: Path
-) -> None:
+def test_maps_halve_encoders(dtype: str, folder_of: dict[str, str], old_folder: str, gallery: Gallery, tmp_path: Path) -> None:
     """The encoder beside the map is loaded when it first embeds, and its own fingerprint is checked before it is rounded."""
     old, new = load_embedder(old_folder), load_embedder(folder_of["clip"])
     ridge = xcompat.RidgeModel.from_encoder(folder_of["clip"], old=old.describe_old())

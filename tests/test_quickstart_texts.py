@@ -56,20 +56,8 @@ def write_subset(folder: Path, queries: int, passages: int) -> Path:
 @needs_scifact
 def test_quickstart_texts_prints_and_saves_the_table(tmp_path: Path, models: tuple[str, str]) -> None:
     data, run = write_subset(tmp_path / "data", queries=30, passages=120), tmp_path / "run"
-    command = [
-        "-m",
-        "xcompat",
-        "quickstart",
-        "texts",
-        "--output",
-        run,
-        "--data",
-        data,
-        "--old-model",
-        models[0],
-        "--new-model",
-        models[1],
-    ]
+    named = ("--data", data, "--old-model", models[0], "--new-model", models[1])
+    command = ["-m", "xcompat", "quickstart", "texts", "--output", run, *named]
     first = warm.run(*map(str, command), folder=tmp_path)
     assert first.returncode == 0, first.stderr
     rows = {row["queries"]: row for row in json.loads((run / "table.json").read_text())["rows"]}

@@ -43,15 +43,8 @@ HOSTILE = "<script>alert(1)</script>\r\nSet-Cookie: a=b\x1b[31m"
 HOSTILE_ID = '"><script>alert(1)</script>'
 PASSWORD = "correct horse"
 API = (
-    "/api/search",
-    IMAGE_PATH,
-    "/api/filters",
-    "/api/differing",
-    "/api/gallery",
-    "/api/work",
-    "/api/job",
-    OLD_PATH,
-    "/logout",
+    *("/api/search", IMAGE_PATH, "/api/filters", "/api/differing", "/api/gallery", "/api/work", "/api/job"),
+    *(OLD_PATH, "/logout"),
 )
 
 
@@ -79,7 +72,6 @@ def site(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @contextmanager
 def serving(site: Site, **options: Any) -> Iterator[str]:
-    """Serve a page in a thread of this process."""
     found = listen(Options(port=0))
     server = make_server(make_app(site, Options(**options)))
     thread = threading.Thread(target=server.run, args=([found],))
@@ -117,9 +109,6 @@ def send_raw(address: str, data: bytes, seconds: float = 20) -> bytes:
             while part := connection.recv(65536):
                 answer += part
         return answer
-
-
-# ------------------------------------------------------------------------------------------------ files and addresses
 
 
 @pytest.mark.parametrize(
@@ -169,29 +158,16 @@ def test_no_path_or_address_is_opened(client: httpx.Client, site: Site, monkeypa
     is_watching[0] = False
     assert not [name for name in opened if "secret" in name or "outside" in name or "/dev/zero" in name or "localhost" in name]
     said = client.post("/api/search", json={"kind": "item", "item": "../outside.png"})
-    assert (said.status_code, said.text) == (
-        400,
-        "'../outside.png' has no known image or text; set the folder of images with --images",
-    )
+    wanted = "'../outside.png' has no known image or text; set the folder of images with --images"
+    assert (said.status_code, said.text) == (400, wanted)
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "/page.js",
-        "/static/page.js",
-        "/../secret.txt",
-        "/%2e%2e/secret.txt",
-        "//etc/passwd",
-        "/report",
-        "/docs",
-        "/openapi.json",
-        "/config",
-        "/gradio_api/file=/etc/passwd",
-        "/gradio_api/proxy=http://127.0.0.1",
-        "/gradio_api/upload",
-        "/gradio_api/queue/data",
-        "/queue/join",
+        *("/page.js", "/static/page.js", "/../secret.txt", "/%2e%2e/secret.txt", "//etc/passwd", "/report", "/docs"),
+        *("/openapi.json", "/config", "/gradio_api/file=/etc/passwd", "/gradio_api/proxy=http://127.0.0.1"),
+        *("/gradio_api/upload", "/gradio_api/queue/data", "/queue/join"),
     ],
 )
 def test_there_are_no_other_addresses(client: httpx.Client, path: str) -> None:
@@ -232,25 +208,12 @@ def test_no_upload_is_written_to_disk(client: httpx.Client) -> None:
     assert not WRITTEN
 
 
-# ------------------------------------------------------------------------------------------------ limits
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"text": "a" * 10_001},
-        {"item": "a" * 10_001},
-        {"k": 10**9},
-        {"k": 0},
-        {"k": -1},
-        {"k": 2.0},
-        {"where": ["a=b"] * 51},
-        {"where": ["a=" + "b" * 500]},
-        {"where": "a=b"},
-        {"where": [["a=b"]]},
-        {"kind": "audio"},
-        {"kind": "image"},
-        {"more": 1},
+        *({"text": "a" * 10_001}, {"item": "a" * 10_001}, {"k": 10**9}, {"k": 0}, {"k": -1}, {"k": 2.0}),
+        *({"where": ["a=b"] * 51}, {"where": ["a=" + "b" * 500]}, {"where": "a=b"}, {"where": [["a=b"]]}),
+        *({"kind": "audio"}, {"kind": "image"}, {"more": 1}),
     ],
 )
 def test_values_beyond_a_limit_are_refused(client: httpx.Client, change: dict[str, object]) -> None:
@@ -261,17 +224,9 @@ def test_values_beyond_a_limit_are_refused(client: httpx.Client, change: dict[st
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"nothing",
-        b"[" * 100_000,
-        b'{"a":' * 20_000,
-        b'{"kind": "text", "text": "\\ud800"}',
-        b'{"kind": "text", "text": "a", "k": NaN}',
-        b'{"kind": "text", "text": "a", "k": ' + b"9" * 100_000 + b"}",
-        b"\xff\xfe{}",
-        b'{"kind": "text", "text": "\x00"}',
-        b"[]",
-        b"null",
+        *(b"", b"nothing", b"[" * 100_000, b'{"a":' * 20_000, b'{"kind": "text", "text": "\\ud800"}'),
+        *(b'{"kind": "text", "text": "a", "k": NaN}', b'{"kind": "text", "text": "a", "k": ' + b"9" * 100_000 + b"}"),
+        *(b"\xff\xfe{}", b'{"kind": "text", "text": "\x00"}', b"[]", b"null"),
     ],
 )
 def test_broken_json_is_refused_in_one_line(client: httpx.Client, body: bytes) -> None:
@@ -282,14 +237,8 @@ def test_broken_json_is_refused_in_one_line(client: httpx.Client, body: bytes) -
 @pytest.mark.parametrize(
     "filters",
     [
-        ["colour"],
-        ["=x"],
-        ["colour=" + "[" * 490],
-        ["colour=NaN"],
-        ["colour={}"],
-        ["colour=" + "9" * 490],
-        ["\ufeff=1"],
-        ["x\r\ny=1"],
+        *(["colour"], ["=x"], ["colour=" + "[" * 490], ["colour=NaN"], ["colour={}"], ["colour=" + "9" * 490]),
+        *(["\ufeff=1"], ["x\r\ny=1"]),
     ],
 )
 def test_odd_filters_find_nothing_or_are_refused(client: httpx.Client, filters: list[str]) -> None:
@@ -401,9 +350,6 @@ def test_odd_requests_are_refused(address: str) -> None:
     assert not upgrade.startswith(b"HTTP/1.1 101")
 
 
-# ------------------------------------------------------------------------------------------------ one client and the others
-
-
 def hold_lane(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
     """Let searches wait for an event; note the texts in the order in which they are searched."""
     let_go, order, original = threading.Event(), [], searching.answer
@@ -499,9 +445,7 @@ def test_changes_need_the_option(client: httpx.Client) -> None:
         "xcompat.serve.search.render",
     ],
 )
-def test_an_error_of_one_visitor_leaves_the_others_alone(
-    client: httpx.Client, place: str, error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_stops_no_one(client: httpx.Client, place: str, error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     expected = client.post("/api/search", json=text_query())
 
     def fail(*_: object, **__: object) -> None:
@@ -514,9 +458,6 @@ def test_an_error_of_one_visitor_leaves_the_others_alone(
     assert "/srv" not in said.text and "\n" not in said.text
     again = client.post("/api/search", json=text_query())
     assert (again.status_code, again.text) == (200, expected.text)
-
-
-# ------------------------------------------------------------------------------------------------ texts of strangers
 
 
 def test_names_and_captions_are_shown_as_text(client: httpx.Client) -> None:
@@ -539,9 +480,6 @@ def test_browsers_load_nothing_but_the_page(client: httpx.Client) -> None:
     cookie = client.get("/", headers={"cookie": ""}).headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert client.get("/", headers={"range": "bytes=0-10"}).status_code == 200
-
-
-# ------------------------------------------------------------------------------------------------ hosts, origins, login
 
 
 def test_other_sites_cannot_ask(client: httpx.Client, address: str) -> None:

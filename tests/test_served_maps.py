@@ -32,7 +32,6 @@ NEW_DIM, OLD_DIM = 8, 6
 
 
 def new(texts: list[str]) -> np.ndarray:
-    """Embed as the service does."""
     return np.array(Service(NEW_DIM)(texts), np.float32)
 
 
@@ -135,9 +134,7 @@ def test_a_gallery_takes_texts_that_the_service_embedded(gallery: Gallery, map_f
     np.testing.assert_allclose(served.embed(["a tall ship"], "stored")[0], viewed(map_folder, "a tall ship"), atol=1e-6)
 
 
-def test_what_does_not_fit_is_one_line(
-    map_folder: str, old_folder: str, gallery: Gallery, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misfits_refused(map_folder: str, old_folder: str, gallery: Gallery, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         XcompatError, match="Service returned 5 dimensions, but the map takes 8; use the function that the map was fitted with"
     ):
@@ -189,20 +186,8 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     (tmp_path / "old").mkdir()
     np.save(tmp_path / "old" / "text_embeds.npy", rotated(new(TEXTS), OLD_DIM).astype(np.float32))
     (tmp_path / "old" / "text_ids.txt").write_text("\n".join(TEXTS))
-    yield [
-        "map",
-        "--old",
-        "old",
-        "--new",
-        "letters",
-        "--texts",
-        "texts.jsonl",
-        "--out",
-        "made",
-        "--old-model",
-        OLD.name,
-        "--allow-worse",
-    ]
+    named = ["map", "--old", "old", "--new", "letters", "--texts", "texts.jsonl", "--out", "made"]
+    yield [*named, "--old-model", OLD.name, "--allow-worse"]
     sys.modules.pop("of_services", None)
 
 
@@ -213,9 +198,7 @@ def fit(options: list[str], function: str, *more: str) -> None:
     assert not done.exit_code, done.output
 
 
-def test_another_service_behind_a_map_is_refused_and_a_drift_is_said(
-    services: list[str], gallery: Gallery, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_service_is_refused(services: list[str], gallery: Gallery, caplog: pytest.LogCaptureFixture) -> None:
     fit(services, "embed")
     asked = ("--model", "made/model", "--embed-with")
     assert QUERY in searched(gallery, QUERY, *asked, "of_services:embed")

@@ -43,60 +43,40 @@ CHANGES_WEIGHTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 """A value of each that must lead to other weights than the default does, and what must be set beside it."""
 TOLD_TO_THE_TRAINER: dict[str, Any] = {
+    **dict.fromkeys(("fp16_full_eval", "torch_compile", "activation_checkpointing", "logging_first_step"), True),
+    **dict.fromkeys(("save_on_each_node", "enable_jit_checkpoint", "push_to_hub", "hub_private_repo", "hub_always_push"), True),
+    **dict.fromkeys(("ignore_data_skip", "restore_callback_states_from_checkpoint", "use_cpu"), True),
+    **dict.fromkeys(("dataloader_persistent_workers", "ddp_find_unused_parameters", "ddp_static_graph"), True),
+    **dict.fromkeys(("tf32", "log_on_each_node", "dataloader_pin_memory", "dataloader_in_order", "ddp_broadcast_buffers"), False),
+    "skip_memory_metrics": False,
+    **dict.fromkeys(("run_name", "project", "hub_revision"), "other"),
+    **dict.fromkeys(("torch_empty_cache_steps", "logging_steps", "save_steps", "dataloader_prefetch_factor"), 3),
+    "ddp_bucket_cap_mb": 3,
     "fp16": False,  # cannot be on without a GPU
     "bf16_full_eval": True,  # frozen models embed in it
-    "fp16_full_eval": True,
-    "tf32": False,
-    "torch_compile": True,
     "torch_compile_backend": "eager",
     "torch_compile_mode": "default",
-    "torch_empty_cache_steps": 3,
-    "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": False},
     "gradient_checkpointing": True,  # the older name of the two above
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "logging_strategy": "epoch",
-    "logging_steps": 3,
-    "logging_first_step": True,
-    "log_on_each_node": False,
     "log_level": "error",
     "log_level_replica": "error",
     "report_to": ["tensorboard"],
-    "run_name": "other",
-    "project": "other",
     "trackio_space_id": "user/space",
     "trackio_bucket_id": "user/bucket",
     "trackio_static_space_id": "user/static",
     "save_strategy": "epoch",
-    "save_steps": 3,
-    "save_on_each_node": True,
     "save_total_limit": 1,
-    "enable_jit_checkpoint": True,
-    "push_to_hub": True,
     "hub_token": "hf_token",
-    "hub_private_repo": True,
     "hub_model_id": "user/name",
     "hub_strategy": "end",
-    "hub_always_push": True,
-    "hub_revision": "other",
-    "ignore_data_skip": True,
-    "restore_callback_states_from_checkpoint": True,
     "full_determinism": False,  # switched on it holds for the whole process
-    "use_cpu": True,
     "dataloader_num_workers": 1,
-    "dataloader_pin_memory": False,
-    "dataloader_persistent_workers": True,
-    "dataloader_prefetch_factor": 3,
     "dataloader_multiprocessing_context": "spawn",
-    "dataloader_in_order": False,
-    "ddp_find_unused_parameters": True,
-    "ddp_bucket_cap_mb": 3,
-    "ddp_broadcast_buffers": False,
-    "ddp_static_graph": True,
     "fsdp": "full_shard",
     "fsdp_config": {"min_num_params": 3},
     "debug": "underflow_overflow",  # becomes a list
-    "skip_memory_metrics": False,
 }
 """What the stock Trainer does by itself, without a change of weights: it must hear of it."""
 UNCOPIED = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "fsdp", "fsdp_config", "debug"}
@@ -104,12 +84,10 @@ UNCOPIED = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "fsdp", "
 
 
 def stage(**training: Any) -> StageRecipe:
-    """Return the recipe of φ."""
     return StageRecipe(method="projection", training=training)
 
 
 def weights(folder: Path, **training: Any) -> Tensor:
-    """Train φ for a few steps and return its weights."""
     torch.manual_seed(0)
     old = describe_old(Fingerprint.from_string("old"), dim=3)
     model = ProjectionModel(ProjectionConfig(old=old, embedding_dim=4, noise_std=0.0))

@@ -32,14 +32,8 @@ EVALUATED: dict[str, Any] = {
     "fars": [0.1],
     "fpirs": [0.1],
     "rerank": 5,
-    "rerank_weight": 0.5,
-    "threshold": 0.5,
-    "resamples": 100,
-    "chunk_size": 8,
-    "compare_with": ["phi"],
-    "examples": 1,
     "tsne_pairs": 0,
-}
+} | {"rerank_weight": 0.5, "threshold": 0.5, "resamples": 100, "chunk_size": 8, "compare_with": ["phi"], "examples": 1}
 OFF, ON = {"save_strategy": "no", "logging_strategy": "epoch"}, {"push_to_hub": True, "dataloader_num_workers": 1}
 TRAINED: dict[str, tuple[Any, tuple[dict[str, Any], dict[str, Any]], str]] = {
     "save_steps": (7, (OFF, {}), "training.save_strategy is no, not steps"),
@@ -116,12 +110,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "data.text_pairs": ({"path": "a"}, {"method": "ridge", "data": IMAGES}, "learns from data.images", {"method": "direct"}),
     "data.remembered": ({"path": "a"}, {"method": "map", "data": IMAGES}, "learns from data.images", {"method": "map"}),
-    "data.test": (
-        {"path": "a"},
-        {"method": "bct", "data": JUDGED},
-        "the stage is evaluated on data.queries",
-        {"method": "xbt"},
-    ),
+    "data.test": ({"path": "a"}, {"method": "bct", "data": JUDGED}, "the stage is evaluated on data.queries", {"method": "xbt"}),
     "data.old_reads": ("captions", {"method": "xbt"}, "no labelled images", {"method": "bct", "data": IMAGES}),
 }
 for name in ("label_column", "camera_column", "labels"):

@@ -75,7 +75,6 @@ def compact_gallery(folder: Path) -> Answer:
 
 
 def change_gallery(folder: Path) -> Answer:
-    """Replace, add and remove items, roll back, and ask the result."""
     from xcompat import Fingerprint
     from xcompat.retrieval import Gallery
 
@@ -178,30 +177,18 @@ def look_apart(path: Path, vectors: bool, limit: float) -> tuple[int, str]:
 
 
 def adopt(folder: Path) -> Answer:
-    """Adopt an index as one types it, and search it."""
     from xcompat import Fingerprint
     from xcompat.retrieval import Gallery, probing
 
     name = "/no/such/model"
     with mock.patch.object(probing, "_probe_in_subprocess", look_apart), mock.patch.object(probing, "SECONDS", 8.0):
-        command(
-            "gallery",
-            "build",
-            "--from-faiss",
-            folder / "own.faiss",
-            "--ids",
-            folder / "ids.txt",
-            "--model",
-            name,
-            "--out",
-            folder / "g",
-        )
+        own = ("--from-faiss", folder / "own.faiss", "--ids", folder / "ids.txt")
+        command("gallery", "build", *own, "--model", name, "--out", folder / "g")
     gallery = Gallery.open(folder / "g")
     return Answer(gallery.search(unit(3, DIM, 99), Fingerprint.from_string(name), top_k=ROWS))
 
 
 def export_faiss(folder: Path) -> Answer:
-    """Put a map of queries into an index, and search it."""
     import faiss
 
     from xcompat.retrieval import probing
@@ -213,7 +200,6 @@ def export_faiss(folder: Path) -> Answer:
 
 
 def search_adopted(folder: Path) -> Answer:
-    """Search a gallery whose adopted index has changed since."""
     from xcompat import Fingerprint
     from xcompat.retrieval import Gallery
 
@@ -247,7 +233,6 @@ def _recorded(record: Any) -> Any:
 
 
 def gallery_map() -> Any:
-    """Return a map of old galleries into a new space."""
     import torch
 
     from xcompat import Fingerprint
@@ -259,7 +244,6 @@ def gallery_map() -> Any:
 
 
 def upgrade(folder: Path) -> Answer:
-    """Finish an upgrade, and search what it made."""
     from xcompat.retrieval import Gallery
 
     model = gallery_map()

@@ -11,20 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 LIBRARIES = (
-    "numpy",
-    "torch",
-    "transformers",
-    "datasets",
-    "faiss-cpu",
-    "pyarrow",
-    "safetensors",
-    "hypothesis",
-    "milvus-lite",
-    "pymilvus",
-    "qdrant-client",
-    "lancedb",
-    "chromadb",
-    "psycopg",
+    *("numpy", "torch", "transformers", "datasets", "faiss-cpu", "pyarrow", "safetensors", "hypothesis"),
+    *("milvus-lite", "pymilvus", "qdrant-client", "lancedb", "chromadb", "psycopg"),
 )
 
 
@@ -53,7 +41,6 @@ class Row:
     note: str = ""
 
     def take(self, problem: str | None) -> None:
-        """Count a trial."""
         self.trials += 1
         if problem:
             self.failures.append(problem)
@@ -82,12 +69,10 @@ def updated(known: Iterable[Row], made: Iterable[Row]) -> list[Row]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read rows from a file; there are none where it is not there."""
     return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
