@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 import yaml
 from hub_server import Hub, Repository
 from huggingface_hub import ModelCard
@@ -74,25 +72,32 @@ def test_what_is_pushed_is_pulled(method: str, hub: Hub, on_hub: dict[str, str],
     assert names[found].shape[1] == promised[found] and (found == "embeds") == (not model.compatible_with)
 
 
+PULL = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from hub_server import redirected
+with redirected(sys.argv[1], Path(sys.argv[2])):
+    import xcompat
+    from transformers import AutoModel
+    model = AutoModel.from_pretrained("me/model")
+print(model.fingerprint().digest, model.embed_texts(**model.processor.texts(["a shoe"])).tolist())
+"""
+
+
 def test_what_the_command_pushed_is_pulled_in_a_fresh_process(
     hub: Hub, on_hub: dict[str, str], tmp_path: Path, run_xcompat: Callable[..., tuple[int, str, str]]
 ) -> None:
     model = build("xbt", on_hub)
     shake(model)
     model.export(tmp_path / "model")
-    pull = (
-        "import xcompat\nfrom transformers import AutoModel\n"
-        "model = AutoModel.from_pretrained('me/model')\n"
-        "print(model.fingerprint().digest, model.embed_texts(**model.processor.texts(['a shoe'])).tolist())"
-    )
     code, _, error = run_xcompat("push", tmp_path / "model", "me/model", "--adapters-only")
     assert code == 0, error
-    done = subprocess.run([sys.executable, "-c", pull], capture_output=True, text=True, check=False, env=dict(os.environ))
+    done = warm.run("-c", PULL, hub.url, tmp_path / "fresh", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     said = done.stdout.split(maxsplit=1)
     assert said[0] == model.fingerprint().digest
-    embedded = model.embed_texts(**model.processor.texts(["a shoe"]))
-    assert json.loads(said[1]) == embedded.tolist()
+    assert json.loads(said[1]) == model.embed_texts(**model.processor.texts(["a shoe"])).tolist()
 
 
 @pytest.mark.parametrize(
