@@ -17,6 +17,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -255,12 +256,20 @@ def drawn() -> None:
     """Keep the drawings of reports in a test of a file that leaves them out."""
 
 
-@pytest.fixture
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def without_drawings() -> Iterator[None]:
     """Leave out a report's plots and t-SNE maps, which take most of the time of a run so short and are the same for all."""
-    if "drawn" not in request.fixturenames:
-        monkeypatch.setattr("xcompat.report.report.draw_plots", lambda *_: {})
-        monkeypatch.setattr("xcompat.report.report.project", lambda _: [])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("xcompat.report.report.draw_plots", lambda *_: {})
+        patched.setattr("xcompat.report.report.project", lambda _: [])
+        yield
+
+
+@pytest.fixture
+def undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave out drawings, unless the test asks for them."""
+    with nullcontext() if "drawn" in request.fixturenames else without_drawings():
+        yield
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from xcompat.mapping.paired import PairedEmbeddings, load_paired
 from xcompat.mapping.sides import read_sides
 from xcompat.training.evaluate_command import evaluate_embeddings
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 ITEMS, BAD = 60, 7
 IDS = [f"item {row}" for row in range(ITEMS)]
 

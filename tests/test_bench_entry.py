@@ -15,6 +15,7 @@ from xcompat.training.compare import compare_recipe
 from xcompat.training.evaluate_command import evaluate_embeddings
 from xcompat.training.recipe import Recipe, parse_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 ROOT = Path(__file__).resolve().parents[1]
 
 

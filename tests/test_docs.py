@@ -202,6 +202,7 @@ def test_what_is_typed_as_xcompat_is_the_command_line() -> None:
     assert installed.load() is cli.main
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_marked_examples_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Page after page: the files that an example writes are there for the next page, its names are not."""
     monkeypatch.delitem(METHODS, "line", raising=False)  # after the test, too

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from conftest import without_drawings
 from PIL import Image
 
 from xcompat import Fingerprint, ProcrustesConfig, ProcrustesModel, cli
@@ -20,6 +21,7 @@ from xcompat.report import load_report
 from xcompat.training.recipe import parse_recipe
 from xcompat.training.run import run_recipe
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 OWN = {"old/old", "new/old", "new/new"}
 WITH_INDEPENDENT = OWN | {"independent/old", "independent/independent"}
@@ -62,7 +64,8 @@ def trained(photos: dict[str, str], old_folder: str, folder_of: dict[str, str], 
     ]
     raw = raw_recipe(folder, photos, max_steps=4, learning_rate=1e-3)
     raw |= {"new": {"model": TINY, "image_size": 16, "stem": "small"}, "stages": stages}
-    run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+    with without_drawings():
+        run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
     return folder / "run"
 
 
