@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -186,18 +187,24 @@ def test_peak_memory_has_a_column_where_it_is_known(
     assert [row.get("peak_memory") for row in rows] == [None, None, 3_000_000_000, 5_000, None]
 
 
+def reported(folder: Path, contestants: EvaluatedModels, **options: Any) -> Report:
+    evaluation = evaluate(contestants, EvaluationOptions(**options, n_resamples=RESAMPLES))
+    save_report(folder, build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
+    return load_report(folder)
+
+
+def study_of(reports: dict[int, Report]) -> Comparison:
+    return compare("study", [EvaluatedMethod("bct", "bct", reports, 0, False, [1.0] * len(reports))], RESAMPLES)
+
+
 def test_cases_that_were_asked_for_have_columns_where_they_were_measured(comparison: Comparison, tmp_path: Path) -> None:
     contestants = EvaluatedModels(labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0), labelled("new", 8, 0.1, 0))
-    evaluation = evaluate(contestants, EvaluationOptions(old_on_new=True, rerank=5, n_resamples=RESAMPLES))
-    save_report(tmp_path / "report", build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
-    measured = compare(
-        "study", [EvaluatedMethod("bct", "bct", {0: load_report(tmp_path / "report")}, 0, False, [1.0])], RESAMPLES
-    )
+    report = reported(tmp_path / "report", contestants, old_on_new=True, rerank=5)
+    measured = study_of({0: report})
     write_comparison(tmp_path, measured)
     cases = (("old/new", "from_old", "old queries"), ("new+rerank/old", "reranked", "re-ranked"))
     for label, field, column in cases:
-        (case,) = (case for case in evaluation.cases if case.label == label)
-        assert getattr(measured.methods[0], field)[MAP].mean == case.metrics[MAP[1]]
+        assert getattr(measured.methods[0], field)[MAP].mean == metric_of(report, label, MAP)
         assert f"mAP\n{column}" in tables(measured)[0].columns
         assert not any(column in name for name in tables(comparison)[0].columns)
         assert json.loads(comparison_file(tmp_path).read_text())["rows"][-1][field]
@@ -206,11 +213,8 @@ def test_cases_that_were_asked_for_have_columns_where_they_were_measured(compari
 def test_what_memory_does_has_a_table_where_queries_remember(comparison: Comparison, tmp_path: Path) -> None:
     old, new = labelled("old", 8, 2.5, 0), labelled("new", 8, 0.2, 0)
     wearing = {WITHOUT_MEMORY: labelled("new", 8, 1.5, 1), OLD_WITH_MEMORY: labelled("old", 8, 2.0, 1)}
-    contestants = EvaluatedModels(old, new, extra=wearing)
-    evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
-    save_report(tmp_path / "report", build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
-    report = load_report(tmp_path / "report")
-    measured = compare("study", [EvaluatedMethod("bct", "bct", {0: report}, 0, False, [1.0])], RESAMPLES)
+    report = reported(tmp_path / "report", EvaluatedModels(old, new, extra=wearing))
+    measured = study_of({0: report})
     row = measured.methods[0]
     without, with_memory, new_old = (metric_of(report, f"{query}/old", MAP) for query in (*wearing, "new"))
     assert without != with_memory != new_old
@@ -230,14 +234,10 @@ def test_a_seed_in_which_nothing_is_remembered_stands_for_itself(tmp_path: Path)
     for order in ((0, 1), (1, 0)):
         reports = {}
         for seed, extra in zip(order, (wearing, {}), strict=True):
-            contestants = EvaluatedModels(old, new, extra=extra)
-            evaluation = evaluate(contestants, EvaluationOptions(n_resamples=RESAMPLES))
-            folder = tmp_path / str(order[0]) / str(seed)
-            save_report(folder, build_report(ReportContent(evaluation, contestants, "bct", tsne_pairs=0)))
-            reports[seed] = load_report(folder)
+            reports[seed] = reported(tmp_path / str(order[0]) / str(seed), EvaluatedModels(old, new, extra=extra))
         (measured, _), labels = (reports[seed] for seed in order), [*(f"{query}/old" for query in wearing), "new/old", "old/old"]
         without, with_memory, new_old, old_old = (metric_of(measured, label, MAP) for label in labels)
-        study = compare("study", [EvaluatedMethod("bct", "bct", dict(sorted(reports.items())), 0, False, [1.0] * 2)], RESAMPLES)
+        study = study_of(dict(sorted(reports.items())))
         row = study.methods[0]
         assert row.without_memory[MAP].mean == pytest.approx((without + new_old) / 2)
         assert row.old_with_memory[MAP].mean == pytest.approx((with_memory + old_old) / 2)
@@ -329,9 +329,8 @@ def test_captions_of_one_image_are_drawn_together(pair_contenders: list[Evaluate
 
 
 def test_reports_without_values_per_query_have_no_differences(contenders: list[EvaluatedMethod]) -> None:
-    bare = replace(
-        contenders[1], reports={s: replace(r, ranks={}, average_precision={}) for s, r in contenders[1].reports.items()}
-    )
+    without = {seed: replace(report, ranks={}, average_precision={}) for seed, report in contenders[1].reports.items()}
+    bare = replace(contenders[1], reports=without)
     ranks_only = replace(contenders[2], reports={s: replace(r, average_precision={}) for s, r in contenders[2].reports.items()})
     found = compare("study", [contenders[0], bare, ranks_only], RESAMPLES)
     assert [list(row.gains) == [] for row in found.methods] == [False, True, False]
@@ -592,26 +591,14 @@ def test_only_what_embeddings_go_through_is_counted(folder_of: dict[str, str]) -
     assert outside_parameters(direct) == head
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_study_runs_once_per_seed_and_goes_on_where_it_stopped(
-    tmp_path: Path,
-    folder_of: dict[str, str],
-    old_folder: str,
-    pairs_folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("xcompat.report.report.draw_plots", lambda _: {})  # slow, and tested elsewhere
-    monkeypatch.setattr("xcompat.report.report.project", lambda _: [])
-    raw = {
-        "output_dir": str(tmp_path / "study"),
-        "cache_dir": str(tmp_path / "cache"),
-        "seeds": [3, 5],
-        "old": old_folder,
-        "new": folder_of["clip"],
-        "data": {"pairs": {"path": pairs_folder}, "test": {"path": pairs_folder}, "embeddings_of": "images"},
-        "evaluation": {"resamples": 100, "ks": [1, 5], "examples": 0},
-        "stages": [{"method": "ridge"}, {"method": "procrustes"}],
-    }
+    raw: dict[str, Any] = {"output_dir": str(tmp_path / "study"), "cache_dir": str(tmp_path / "cache"), "seeds": [3, 5]}
+    raw["data"] = {"pairs": {"path": pairs_folder}, "test": {"path": pairs_folder}, "embeddings_of": "images"}
+    raw |= {"old": old_folder, "new": folder_of["clip"], "stages": [{"method": "ridge"}, {"method": "procrustes"}]}
+    raw["evaluation"] = {"resamples": 100, "ks": [1, 5], "examples": 0}
     recipe = parse_recipe(raw, "tiny", "tiny.yaml")
     page = compare_recipe(recipe)
     assert page == tmp_path / "study" / "comparison" / "compare.html" and page.exists()

@@ -255,12 +255,8 @@ def test_backfill_stays_within_its_budget_and_goes_on(
     gallery = tmp_path / "gallery"
     run("build", photos, "--model", old_folder, "--out", gallery)
     code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50, "--dry-run")
-    assert (
-        code == 0
-        and "50 of 120 images to embed" in out
-        and "plus time to load the model" in out
-        and len(Gallery.open(gallery).versions) == 1
-    )
+    assert code == 0 and "50 of 120 images to embed" in out and "plus time to load the model" in out
+    assert len(Gallery.open(gallery).versions) == 1
     for done, left in ((50, 70), (50, 20), (20, 0)):
         code, out, _ = run("upgrade", gallery, "--model", compatible, "--backfill", photos, "--budget", 50)
         assert code == 0 and f"{done} re-embedded, {left} to go" in out
@@ -278,23 +274,29 @@ def test_backfill_stays_within_its_budget_and_goes_on(
     assert code == 2 and "none of the 1 images is in" in err
 
 
+def write_index(folder: Path, dim: int, rows: int) -> tuple[Path, Path]:
+    """Write a faiss index of unit vectors, and their ids."""
+    index = faiss.IndexFlatIP(dim)
+    index.add(np.eye(dim, dtype=np.float32)[:rows])
+    faiss.write_index(index, str(folder / "own.faiss"))
+    (folder / "ids.txt").write_text("".join(f"{letter}\n" for letter in "abcd"[:rows]))
+    return folder / "own.faiss", folder / "ids.txt"
+
+
 def test_a_faiss_index_is_adopted_by_name(run: Run, tmp_path: Path) -> None:
-    index = faiss.IndexFlatIP(4)
-    index.add(np.eye(4, dtype=np.float32))
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
-    (tmp_path / "ids.txt").write_text("a\nb\nc\nd\n")
-    adopt = ("build", "--from-faiss", tmp_path / "own.faiss", "--model", "/our/clip", "--out", tmp_path / "g")
+    own, ids = write_index(tmp_path, 4, 4)
+    adopt = ("build", "--from-faiss", own, "--model", "/our/clip", "--out", tmp_path / "g")
     code, _, err = run(*adopt)
     assert code == 2 and "holds no ids; use --ids" in err
-    for ids, message in ((tmp_path / "no.txt", "cannot be read"), (tmp_path / "own.faiss", "own.faiss is not UTF-8 text")):
-        code, _, err = run(*adopt, "--ids", ids)
+    for wrong, message in ((tmp_path / "no.txt", "cannot be read"), (own, "own.faiss is not UTF-8 text")):
+        code, _, err = run(*adopt, "--ids", wrong)
         assert code == 2 and message in err and not (tmp_path / "g").exists()
     for more in ((tmp_path,), ("--dtype", "bfloat16")):
-        code, _, err = run("build", *more, *adopt[1:], "--ids", tmp_path / "ids.txt")
+        code, _, err = run("build", *more, *adopt[1:], "--ids", ids)
         assert code == 2 and "adopts an index as it is" in err
-    code, out, _ = run(*adopt, "--ids", tmp_path / "ids.txt")
+    code, out, _ = run(*adopt, "--ids", ids)
     assert code == 0 and "4 vectors of /our/clip@" in out and "/our/clip cannot embed here" in out
-    code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", tmp_path / "ids.txt")
+    code, _, err = run("build", "--from-faiss", tmp_path / "gone", *adopt[3:-1], tmp_path / "h", "--ids", ids)
     assert code == 2 and "gone does not exist; check the path" in err
 
 
@@ -303,26 +305,17 @@ def test_a_map_has_one_fingerprint_by_its_folder_and_by_the_model_in_it(run: Run
     new, old = np.random.default_rng(0).standard_normal((2, 30, 4))
     fit_map(old, new).save(tmp_path / "map" / "model")
     expected = load_checkpoint(str(tmp_path / "map" / "model")).stored_fingerprint()
-
-    index = faiss.IndexFlatIP(4)
-    index.add(np.eye(4, dtype=np.float32))
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
-    (tmp_path / "ids.txt").write_text("a\nb\nc\nd\n")
+    own, ids = write_index(tmp_path, 4, 4)
     for name in ("map", "map/model"):
-        adopt = ("adopt", tmp_path / "own.faiss", "--ids", tmp_path / "ids.txt", "--model", tmp_path / name, "--out")
-        code, out, err = run(*adopt, tmp_path / f"gallery of {name.partition('/')[2]}")
-        assert code == 0, err
-        assert f"4 vectors of {expected}, left in place" in out, name
+        out = tmp_path / f"gallery of {name.partition('/')[2]}"
+        code, said, err = run("adopt", own, "--ids", ids, "--model", tmp_path / name, "--out", out)
+        assert code == 0 and f"4 vectors of {expected}, left in place" in said, (name, err)
 
 
 def test_an_index_is_adopted_without_bars_of_libraries(run: Run, tmp_path: Path, old_folder: str) -> None:
-    index = faiss.IndexFlatIP(load_embedder(old_folder).dim)
-    index.add(np.eye(index.d, dtype=np.float32)[:1])
-    faiss.write_index(index, str(tmp_path / "own.faiss"))
-    (tmp_path / "ids.txt").write_text("a\n")
+    own, ids = write_index(tmp_path, load_embedder(old_folder).dim, 1)
     transformers.utils.logging.enable_progress_bar()
-    adopt = ("build", "--from-faiss", tmp_path / "own.faiss", "--model", old_folder, "--out", tmp_path / "g")
-    code, out, err = run(*adopt, "--ids", tmp_path / "ids.txt")
+    code, out, err = run("build", "--from-faiss", own, "--model", old_folder, "--out", tmp_path / "g", "--ids", ids)
     assert (code, err) == (0, "") and "Loading weights" not in out
 
 
@@ -374,10 +367,7 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
         (("build", "nowhere", "--model", "x"), "x"),
         (("build",), "name the model with --model"),
         (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids names the vectors of --from-faiss"),
-        (
-            ("upgrade", "gallery", "--model", "x", "--budget", "9"),
-            "--budget applies to re-embedded images: add --backfill",
-        ),
+        (("upgrade", "gallery", "--model", "x", "--budget", "9"), "--budget applies to re-embedded images: add --backfill"),
         (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype applies to re-embedded images"),
         (("search", "nowhere", "text", "--model", "x"), "nowhere is not a gallery"),
         (("verify", "nowhere"), "nowhere is not a gallery"),
@@ -393,19 +383,11 @@ def test_further_columns_beside_images_are_metadata(
     captions: bool, run: Run, photos: Path, tmp_path: Path, old_folder: str
 ) -> None:
     rows = [("0.png", "a dog", "red"), ("0.png", "an animal", "blue"), ("2.png", "a cat", ""), ("4.png", "a bird", "green")]
-    lines = (
-        ["file_name;caption;colour", *map(";".join, rows)]
-        if captions
-        else ["file_name;colour", *(f"{a};{c}" for a, _, c in rows)]
-    )
-    (photos / "metadata.csv").write_text("\n".join(lines))
+    table = [("file_name", "caption", "colour"), *rows]
+    (photos / "metadata.csv").write_text("\n".join(";".join(row if captions else row[::2]) for row in table))
     more, gallery = ("--model", old_folder), tmp_path / "g"
     assert run("build", photos, *more, "--out", gallery)[0] == 0
-    about: list[dict[str, str]] = [
-        {"caption": "a dog", "colour": "red"},
-        {"caption": "a cat"},
-        {"caption": "a bird", "colour": "green"},
-    ]
+    about = [{"caption": "a dog", "colour": "red"}, {"caption": "a cat"}, {"caption": "a bird", "colour": "green"}]
     expected = [{key: value for key, value in each.items() if captions or key != "caption"} or None for each in about]
     assert Gallery.open(gallery).metadata(["0.png", "2.png", "4.png"]) == expected
     code, out, _ = run("search", gallery, "a dog", *more, "--where", "colour=green")
