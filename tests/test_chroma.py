@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from store_places import ChromaPlace, chroma_place
 from store_servers import Connect, chroma_server
 
@@ -213,13 +212,13 @@ def test_a_server_is_migrated_while_others_write(served: ChromaPlace, vectors: n
 
 
 def test_a_claim_on_a_server_holds_for_every_spelling_and_ends_with_its_process(
-    served: ChromaPlace, vectors: np.ndarray, model: RidgeModel
+    served: ChromaPlace, vectors: np.ndarray, model: RidgeModel, tmp_path: Path
 ) -> None:
     store = filled(served, vectors)
     spelled = served.uri().replace("127.0.0.1", "localhost").replace("/?", "?")
     with store.migration_lease(), pytest.raises(XcompatError, match="is being migrated by another process"):
         migration.start(xcompat.stores.open(spelled), Mapping(model))
     code = f"import os, xcompat.stores as s; s.open({spelled!r}).migration_lease().__enter__(); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert warm.run("-c", code, folder=tmp_path).returncode == 9
     migration.start(store, Mapping(model))
     assert migration.status(store)[1] == 0
