@@ -83,7 +83,9 @@ def _print_version(asked: bool) -> None:
 Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Check the recipe on tiny models and list missing paths. Nothing is downloaded or written."),
+    typer.Option(
+        "--dry-run", help="Check the recipe with tiny random models, and list missing paths. Nothing is downloaded or written."
+    ),
 ]
 RerankedHits = Annotated[
     int | None,
@@ -91,12 +93,16 @@ RerankedHits = Annotated[
         "--rerank",
         parser=parse_hit_count,
         metavar="[K]",
-        help="Also measure re-ranking of the first K hits with the new model. Without K: the number chosen with it, or 20.",
+        help="Also measure re-ranking of the first K hits with the new model. Without K: the number chosen with the map, or 20.",
     ),
 ]
 OldThreshold = Annotated[
     float | None,
-    typer.Option("--threshold", metavar="COSINE", help="Current score threshold. The report gives the new one."),
+    typer.Option(
+        "--threshold",
+        metavar="COSINE",
+        help="Current score threshold (cosine). The report contains the equivalent threshold for the new model.",
+    ),
 ]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, e.g. recipes/fashion/xbt.yaml.")]
 
@@ -112,9 +118,9 @@ def train(
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train and evaluate a recipe. Finished stages are skipped.
+    """Train and evaluate the stages of a recipe. Finished stages are skipped.
 
-    Exit code 1 if a chosen map is not surely as good as old queries, unless the recipe sets allow_worse.
+    Exit code 1 if a map may find less than the old model's queries. Set allow_worse to accept such maps.
     """
     from xcompat.training.preflight import load_checked
 
@@ -131,43 +137,62 @@ def train(
             raise typer.Exit(1)
 
 
-SideTexts = Annotated[Path | None, typer.Option(help="Texts with ids, embedded by --new or --old if it is a model.")]
+SideTexts = Annotated[
+    Path | None,
+    typer.Option(help="Original texts with ids (JSON lines, CSV, TSV or Parquet), to embed with the model in --new or --old."),
+]
 EmbedWith = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="Function that embeds a list of texts for --new, for example with an API."),
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="Python function to embed a list of texts as --new, e.g. with an embedding API."
+    ),
 ]
 Activation = Annotated[
     Literal["relu", "gelu"] | None,
-    typer.Option(help="Activation function for --start-from. Needed with files that do not record it."),
+    typer.Option(help="Activation function of the map in --start-from. Needed with files without a recorded activation."),
 ]
 StartFrom = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Another map to compare: a checkpoint, or another tool's .npz or .safetensors file."),
+    typer.Option(
+        metavar="NAME",
+        help="Existing map to compare with the candidates: a checkpoint, or an .npz or .safetensors file of another tool.",
+    ),
 ]
 SearchedVectors = Annotated[
     Path | None,
-    typer.Option(help="Gallery or its vectors. Warns if the pairs differ from it."),
+    typer.Option(help="Gallery, faiss index or file with the gallery's vectors. Use it to check for a biased sample of pairs."),
 ]
 MemoryCodec = Annotated[
     str | None,
-    typer.Option(help="Storage format for memory entries: float32, SQfp16, SQ8, SQ4, PQ64. The default depends on their number."),
+    typer.Option(
+        help="Storage format for query memory entries: float32, SQfp16, SQ8, SQ4 or PQ64. The default depends on the number of "
+        "entries."
+    ),
 ]
 OldIds = Annotated[
     Path | None,
-    typer.Option(help="Text file with an id per row of --old, if --old has none. With --images, ids are file names."),
+    typer.Option(
+        help="Text file with an id per line, for the rows of --old. Needed when --old has no ids. With --images, ids are file "
+        "names."
+    ),
 ]
 OriginalImages = Annotated[
-    Path | None, typer.Option(help="Original images: a folder or shards, embedded by --new or --old if it is a model.")
+    Path | None,
+    typer.Option(help="Original images (a folder or shards), to embed with the model in --new or --old."),
 ]
 SearchedClasses = Annotated[
     Literal["known", "open", "unknown"],
-    typer.Option(help="Classes that users will search: all known here, some new (open), or unknown."),
+    typer.Option(help="Classes that users will search: known (all are in the training data), open (some are new), or unknown."),
 ]
 RememberItems = Annotated[
-    bool, typer.Option("--remember-items", help="Try a memory of all items. It needs at least half of the gallery.")
+    bool,
+    typer.Option(
+        "--remember-items",
+        help="Also try a query memory with an entry per item. The pairs must cover at least half of the gallery.",
+    ),
 ]
 VectorName = Annotated[
-    str | None, typer.Option(help="Column or named vector with embeddings. Default: found by its name, e.g. embedding.")
+    str | None, typer.Option(help="Column or named vector with embeddings. Default: a column with a usual name, e.g. embedding.")
 ]
 MapDirection = Annotated[
     Literal["new_to_old", "old_to_new"],
@@ -177,37 +202,51 @@ SampleSize = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Items of --texts or --images to embed, drawn at random. Default: 20,000 of an index, gallery or database. 0: all.",
+        help="Number of --texts or --images to embed, drawn at random. Use 0 for all. Default: 20,000 when --old is an index, "
+        "gallery or database.",
     ),
 ]
-AllowWorse = Annotated[bool, typer.Option("--allow-worse", help="Write the best map, even if it can find less than old queries.")]
+AllowWorse = Annotated[
+    bool,
+    typer.Option("--allow-worse", help="Write the best map, even when new queries may find less than the old model's queries."),
+]
 
 
 OldSide = Annotated[
     str,
     typer.Option(
-        help="Old embeddings: faiss index, gallery, database address, file or folder. With --texts or --images: old model."
+        help="Old embeddings: faiss index, gallery, database address, file or folder. With --texts or --images: embeddings or "
+        "the old model."
     ),
 ]
 NamedOldModel = Annotated[
-    str | None, typer.Option(help="Old model, or its name in the gallery. Default: recorded in --old, else the file name.")
+    str | None,
+    typer.Option(help="Old model, or the recorded name in the gallery. Default: the name recorded in --old, else the file name."),
 ]
 TriedMemory = Annotated[
     Literal["all", "transform", "none"],
-    typer.Option(help="Parts of a query memory to try. Only all keeps embeddings of training items."),
+    typer.Option(help="Parts of a query memory to try. Only the value all stores embeddings of training items in the map."),
 ]
 
 
 @app.command("map")
 def map_(
     old: OldSide,
-    new: Annotated[Path, typer.Option(help="New embeddings of the same items. With --texts or --images, also the new model.")],
+    new: Annotated[
+        Path,
+        typer.Option(
+            help="New embeddings of the same items: file or folder. With --texts or --images: embeddings or the new model."
+        ),
+    ],
     ids: OldIds = None,
     images: OriginalImages = None,
     texts: SideTexts = None,
-    out: Annotated[Path, typer.Option(help="Output folder for the model and report.json.")] = Path("runs/map"),
+    out: Annotated[Path, typer.Option(help="Output folder for the map and its report (report.json).")] = Path("runs/map"),
     old_model: NamedOldModel = None,
-    new_model: Annotated[str | None, typer.Option(help="New model. Needed to search with texts and images.")] = None,
+    new_model: Annotated[
+        str | None,
+        typer.Option(help="New model (folder or name). Without --new-model, the map takes only embeddings as queries."),
+    ] = None,
     searched_classes: SearchedClasses = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split and of --sample.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the contents of --out.")] = False,
@@ -221,7 +260,9 @@ def map_(
     max_bad_share: BadVectorShare = None,
     allow_worse: AllowWorse = False,
     gallery: SearchedVectors = None,
-    id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: found by its name, e.g. id or doc_id.")] = None,
+    id_column: Annotated[
+        str | None, typer.Option(help="Column with ids. Default: a column with a usual name, e.g. id or doc_id.")
+    ] = None,
     vector_name: VectorName = None,
     direction: MapDirection = "new_to_old",
     sample: SampleSize = None,
@@ -265,11 +306,16 @@ def embed(
         typer.Argument(metavar="RECIPE_OR_SOURCE", help="Recipe, image folder, or address of a Parquet, Lance or Iceberg table."),
     ],
     overrides: Overrides = None,
-    model: Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")] = "",
-    out: Annotated[str, typer.Option(help="Output folder. For a table: folder or URI.")] = "",
-    column: Annotated[str | None, typer.Option(help="Column to embed or map. Default: found by its name.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column with the id. Default: id.")] = None,
-    dtype: Annotated[Literal["float32", "float16"] | None, typer.Option(help="Dtype of table vectors. Default: float32.")] = None,
+    model: Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")] = "",
+    out: Annotated[str, typer.Option(help="Output folder, or a URI if the source is a table.")] = "",
+    column: Annotated[
+        str | None, typer.Option(help="Column to embed or map. Default: the only column of texts, images or vectors.")
+    ] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: id.")] = None,
+    dtype: Annotated[
+        Literal["float32", "float16"] | None,
+        typer.Option(help="Number format for output vectors in tables. Default: float32."),
+    ] = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
@@ -325,26 +371,30 @@ def evaluate(
     target: Annotated[Path | None, typer.Argument(help="Recipe, run folder, or checkpoint.")] = None,
     overrides: Overrides = None,
     data: Annotated[Path | None, typer.Option(help="Test images for a checkpoint.")] = None,
-    old: Annotated[str | None, typer.Option(help="Old model, or a folder with its embeddings (.npy).")] = None,
-    new: Annotated[Path | None, typer.Option(help="Folder with new queries in the old space.")] = None,
-    new_own: Annotated[Path | None, typer.Option(help="Folder with new embeddings in the new space.")] = None,
+    old: Annotated[str | None, typer.Option(help="Old model, or a folder with embeddings by the old model (.npy).")] = None,
+    new: Annotated[Path | None, typer.Option(help="Folder with new embeddings mapped to the old space.")] = None,
+    new_own: Annotated[Path | None, typer.Option(help="Folder with embeddings by the new model, before any map.")] = None,
     independent: Annotated[
         Path | None, typer.Option(help="Folder with embeddings of the new model before compatibility training.")
     ] = None,
     qrels: Annotated[Path | None, typer.Option(help="Relevance judgements for --old and --new, in TREC or BEIR format.")] = None,
     by_map: Annotated[
-        Path | None, typer.Option("--map", help="Map to apply to --new, which then contains the new model's own embeddings.")
+        Path | None,
+        typer.Option(
+            "--map", help="Map to apply to --new. With --map, --new contains embeddings by the new model, before any map."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--out", "--output", help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
     threshold: OldThreshold = None,
-    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 after the verdict no.")] = False,
+    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 if the verdict on compatibility is no.")] = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
-    """Evaluate a recipe, a checkpoint, or embeddings, and write a report.
+    """Evaluate a recipe, a checkpoint, or folders of embeddings, and write a report.
 
     For a checkpoint, KEY=VALUE describes the images of --data. caption_column=NAME: images with captions. label_column=NAME,
-    classes=FILE or class_column=NAME: images with classes. gallery=PATH: other images to search. Default: they search each other.
+    classes=FILE or class_column=NAME: images with classes. gallery=PATH: gallery images.
+    Without gallery, the test images search each other.
     """
     from xcompat.training.embedding_folders import judged_folders, require_folders, require_testable, target_kind
 
@@ -388,7 +438,7 @@ def compare(
     stage: Annotated[Path | None, typer.Option(help="YAML file with an extra stage, for example your own method.")] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run a recipe with all seeds and compare its methods in a table and plots."""
+    """Run a recipe with all seeds and compare the methods of the recipe in a table and plots."""
     from xcompat.training.preflight import load_to_compare
 
     loaded = load_to_compare(recipe, overrides or [], stage, check_data=not dry_run)
@@ -403,7 +453,7 @@ def compare(
 
 @app.command(rich_help_panel=SELDOM)
 def report(run: Annotated[Path, typer.Argument(help="Run folder, or a folder with a report.")]) -> None:
-    """Print the report of a finished run, and draw its page and plots again."""
+    """Print the report of a finished run, and write the report page and plots again."""
     import xcompat.report as reports
 
     reports.load_report(run)  # what is missing is said before what draws is imported
@@ -420,16 +470,16 @@ def push(
         typer.Option("--private/--public", help="Visibility. Default: public, or private for a gated base model."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model in the repository.")] = False,
-    merged: Annotated[bool, typer.Option("--merged", help="Merge LoRA into the weights.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge LoRA adapters into the weights.")] = False,
     adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Upload adapters without the base model.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, created when missing.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch of the repository. A missing branch is created.")] = None,
     license: Annotated[str | None, typer.Option(help="License, e.g. apache-2.0.")] = None,  # noqa: A002
     memory: Annotated[
         Literal["all", "transform", "none"],
-        typer.Option(help="Parts of the query memory to upload. Only all includes embeddings of training items."),
+        typer.Option(help="Parts of the query memory to upload. Only the value all includes embeddings of training items."),
     ] = "all",
 ) -> None:
-    """Push a model to the Hub, with a card of its results and compatible galleries."""
+    """Push a model to the Hub, with results and compatible galleries in the model card."""
     if merged and adapters_only:
         raise XcompatError("--merged and --adapters-only cannot be combined; remove --merged or --adapters-only")
     from xcompat.training.record import find_model
@@ -450,7 +500,7 @@ def find(
     new: Annotated[str | None, typer.Option(help="Query model: name, folder, or fingerprint.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find checkpoints on the Hub for two models. Exit code 1 if there are none."""
+    """Find checkpoints on the Hub to search galleries of --old with queries of --new. Exit code 1 if there are none."""
     from xcompat.mapping.map_search import find_maps, print_checkpoints, require_searchable
 
     require_searchable(old, new)
@@ -482,14 +532,16 @@ def serve(
         typer.Option("--images", "--texts", help="Gallery images or texts. Repeatable."),
     ] = None,
     ids: IndexIds = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Addresses beyond this machine need a password.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Use a password when other machines can reach the address.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port. Use 0 for a free port.")] = 7860,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the page in a browser.")] = False,
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Let the page upgrade, backfill and roll back the gallery.")
     ] = False,
     password_file: Annotated[
-        Path | None, typer.Option(help="File with the password. You can also use XCOMPAT_SERVE_PASSWORD.")
+        Path | None, typer.Option(help="Text file with the password in the first line. You can also set XCOMPAT_SERVE_PASSWORD.")
     ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Allowed host name, e.g. behind a proxy. Repeatable.")

@@ -12,9 +12,11 @@ from xcompat.core.progress import announce_loading
 
 
 def caption(
-    images: Annotated[str, typer.Argument(metavar="IMAGES", help="Folder, shards, Parquet, or a data set on the Hub.")],
+    images: Annotated[
+        str, typer.Argument(metavar="IMAGES", help="Images: a folder, WebDataset shards, Parquet, or a data set on the Hub.")
+    ],
     model: Annotated[str, typer.Option(help="Image-to-text model, e.g. nlpconnect/vit-gpt2-image-captioning.")],
-    out: Annotated[Path, typer.Option(help="Output file (JSON lines).")],
+    out: Annotated[Path, typer.Option(help="Output file (JSON lines with id and caption).")],
     prompt: Annotated[
         str | None,
         typer.Option(help="Question for a chat model, or the start of a caption for BLIP or GIT.", show_default=False),
@@ -24,7 +26,7 @@ def caption(
     max_bad_share: Annotated[float, typer.Option(min=0, max=1, help="Maximum share of unreadable images.")] = 0.01,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing file.")] = False,
 ) -> None:
-    """Generate captions for images. An interrupted run continues."""
+    """Generate captions for images. To continue an interrupted run, run the same command again."""
     if out.exists() and not overwrite:
         raise XcompatError(f"{out} exists; choose another file, or replace it with --overwrite")
     announce_loading(model)
@@ -35,9 +37,11 @@ def caption(
 
 
 def classes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name, e.g. imagenet-r. Default: list all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Data set, e.g. imagenet-r. Default: list the known data sets.")
+    ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Output file, with a name per line. Existing files are not replaced.")
+        Path | None, typer.Option(metavar="FILE", help="Output file, a class name per line. Existing files are not replaced.")
     ] = None,
 ) -> None:
     """Write the class names of a public data set for zero-shot classification (data.zero_shot.classes)."""
@@ -48,7 +52,7 @@ def classes(
 
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name, e.g. clip/b32_to_l14, or a folder, e.g. clip.")
+        str | None, typer.Argument(metavar="[NAME]", help="Recipe, e.g. clip/b32_to_l14, or a folder of recipes, e.g. clip.")
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Folder to copy recipes to. Existing files are not replaced.")] = None,
 ) -> None:

@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 def shadow(
     searched: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or store address.")],
     queries: Annotated[
-        str, typer.Option(metavar="SOURCE", help="Real queries: text file, image folder, table, or - for standard input.")
+        str,
+        typer.Option(
+            metavar="SOURCE", help="Real queries: text file (a query per line), image folder, table, or - for standard input."
+        ),
     ],
     old: Annotated[str, typer.Option(help="Current model.")],
-    model: Annotated[str, typer.Option(help="Map or compatible model. Use the old model to test re-ranking alone.")],
+    model: Annotated[str, typer.Option(help="Map or compatible model to test. To test only re-ranking, set the old model here.")],
     top_k: Annotated[int, typer.Option(min=1, help="Hits to compare per query.")] = 10,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of queries.")] = None,
     limit_ms: Annotated[
-        float | None, typer.Option(min=0, metavar="MS", help="No-go if more than 5 % of the queries take longer.")
+        float | None,
+        typer.Option(min=0, metavar="MS", help="Latency limit for 95 % of the queries, in milliseconds. Slower means no-go."),
     ] = None,
     rerank: Annotated[
         int | None,
@@ -42,11 +46,11 @@ def shadow(
     rerank_with: Annotated[
         str, typer.Option(metavar="MODEL", help="New model that re-ranks the hits. Needed when --model is the old model.")
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="JSON file for all queries and hits.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all queries and their hits.")] = None,
 ) -> None:
-    """Run real queries against the old and the new way, and report the differences.
+    """Run real queries with the current and the new setup, and report differences in hits and speed.
 
-    Changes nothing. Exit code 1 means no-go.
+    The gallery or store does not change. Exit code 1 means no-go.
     """
     from xcompat.retrieval import argument_checks
 
@@ -71,19 +75,24 @@ def plan(
     items: Annotated[int, typer.Option(min=1, help="Number of items in the index.")],
     queries_per_day: Annotated[int, typer.Option(min=0, metavar="N", help="Queries per day.")],
     embeds_per_second: Annotated[
-        float | None, typer.Option(min=1e-9, metavar="R", help="The new model's throughput, to estimate hours and milliseconds.")
+        float | None,
+        typer.Option(
+            min=1e-9, metavar="R", help="Throughput of the new model, used to estimate hours and milliseconds per query."
+        ),
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price per 1,000 embeddings.")] = None,
     days: Annotated[int, typer.Option(min=1, help="Period for total costs, in days.")] = 30,
     metric: Annotated[
         str | None,
-        typer.Option(help="Metric's name, e.g. cmc@1. Default: the first in the report."),
+        typer.Option(help="Metric to compare, e.g. cmc@1. Default: the first metric in the report."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot of quality over embeddings.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG plot: quality against the number of embeddings.")] = None,
 ) -> None:
-    """Compare staying, new queries, re-ranking and a backfill: quality, embeddings, storage, hours and price.
+    """Compare four ways to upgrade: stay, map new queries, re-rank, or backfill.
 
-    Quality comes from the report. Evaluate with --rerank 20 to have re-ranking in it.
+    Prints quality, embeddings, storage, hours and price.
+
+    Quality comes from the report. To include re-ranking, run `xcompat evaluate` with --rerank 20 first.
     """
     if plot is not None and plot.exists():
         raise XcompatError(f"{plot} exists; choose another file with --plot")

@@ -12,23 +12,35 @@ from xcompat.core.progress import announce_loading
 app = typer.Typer(help="Export models for other software.", no_args_is_help=True)
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.")]
-Folder = Annotated[Path, typer.Option(help="Output folder. Only this command's own output is replaced.")]
+Folder = Annotated[
+    Path, typer.Option(help="Output folder. An earlier output of this command is replaced, anything else only with --overwrite.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
-Space = Annotated[Literal["old", "own"], typer.Option(help="Index to search: the old model's, or the model's own.")]
+Space = Annotated[
+    Literal["old", "own"],
+    typer.Option(
+        help="Index to search with the export. Use old for the old model's index, or own for an index by the exported model."
+    ),
+]
 
 
 @app.command(name="faiss")
 def to_faiss(
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index with old embeddings, or a gallery.")],
-    model: Annotated[str, typer.Option(help="Run or checkpoint with a linear map, e.g. procrustes, ridge, whitened.")],
-    out: Annotated[Path, typer.Option(help="Output index. Only this command's own output is replaced.")],
+    model: Annotated[
+        str, typer.Option(help="Run or checkpoint with a linear map (method procrustes, ridge or whitened, for example).")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(help="Output index. An earlier output of this command is replaced, anything else only with --overwrite."),
+    ],
     memory: Annotated[
         Literal["all", "transform", "none"],
-        typer.Option(help="Memory parts to keep. A faiss index can contain the learned transform, but no memory entries."),
+        typer.Option(help="Parts of the query memory to keep. A faiss index can contain the learned transform, but no entries."),
     ] = "all",
     overwrite: Overwrite = False,
 ) -> None:
-    """Put a linear query map into a faiss index. The index then takes new embeddings."""
+    """Put a linear query map into a faiss index. The new index takes queries by the new model."""
     _require_own(model)
     announce_loading(model)
     from xcompat.export import commands
@@ -38,7 +50,7 @@ def to_faiss(
 
 @app.command(name="sentence-transformers")
 def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
-    """Export a model for SentenceTransformer, without xcompat if possible."""
+    """Export a model for sentence-transformers, to load without xcompat when possible."""
     _require_own(run)
     announce_loading(run)
     from xcompat.export import commands
@@ -48,7 +60,7 @@ def to_sentence_transformers(run: Run, out: Folder, space: Space = "old", overwr
 
 @app.command(name="onnx")
 def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = False) -> None:
-    """Export the image and text tower as ONNX, checked against PyTorch."""
+    """Export the image and text tower as ONNX, and check the outputs against PyTorch."""
     _require_own(run)
     announce_loading(run)
     from xcompat.export import commands
@@ -59,12 +71,19 @@ def to_onnx(run: Run, out: Folder, space: Space = "old", overwrite: Overwrite = 
 @app.command(name="atlas")
 def to_atlas(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Finished run or stage folder.")],
-    out: Annotated[Path, typer.Option(help="Output Parquet file. Only this command's own output is replaced.")],
-    items: Annotated[int, typer.Option(min=5, help="Maximum number of test items, or image-text pairs, drawn at random.")] = 1000,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Output Parquet file. An earlier output of this command is replaced, anything else only with --overwrite."
+        ),
+    ],
+    items: Annotated[
+        int, typer.Option(min=5, help="Maximum number of test items (or image-text pairs) to write, drawn at random.")
+    ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write test items with both embeddings and the gain of each query, for Embedding Atlas."""
+    """Write the test items of a run for Embedding Atlas, with old and new embeddings and the gain per query."""
     from xcompat.training.record import find_model
 
     find_model(run)

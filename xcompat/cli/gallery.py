@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.")]
-ModelName = Annotated[str, typer.Option(help="Run folder, checkpoint, or model name.")]
+ModelName = Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
 EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model.")]
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.")]
@@ -70,11 +70,11 @@ def build(
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
     index: Annotated[str | None, typer.Option(help="faiss factory string, e.g. HNSW32 or IVF1024,PQ64. Default: Flat.")] = None,
-    milvus: Annotated[str | None, typer.Option(help="URI of Milvus, to store vectors there.")] = None,
+    milvus: Annotated[str | None, typer.Option(help="Milvus URI, to store the vectors in Milvus instead of faiss.")] = None,
     from_faiss: Annotated[Path | None, typer.Option(help="faiss index to adopt without copying vectors.")] = None,
     ids: Annotated[
         Path | None,
-        typer.Option(help="Text file with ids for --from-faiss, in index order. Default: the ids in the index."),
+        typer.Option(help="Text file with ids for --from-faiss, one per line, in index order. Default: the ids in the index."),
     ] = None,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
@@ -87,7 +87,7 @@ def build(
     max_bad_share: MaxBadShare = None,
     side_info: SideInfo = None,
 ) -> None:
-    """Build a gallery from images, texts, or a faiss index. An interrupted build continues."""
+    """Build a gallery from images, texts, or a faiss index. To continue an interrupted build, run the same command again."""
     from xcompat.retrieval import argument_checks, commands
 
     argument_checks.require_named(model)
@@ -113,12 +113,16 @@ def build(
 
 @app.command()
 def adopt(
-    index: Annotated[Path, typer.Argument(metavar="INDEX", help="faiss index. It is neither copied nor changed.")],
+    index: Annotated[
+        Path, typer.Argument(metavar="INDEX", help="faiss index to use in place. xcompat neither copies nor changes this file.")
+    ],
     model: ModelName = "",
     out: Annotated[Path, typer.Option(help="Gallery folder.")] = Path("gallery"),
-    ids: Annotated[Path | None, typer.Option(help="Text file with ids, in index order. Default: the ids in the index.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="Text file with ids, one per line, in index order. Default: the ids in the index.")
+    ] = None,
 ) -> None:
-    """Make a gallery from a faiss index without copying its vectors. --model is the model behind the vectors."""
+    """Make a gallery from a faiss index without copying vectors. --model is the model used for the vectors."""
     from xcompat.retrieval import argument_checks, commands
 
     argument_checks.require_named(model)
@@ -139,9 +143,12 @@ def _versions_of(opened: Gallery | Store) -> Sequence[Fingerprint | None]:
 @app.command(cls=RerankingCommand)
 def search(
     gallery: Annotated[
-        str, typer.Argument(metavar="GALLERY", help="Gallery folder, faiss index with a map, or address of a store.")
+        str,
+        typer.Argument(
+            metavar="GALLERY", help="Gallery folder, faiss index (needs a map as --model), or address of a vector store."
+        ),
     ],
-    query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Text, or path of an image.")] = None,
+    query: Annotated[str | None, typer.Argument(metavar="[QUERY]", help="Query: a text, or the path of an image.")] = None,
     model: ModelName = "",
     top_k: Annotated[int, typer.Option(min=1, help="Number of hits.")] = 10,
     where: Conditions = None,
@@ -149,8 +156,10 @@ def search(
         str | None,
         typer.Option(metavar="KEY", help="Show the best hit per value of a metadata key, e.g. per document."),
     ] = None,
-    fallback: Annotated[str, typer.Option(help="Old model for queries with low confidence.")] = "",
-    fallback_below: Annotated[float | None, typer.Option(help="Use --fallback below this confidence. Default: 0.5.")] = None,
+    fallback: Annotated[str, typer.Option(help="Old model, which answers queries of low confidence.")] = "",
+    fallback_below: Annotated[
+        float | None, typer.Option(help="Use --fallback for queries below this confidence. Default: 0.5.")
+    ] = None,
     embed_with: EmbedWith = None,
     rerank: Candidates = None,
     originals: OriginalsOf = None,
@@ -160,8 +169,8 @@ def search(
     queries: ManyQueries = None,
     max_bad_share: BadVectorShare = None,
     ids: IndexIds = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, a line per query.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a row per hit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object per query, one per line.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header and a row per hit.")] = False,
 ) -> None:
     """Search with a text, an image, or many queries."""
     from xcompat.retrieval import argument_checks
@@ -220,7 +229,7 @@ def add(
     source: Source,
     model: ModelName = "",
     replace: Annotated[
-        bool, typer.Option("--replace", help="Re-embed items of other models and items with changed content.")
+        bool, typer.Option("--replace", help="Re-embed items with changed content, and items embedded by another model.")
     ] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
@@ -253,8 +262,8 @@ def upgrade(
         Path | None,
         typer.Option(help="Images or texts to re-embed. Items with recorded demand come first, the others in random order."),
     ] = None,
-    budget: Annotated[int | None, typer.Option(min=1, help="Maximum number of items to embed.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost without changes.")] = False,
+    budget: Annotated[int | None, typer.Option(min=1, help="Maximum number of items to re-embed now.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost, and change nothing.")] = False,
     dtype: EmbedIn = "float32",
     text_column: TextColumns = None,
     id_column: IdColumn = None,
@@ -318,7 +327,7 @@ def alias(
     gallery: Annotated[str, typer.Argument(metavar="GALLERY", help="Gallery folder, or store address.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Another name of the gallery's model.")],
 ) -> None:
-    """Record another name of a gallery's model, for maps made with --old-model NAME."""
+    """Record another name for the model of a gallery. Maps fitted with --old-model NAME then fit this gallery."""
     if "://" in gallery:
         from xcompat.stores.commands import alias as alias_store
 
@@ -331,7 +340,7 @@ def alias(
 
 @app.command()
 def verify(gallery: Folder, json: Json = False) -> None:
-    """Check every file against its checksum. Exit code 1 if a file has changed."""
+    """Check every file of a gallery against the recorded checksum. Exit code 1 if a file has changed."""
     from xcompat.retrieval import commands
 
     with _printing_results(json):
@@ -350,21 +359,28 @@ def doctor(
         typer.Option(
             "--images",
             "--texts",
-            help="Gallery images or texts. For a store: the field with them.",
+            help="Gallery images or texts: file or folder. For a store: name of the field with the images or texts.",
         ),
     ] = None,
     image_folder: Annotated[str | None, typer.Option(help="Base folder for image paths in a store.")] = None,
-    sample: Annotated[int, typer.Option(min=1, help="Items per version to re-embed.")] = 400,
+    sample: Annotated[int, typer.Option(min=1, help="Number of items to re-embed per model version.")] = 400,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
     words: Words = None,
     overlap: Overlap = None,
     canary: Annotated[
-        bool, typer.Option("--canary", help="Store ten test embeddings of the model, or check that it still makes them.")
+        bool,
+        typer.Option(
+            "--canary",
+            help="Store ten test embeddings of the model, or compare the model with the stored ones.",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Re-embed a sample to find items of other models. Exit code 1 if there are any, or if a canary differs."""
+    """Re-embed a sample to find items embedded by another model.
+
+    Exit code 1 if such items are found, or the canary differs (see --canary).
+    """
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
     if canary:
         if images is not None or image_folder is not None or texts or _is_address(gallery):
@@ -416,13 +432,13 @@ def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, Any
 @app.command()
 def rollback(
     gallery: Folder,
-    generation: Annotated[int | None, typer.Argument(help="Same as --to.", show_default=False)] = None,
+    generation: Annotated[int | None, typer.Argument(help="Generation to return to, as with --to.", show_default=False)] = None,
     to: Annotated[
         int | None, typer.Option("--to", metavar="N", min=0, help="Generation to return to. By default, undo the last change.")
     ] = None,
-    list_states: Annotated[bool, typer.Option("--list", help="List earlier states.")] = False,
+    list_states: Annotated[bool, typer.Option("--list", help="List earlier states (generations) and change nothing.")] = False,
 ) -> None:
-    """Return to an earlier state. Each call goes a state further back."""
+    """Return to an earlier state of a gallery. Each call goes one state further back."""
     from xcompat.retrieval import commands
 
     wanted = to if to is not None else generation
@@ -439,9 +455,11 @@ def rollback(
 @app.command()
 def resync(
     gallery: Folder,
-    ids: Annotated[Path | None, typer.Option(help="Text file with the ids of all vectors in the index.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="Text file with an id per line for all vectors in the index, in index order.")
+    ] = None,
 ) -> None:
-    """Add new vectors of an adopted faiss index. Known vectors must be unchanged."""
+    """Add the vectors appended to an adopted faiss index. Vectors adopted earlier must be unchanged."""
     from xcompat.retrieval import commands
 
     commands.resync(_open(gallery), ids)
@@ -449,7 +467,7 @@ def resync(
 
 @app.command()
 def compact(gallery: Folder) -> None:
-    """Merge segments and delete earlier states, which cannot be restored afterwards."""
+    """Merge the gallery's segments and delete earlier states. You cannot return to deleted states."""
     from xcompat.retrieval import commands
 
     commands.compact(_open(gallery))

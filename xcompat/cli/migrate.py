@@ -19,24 +19,42 @@ if TYPE_CHECKING:
     from xcompat.stores.doctor import SourceField
     from xcompat.stores.migration import AnyVectorSource
 
-app = typer.Typer(help="Migrate a database's vectors to a new model, in place.", no_args_is_help=True)
+app = typer.Typer(help="Migrate the vectors of a database to a new model, in place.", no_args_is_help=True)
 
-Uri = Annotated[str, typer.Argument(metavar="URI", help="Address, e.g. postgresql://user@host/db?table=items&column=embedding.")]
-Model = Annotated[str, typer.Option(help="Run or checkpoint with a gallery map. With --embed: any model.")]
-Embed = Annotated[str | None, typer.Option("--embed", help="Re-embed rows from this field, which contains texts or image paths.")]
+Uri = Annotated[
+    str,
+    typer.Argument(
+        metavar="URI", help="Address of the vector store, e.g. postgresql://user@host/db?table=items&column=embedding."
+    ),
+]
+Model = Annotated[str, typer.Option(help="Run or checkpoint with a map of galleries. With --embed: any model.")]
+Embed = Annotated[
+    str | None, typer.Option("--embed", help="Re-embed every row from this field. The field contains texts or image paths.")
+]
 ImageFolder = Annotated[str | None, typer.Option("--image-folder", help="Base folder for image paths.")]
-Into = Annotated[str | None, typer.Option(help="Name of the new vectors. Default: the old name with _new.")]
+Into = Annotated[
+    str | None,
+    typer.Option(help="Name of the new vectors (column, named vector or collection). Default: the old name followed by _new."),
+]
 Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="Number format for new vectors.")]
 From = Annotated[str | None, typer.Option("--from", help="Model of the stored vectors. Default: the recorded model.")]
-Texts = Annotated[str | None, typer.Option("--texts", help="Field with the vectors' texts. Checks --from on a sample.")]
+Texts = Annotated[
+    str | None,
+    typer.Option("--texts", help="Field with the texts of the vectors. xcompat re-embeds a sample of texts to check --from."),
+]
 Images = Annotated[
     str | None,
-    typer.Option("--images", help="Field with the vectors' images, or paths below --image-folder. Checks --from on a sample."),
+    typer.Option(
+        "--images",
+        help="Field with the images of the vectors, or paths below --image-folder. xcompat re-embeds a sample of images to "
+        "check --from.",
+    ),
 ]
 EmbedWith = Annotated[
     str | None,
     typer.Option(
-        metavar="MODULE:FUNCTION", help="Function that embeds a list of texts, for example with an API. --model is its name."
+        metavar="MODULE:FUNCTION",
+        help="Python function to embed a list of texts, e.g. with an embedding API. Use --model to name the function's model.",
     ),
 ]
 Where = Annotated[
@@ -67,7 +85,7 @@ def plan(
     price: PricePerMillion = None,
     json: Json = False,
 ) -> None:
-    """Show the cost and result of a migration. Writes nothing."""
+    """Show the cost and the expected result of a migration. Nothing is written."""
     from xcompat.report import print_quality
     from xcompat.stores import commands
 
@@ -92,7 +110,9 @@ def start(
     rows_per_second: Annotated[float | None, typer.Option(min=0.1, help="Maximum number of rows written per second.")] = None,
     budget: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Maximum number of rows to fill now. With 0, re-ranked searches fill them."),
+        typer.Option(
+            min=0, metavar="N", help="Maximum number of rows to fill in this run. With 0, re-ranked searches fill the rows."
+        ),
     ] = None,
     dtype: Dtype = "float32",
     embed: Embed = None,
@@ -108,7 +128,7 @@ def start(
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
 ) -> None:
-    """Fill new vectors while services read and write. An interrupted run continues."""
+    """Fill the new vectors while services read and write. To continue an interrupted run, run the same command again."""
     from xcompat.core.parallel import Executor, run_across_ranks
     from xcompat.engines.workers import Workers
     from xcompat.stores import commands
@@ -153,7 +173,7 @@ def verify(
     requests_per_minute: RequestsPerMinute = None,
     json: Json = False,
 ) -> None:
-    """Check counts, a sample of vectors, and searches. Exit code 1 if something is wrong."""
+    """Check the row counts, a sample of new vectors, and searches. Exit code 1 if a check fails."""
     service = _Service(embed_with, requests_per_minute)
     with _messages_on_stderr(json):
         store, source = _open_migration(uri, model, embed, image_folder, service)
@@ -174,7 +194,7 @@ def switch(
     embed_with: EmbedWith = None,
     requests_per_minute: RequestsPerMinute = None,
 ) -> None:
-    """Rename the new vectors to the old name for all clients at once. The old vectors stay until finish."""
+    """Rename the new vectors to the old name for all clients at once. The old vectors stay until `xcompat migrate finish`."""
     store, source = _open_migration(uri, model, embed, image_folder, _Service(embed_with, requests_per_minute))
     from xcompat.stores import commands
 
@@ -183,7 +203,7 @@ def switch(
 
 @app.command()
 def rollback(uri: Uri) -> None:
-    """Undo the switch. Before a switch: delete the new vectors."""
+    """Undo the switch. Before a switch, delete the new vectors."""
     store = _open(uri)
     from xcompat.stores import commands
 
@@ -193,7 +213,9 @@ def rollback(uri: Uri) -> None:
 @app.command()
 def finish(
     uri: Uri,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask. Without a terminal, finish never asks.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete without a confirmation prompt. Outside a terminal, there is never a prompt.")
+    ] = False,
 ) -> None:
     """Delete the old vectors. This cannot be undone."""
     store = _open(uri)

@@ -10,9 +10,12 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-Engine = Annotated[Literal["ray", "daft"] | None, typer.Option("--engine", help="Engine for several processes or machines.")]
+Engine = Annotated[
+    Literal["ray", "daft"] | None, typer.Option("--engine", help="Engine for several processes or machines. Use ray or daft.")
+]
 WorkerCount = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Engine processes. Default: 1 per GPU, else 1 per core.")
+    int | None,
+    typer.Option("--workers", min=1, help="Worker processes for --engine. Default: 1 per GPU, else 1 per core."),
 ]
 BadVectorShare = Annotated[
     float | None,
@@ -21,19 +24,24 @@ BadVectorShare = Annotated[
 GpusPerWorker = Annotated[float | None, typer.Option("--gpus-per-worker", min=0, help="GPUs per worker, e.g. 0.5.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to override."),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Recipe values to override, e.g. training.learning_rate=1e-3."),
 ]
 IndexIds = Annotated[
-    Path | None, typer.Option(help="Text file with the ids of a faiss index. Default: a file beside it, or the ids in it.")
+    Path | None,
+    typer.Option(
+        help="Text file with the ids of a faiss index, one per line. Default: a file beside the index, or the ids in the index."
+    ),
 ]
 EmbedWith = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="Python function that embeds texts, e.g. by an API."),
+    typer.Option(metavar="MODULE:FUNCTION", help="Python function to embed a list of texts, e.g. with an embedding API."),
 ]
 RequestsPerMinute = Annotated[float | None, typer.Option(help="Maximum --embed-with calls per minute.")]
 PricePerMillion = Annotated[
     float | None,
-    typer.Option("--price-per-million-tokens", help="Price of --embed-with. Prints an estimate first."),
+    typer.Option(
+        "--price-per-million-tokens", help="Price of the --embed-with service. Prints an estimate before the first call."
+    ),
 ]
 
 
@@ -66,9 +74,11 @@ def parse_hit_count(text: str) -> int:
 RERANK = "--rerank"
 TextColumns = Annotated[
     list[str] | None,
-    typer.Option("--text-column", help="Column to embed. Repeat it to join several.", rich_help_panel="Texts"),
+    typer.Option("--text-column", help="Column to embed. Repeat the option to join several columns.", rich_help_panel="Texts"),
 ]
-IdColumn = Annotated[str | None, typer.Option(help="Column with the id. Default: found by its name.", rich_help_panel="Texts")]
+IdColumn = Annotated[
+    str | None, typer.Option(help="Column with ids. Default: a column with a usual name, e.g. id.", rich_help_panel="Texts")
+]
 Words = Annotated[
     int | None,
     typer.Option(min=1, help="Split texts into passages of N words, with ids ID#0, ID#1 and so on.", rich_help_panel="Texts"),

@@ -27,7 +27,7 @@ class QuickstartGroup(TyperGroup):
 app = typer.Typer(cls=QuickstartGroup, help="Run a complete example on small data.")
 
 
-def demo(out: Annotated[Path, typer.Option(help="Output folder. It must not exist.")] = Path("demo")) -> None:
+def demo(out: Annotated[Path, typer.Option(help="Output folder. The folder must not exist yet.")] = Path("demo")) -> None:
     """Run the whole job on random vectors. About 15 seconds."""
     announce_loading()
     from xcompat.quickstart.demo import run_demo
@@ -40,7 +40,7 @@ def characters(
     output: Annotated[Path, typer.Option("--out", "--output", help="Output folder.")] = Path("runs/quickstart"),
     overrides: Overrides = None,
 ) -> None:
-    """Train two models on characters and search the old gallery. The default. 6 to 10 minutes on 2 cores."""
+    """Train two models on images of characters and search the old gallery (the default). 6 to 10 minutes on 2 cores."""
     from xcompat.quickstart.characters import RECIPE, run_quickstart
     from xcompat.training.recipe import load_recipe
 
