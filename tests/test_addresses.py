@@ -290,7 +290,7 @@ def test_a_command_stays_as_it_is_but_for_ranges_of_numbers(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("https://me:secret@host/{a?token=secret", r"https://host/\{a is not a valid address, or its braces do not match"),
+        ("https://me:secret@host/{a?token=secret", r"https://host/\{a is not a valid address; check the scheme and the braces"),
         ("https://[bad/0.txt?secret", r"https://\[bad/0\.txt is not a valid address"),
         ("https:///0.txt?secret", "https:///0.txt is not a valid address"),
         ("pipe: ", "pipe: contains no command"),

@@ -135,7 +135,7 @@ def test_numbers_behind_names_are_labels_only_if_all_are(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cat/1.jpg 0\ncat/2.jpg 0\n", r"list\.txt names 2 of 2 images that do not exist, first .cat/1"),
+        ("cat/1.jpg 0\ncat/2.jpg 0\n", r"list\.txt lists 2 images, and 2 of them do not exist, first .cat/1"),
         ("a.jpg 0\nwhat is this\n", r"list\.txt line 2 is not an image path with a class \('what is this'\)"),
         ("a.jpg 0\na.jpg 1\n", "two samples have the id 'a.jpg'"),
         ("a.jpg\n", "a.jpg has no class; write it after the path"),
@@ -171,7 +171,7 @@ def test_captions_as_they_are_distributed(made: Path, path: str, each: int, firs
     [
         ({"images": []}, "'annotations' is missing"),
         ([1, 2], "not a COCO captions file with images and annotations"),
-        ({"images": [], "annotations": [{"image_id": 4, "caption": "a"}]}, "4 is missing among its images"),
+        ({"images": [], "annotations": [{"image_id": 4, "caption": "a"}]}, "4 is missing among the images or their keys"),
         ({"images": [{"id": 4, "file_name": "a.jpg"}], "annotations": []}, "contains no captions"),
         ({"images": [{"id": 4, "file_name": "a.jpg"}], "annotations": [{"image_id": 4, "caption": "a"}]}, "first 'a.jpg'"),
     ],

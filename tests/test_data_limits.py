@@ -73,7 +73,7 @@ def test_one_field_of_many_megabytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x" * 5000 + ".png", "nul\0.png"])
 def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
     (tmp_path / "captions.jsonl").write_text(json.dumps({"image": name, "caption": "a"}))
-    refused(lambda: load_pairs(str(tmp_path)), "names 1 of 1 images that do not exist")
+    refused(lambda: load_pairs(str(tmp_path)), "lists 1 images, and 1 of them do not exist")
 
 
 @pytest.mark.parametrize("value", [DEEP, LONG], ids=["deep", "long"])

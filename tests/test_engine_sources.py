@@ -76,7 +76,9 @@ def test_a_run_on_a_lance_table_goes_on_with_the_version_that_it_began_with(
     table.add(lists(vectors[:7]))
     table.delete("price = 20")
     code, _, error = embed(place, "--model", model, "--out", out)
-    assert code == 2 and f"was started with {pinned}, not {place}?version={table.version}; use the first" in error
+    assert (
+        code == 2 and f"was started with {pinned}, not {place}?version={table.version}; use the same input to continue" in error
+    )
     code, said, _ = embed(pinned, "--model", model, "--out", out)
     assert code == 0 and "120 computed in" in said and files_in(out) == whole
 
@@ -174,9 +176,9 @@ def test_the_folder_of_a_table_with_a_log_is_not_read_as_parquet(
     [
         ("deleted rows", "as deleted; rewrite its data files"),
         ("another format", "is not Parquet; rewrite its data files as Parquet"),
-        ("another place", "is in another file system; move all data files into the same"),
+        ("another place", "is in another file system; move all data files into one file system"),
         ("a lost file", ".parquet does not exist"),
-        ("a renamed column", "has a column 'vector' with another name today; rewrite its data files"),
+        ("a renamed column", "has the column 'vector', which was renamed later; rewrite the data files"),
         ("no metadata", "cannot be read as Iceberg metadata"),
         ("no files", "has no rows; there is nothing to embed"),
     ],

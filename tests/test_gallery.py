@@ -282,7 +282,7 @@ def test_rollbacks_agree_with_an_undo_stack(seed: int, make: Make) -> None:
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, index="Flatt"), "faiss cannot create index 'Flatt'"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, metric="cosin"), "unknown metric 'cosin'; did you mean 'cosine'"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=0), "dim is 0; it must be at least 1"),
-        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="v.db", index="HNSW32"), "Milvus chooses its own"),
+        (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="v.db", index="HNSW32"), "Milvus chooses the index itself"),
         (lambda g: Gallery.create(g.path / "in", CLIP, dim=3, milvus="vectors"), "no Milvus answers at"),
         (lambda g: create(g.path / "in", milvus="http://127.0.0.1:9"), "no Milvus answers at http://127.0.0.1:9"),
         (lambda g: Gallery.open(g.path / "no"), "is not a gallery"),
@@ -413,7 +413,7 @@ def test_no_space_left_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytes
 def test_side_information_is_of_one_width_and_finite(tmp_path: Path) -> None:
     gallery = create(tmp_path)
     gallery.add(vectors(2), names(2), side_info_NS=vectors(2, 2, 3))
-    said = "of this gallery has 3 dimensions, that of these items 5; use the same model"
+    said = "have side-information of 3 dimensions, but these items have 5; use the same model for both"
     with pytest.raises(XcompatError, match=said):
         gallery.add(vectors(2), names(2, "more"), side_info_NS=vectors(2, 2, 5))
     gallery.commit()

@@ -187,7 +187,10 @@ def test_side_information_is_stored_and_an_upgrade_needs_no_images(
     Image.new("RGB", (9, 9), "red").save(more / "red.png")
     code, out, err = run("build", photos, "--model", old_folder, "--side-info", side, "--out", gallery)
     assert (code, err) == (0, "") and "120 images added" in out
-    for given, message in (((), "have side-information, unlike these"), (("--side-info", other), "is of another model than")):
+    for given, message in (
+        ((), "have side-information, unlike these"),
+        (("--side-info", other), "have side-information by another model than these items"),
+    ):
         code, _, err = run("add", gallery, more, "--model", old_folder, *given)
         assert code == 2 and err.count("\n") == 1 and message in err
     assert run("add", gallery, more, "--model", old_folder, "--side-info", side)[0] == 0
@@ -366,8 +369,11 @@ def test_names_inside_an_archive_are_ids_and_no_paths(run: Run, photos: Path, tm
     [
         (("build", "nowhere", "--model", "x"), "x"),
         (("build",), "name the model with --model"),
-        (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids names the vectors of --from-faiss"),
-        (("upgrade", "gallery", "--model", "x", "--budget", "9"), "--budget applies to re-embedded images: add --backfill"),
+        (("build", "photos", "--model", "x", "--ids", "ids.txt"), "--ids works only with --from-faiss"),
+        (
+            ("upgrade", "gallery", "--model", "x", "--budget", "9"),
+            "--budget applies to re-embedded images: add --backfill",
+        ),
         (("upgrade", "gallery", "--model", "x", "--dtype", "bfloat16"), "--dtype applies to re-embedded images"),
         (("search", "nowhere", "text", "--model", "x"), "nowhere is not a gallery"),
         (("verify", "nowhere"), "nowhere is not a gallery"),

@@ -194,12 +194,12 @@ def test_what_is_no_map_is_one_line(folder_of: dict[str, str], tmp_path: Path) -
     for name, said in {
         folder_of["clip"]: "is not an xcompat model",
         str(tmp_path / "nowhere"): "does not exist",
-        str(tmp_path / "nowhere.npz"): "is not a file of .npz or .safetensors",
-        str(tmp_path / "notes.txt"): "is not a file of .npz or .safetensors",
+        str(tmp_path / "nowhere.npz"): "is not a .npz or .safetensors file",
+        str(tmp_path / "notes.txt"): "is not a .npz or .safetensors file",
     }.items():
         with pytest.raises(XcompatError, match=said):
             mapped(sides, tmp_path / "out", "--start-from", name)
-    with pytest.raises(XcompatError, match="--activation needs an adapter file in --start-from"):
+    with pytest.raises(XcompatError, match="--activation needs an adapter file; set --start-from to the file"):
         mapped(sides, tmp_path / "out", "--activation", "relu")
     solved().export(tmp_path / "theirs" / "model")
     with pytest.raises(XcompatError, match="remove --activation"):
@@ -344,7 +344,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "no activation": (MLP, "does not record its activation; set --activation relu or gelu"),
     "tanh": (MLP | {"activation": np.array("tanh")}, "has the unsupported activation 'tanh'; only relu and gelu"),
     "another activation": (MLP | {"activation": np.array("gelu")}, "records the activation 'gelu', but --activation is 'relu'"),
-    "of a line": ({"W": W, "activation": np.array("relu")}, "contains a linear map without activation relu"),
+    "of a line": (
+        {"W": W, "activation": np.array("relu")},
+        "contains a linear map, which has no activation; remove --activation",
+    ),
     "a norm": (MLP | {"1.weight": numbers(9), "1.bias": numbers(9)}, "layer 1 in .* is not a linear layer"),
     "three layers": (MLP | {"4.weight": numbers(OLD, OLD)}, "contains the layers 0, 2, 4; supported networks have"),
     "nothing between": ({"0.weight": FIRST, "1.weight": LAST}, "contains the layers 0, 1; supported networks have"),

@@ -324,8 +324,8 @@ ANSWERS: dict[str, tuple[Any, str]] = {
     "too few": ([[1.0, 0.0]], r"returned shape \(1, 2\) for 2 texts"),
     "ragged": ([[1.0, 0.0], [1.0]], "returned no matrix .ValueError: "),
     "nothing": (None, "returned"),
-    "NaN": ([[1.0, 0.0], [np.nan, 1.0]], "row 1 of the texts, 'b', as letters embeds it holds values that are not finite"),
-    "long": ([[1.0, 0.0], [2.0, 0.0]], "row 1 of the texts, 'b', as letters embeds it is of length 2, not 1"),
+    "NaN": ([[1.0, 0.0], [np.nan, 1.0]], r"the embedding of text 1 \('b'\) by letters holds values that are not finite"),
+    "long": ([[1.0, 0.0], [2.0, 0.0]], r"the embedding of text 1 \('b'\) by letters is of length 2, not 1"),
     "with gradients": (torch.ones(2, 1, requires_grad=True), "returned no matrix .RuntimeError: .*detach"),
     "other": ([[1.0], [1.0]], "returned 1 dimensions, and 2 before"),
 }
@@ -342,7 +342,7 @@ def test_a_text_without_an_embedding_is_named_by_its_row(tmp_path: Path) -> None
     def embed(texts: list[str]) -> list[list[float]]:
         return [[0.0, 0.0] if text == TEXTS[50] else [1.0, 0.0] for text in texts]
 
-    with pytest.raises(XcompatError, match=f"row 50 of the texts, '{TEXTS[50]}', as zeros embeds it holds only zeros"):
+    with pytest.raises(XcompatError, match=f"the embedding of text 50 \\('{TEXTS[50]}'\\) by zeros holds only zeros"):
         Provider(embed, "zeros", batch=8).embed_texts(TEXTS, tmp_path / "cache", "texts")
 
 

@@ -67,7 +67,7 @@ def test_random_weights_are_the_modules_own() -> None:
     ("transform", "refused"),
     [
         (Compose([Resize(8), RandomRotation(5), ToTensor()]), "has a RandomRotation; use only Resize"),
-        (Compose([ToTensor()]), "has no Resize; add it"),
+        (Compose([ToTensor()]), "has no Resize; add Resize with the size"),
     ],
 )
 def test_other_transforms_are_refused(transform: Compose, refused: str) -> None:

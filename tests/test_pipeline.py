@@ -192,7 +192,7 @@ def test_zero_shot_classification_compares_in_the_models_own_space(
     assert {score["label"]: score["score"] for score in scores} == pytest.approx(
         dict(zip(labels, expected, strict=True)), abs=1e-5
     )
-    assert len(classify([picture] * 3, candidate_labels=labels)) == 3, "long labels are truncated, as for search"
+    assert len(classify([image] * 3, candidate_labels=labels)) == 3, "long labels are truncated, as for search"
 
 
 def test_zero_shot_classification_of_other_models_stays_the_same(folder_of: dict[str, str]) -> None:

@@ -245,7 +245,7 @@ def test_cut_offs_beyond_the_gallery_are_left_out(models: EvaluatedModels[Embedd
             kept = {"image-to-text": [1, 10], "text-to-image": [1, 10, 61, 100]}
             assert list(case.metrics) == [f"recall@{k}" for k in kept[case.direction]]
     assert result.notes[0] == "R@61, R@100 not measured for image-to-text: the gallery has only 61 items."
-    with pytest.raises(XcompatError, match="no cut-off of ks"):
+    with pytest.raises(XcompatError, match="no cutoff of ks"):
         evaluate(models, EvaluationOptions(ks=(100,), n_resamples=20))
 
 
@@ -273,7 +273,7 @@ def test_places_that_every_image_is_found_in_are_left_out(model: EmbeddedImages,
     assert direction.ks == kept
     names = ", ".join(f"CMC@{k}" for k in (1, 3, 4, 5) if k not in kept)
     assert [note.partition(" not measured for ")[0] for note in direction.notes] == [names]
-    with pytest.raises(XcompatError, match="image-to-image: no cut-off of ks=\\(4, 9\\) is from 1"):
+    with pytest.raises(XcompatError, match="image-to-image: no cutoff of ks=\\(4, 9\\) is from 1"):
         model.directions((4, 9))
 
 

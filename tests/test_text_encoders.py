@@ -354,7 +354,10 @@ def test_modules_that_read_no_tokens_are_refused_by_name(made: Made, folder_of: 
         saved("router", Router.for_query_document(sides["query"], sides["document"])), r"Router\); save the modules of each role"
     )
     refused(saved("bow", BoW(["a", "shoe"])), "starts with BoW, not supported by xcompat; choose a model")
-    refused(saved("clip", Transformer(folder_of["clip"])), "reads image in addition to texts .*; choose the image-text model")
+    refused(
+        saved("clip", Transformer(folder_of["clip"])),
+        "reads image in addition to texts .*; name the image-text model that it contains",
+    )
 
 
 def test_pooling_without_the_prompt_is_refused_where_there_is_a_prompt(made: Made, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_columns_can_be_chosen(tmp_path: Path) -> None:
 
 def test_one_of_several_named_vectors_is_chosen(tmp_path: Path) -> None:
     dump = _json(tmp_path, {"result": {"points": _points(lambda row: {"text": row[::-1], "image": row})}})
-    with pytest.raises(XcompatError, match=r"item 0 has the vectors text, image; choose one with --vector-name"):
+    with pytest.raises(XcompatError, match=r"item 0 has several vectors \(text, image\); choose one with --vector-name"):
         read_vectors(dump)
     assert np.array_equal(read_vectors(dump, Columns(vector="image")).rows_ND, ROWS)
 

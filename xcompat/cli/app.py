@@ -341,7 +341,7 @@ def embed(
         embed_recipe(recipe)
         return
     if overrides:
-        raise XcompatError(f"{overrides[0]!r} overrides a recipe value, but {source} is not a recipe; remove it")
+        raise XcompatError(f"{overrides[0]!r} overrides a recipe value, but {source} is not a recipe; remove this override")
     if not (model and out):
         raise XcompatError("set the model with --model, and the output folder with --out")
     where = Workers(engine, workers, gpus_per_worker)

@@ -97,12 +97,14 @@ def build(
         of_vectors = index is not None or milvus is not None or dtype != "float32"
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
             raise XcompatError(
-                "--from-faiss adopts an index as it is: leave out images, texts, --index, --milvus, --dtype and options of "
-                "both; add images or texts later"
+                "--from-faiss adopts an index as it is: remove images, texts, --index, --milvus, --dtype and the options of "
+                "images and texts; add images or texts later"
             )
         commands.adopt(out, from_faiss, ids, model)
     elif ids is not None:
-        raise XcompatError("--ids names the vectors of --from-faiss; images are named by their paths, texts by --id-column")
+        raise XcompatError(
+            "--ids works only with --from-faiss: ids of images are their paths, ids of texts come from --id-column; remove --ids"
+        )
     elif source is not None:
         argument_checks.require_inputs(source, model)
         embedder, side = _load(model, dtype, side_info), _load(side_info, dtype) if side_info is not None else None
@@ -288,7 +290,7 @@ def upgrade(
         others = min(_set_options(max_bad_share=max_bad_share, **columns, **texts), default="").replace("_", "-")
         given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{others}"
         of = "texts" if texts else "images"
-        raise XcompatError(f"{given} applies to re-embedded {of}: add --backfill, or remove it to map all items")
+        raise XcompatError(f"{given} applies to re-embedded {of}: add --backfill, or remove {given} to map all items")
     where, opened = Workers(engine, workers, gpus_per_worker), _open(gallery)
     if backfill is None:
         newer = _load_map(model)
@@ -390,10 +392,12 @@ def doctor(
         raise XcompatError("name the images or texts of the gallery with --images or --texts: a sample is re-embedded")
     elif _is_address(gallery):
         if texts:
-            raise XcompatError(f"--{min(texts).replace('_', '-')} is of texts in files; --texts names the field of a store")
+            raise XcompatError(
+                f"--{min(texts).replace('_', '-')} applies to texts in files, but --texts names a field of a store; remove it"
+            )
         examine = partial(_examine_store, field=images, image_folder=image_folder, sample=sample)
     elif image_folder is not None:
-        raise XcompatError("--image-folder is for the image paths of a store; for a gallery, replace it with --images")
+        raise XcompatError("--image-folder applies to image paths in a store; for a gallery, use --images instead")
     else:
         examine = partial(_examine_gallery, images=images, texts=texts, sample=sample)
     with _printing_results(json):

@@ -70,7 +70,7 @@ def _expand_braces(address: str) -> list[str]:
             return expanded
     except ValueError:  # invalid braces or addresses
         pass
-    raise XcompatError(f"{redact_address(address)} is not a valid address, or its braces do not match; fix it")
+    raise XcompatError(f"{redact_address(address)} is not a valid address; check the scheme and the braces")
 
 
 def _matching(address: str) -> list[str]:

@@ -136,7 +136,10 @@ def read_images(listed: Iterable[tuple[Path, str]], folders: list[Path], source:
         XcompatError: ``label_column`` is not ``folder``, ``camera_column`` is set, or a file is not in a class folder.
     """
     if source.label_column not in (None, "folder"):
-        raise XcompatError(f"images in folders have no column {source.label_column!r}; the only label_column is 'folder'")
+        raise XcompatError(
+            f"images in folders have no column {source.label_column!r}; set label_column to 'folder', or list images and "
+            "labels in a table"
+        )
     if source.camera_column is not None:
         raise XcompatError(
             f"images in folders have no column {source.camera_column!r}; list images and cameras in labels.csv, or set "
@@ -218,7 +221,7 @@ def _own_ids(file: Path, column: str, names: list[str], values: pd.Series[Any]) 
     if lacking := [name for name, own in zip(names, found, strict=True) if own is None]:
         raise XcompatError(
             f"{file}: {lacking[0]} has no {column} ({len(lacking):,} of {len(names):,} images have none); fill the column, or "
-            "set id_column to another"
+            "set id_column to another column"
         )
     return [own for own in found if own is not None]
 
@@ -271,8 +274,8 @@ def _folder_of(file: Path, names: list[str]) -> Path:
     missing = [name for name in names if not _exists(folder / name)]
     if missing:
         raise XcompatError(
-            f"{file} names {len(missing)} of {len(names)} images that do not exist, first {missing[0][:200]!r}; "
-            f"paths are relative to {folder}"
+            f"{file} lists {len(names)} images, and {len(missing)} of them do not exist, first {missing[0][:200]!r}; paths are "
+            f"relative to {folder}"
         )
     return folder
 

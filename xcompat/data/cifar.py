@@ -109,8 +109,8 @@ def read_cifar(files: Sequence[Path], version: CifarVersion, label: str) -> Iter
                 index = int(record_B[place])
                 if index >= version.labels[label]:
                     raise XcompatError(
-                        f"{file}: record {row} has {label} label {index}, of {version.labels[label]} classes of {version.name}; "
-                        "fetch it again"
+                        f"{file}: record {row} has the {label} label {index}, but {version.name} has {version.labels[label]} "
+                        "classes; fetch the file again"
                     )
                 pixels_HWC = record_B[len(version.labels) :].reshape(3, SIDE, SIDE).transpose(1, 2, 0)
                 yield {IMAGE: {"bytes": _png(pixels_HWC), "path": None}, ID: f"{file.name}/{row}", LABEL: index}

@@ -43,7 +43,7 @@ def read_coco_captions(file: Path) -> pd.DataFrame:
         for annotation in held["annotations"]:
             captions[annotation["image_id"]].append(str(annotation["caption"]))
     except KeyError as error:
-        raise XcompatError(f"{file}: {error} is missing among its images or their keys; fetch it again") from None
+        raise XcompatError(f"{file}: {error} is missing among the images or their keys; fetch the file again") from None
     except (TypeError, IndexError):
         raise XcompatError(
             f"{file} is not a COCO captions file with images and annotations; write captions as CSV, TSV or JSON lines"

@@ -260,13 +260,13 @@ def to_dataset(glyphs: Glyphs) -> Dataset:
 
 
 def write_glyph_classes(folder: str | Path, n_classes: int = 1000, size: int = 32) -> None:
-    """Write a classification data set with characters as classes and faces as instances. No test face is in ``train``.
+    """Write a classification data set of characters (classes) in typefaces (instances). No test typeface is in ``train``.
 
-    ``train`` has eight faces, ``query`` and ``gallery`` four others each. To choose hyper-parameters, train on ``fit`` (six faces
-    of ``train``) and evaluate on ``validation`` (the other two) as queries and gallery, with a single positive per query.
+    ``train`` has eight typefaces, ``query`` and ``gallery`` four others each. To choose hyper-parameters, train on ``fit`` (six
+    typefaces of ``train``) and evaluate on ``validation`` (the other two) as queries and gallery. Each query has one positive.
 
     Classes are ordered by code point, so ``Subset(scenario="extended-class", fraction=0.5, side="old")`` selects the first half.
-    Images are ordered by the faces of `CLASS_FACES`, then by class.
+    Images are ordered by the typefaces in `CLASS_FACES`, then by class.
 
     Args:
         folder: gets five ``datasets.save_to_disk`` folders with ``image`` (grey PNG), ``id`` (e.g. ``"U+03B1 DejaVuSans"``),

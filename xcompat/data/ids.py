@@ -51,7 +51,8 @@ def require_ids(dataset: datasets.Dataset, column: str, source: PairSource) -> N
     if lacking:
         raise XcompatError(
             f"{source.path}: row {lacking[0]:,} has no {column} ({len(lacking):,} of {before:,} rows have none); "
-            "fill the column, set id_column to another, or rename it: without a column called id, rows are numbered"
+            "fill the column, set id_column to another column, or rename the column (without a column named id, rows are "
+            "numbered)"
         )
     if by_chance:
         _notice_duplicate_id(dataset, np.concatenate(hashes), column, source)

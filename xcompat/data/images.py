@@ -88,7 +88,9 @@ def _find_white_value(mode: str, low: float, high: float) -> float:
         known = high == 0 or DARK <= high <= white
     if not (known and low >= 0):  # false for NaN
         kind = "floats" if mode == "F" else "integers"
-        raise UnusableSampleError(f"its {kind} go from {low:g} to {high:g}, so white is ambiguous; save it with 8 bits")
+        raise UnusableSampleError(
+            f"its {kind} go from {low:g} to {high:g}, so the white value is unknown; save the image with 8 bits"
+        )
     return white
 
 
@@ -145,9 +147,11 @@ def _decode(image: Image.Image, max_pixels: int) -> Image.Image:
     if image.format == "EPS":
         raise UnusableSampleError("PostScript files are programs and are not run; convert the image to PNG")
     if width * height > max_pixels:
-        raise UnusableSampleError(f"{width} x {height} is more than the limit of {max_pixels:,} pixels; make it smaller")
+        raise UnusableSampleError(f"{width} x {height} is more than the limit of {max_pixels:,} pixels; make the image smaller")
     if not 0 < max(width, height) <= MAX_ASPECT * min(width, height):
-        raise UnusableSampleError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; cut it into pieces")
+        raise UnusableSampleError(
+            f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; cut the image into pieces"
+        )
     image.load()  # raises if the file is cut short
     return to_rgb(turn_upright(image))
 

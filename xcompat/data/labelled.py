@@ -191,7 +191,7 @@ def _require_cameras(dataset: datasets.Dataset, source: LabelledSource) -> None:
     values = dataset[CAMERA][:] if source.with_cameras else []
     bad = next((row for row, value in enumerate(values) if not value), None)
     if bad is not None:
-        raise XcompatError(f"{source.path}: image {dataset[bad][ID]!r} has no camera; add it or remove camera_column")
+        raise XcompatError(f"{source.path}: image {dataset[bad][ID]!r} has no camera; add a camera, or remove camera_column")
 
 
 def _given_classes(source: LabelledSource) -> list[str] | None:

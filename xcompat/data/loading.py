@@ -160,7 +160,9 @@ def _load_images(source: PairSource, paths: list[Path]) -> AnyDataset:
 
 def _load_list(source: PairSource, paths: list[Path]) -> AnyDataset:
     if source.captions:
-        raise XcompatError(f"{paths[0]}: a list of images has no captions; write both into a CSV, or set captions: false")
+        raise XcompatError(
+            f"{paths[0]}: a list of images has no captions; write images and captions into a CSV file, or set captions: false"
+        )
     files = files_with(paths, TEXT_SUFFIXES)
     return _load_files("list", files, [], (row for file in files for row in read_list_rows(file, source)), source)
 
@@ -339,7 +341,7 @@ def _from_hub(source: DataSource, streaming: bool) -> AnyDataset:
         )
     except (OSError, ValueError, RuntimeError) as error:  # offline, unknown name, split, configuration or revision
         reason = str(error).splitlines()[0]
-        raise XcompatError(f"{source.path} is neither a local path nor a loadable Hub data set: {reason}") from error
+        raise XcompatError(f"{source.path} is neither a local path nor a data set that loads from the Hub: {reason}") from error
     return loaded if source.split else _one_split(dict(loaded), source)
 
 

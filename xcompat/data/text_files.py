@@ -64,7 +64,9 @@ def _raw_lines(file: Path) -> Iterator[tuple[int, str]]:
                 if text := line.strip():
                     yield number, text
     except UnicodeDecodeError:
-        raise XcompatError(f"{file} is not UTF-8 text near line {number + 1}; convert or remove it") from None
+        raise XcompatError(
+            f"{file} is not UTF-8 text near line {number + 1}; convert the file to UTF-8, or remove the line"
+        ) from None
     except UNREADABLE as error:
         raise XcompatError(f"{file} cannot be read after line {number} ({error}); fetch it again") from error
 
@@ -178,7 +180,7 @@ def table_lines(file: Path, encoding: str) -> Iterator[str]:
 
 
 def text_encoding(file: Path) -> str:
-    """Detect the encoding of a file: UTF-8, UTF-16 or Windows-1252, which includes latin-1.
+    """Detect the encoding of a file: UTF-8, UTF-16 or Windows-1252.
 
     Windows-1252 needs a file that is not UTF-8 and has no UTF-8 character beyond ASCII.
 
@@ -206,8 +208,10 @@ def text_encoding(file: Path) -> str:
         _notice_surrogates(file)
         return "utf-8-sig"
     if holds_utf8 or not windows:
-        raise XcompatError(f"{file} is neither UTF-8 nor Windows-1252 (latin-1) throughout; fix it, or save it as UTF-8")
-    notice_once(f"{file} is not UTF-8 and is read as Windows-1252 (latin-1); if letters come out wrong, save it as UTF-8")
+        raise XcompatError(
+            f"{file} mixes encodings: parts are not UTF-8 and other parts are not Windows-1252; save the file as UTF-8"
+        )
+    notice_once(f"{file} is not UTF-8 and is read as Windows-1252; if letters are wrong, save the file as UTF-8")
     return "cp1252"
 
 

@@ -83,7 +83,9 @@ class Augmentation(BaseModel):
     @model_validator(mode="after")
     def _colours_to_change(self) -> Augmentation:
         if self.colour_probability < 1 and not self.colours:
-            raise ValueError("colour_probability: brightness, contrast, saturation and hue are 0; remove it")
+            raise ValueError(
+                "colour_probability has no effect: brightness, contrast, saturation and hue are 0; remove colour_probability"
+            )
         return self
 
 

@@ -151,7 +151,7 @@ class Provider:
             raise XcompatError(f"{self.name} returned {rows_BD.shape[1]} dimensions, and {dim} before; use the same model")
         if (found := first_not_unit(torch.from_numpy(rows_BD))) is not None:
             row, wrong = found
-            raise XcompatError(f"row {before + row} of the texts, {texts[row][:SHOWN]!r}, as {self.name} embeds it {wrong}")
+            raise XcompatError(f"the embedding of text {before + row} ({texts[row][:SHOWN]!r}) by {self.name} {wrong}")
         return rows_BD
 
     def _announce(self, texts: Iterable[str]) -> None:

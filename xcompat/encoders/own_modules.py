@@ -69,7 +69,9 @@ def register_encoder(module: M) -> M:
     name, options = module.__name__, _options(module)
     for key, option in options.items():
         if option.default is Parameter.empty:
-            raise XcompatError(f"{name} has no default for {key!r}; add it, because its configuration stores every argument")
+            raise XcompatError(
+                f"{name} has no default for {key!r}; add a default, because the configuration stores every argument"
+            )
     model_type = name.lower()
     if model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type].__module__ != module.__module__:
         raise XcompatError(f"{name}: {CONFIG_MAPPING[model_type].__module__} also has a {model_type!r}; rename the class")
@@ -147,5 +149,5 @@ def image_processor_of(transform: Any) -> CLIPImageProcessorPil:  # noqa: ANN401
         elif kind not in ("ToTensor", "ToImage", "ToDtype", "PILToTensor", "ConvertImageDtype"):
             raise XcompatError(f"the transform has a {kind}; use only Resize, CenterCrop, ToTensor and Normalize")
     if not settings["do_resize"]:
-        raise XcompatError("the transform has no Resize; add it with the size of the encoder's images")
+        raise XcompatError("the transform has no Resize; add Resize with the size of the encoder's images")
     return CLIPImageProcessorPil(**settings)

@@ -275,14 +275,14 @@ def _require_readable(whole: SentenceTransformer, name: str, prompts: list[str])
     kind = type(first).__name__
     if kind in ("Router", "Asym"):
         raise XcompatError(
-            f"{name} has separate encoders for queries and passages ({kind}); save the modules of each role as a separate model "
-            "and use those"
+            f"{name} has separate encoders for queries and passages ({kind}); save the modules of each role as a separate "
+            "model, and use these models"
         )
     others = [modality for modality in whole.modalities if modality != "text"]
     if others:
         raise XcompatError(
-            f"{name} reads {', '.join(map(str, others))} in addition to texts ({kind}); choose the image-text model inside it "
-            "without sentence-transformers"
+            f"{name} reads {', '.join(map(str, others))} in addition to texts ({kind}); name the image-text model that it "
+            "contains, not the sentence-transformers model"
         )
     states = isinstance(first, Transformer) and first.modality_config == _READ and first.module_output_name == "token_embeddings"
     if not (states or isinstance(first, StaticEmbedding)):

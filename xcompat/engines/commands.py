@@ -158,7 +158,9 @@ def _require_same(out: str, written: bytes, plan: dict[str, Any], uri: str) -> N
     if different:
         key = different[0]
         if key == "files" and of != without_secrets(uri):
-            raise XcompatError(f"{out} was started with {of}, not {uri}; use the first to continue, or choose another folder")
+            raise XcompatError(
+                f"{out} was started with {of}, not {uri}; use the same input to continue, or choose another folder"
+            )
         if key == "files":  # a digest does not help the reader
             raise XcompatError(f"{uri} has changed since {out} was started; choose another folder")
         raise XcompatError(

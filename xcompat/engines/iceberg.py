@@ -48,7 +48,7 @@ def read(uri: str) -> Source:
             raise XcompatError(f"{uri}: {file.file_path} is not Parquet; rewrite its data files as Parquet")
         other, path = resolve_filesystem(file.file_path)
         if other != system:
-            raise XcompatError(f"{uri}: {file.file_path} is in another file system; move all data files into the same")
+            raise XcompatError(f"{uri}: {file.file_path} is in another file system; move all data files into one file system")
         paths.append(path)
     found: list[fs.FileInfo] = system.get_file_info(sorted(paths))
     if gone := [info.path for info in found if info.type != fs.FileType.File]:
@@ -81,4 +81,6 @@ def _require_names(uri: str, ids: dict[str, int], path: str, own: pa.Schema) -> 
     for field in own:
         number = (field.metadata or {}).get(FIELD_ID)
         if field.name in ids and number is not None and int(number) != ids[field.name]:
-            raise XcompatError(f"{uri}: {path} has a column {field.name!r} with another name today; rewrite its data files")
+            raise XcompatError(
+                f"{uri}: {path} has the column {field.name!r}, which was renamed later; rewrite the data files of the table"
+            )

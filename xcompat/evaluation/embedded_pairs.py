@@ -85,7 +85,9 @@ class EmbeddedPairs:
         for kind, expected_ids, found_ids in sides:
             expected, found = as_ids(expected_ids, len(expected_ids), "old"), as_ids(found_ids, len(found_ids), name)
             if len(expected) != len(found):
-                raise XcompatError(f"{name} has {len(found)} {kind}s but old has {len(expected)}; embed the same items with both")
+                raise XcompatError(
+                    f"{name} has {len(found)} {kind}s but old has {len(expected)}; embed the same items with both models"
+                )
             for position, (want, have) in enumerate(zip(expected, found, strict=True)):
                 if want != have:
                     raise XcompatError(

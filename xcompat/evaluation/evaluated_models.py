@@ -103,7 +103,10 @@ def select_cut_offs(
 def require_cut_offs(name: str, kept: Sequence[int], ks: Sequence[int], n_searched: int) -> None:
     """Raise if :func:`select_cut_offs` keeps no cut-off."""
     if not kept:
-        raise XcompatError(f"{name}: no cut-off of ks={tuple(ks)} is from 1 to below the {n_searched} searched items; add items")
+        raise XcompatError(
+            f"{name}: no cutoff of ks={tuple(ks)} is from 1 to below the {n_searched} searched items; set smaller cutoffs, or "
+            "add items"
+        )
 
 
 class SearchResults(NamedTuple):

@@ -78,7 +78,7 @@ def area_under_roc(scores_Q: np.ndarray, better_Q: np.ndarray, clusters_Q: Ids |
     better_Q = np.asarray(better_Q, bool)
     better, worse = np.asarray(scores_Q)[better_Q], np.asarray(scores_Q)[~better_Q]
     if not len(better) or not len(worse):
-        raise XcompatError("the area under the ROC curve needs better and worse queries, but all are of one kind")
+        raise XcompatError("the area under the ROC curve needs better and worse queries, but all queries are of one kind")
     ranks_Q = rankdata(np.concatenate([better, worse]))
     above_P = (ranks_Q[: len(better)] - rankdata(better)) / len(worse)
     below_N = 1 - (ranks_Q[len(better) :] - rankdata(worse)) / len(better)

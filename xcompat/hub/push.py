@@ -108,7 +108,8 @@ def _open_repository(
         now, asked = ("public", "private") if private else ("private", "public")
         why = "--private, or a base that is gated or private," if private else "--public"
         raise XcompatError(
-            f"{repo} is {now}, but {why} requires {asked}; make it {asked} there, or push with --{now} (private={not private})"
+            f"{repo} is {now}, but {why} requires {asked}; make the repository {asked} on the Hub, or push with --{now} "
+            f"(private={not private})"
         )
     if overwrite:
         return repo

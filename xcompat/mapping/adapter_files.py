@@ -85,7 +85,7 @@ def _arrays(path: Path) -> tuple[dict[str, Tensor], str | None]:
 def _npz(path: Path) -> tuple[dict[str, Tensor], str | None]:
     with zipfile.ZipFile(path) as entries:
         if sum(entry.file_size for entry in entries.infolist()) > LARGEST:
-            raise XcompatError(f"{path} contains more than {LARGEST // 2**30} GiB; adapters are smaller")
+            raise XcompatError(f"{path} contains more than {LARGEST // 2**30} GiB; choose a file with an adapter only")
     with np.load(path, allow_pickle=False) as file:
         found = {name: file[name] for name in file.files}
     activation = found.pop("activation", None)
@@ -186,7 +186,9 @@ def _networks(
     old_dim = cast(int, old["dim"])
     for name in arrays:
         if not _LAYER.fullmatch(name):
-            raise XcompatError(f"{path} contains {name!r} beside layers of nn.Sequential, which have only a weight and a bias")
+            raise XcompatError(
+                f"{path} contains {name!r} beside layers of nn.Sequential, which have only a weight and a bias; remove this array"
+            )
     if _is_projection(arrays, new_dim, old_dim) and activation != "relu":
         model = ProjectionModel(ProjectionModel.config_class(old=old, embedding_dim=new_dim))
         model.projection.load_state_dict(dict(arrays))

@@ -82,7 +82,7 @@ class MemorySettings(NamedTuple):
         if self.items and not unknown:
             raise XcompatError("--remember-items does not work with classes or captions; remove it")
         if self.codec is not None and unknown and not self.items:
-            raise XcompatError("--memory-codec needs a memory; add classes or captions, or remove it")
+            raise XcompatError("--memory-codec needs a memory; add classes or captions, or remove --memory-codec")
 
 
 def map_embeddings(asked: MapRequest) -> bool:

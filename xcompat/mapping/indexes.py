@@ -174,7 +174,7 @@ def read_store(address: StoreAddress) -> Vectors:
             ids += names
             spool.add(vectors_ND)
     if not ids:
-        raise XcompatError(f"{address} has no vectors")
+        raise XcompatError(f"{address} has no vectors; add items first")
     return Vectors(spool.map_rows(), ids)
 
 

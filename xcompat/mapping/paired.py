@@ -312,7 +312,7 @@ def _common_kinds(old: Place, new: Place, old_sides: dict[str, Side], new_sides:
         found = f"{old} contains {' and '.join(old_sides)} embeddings, but {new} {' and '.join(new_sides)} embeddings"
         raise XcompatError(f"{found}; give embeddings of the same items by both models")
     if len(kinds) > 2:
-        raise XcompatError(f"{old} and {new} contain images, texts and queries; keep the files of two of them")
+        raise XcompatError(f"{old} and {new} contain images, texts and queries; keep the files of only two of these")
     return kinds
 
 
@@ -373,7 +373,9 @@ def _same_classes(old: Side, new: Side, old_rows_N: NDArray[np.int64], new_rows_
     if len(found) == 2 and found[0] != found[1]:
         row, first, second = next((row, *both) for row, both in enumerate(zip(*found, strict=True)) if both[0] != both[1])
         name = old.ids[int(old_rows_N[row])] if old.ids is not None else f"row {row}"
-        raise XcompatError(f"{name} has the class {first!r} in {LABELS} of {old.path}, but {second!r} in {new.path}")
+        raise XcompatError(
+            f"{name} has the class {first!r} in {LABELS} of {old.path}, but {second!r} in {new.path}; correct one of the files"
+        )
     return found[0] if found else None
 
 

@@ -288,7 +288,7 @@ def make_initial_map(name: str | None, activation: Activation | None) -> Initial
     if name is not None:
         return InitialMap(name, activation)
     if activation is not None:
-        raise XcompatError("--activation needs an adapter file in --start-from; add it, or remove --activation")
+        raise XcompatError("--activation needs an adapter file; set --start-from to the file, or remove --activation")
     return None
 
 
@@ -310,7 +310,9 @@ def require_start(start: InitialMap) -> bool:
     path = Path(start.name)
     if path.suffix in SUFFIXES or path.is_file():
         if path.suffix not in SUFFIXES or not path.is_file():
-            raise XcompatError(f"{path} is not a file of {' or '.join(SUFFIXES)}; use one, or the folder or name of a checkpoint")
+            raise XcompatError(
+                f"{path} is not a {' or '.join(SUFFIXES)} file; use such a file, or the folder or name of a checkpoint"
+            )
         return True
     if start.activation is not None:
         raise XcompatError(f"{start.name} is a checkpoint with its own activation; remove --activation")

@@ -146,5 +146,5 @@ def _check(array: NDArray[Any], names: list[str], file: Path, lines: Path | str)
         notice(line)
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise XcompatError(f"{lines}: {twice!r} is on two lines and has two rows; remove one")
+        raise XcompatError(f"{lines}: {twice!r} is on two lines and has two rows; remove one line and its row")
     return array, names

@@ -340,7 +340,9 @@ def _all_names(gallery: Snapshot, segment: Segment, ids: Sequence[str] | None, o
     check_ids(added)
     present = [name for name, version in zip(added, gallery.find(added), strict=True) if version is not None]
     if present:
-        raise XcompatError(f"{present[0]!r} was added to {path}, but is in the gallery already; remove it there first")
+        raise XcompatError(
+            f"{present[0]!r} was added to {path}, but is in the gallery already; remove this item from the gallery first"
+        )
     return names
 
 

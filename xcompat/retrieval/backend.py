@@ -126,7 +126,7 @@ def check_place(metric: Metric, index: str, dim: int, milvus: str | None) -> str
         make_index(index, dim, metric)
         return None
     if index != EXACT:
-        raise XcompatError(f"{index} is a faiss index, but Milvus chooses its own; remove index")
+        raise XcompatError(f"{index} is a kind of faiss index, but Milvus chooses the index itself; remove index")
     from xcompat.retrieval.milvus_index import connect
 
     uri = milvus_uri(milvus)

@@ -81,7 +81,7 @@ def check_canary(gallery: Gallery, embedder: Embedder, store: bool = False) -> C
         return None
     if not any(model.digest in (version.digest, *version.shares) for version in gallery.manifest.versions):
         made = ", ".join(map(str, gallery.versions))
-        raise XcompatError(f"{model} made no embeddings of {gallery.path}; choose a model of its embeddings ({made})")
+        raise XcompatError(f"{gallery.path} has no embeddings by {model}; choose a model of this gallery ({made})")
     vectors_ND = _embed_inputs(embedder)
     write_json(gallery.path / FILE, [*stored, {"name": model.name, "fingerprint": model.digest, "vectors": vectors_ND.tolist()}])
     return Canary(model, is_new=True)

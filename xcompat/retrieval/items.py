@@ -79,7 +79,7 @@ def check_items(
     side = as_float32(side_info_NS).copy() if side_info_NS is not None else None
     for name, count in (("ids", len(ids)), ("side_info", len(embeds_ND if side is None else side))):
         if count != len(embeds_ND):
-            raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give one for each")
+            raise XcompatError(f"there are {len(embeds_ND)} embeddings but {count} {name}; give the same number of both")
     check_ids(ids)
     unit_ND = checked_embeddings(embeds_ND, metric, lambda row: f"the embedding of {ids[row]!r}")
     if side is not None:
@@ -143,7 +143,7 @@ def as_json(ids: Sequence[str], metadata: Sequence[dict[str, Any] | None] | None
     if metadata is None:
         return [None] * len(ids)
     if len(metadata) != len(ids):
-        raise XcompatError(f"there are {len(ids)} ids but {len(metadata)} metadata; give one for each")
+        raise XcompatError(f"there are {len(ids)} ids but {len(metadata)} metadata dictionaries; give a dictionary per id")
     texts: list[str | None] = []
     columns = JsonColumns()
     for name, value in zip(ids, metadata, strict=True):

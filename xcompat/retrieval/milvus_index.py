@@ -139,7 +139,7 @@ class MilvusIndex:
 
     def set_parameters(self, parameters: str) -> None:
         """Raise: Milvus chooses its own parameters."""
-        raise XcompatError(f"search parameters {parameters!r} are for faiss, but Milvus chooses its own; remove them")
+        raise XcompatError(f"search parameters {parameters!r} are for faiss, but Milvus chooses parameters itself; remove them")
 
     @_explain_errors
     def search(self, queries_Qd: NDArray[np.float32], k: int, kept_N: NDArray[np.bool_] | None = None) -> Found:

@@ -172,7 +172,9 @@ class Reranker:
         if all(text is None for text in asked.texts) and isinstance(source, CompatModel | Fingerprint):
             raise XcompatError(f"{self.fingerprint} cannot embed queries given as embeddings; give texts or images")
         if self._embedder is None:
-            raise XcompatError(f"{self.fingerprint} is a service and re-ranks its own queries only; search with a map of it")
+            raise XcompatError(
+                f"{self.fingerprint} is a service and can only re-rank its own queries; search with a map fitted for this service"
+            )
         return queries.re_embed(self._embedder.for_queries(), range(len(asked.ids)))
 
     @property
@@ -217,7 +219,8 @@ class Reranker:
         queries = as_float32(queries_QD)
         if queries.shape[1] != self.dim:
             raise FingerprintMismatchError(
-                f"the queries have {queries.shape[1]} dimensions, but {self.fingerprint} makes {self.dim}; embed them with it"
+                f"the queries have {queries.shape[1]} dimensions, but {self.fingerprint} has {self.dim}; embed the queries "
+                "with this model"
             )
         wanted = {hit.id: hit for hits in hits_Q for hit in hits}
         embeds = self._new_embeddings(gallery, wanted, cache)

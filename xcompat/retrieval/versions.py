@@ -115,13 +115,13 @@ def require_like_sides(known: VersionRecord, have: set[int], side_dim: int, by: 
         )
     if side_dim and known.side_info != by:
         raise XcompatError(
-            f"the side-information of the {known.fingerprint} embeddings of this gallery is of another model than that of "
-            "these items (--side-info); use the same model"
+            f"the gallery's {known.fingerprint} embeddings have side-information by another model than these items "
+            "(--side-info); use the same model for both"
         )
     if have != {side_dim}:
         raise XcompatError(
-            f"the side-information of the {known.fingerprint} embeddings of this gallery has {min(have)} dimensions, that of "
-            f"these items {side_dim}; use the same model"
+            f"the gallery's {known.fingerprint} embeddings have side-information of {min(have)} dimensions, but these items "
+            f"have {side_dim}; use the same model for both"
         )
 
 

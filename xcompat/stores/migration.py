@@ -539,7 +539,10 @@ def _require_migration(store: Store, mapping: AnyVectorSource) -> Migration:
     """Return the migration, and raise if it has another map."""
     migration = migration_of(store)
     if migration.model != mapping.digest:
-        raise FingerprintMismatchError(f"the migration of {store.uri} was started with another model than {mapping.target[0]}")
+        raise FingerprintMismatchError(
+            f"the migration of {store.uri} was started with another model than {mapping.target[0]}; continue with the first "
+            "model, or run `xcompat migrate rollback` first"
+        )
     if migration.sketch is not None:
         mapping.require_same_service(migration.sketch)
     return migration

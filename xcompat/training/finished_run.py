@@ -137,7 +137,7 @@ class FinishedRun:
         return self.test.embed(old, self.cache_dir(old))
 
     def judged_rows(self, old: FrozenModel) -> dict[str, np.ndarray]:
-        """Return evaluated rows by kind, in the report's order."""
+        """Return kind (e.g. ``queries``) -> row numbers of the evaluated items in the test set, in the report's order."""
         contestant = self.embed_test_set(old)
         numbered = {kind: np.arange(len(embeds))[:, None] for kind, embeds in contestant.matrices().items()}
         kept = contestant.with_matrices(numbered).keep(contestant.readable())

@@ -103,14 +103,14 @@ class JudgedTexts(Section):
 
 
 class JudgedTemplates(Section):
-    """Templates of images to verify and identify, in IJB-C's files.
+    """Templates (sets of images of a subject) to verify and identify, in the file formats of IJB-C.
 
     Args:
         images: images, e.g. aligned faces, with the names in ``members`` as ids.
-        members: lines of image, template and medium (``ijbc_face_tid_mid.txt``).
-        pairs: lines of two templates, and 1 for the same subject or 0 (``ijbc_template_pair_label.txt``).
-        gallery: tables of template and subject, searched together (``ijbc_1N_gallery_G1.csv``, ``…_G2.csv``).
-        probes: table of template and subject to search for (``ijbc_1N_probe_mixed.csv``).
+        members: text file with an image, a template id and the id of the photo or video per line (``ijbc_face_tid_mid.txt``).
+        pairs: text file with two template ids per line, and 1 for the same subject or 0 (``ijbc_template_pair_label.txt``).
+        gallery: CSV files of template and subject. Their union is searched (``ijbc_1N_gallery_G1.csv``, ``…_G2.csv``).
+        probes: CSV file of template and subject to search for (``ijbc_1N_probe_mixed.csv``).
     """
 
     images: ImageSource

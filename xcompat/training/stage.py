@@ -151,7 +151,7 @@ class Stage:
         return penultimate_embedder(new)
 
     def independent(self) -> Embedder | None:
-        """Load ``independent``, else the new model if trained."""
+        """Load ``independent``. If not set, load the new model as it is before training, or return None for a backbone."""
         if self.settings.independent is not None:
             return self.embedder("independent")
         # methods for labelled images start from a backbone without a trained embedding

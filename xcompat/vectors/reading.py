@@ -162,7 +162,7 @@ def _read_names(table: Path, rows: int, array: Path) -> list[str]:
     names = pq.read_schema(table).names
     column = Columns("image_path").find_id(names)
     if column is None:
-        raise XcompatError(f"{table} has no column with ids (it has {', '.join(names)}); it needs image_path")
+        raise XcompatError(f"{table} has no column with ids (it has {', '.join(names)}); add the column image_path")
     ids: list[str] = pq.read_table(table, columns=[column])[column].cast(pa.string()).to_pylist()
     if len(ids) != rows:
         raise XcompatError(f"{table} has {len(ids):,} rows, but {array} {rows:,}; write both again")

@@ -294,7 +294,10 @@ def _scales(file: object, batch: pa.RecordBatch) -> NDArray[np.float32]:
         raise XcompatError(f"{file} holds int8 without a scale: add a column {SCALE!r}; 1.0 in each row, if all steps are alike")
     scales = batch.column(SCALE)
     if not (pa.types.is_floating(scales.type) or pa.types.is_integer(scales.type)):
-        raise XcompatError(f"{file}: column {SCALE!r} is {scales.type}, not a number a row; scales of dimensions go with .npy")
+        raise XcompatError(
+            f"{file}: column {SCALE!r} is {scales.type}, not a number; write a number per row, or use .npy for scales per "
+            "dimension"
+        )
     scales_B: NDArray[np.float32] = pc.cast(scales, pa.float32()).to_numpy(zero_copy_only=False)
     if not (np.isfinite(scales_B) & (scales_B > 0)).all():
         raise XcompatError(f"{file} holds a scale that is not a positive number")
