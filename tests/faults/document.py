@@ -42,7 +42,8 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
     lines = [
         "# Faults",
         "",
-        "This page lists results of fault injection. Fixed failures stay listed.",
+        "This page lists results of fault injection. A failure is any other outcome than its section describes, e.g. "
+        "a crash or a wrong result. Fixed failures stay listed.",
         "",
         "Use `make faults` to repeat all trials, or repeat a kind or operation with "
         '`python tests/faults/long_run.py --only "killed migrations"`.',
@@ -61,7 +62,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
             "",
             WHAT.get(group, ""),
             "",
-            "| operation | trials | failures | made |",
+            "| operation | trials | failures | measured |",
             "|---|---:|---:|---|",
         ]
         lines += [f"{_line(row.name, [row])} {row.date} |" for row in found]

@@ -94,7 +94,7 @@ def _summarise(reasons: Sequence[str], total: int | None = None) -> str:
 
 @dataclass
 class BadSamples:
-    """Samples without readable image or caption, each counted once. Data loader workers count their own.
+    """Samples without readable image or caption, each counted once. Each data loader worker counts the samples that it reads.
 
     Args:
         max_share: largest tolerated share.

@@ -28,13 +28,13 @@ FILE_COLUMNS = ("file_name", "filename", "path")
 def contains_images(path: str) -> bool:
     """Return whether a source contains images, not texts.
 
-    Folders of images or shards do, and tables and data sets with an image or its path in the first row.
+    Sources of images are folders of images or shards, and tables and data sets with an image or an image path in the first row.
 
     Args:
         path: as in :class:`~xcompat.data.sources.DataSource`.
 
     Raises:
-        XcompatError: it contains neither, or cannot be read.
+        XcompatError: the source contains neither images nor texts, or cannot be read.
 
     Example:
         >>> import tempfile

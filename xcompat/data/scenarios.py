@@ -59,9 +59,9 @@ def old_and_new_rows(
     """Split samples between the old and the new model (MixBCT §4.2, Table 1).
 
     - ``*-class``: the old model gets the first ``fraction`` of the classes, rounded down as in the paper, at least 1.
-    - ``*-data``: it gets the first ``fraction`` of each class's samples, rounded up.
+    - ``*-data``: the old model gets the first ``fraction`` of each class's samples, rounded up.
     - ``extended-*``: the new model gets everything.
-    - ``open-*``: it gets only the rest, which is never empty.
+    - ``open-*``: the new model gets only the rest, which is never empty.
 
     Args:
         labels_N: class index of each sample.

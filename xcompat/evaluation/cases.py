@@ -106,7 +106,7 @@ class Difference:
         direction: as in :class:`Case`.
         metric: e.g. ``recall@10``.
         mean: mean difference.
-        ci95: its 95 % interval from the paired bootstrap.
+        ci95: 95 % interval of the mean from the paired bootstrap.
         queries_needed: number of queries needed to exclude zero (:func:`~xcompat.evaluation.intervals.queries_needed`); None
             without an estimate.
         population: as in :class:`Case`.
@@ -162,7 +162,7 @@ class Criterion:
         backward_compatible: ``new/old > old/old`` for every metric, direction and query population.
         new_model_not_hurt: ``new/new >= independent/independent`` over all queries; None if not measured.
         failed: a line per failed comparison of either verdict.
-        differences: ``new/old - old/old`` per direction, population and metric.
+        differences: ``new/old - old/old`` per direction, query population and metric.
     """
 
     backward_compatible: bool

@@ -38,13 +38,13 @@ class TemplateProtocol:
 
     Args:
         templates_N: int64 ``(N,)`` each image's template, from 0 to T - 1.
-        media_N: int64 ``(N,)`` each image's medium; frames of a video share theirs.
+        media_N: int64 ``(N,)`` each image's medium (a photo or a video); frames of a video have the same medium.
         pairs_P2: int64 ``(P, 2)`` templates to verify, the enrolled template first; None for no verification.
         same_P: bool ``(P,)``, True for pairs of the same subject.
         gallery_G: int64 ``(G,)`` gallery templates; None for no identification.
-        gallery_subjects_G: int64 ``(G,)`` their subjects.
+        gallery_subjects_G: int64 ``(G,)`` subject of each gallery template.
         probes_Q: int64 ``(Q,)`` probe templates.
-        probe_subjects_Q: int64 ``(Q,)`` their subjects.
+        probe_subjects_Q: int64 ``(Q,)`` subject of each probe template.
         is_open: whether some probes are impostors, i.e. their subject is not in the gallery. Without impostors, all wrong items
             set the threshold of identification.
         n_lost: number of templates dropped for lack of readable images.

@@ -32,8 +32,8 @@ class EvaluationOptions:
         fars: false acceptance rates for TAR@FAR of labelled images.
         fpirs: false positive identification rates for TPIR@FPIR of labelled images.
         rerank: hits per new query to re-rank with the new model (``new+rerank/old``); 0 for none.
-        rerank_weight: weight of the old scores in it.
-        threshold: cosine threshold of old queries, to carry over to new ones.
+        rerank_weight: weight of the old scores in re-ranking.
+        threshold: cosine threshold of old queries, to convert to a threshold of new queries.
     """
 
     ks: Sequence[int] | None = None

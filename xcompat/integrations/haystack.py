@@ -66,8 +66,8 @@ class CompatTextEmbedder(_Embedder):
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: as there.
-        device: as there.
+        version: as in ``TextEmbedder``.
+        device: as in ``TextEmbedder``.
         embed_with: as there. A pipeline with it cannot be saved.
 
     Example:
@@ -86,8 +86,8 @@ class CompatVectorMapper(_Embedder):
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`. A map needs no encoder.
-        version: as there.
-        device: as there.
+        version: as in ``TextEmbedder``.
+        device: as in ``TextEmbedder``.
 
     Example:
         ``pipeline.connect("openai.embedding", "mapper.embedding"); pipeline.connect("mapper.embedding", "retriever")``
@@ -105,8 +105,8 @@ class CompatDocumentEmbedder(_Embedder):
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: as there.
-        device: as there.
+        version: as in ``TextEmbedder``.
+        device: as in ``TextEmbedder``.
         meta_fields_to_embed: metadata to embed before a document's text, as in Haystack's own embedders.
         embedding_separator: separator between them.
         embed_with: as in :class:`CompatTextEmbedder`.

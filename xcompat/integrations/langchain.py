@@ -24,8 +24,8 @@ class CompatEmbeddings(Embeddings):
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: as there.
-        device: as there.
+        version: as in ``TextEmbedder``.
+        device: as in ``TextEmbedder``.
         embed_with: as there.
 
     Example:

@@ -25,8 +25,8 @@ class CompatEmbedding(BaseEmbedding):
 
     Args:
         model: as in :class:`~xcompat.integrations.texts.TextEmbedder`.
-        version: as there.
-        device: as there.
+        version: as in ``TextEmbedder``.
+        device: as in ``TextEmbedder``.
         embed_with: as there.
         kwargs: the other fields of LlamaIndex's embedding models, except ``model_name``.
 

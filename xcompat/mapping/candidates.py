@@ -93,7 +93,7 @@ class Candidate:
         damping: ε of the learned transform.
         sharpness: β of the memory.
         share: λ of the memory; 0 for no memory.
-        old_share: weight of the old query on the arc between both (:func:`~xcompat.heads.slerp`); 0 for the map alone.
+        old_share: weight of the old query in a mix with the new query (:func:`~xcompat.heads.slerp`); 0 for the map alone.
     """
 
     line: str
@@ -247,9 +247,9 @@ def fit(candidate: Candidate, known: CandidateParts, confidence: Calibration | N
     """Build a candidate's model, with its score scales.
 
     Args:
-        candidate: its parts and settings.
-        known: the parts, learned from a training set.
-        confidence: calibration of its memory; None for none.
+        candidate: parts and settings of the map.
+        known: parts learned from a training set.
+        confidence: calibration of the map's memory; None for no confidence.
     """
 
     def solve_copy(pairs: Paired, old: Described) -> CompatModel:  # an imported map must not change

@@ -55,7 +55,7 @@ class FittedMap:
 
     @property
     def is_safe(self) -> bool:
-        """Whether its queries are surely at or above old ones on held-out items."""
+        """Whether new queries surely find at least as much as old queries on the validation split."""
         return self.choice is not None and self.choice.is_safe
 
     @property
@@ -97,7 +97,7 @@ class FittedMap:
         return found_Bd[0] if isinstance(queries, str) else found_Bd
 
     def save(self, folder: str | Path) -> None:
-        """Save the model to a folder, which all commands and ``AutoModel`` can load. Warn if it is not safe (:attr:`is_safe`)."""
+        """Save the map to a folder for all commands and ``AutoModel``. Warn unless the map is safe (:attr:`is_safe`)."""
         if not self.is_safe:
             notice("the saved map is not surely at or above old queries; compare both on your data before you switch")
         self.model.save_pretrained(folder)
@@ -124,23 +124,24 @@ def fit_map(
     gallery: ArrayLike | Tensor | str | Path | None = None,
     remember_items: bool = False,
 ) -> FittedMap:
-    """Choose a map of queries on held-out items, and solve it on all items.
+    """Choose a map of queries on a validation split, and fit the chosen map on all items.
 
     Args:
         old: (N, d) float embeddings by the old model: an array, a tensor, a faiss index, a gallery, or a path or database's
             address as in `xcompat map --old`.
         new: (N, D) float embeddings of the same items by the new model, as for ``old``. Two paths or galleries are joined by
             their ids. Otherwise rows are in the same order.
-        labels: N classes for validation. Two paths have their own.
+        labels: class of each of the N items, for validation. If both sides are paths, their ``labels.txt`` files are used.
         texts: N texts for validation by sentences, which needs ``new_model``.
-        old_model: folder or Hub name of the old model, to mix in its queries if no map alone is safe; or its name in galleries.
+        old_model: folder or Hub name of the old model, to mix in old queries if no map alone is safe. Or the name recorded for
+            the old model in galleries.
         new_model: new model, to embed texts as queries.
         seed: random seed for the validation split.
-        gallery: stored embeddings or their path. A notice warns if the pairs are unlike them.
+        gallery: stored embeddings or their path, to print a warning if the pairs are unlike the gallery.
         remember_items: whether to try a memory of all items, for pairs without classes or captions.
 
     Returns:
-        The map. Check ``is_safe`` before you use it: the best candidate can find less than old queries.
+        The map. Check ``is_safe`` before you use the map: even the best candidate can find less than old queries.
 
     Raises:
         XcompatError: the sides are unusable, or a model does not fit them.

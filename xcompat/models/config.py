@@ -60,7 +60,7 @@ class CompatConfig(PreTrainedConfig):
         thresholds: :class:`~xcompat.score_scale.Thresholds`, old score thresholds and their replacements, or None.
         old_share: the old query's weight in searches with both models (:func:`~xcompat.heads.slerp`), or None.
         rerank_old_weight: the old scores' weight in re-ranking, chosen on the validation split, or None.
-        rerank_candidates: number of hits to re-rank, chosen there too, or None.
+        rerank_candidates: number of hits to re-rank, also chosen on the validation split, or None.
         started_from: map for `xcompat map --start-from`: ``name``, ``revision``, ``fingerprint``, or None.
         service: a map's embedding service: ``name``, ``function``, and ``sketch`` from its embeddings of test texts, or None.
 
@@ -150,10 +150,10 @@ def describe_old(
     """Describe an old model for ``CompatConfig.old``, as JSON-like dictionary.
 
     Args:
-        fingerprint: its identity and name.
-        dim: d, its embedding dimension.
-        logit_scale: its training scale, if known.
-        compatible_with: earlier versions with galleries in its space.
+        fingerprint: the old model's identity and name.
+        dim: d, the old model's embedding dimension.
+        logit_scale: the old model's training scale, if known.
+        compatible_with: earlier versions with galleries in the same space.
     """
     earlier = [{"name": version.name, "fingerprint": version.digest, "dim": dim} for version in compatible_with or []]
     return {

@@ -39,7 +39,7 @@ class Embedder:
         processor: its preprocessing.
         fingerprint: its identity in this space.
         dim: dimension of :meth:`embed`.
-        logit_scale: its training scale, if known.
+        logit_scale: the old model's training scale, if known.
         compatible_with: versions with galleries in its space.
         reads: whether it embeds the image or the caption of a captioned image (captions for text encoders, BT² §4.7).
         autocast: half precision for computing; None to use the weights' dtype.

@@ -33,10 +33,10 @@ class Hit(NamedTuple):
     """Item found by a search.
 
     Args:
-        image: its image, if any.
-        caption: its text.
+        image: the item's image, if any.
+        caption: the item's text.
         is_hit: whether it matches the query.
-        gain: its judged relevance, if hits are graded.
+        gain: judged relevance of the item, if hits are graded.
     """
 
     image: Image.Image | None

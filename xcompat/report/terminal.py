@@ -48,9 +48,9 @@ def print_quality(model: str, console: Console, mapped: bool) -> None:
     """Print the result of each way to the new model on a run's test set, or a map's result on its validation split.
 
     Args:
-        model: the run or map.
+        model: the run or the map.
         console: output console.
-        mapped: whether it maps galleries.
+        mapped: whether the model maps galleries.
     """
     file = report_file(model)
     if not file.is_file():

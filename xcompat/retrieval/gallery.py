@@ -79,7 +79,7 @@ class Gallery(Snapshot):
         Args:
             path: an empty or new folder.
             model_or_fingerprint: the default model for :meth:`add`.
-            dim: its embedding dimension; required with a fingerprint.
+            dim: the model's embedding dimension; required with a fingerprint.
             metric: ``cosine``, ``ip`` or ``l2``. By default the model's own, or cosine for a fingerprint.
             index: faiss factory string, e.g. ``Flat``, ``HNSW32``, ``IVF1024,Flat``, ``IVF1024,PQ64`` or ``SQ8``.
             milvus: Milvus URI to store the vectors (a file for milvus-lite, or ``http://host:19530``); None to use faiss.
@@ -112,9 +112,10 @@ class Gallery(Snapshot):
 
         Args:
             path: the gallery folder, empty or new.
-            index: the index file. After changes the gallery refuses it; :meth:`resync` accepts added vectors.
+            index: the index file. The gallery refuses a changed file; :meth:`resync` accepts added vectors.
             ids: an id per vector, in the order of addition; None to use the ids in the index. For an inverted file with its own
-                ids, item N is the vector with id N. If the ids equal the index's own, each goes to its vector.
+                ids, item N is the vector with id N. If the given ids equal the index's ids, each belongs to the vector
+                with this id.
             model_or_fingerprint: the model that made the vectors.
             metadata: a JSON object or None per vector.
 
@@ -127,8 +128,8 @@ class Gallery(Snapshot):
         """Accept vectors added to the adopted index. Removed items stay removed.
 
         Args:
-            ids: ids for all its vectors, in order; None if none was added, e.g. for a copied file.
-            metadata: metadata for all its vectors; None to keep the known metadata.
+            ids: ids for all vectors of the index, in order; None if no vector was added, e.g. for a copied file.
+            metadata: metadata for all vectors of the index; None to keep the known metadata.
 
         Returns:
             The generation number.
@@ -142,7 +143,7 @@ class Gallery(Snapshot):
 
     @classmethod
     def open(cls, path: str | Path, generation: int | None = None) -> Self:
-        """Open a gallery; reads only its manifest.
+        """Open a gallery. Only the manifest is read.
 
         Args:
             path: its folder.
@@ -183,8 +184,8 @@ class Gallery(Snapshot):
         """Add items; they become visible after :meth:`commit`.
 
         Args:
-            embeds_ND: (N, D) embeddings as output by the model; with a fingerprint, as stored. Their model is not checked; use
-                `xcompat gallery doctor`.
+            embeds_ND: (N, D) embeddings as output by the model; with a fingerprint, as stored. To check the
+                model, use `xcompat gallery doctor`.
             ids: N new strings.
             metadata: N JSON objects or Nones, for filters and hits.
             version: the embeddings' model; by default the gallery's first.
@@ -239,8 +240,8 @@ class Gallery(Snapshot):
             The generation number.
 
         Raises:
-            FingerprintMismatchError: no single model could search all items. Replace the others too, or discard with
-                :meth:`close`.
+            FingerprintMismatchError: no single model could search all items. Also replace the items of other models, or
+                discard the changes with :meth:`close`.
         """
         if self._staging is not None:
             self.show(self._staging.commit(by))
@@ -297,20 +298,20 @@ class Gallery(Snapshot):
         return version.fingerprint
 
     def upgrade(self, model: CompatModel, batch_size: int = 65536, spread: Executor = run_locally) -> int:
-        """Map stored embeddings to a newer model's space, without images. A rollback undoes it until a compaction.
+        """Map stored embeddings to a newer model's space, without images. A rollback undoes the upgrade until a compaction.
 
-        It maps the old model's embeddings, and embeddings that compatible models stored in its space.
+        Embeddings by the old model are mapped, and embeddings that compatible models stored in the old space.
 
         Args:
             model: a model that maps galleries, e.g. FCT.
-            batch_size: embeddings in memory at a time; a few times more with workers.
+            batch_size: embeddings in memory at a time; with workers, a few times as many.
             spread: where to run; by default in this process.
 
         Returns:
             The number of mapped embeddings.
 
         Raises:
-            XcompatError: the model maps no galleries or nothing in this one, or another process writes.
+            XcompatError: the model maps no galleries, or no embedding of this gallery, or another process writes.
             FingerprintMismatchError: the model can neither map nor search some embeddings.
         """
         with self:

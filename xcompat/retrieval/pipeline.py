@@ -74,7 +74,7 @@ class CompatibleRetrievalPipeline(Pipeline):
             :class:`~xcompat.embeddings.provider.Provider`.
         rerank: number of hits to re-rank, True for the number fitted with the model (or 20), or a
             :class:`~xcompat.retrieval.reranking.Reranker`.
-        originals: path to the gallery's originals for ``rerank``; None to use the texts in its metadata.
+        originals: path to the gallery's originals for ``rerank``; None to use the texts in the gallery's metadata.
         kwargs: arguments for every transformers pipeline; ``top_k``, ``where``, ``merge``, ``parameters`` and ``group_by`` become
             defaults for :meth:`~xcompat.retrieval.gallery.Gallery.search`.
 

@@ -142,7 +142,7 @@ class Store(ABC):
             condition: condition in the store's language, None to use all rows.
 
         Raises:
-            XcompatError: the store does not support it, or the condition is invalid.
+            XcompatError: the store does not support conditions, or the condition is invalid.
         """
         if condition is not None:
             raise XcompatError(f"{self.uri}: --where works only with PostgreSQL tables; remove it to migrate all rows")
@@ -293,9 +293,9 @@ class Store(ABC):
             model: as in :meth:`~xcompat.retrieval.Gallery.search`.
             top_k: maximum hits per query.
             filter: filter in the store's language.
-            old_queries: as there.
-            rerank: as there. New embeddings are cached in the new space of a migration to this model.
-            rerank_queries: as there.
+            old_queries: as in ``Gallery.search``.
+            rerank: as in ``Gallery.search``. New embeddings are cached in the new space of a migration to this model.
+            rerank_queries: as in ``Gallery.search``.
 
         Returns:
             Hits per query, best first.
@@ -502,7 +502,7 @@ class Store(ABC):
         """Renew the migration lease, if it can expire.
 
         Raises:
-            XcompatError: another process took it.
+            XcompatError: another process took the lease.
         """
         return
 

@@ -60,7 +60,7 @@ class Lease:
         """Extend the lease.
 
         Raises:
-            XcompatError: another process took it.
+            XcompatError: another process took the lease.
         """
         if not self._is_own():
             raise self._lease_error()
