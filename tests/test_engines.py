@@ -243,9 +243,9 @@ def test_a_second_run_makes_what_is_missing_alone(run: Run, model: str, source: 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("byte", "part-000001.parquet has changed since it was written; writing it again"),
-        ("no checksum", "part-000001.parquet has no checksum; writing it again"),
-        ("checksum", "part-000001.parquet has a damaged checksum; writing it again"),
+        ("byte", "part-000001.parquet has changed since it was written; writing this part again"),
+        ("no checksum", "part-000001.parquet has no checksum; writing this part again"),
+        ("checksum", "part-000001.parquet has a damaged checksum; writing this part again"),
     ],
 )
 def test_a_damaged_part_is_made_again(

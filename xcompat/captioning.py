@@ -239,7 +239,7 @@ def _open_row(row: dict[str, Any]) -> tuple[str, Image | None]:
     try:
         return row[ID], open_image(row[IMAGE])
     except UnusableSampleError as error:
-        notice(f"{row[ID]}: {error}; it gets no caption")
+        notice(f"{row[ID]}: {error}; this image gets no caption")
         return row[ID], None
 
 

@@ -13,7 +13,7 @@ app = typer.Typer(help="Export models for other software.", no_args_is_help=True
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.")]
 Folder = Annotated[
-    Path, typer.Option(help="Output folder. An earlier output of this command is replaced, anything else only with --overwrite.")
+    Path, typer.Option(help="Output folder. Earlier output by this command is replaced, anything else only with --overwrite.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Space = Annotated[
@@ -32,7 +32,7 @@ def to_faiss(
     ],
     out: Annotated[
         Path,
-        typer.Option(help="Output index. An earlier output of this command is replaced, anything else only with --overwrite."),
+        typer.Option(help="Output index. Earlier output by this command is replaced, anything else only with --overwrite."),
     ],
     memory: Annotated[
         Literal["all", "transform", "none"],
@@ -74,7 +74,7 @@ def to_atlas(
     out: Annotated[
         Path,
         typer.Option(
-            help="Output Parquet file. An earlier output of this command is replaced, anything else only with --overwrite."
+            help="Output Parquet file. Earlier output by this command is replaced, anything else only with --overwrite."
         ),
     ],
     items: Annotated[

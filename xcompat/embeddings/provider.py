@@ -256,7 +256,7 @@ class ServedMap:
         if cosine < OTHER:
             raise XcompatError(f"{said}; {self._advice()}, or fit the map again with this service")
         if cosine < ALIKE:
-            notice(f"{said}; {self._advice()} if the hits are poor, or fit the map again with this one")
+            notice(f"{said}; {self._advice()} if the hits are poor, or fit the map again with this service")
         self._compared.append(cosine)
 
     def _advice(self) -> str:

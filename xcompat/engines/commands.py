@@ -188,7 +188,7 @@ def _inspect_parts(job: Job, parts: list[Part]) -> _ResumeState:
                 f"{path_in(job.out, part.name)} was not written by this `xcompat embed` run; move it, then run the command again"
             )
         if written.damage is not None:
-            notice(f"{path_in(job.out, part.name)} {written.damage}; writing it again")
+            notice(f"{path_in(job.out, part.name)} {written.damage}; writing this part again")
         if written.can_grow:
             todo.append(part)
         else:

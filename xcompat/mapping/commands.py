@@ -244,8 +244,8 @@ def _name_of_old(asked: MapRequest) -> str | None:
         return None
     if name is None:
         notice(
-            f"the old model is named {path.stem!r} after {path}, and other models could get the same name: set "
-            "--old-model to the model, or to its name in galleries"
+            f"the old model is named {path.stem!r} after {path}, and other models could get the same name: set --old-model to "
+            "the model, or to the model's name in galleries"
         )
         return path.stem
     notice(

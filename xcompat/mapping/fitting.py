@@ -99,7 +99,9 @@ class FittedMap:
     def save(self, folder: str | Path) -> None:
         """Save the map to a folder for all commands and ``AutoModel``. Warn unless the map is safe (:attr:`is_safe`)."""
         if not self.is_safe:
-            notice("the saved map is not surely at or above old queries; compare both on your data before you switch")
+            notice(
+                "the saved map is not surely at or above old queries; compare new and old queries on your data before you switch"
+            )
         self.model.save_pretrained(folder)
 
     def __repr__(self) -> str:

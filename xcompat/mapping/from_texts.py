@@ -152,7 +152,7 @@ def _draw_sample(matched_N: NDArray[np.int64], sample: int | None, seed: int) ->
     """Return a random sample of rows in order, with a notice; all rows if they are no more."""
     if sample is None or len(matched_N) <= sample:
         return matched_N
-    notice(f"embedding a random sample of {sample:,} of {len(matched_N):,} items (seed {seed}); change it with --sample")
+    notice(f"embedding a random sample of {sample:,} of {len(matched_N):,} items (seed {seed}); change the number with --sample")
     return np.sort(np.random.default_rng(seed).permutation(matched_N)[:sample])
 
 

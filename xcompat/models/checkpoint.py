@@ -110,7 +110,7 @@ class CheckpointModel(PreTrainedModel):
         if self.embeds_in_memory and prompts["query"] != prompts["passage"] and mapped != learned:
             notice(
                 f"{self.name_or_path} maps embeddings with the prompt {prompts[mapped]!r}, but was fitted on embeddings with "
-                f"{prompts[learned]!r}: fit it again with the right prompt (Embedder.for_queries gives that of queries)"
+                f"{prompts[learned]!r}: fit the map again with the right prompt (use Embedder.for_queries for the query prompt)"
             )
 
     @property

@@ -276,8 +276,8 @@ def notice_missing_old(model: Model) -> None:
     compat = _compat(model)
     if compat is not None and compat.config.old_share is not None:
         notice_once(
-            f"{identity(model)} was fitted to search together with queries of the old model, which are missing here; it may find "
-            "less than old queries"
+            f"{identity(model)} was fitted to search together with queries of the old model, which are missing here; new "
+            "queries alone may find less than old queries"
         )
 
 

@@ -236,7 +236,7 @@ class Stage:
         if (share := compute_shared_fraction(labelled, subset, old)) > MAX_KNOWN_SHARE:
             notice_once(
                 f"extended-data: the old model was trained on {share:.0%} of the new model's images, because limit_per_class "
-                "keeps the first ones of both; set a smaller limit_per_class in the old model's stage"
+                "keeps the first samples for both models; set a smaller limit_per_class in the old model's stage"
             )
 
     def test_texts(self) -> list[str]:
