@@ -40,7 +40,7 @@ def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
 def test_an_area_is_what_a_loop_over_pairs_gives(drawn: list[tuple[int, bool]]) -> None:
     scores, better = np.array([score for score, _ in drawn]), np.array([flag for _, flag in drawn])
     if better.all() or not better.any():
-        with pytest.raises(XcompatError, match="all are of one kind"):
+        with pytest.raises(XcompatError, match="all queries are of one kind"):
             area_under_roc(scores, better)
         return
     wins = [(high > low) + 0.5 * (high == low) for high in scores[better] for low in scores[~better]]

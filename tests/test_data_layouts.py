@@ -73,7 +73,7 @@ def test_what_is_no_part_of_cifar_is_said(made: Path, tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match=r"train\.bin is not a multiple of 3,074 bytes \(CIFAR-100\) or 3,073"):
         labelled(file)
     file.write_bytes(records(np.array([[0, 0], [0, 100]])))
-    with pytest.raises(XcompatError, match="record 1 has fine label 100, of 100 classes of CIFAR-100"):
+    with pytest.raises(XcompatError, match="record 1 has the fine label 100, but CIFAR-100 has 100 classes"):
         labelled(file)
     file.write_bytes(whole)
     (tmp_path / "fine_label_names.txt").write_text("apple\nfish\n")

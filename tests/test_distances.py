@@ -187,5 +187,5 @@ def test_what_does_not_fit_is_refused_in_one_line(raw: dict[str, Any], image_fol
         OcaModel.from_encoder(image_folder_of["resnet"], classes=["a"], metric="l2")
     with pytest.raises(XcompatError, match="embeddings of the old model have the metric l2, but BctModel has cosine"):
         BctModel.from_encoder(image_folder_of["resnet"], old=raw["old"])
-    with pytest.raises(XcompatError, match="options.metric: not for training on captions or texts"):
+    with pytest.raises(XcompatError, match="options.metric does not apply to training on captions or texts"):
         IndependentModel.from_encoder(image_folder_of["resnet"], metric="l2")

@@ -70,7 +70,7 @@ def test_what_is_damaged_is_named_and_embedded_again(
     damage(cache / "shard-00002.npy")
     opened = EmbeddingCache(cache)
     assert np.array_equal(opened[np.array([0, 22])], whole[[0, 22]]), "other shards are read"
-    with pytest.raises(XcompatError, match=f"shard-0000[12].*{reason}.*write the cache again") as caught:
+    with pytest.raises(XcompatError, match=f"shard-0000[12].*{reason}.*run the command that wrote the cache again") as caught:
         opened[:]
     assert "\n" not in str(caught.value)
     asked, tokenize = [], type(embedder.processor).tokenize

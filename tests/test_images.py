@@ -105,7 +105,7 @@ def test_signed_16_bits_end_at_half() -> None:
     ids=lambda pixels: f"{pixels.dtype} {pixels.tolist()}",
 )
 def test_an_unknown_range_is_refused(pixels: np.ndarray) -> None:
-    with pytest.raises(UnusableSampleError, match=r"its (integers|floats) go from .*, so white is ambiguous"):
+    with pytest.raises(UnusableSampleError, match=r"its (integers|floats) go from .*, so the white value is unknown"):
         open_image(encoded(pixels, "TIFF"))
 
 

@@ -309,7 +309,7 @@ def test_class_files_beside_other_labels_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "set" / "classes.txt").write_text("eel\ndog\ncat\nfox\n")  # fox is without images in this split
     assert load_labelled(source).classes == ["eel", "dog", "cat", "fox"]
     (tmp_path / "set" / "classes.txt").write_text("eel\ndog\n")
-    with pytest.raises(XcompatError, match="class 'cat', missing in the class list"):
+    with pytest.raises(XcompatError, match="class 'cat', which is not in the class list"):
         load_labelled(source)
 
 

@@ -125,14 +125,14 @@ def test_int8_in_parquet_has_a_column_of_scales(tmp_path: Path) -> None:
         read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind))
     with pytest.raises(XcompatError, match="'scale' is string"):
         read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind, scale=pa.array(IDS)))
-    with pytest.raises(XcompatError, match="a scale of 0 or less"):
+    with pytest.raises(XcompatError, match="a scale that is not a positive number"):
         read_vectors(parquet(tmp_path / "b.parquet", whole, kind=kind, scale=pa.array(-scale)))
 
 
 SCALES: dict[str, tuple[Any, str]] = {
     "none": (None, r"int8 without a scale: write .* a_scale.npy, of shape \(1, D\)"),
     "shape": (np.ones(DIM + 1), r"has shape \(7,\); for \(40, 6\) embeddings it has \(1, 6\), or \(40, 1\)"),
-    "zero": (np.zeros(DIM), "a scale of 0 or less"),
+    "zero": (np.zeros(DIM), "a scale that is not a positive number"),
 }
 
 
@@ -256,7 +256,7 @@ def test_of_two_files_for_one_kind_neither_is_taken(tmp_path: Path) -> None:
     np.save(tmp_path / "image_embeds.npy", made())
     assert stored_at(tmp_path / "image_embeds") == tmp_path / "image_embeds.npy"
     parquet(tmp_path / "image_embeds.parquet", made())
-    with pytest.raises(XcompatError, match=r"holds image_embeds.npy and image_embeds.parquet; keep a single file"):
+    with pytest.raises(XcompatError, match=r"holds image_embeds.npy and image_embeds.parquet; keep one and delete the others"):
         read_sides(tmp_path)
     (tmp_path / "image_embeds.npy").unlink()
     shards(tmp_path / "image_embeds", made())
