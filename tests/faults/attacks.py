@@ -15,7 +15,7 @@ from unittest import mock
 from urllib.parse import quote
 
 import httpx
-from scenes import encoder, images
+from scenes import encoder, write_images
 
 from xcompat.retrieval import commands
 from xcompat.retrieval.originals import load_originals
@@ -129,7 +129,7 @@ class Target:
 
 @contextmanager
 def attacked(folder: Path) -> Iterator[Target]:
-    photos, embedder = images(folder / "photos"), encoder(folder)
+    photos, embedder = write_images(folder / "photos"), encoder(folder)
     (folder / "secret.txt").write_text(SECRET)
     commands.build(folder / "gallery", load_originals(photos), embedder, "Flat", None)
     site = Site("shop", {"shop": Shelf("shop", folder / "gallery", [Source(photos)])}, [Side(NEW, embedder)])

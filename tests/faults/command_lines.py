@@ -24,11 +24,11 @@ from scenes import (
     cache_content,
     d,
     encoder,
-    images,
     in_gallery,
     nothing,
     query_map,
     unit,
+    write_images,
     write_once_more,
 )
 from syscalls import run_watched
@@ -77,8 +77,8 @@ def make_world(folder: Path) -> Path:
     world = folder / "world"
     world.mkdir(parents=True)
     old, _ = encoder(world, 1), encoder(world, 2)
-    images(world / "photos", 4)
-    images(world / "more", 6)
+    write_images(world / "photos", 4)
+    write_images(world / "more", 6)
     for name in range(4):
         (world / "more" / f"{name}.png").unlink()
     FctModel.from_encoder(str(world / "encoder 2"), old=old.describe_old()).export(world / "fct")
@@ -88,7 +88,7 @@ def make_world(folder: Path) -> Path:
     index.add(unit(ITEMS, d, 0))
     faiss.write_index(index, str(world / "old.faiss"))
     (world / "ids.txt").write_text("\n".join(f"item {row}" for row in range(ITEMS)) + "\n")
-    images(world / "pairs", 8)
+    write_images(world / "pairs", 8)
     captions = [f"{row}.png,thing number {row} of many" for row in range(8)]
     (world / "pairs" / "captions.csv").write_text("\n".join(["image,caption", *captions]) + "\n")
     (world / "texts.txt").write_text(
