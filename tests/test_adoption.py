@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -164,23 +163,6 @@ def test_an_index_that_is_written_anew_while_it_is_open_is_refused(tmp_path: Pat
     for use in (lambda: gallery.search(unit(1, d, 1), OLD), lambda: gallery.segments[0].vectors(np.arange(3))):
         with pytest.raises(XcompatError, match="changed while it was open; open the gallery again"):
             use()
-
-
-def test_galleries_of_before_are_checked_by_all_of_the_file(tmp_path: Path) -> None:
-    own = tmp_path / "own.faiss"
-    write_index(own, unit(N, d, 0))
-    Gallery.from_faiss(tmp_path / "g", own, names(N), OLD)
-    for path in (tmp_path / "g" / "gallery.json", tmp_path / "g" / "generations" / "00000000.json"):
-        told = json.loads(path.read_text())
-        del told["versions"][0]["length"], told["segments"][0]["adopted_seen"], told["segments"][0]["extends"]
-        del told["segments"][0]["files"]["signatures.npy"], told["checksum"]
-        path.write_text(json.dumps(told))
-    assert found(Gallery.open(tmp_path / "g"), unit(N, d, 0)[[9]]) == [["i9"]]
-    more(own, "Flat", False)
-    with pytest.raises(XcompatError, match="but the gallery knows 200: "):
-        Gallery.open(tmp_path / "g").search(unit(1, d, 1), OLD)
-    with pytest.raises(XcompatError, match="was made by an earlier version .*adopt it again"):
-        Gallery.open(tmp_path / "g").resync(names(N + 3))
 
 
 def grown(tmp_path: Path, factory: str = "Flat", wrapped: bool = False) -> tuple[Path, np.ndarray]:

@@ -17,6 +17,7 @@ from test_gallery import CLIP, DIM, found, naive, names, vectors
 
 from xcompat import XcompatError
 from xcompat.core.errors import GenerationGoneError
+from xcompat.core.files import PARTIAL
 from xcompat.retrieval import Gallery
 from xcompat.retrieval.manifest import read_manifest
 
@@ -80,8 +81,9 @@ def test_a_compaction_goes_on_after_a_kill_while_rows_were_marked_as_removed(tmp
     gallery.remove(["part 0 1"])
     gallery.commit()
     name = gallery.segments[0].record.removed
-    (gallery.path / "removed" / f".{name}.a1b2c3d4").mkdir()
-    (gallery.path / "removed" / f".{name}.a1b2c3d4" / str(name)).write_bytes(b"half")
+    half = gallery.path / "removed" / f".{name}.a1b2c3d4{PARTIAL}"
+    half.mkdir()
+    (half / str(name)).write_bytes(b"half")
     before = contents(gallery)
     gallery.compact()
     assert contents(gallery) == before and gallery.damage() == []
@@ -98,7 +100,7 @@ def test_what_is_not_the_gallerys_own_survives_a_compaction(tmp_path: Path) -> N
         file.write_text("not ours")
     for folder in ("segments", "."):
         (gallery.path / folder / "0123456789abcdef").symlink_to(outside)
-    (gallery.path / "segments" / ".fedcba9876543210.a1b2c3d4").symlink_to(outside)
+    (gallery.path / "segments" / f".fedcba9876543210.a1b2c3d4{PARTIAL}").symlink_to(outside)
     before = contents(gallery)
     gallery.compact()
     takes_the_lock(gallery)
@@ -189,8 +191,6 @@ def test_collections_of_a_killed_build_are_dropped_and_those_of_other_galleries_
             gallery.commit()
     gallery.close()
     connect(milvus).create_collection("xcompat_0123456789abcdef", dimension=4)  # of a gallery that nobody knows here
-    (gallery.path / "segments" / ".aaaabbbbccccdddd.a1b2c3d4").mkdir()  # as older versions died
-    connect(milvus).create_collection("xcompat_aaaabbbbccccdddd", dimension=4)
     takes_the_lock(Gallery.open(gallery.path))
     assert collections(gallery) == {*named(gallery, other), "xcompat_0123456789abcdef"}
     assert gallery.damage() == other.damage() == [] and len(list((gallery.path / "segments").iterdir())) == 1
@@ -273,10 +273,10 @@ def test_the_next_writer_deletes_what_nobody_needs(tmp_path: Path) -> None:
     (gallery.path / "upgrade-0123456789abcdef.json").write_text(json.dumps({"generation": 1, "records": [{"name": orphan.name}]}))
     (gallery.path / "upgrade-fedcba9876543210.json").write_text("{")
     temporaries = [".gallery.json.a1b2c3d4", "generations/.00000003.json.a1b2c3d4", f"removed/.{name}-00000003.npy.abcdefgh"]
-    temporaries += [f"segments/.{name}.abcdefgh", f"segments/.{name}.abcdefgh.partial", ".upgrade-0123456789abcdef.json.abcdefgh"]
+    temporaries += [f"segments/.{name}.abcdefgh", ".upgrade-0123456789abcdef.json.abcdefgh"]
     for temporary in temporaries:
-        (gallery.path / temporary).mkdir()
-        (gallery.path / temporary / "half").write_bytes(b"half")
+        (gallery.path / f"{temporary}{PARTIAL}").mkdir()
+        (gallery.path / f"{temporary}{PARTIAL}" / "half").write_bytes(b"half")
     takes_the_lock(gallery)
     assert set(gallery.path.rglob("*")) == kept
     for manifest in gallery.generations():

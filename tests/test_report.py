@@ -576,24 +576,14 @@ def test_losses_are_data_and_a_curve(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_each_stage_cost(tmp_path: Path) -> None:
-    cost = Cost(1_234, 5_678_901, 640, 12_345, 3_000_000_000, "NVIDIA <H100>", 2, 0.123456)
+    cost = Cost(1_234, 5_678_901, 640, 12_345, 3_000_000_000, "NVIDIA <H100>", 2, 0.123456, memory_is_own=True)
     on_cpu = cost._replace(device="cpu", peak_memory=2_000_000_000)
-    costs = {"it": cost, "early": on_cpu}
-    costs |= {"shared": on_cpu._replace(memory_is_own=False), "own": on_cpu._replace(memory_is_own=True)}
+    costs = {"it": cost, "shared": on_cpu._replace(memory_is_own=False), "own": on_cpu}
     content = replace(labelled_content(), tsne_pairs=0, seconds=dict.fromkeys([*costs, "unknown"], 9.0), costs=costs)
     report = load_report(write_report(tmp_path, content).parent)
     assert report.costs == costs
-    assert [each.own_memory for each in costs.values()] == [3_000_000_000, None, None, 2_000_000_000]
+    assert [each.own_memory for each in costs.values()] == [3_000_000_000, None, 2_000_000_000]
     page = render_html(report, {})
     for said in ("1,234 of 5,678,901", "12,345", "3.0 GB</td>", "0.123 on 2 × NVIDIA &lt;H100&gt;", "<td>unknown</td><td></td>"):
         assert said in page, said
-    assert page.count("2.0 GB, of the whole process so far</td>") == 2 and page.count("2.0 GB</td>") == 1
-
-
-def test_costs_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    cost = Cost(1, 2, 3, 4, 5, "cpu", 1, 0.5)
-    folder = write_report(tmp_path, replace(labelled_content(), tsne_pairs=0, seconds={"it": 1.0}, costs={"it": cost})).parent
-    document = json.loads((folder / "report.json").read_text())
-    del document["costs"]["it"]["memory_is_own"]
-    (folder / "report.json").write_text(json.dumps(document))
-    assert load_report(folder).costs == {"it": cost}
+    assert page.count("2.0 GB, of the whole process so far</td>") == 1 and page.count("2.0 GB</td>") == 1

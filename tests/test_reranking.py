@@ -287,23 +287,6 @@ def test_ids_with_the_same_row_number_are_told_apart(tmp_path: Path, monkeypatch
     assert kept.get(["b"], 0).keys() == {"b"} and not kept.get(["a"], 0)
 
 
-def test_cache_of_an_earlier_format_is_emptied(tmp_path: Path) -> None:
-    model = Fingerprint.from_string("new")
-    kept = NewEmbeddings(tmp_path, model, 2)
-    kept.put({"a": np.ones(2, np.float32)}, 0)
-    kept.close()
-    with sqlite3.connect(kept.path) as connection:
-        connection.execute("DROP TABLE items")
-        connection.execute("CREATE TABLE items (id BLOB PRIMARY KEY, embedding BLOB)")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    new_embeddings.forget_items(tmp_path, ["a"], 1)
-    again = NewEmbeddings(tmp_path, model, 2)
-    assert len(again) == 0
-    again.put({"a": np.ones(2, np.float32)}, 0)
-    assert again.get(["a"], 0).keys() == {"a"}
-
-
 def test_interrupted_write_leaves_nothing_of_itself(tmp_path: Path) -> None:
     kept = NewEmbeddings(tmp_path, Fingerprint.from_string("new"), 2)
     kept.put({"a": np.ones(2, np.float32)}, 0)

@@ -669,7 +669,6 @@ def test_a_third_column_shows_what_a_re_ranking_finds(title: str, site: Site, ne
     ("arguments", "said"),
     [
         (["GALLERY", "--host", "0.0.0.0"], "set a password in XCOMPAT_SERVE_PASSWORD, or in a file with --password-file"),
-        (["GALLERY", "--auth", "me:secret"], "--auth shows the password in the list of processes"),
         (["GALLERY", "--password-file", "no/such/file"], "--password-file no/such/file cannot be read"),
         (["GALLERY"], "set the query model with --model"),
         (["no/such/folder"], "no/such/folder is neither a gallery nor a run"),

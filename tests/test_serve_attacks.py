@@ -29,7 +29,7 @@ pytest.importorskip("starlette")
 
 from xcompat.serve import connections, galleries
 from xcompat.serve import search as searching
-from xcompat.serve.app import OLD_PATH, listen, make_app
+from xcompat.serve.app import listen, make_app
 from xcompat.serve.connections import make_server
 from xcompat.serve.guard import BODIES_BYTES, IMAGE_PATH, JSON_BYTES
 from xcompat.serve.lane import BusyError
@@ -44,7 +44,7 @@ HOSTILE_ID = '"><script>alert(1)</script>'
 PASSWORD = "correct horse"
 API = (
     *("/api/search", IMAGE_PATH, "/api/filters", "/api/differing", "/api/gallery", "/api/work", "/api/job"),
-    *(OLD_PATH, "/logout"),
+    "/logout",
 )
 
 
@@ -523,7 +523,7 @@ def test_nothing_is_shown_without_the_password(site: Site) -> None:
     with serving(site, password=PASSWORD) as address, httpx.Client(base_url=address, timeout=60) as client:
         assert client.get("/healthz").text == "ok"
         assert client.get("/").status_code == 401 and "shop" not in client.get("/").text
-        for path in (*API, "/report", "/openapi.json", "/config", "/nowhere", f"{OLD_PATH}/x"):
+        for path in (*API, "/report", "/openapi.json", "/config", "/nowhere"):
             for verb in ("GET", "POST"):
                 assert client.request(verb, path, json=text_query()).status_code == 401, path
         assert client.get("/login").status_code == 401
@@ -547,23 +547,6 @@ def test_wrong_passwords_have_to_wait(site: Site, monkeypatch: pytest.MonkeyPatc
         said.append(httpx.post(f"{address}/login", json={"password": PASSWORD}))
     assert [each.status_code for each in said] == [403, 429, 429, 429]
     assert said[1].text.startswith("wrong password; try again in 1 s") and "retry-after" in said[1].headers
-
-
-def test_scripts_of_earlier_versions_find_the_same(client: httpx.Client) -> None:
-    event = client.post(OLD_PATH, json={"data": ["text", "a shoe", "", "", "shop", [], 3]}).json()["event_id"]
-    said = client.get(f"{OLD_PATH}/{event}").text
-    assert json.loads(said.removeprefix("event: complete\ndata: ")) == [
-        client.post("/api/search", json=text_query(k=3, gallery="shop")).text
-    ]
-    for data in (
-        ["text", {"path": "/etc/passwd"}, "", "", "shop", [], 3],
-        ["image", "", "data:,x", "", "shop", [], 3],
-        ["text"],
-        [],
-    ):
-        assert client.post(OLD_PATH, json={"data": data}).status_code == 422
-    for name in ("x", "e30=", "%2e%2e", "a" * 1000):
-        assert client.get(f"{OLD_PATH}/{name}").status_code == 404
 
 
 def test_a_client_that_reads_nothing_loses_its_connection(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

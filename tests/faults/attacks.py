@@ -19,7 +19,7 @@ from scenes import encoder, write_images
 
 from xcompat.retrieval import commands
 from xcompat.retrieval.originals import load_originals
-from xcompat.serve.app import OLD_PATH, listen, make_app
+from xcompat.serve.app import listen, make_app
 from xcompat.serve.connections import make_server
 from xcompat.serve.guard import IMAGE_PATH
 from xcompat.serve.options import Options
@@ -98,7 +98,6 @@ class Target:
                 *PATHS,
                 f"/{quote(name, safe='')}",
                 f"/{draw.choice(('file=', 'static/', '..%2f..%2f', 'gradio_api/file='))}{quote(name, safe='')}",
-                f"{OLD_PATH}/{quote(name, safe='')}",
                 f"{IMAGE_PATH}?gallery={quote(name, safe='')}&k={draw.choice(('1', '-1', 'NaN', '9' * 400))}",
                 f"/?kind=item&item={quote(name, safe='')}",
                 "/report",

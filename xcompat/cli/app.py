@@ -546,14 +546,12 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Allowed host name, e.g. behind a proxy. Repeatable.")
     ] = None,
-    auth: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Open a web page to search with old and new queries side by side."""
     from xcompat.serve import serve_target
-    from xcompat.serve.options import Options, read_password, refuse_auth
+    from xcompat.serve.options import Options, read_password
     from xcompat.training.preflight import require_served
 
-    refuse_auth(auth)
     options = Options(host, port, read_password(password_file), not no_browser, tuple(allow_host or ()))
     options.require_password()  # before models are loaded
     require_served(target, model, images or [], ids, allow_changes)

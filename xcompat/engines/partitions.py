@@ -56,7 +56,7 @@ class PartState(NamedTuple):
     Args:
         unread: number of missing rows.
         example: id of a missing row.
-        can_grow: whether a missing row is readable now. True for older files, which do not record these rows.
+        can_grow: whether a missing row is readable now.
         damage: damage of the file, or None.
     """
 
@@ -109,8 +109,6 @@ class Job:
         unread = part.rows - footer.num_rows
         if (damage := find_damage(self.out, part.name)) is not None:
             return PartState(unread, None, can_grow=True, damage=damage)
-        if unread and UNREAD not in about:
-            return PartState(unread, None, can_grow=True)
         left_out = json.loads(about.get(UNREAD, b"[]"))
         can_grow = any(path is not None and _is_readable(path) for _, path in left_out)
         return PartState(unread, left_out[0][0] if left_out else None, can_grow)

@@ -151,7 +151,7 @@ def replace_by_hub_name(described: dict[str, Any]) -> dict[str, Any]:
     if not record.exists():
         return described
     pushed = read_json(record)
-    known = pushed.pop("fingerprints", [described["fingerprint"]])  # earlier versions recorded none
+    known = pushed.pop("fingerprints")
     return described | pushed if described["fingerprint"] in known else described
 
 

@@ -14,7 +14,6 @@ from xcompat.core.errors import MissingPathError, XcompatError
 from xcompat.core.files import files_below
 from xcompat.core.ownership import read_marker, require_replaceable
 from xcompat.core.paths import is_misspelt, nearest_path
-from xcompat.core.progress import notice
 from xcompat.data.sources import files_digest, local_files
 from xcompat.encoders import is_loadable, require_model, require_xcompat_model
 from xcompat.mapping.folds import Direction, Searched, TriedMemory
@@ -195,9 +194,7 @@ class MapRequest:
         made = read_marker(self.out)
         if self.overwrite or made is None:
             return
-        if not made.about:  # written by an earlier version
-            notice(f"replacing the map in {self.out}, which does not record its inputs")
-        elif others := [f"--{name}" for name in self.inputs | made.about if self.inputs.get(name) != made.about.get(name)]:
+        if others := [f"--{name}" for name in self.inputs | made.about if self.inputs.get(name) != made.about.get(name)]:
             raise XcompatError(
                 f"{self.out} contains a map made with a different {', '.join(others)}; choose another folder with --out, or "
                 "replace it with --overwrite"

@@ -103,8 +103,7 @@ class Cost(NamedTuple):
         device: e.g. ``NVIDIA H100`` or ``cpu``.
         devices: number of devices.
         device_hours: training hours times devices.
-        memory_is_own: whether ``peak_memory`` covers this stage only, not earlier stages in the process; None in reports of
-            earlier versions.
+        memory_is_own: whether ``peak_memory`` covers this stage only, not earlier stages in the process.
     """
 
     trained_parameters: int
@@ -115,13 +114,12 @@ class Cost(NamedTuple):
     device: str
     devices: int
     device_hours: float
-    memory_is_own: bool | None = None
+    memory_is_own: bool
 
     @property
     def own_memory(self) -> int | None:
         """Peak memory of this stage; None if it includes earlier stages."""
-        own = self.memory_is_own if self.memory_is_own is not None else self.device not in ("cpu", "mps")
-        return self.peak_memory if own else None
+        return self.peak_memory if self.memory_is_own else None
 
 
 @dataclass(frozen=True)
@@ -212,8 +210,8 @@ class Report:
         average_precision: (query, gallery, direction, metric) -> float32 ``(Q,)``, NaN for excluded queries; for labelled images.
         clusters: direction -> int32 ``(Q,)``, equal for queries about the same item; no entry if queries are independent.
         confidence: direction -> float32 ``(Q,)`` confidence of new queries, NaN for excluded queries.
-        training: stage -> training losses; empty for solved stages and reports of earlier versions.
-        costs: stage -> training cost; empty for reports of earlier versions.
+        training: stage -> training losses; empty for solved stages.
+        costs: stage -> training cost; empty if no stage was trained.
         verdict: as in :class:`ReportContent`.
         thresholds: an old threshold carried over to new queries; empty if none was given.
     """

@@ -299,10 +299,6 @@ def _write(
 def _require_first(index: FaissIndex, look: IndexFacts, segment: Segment, version: VersionRecord, path: Path) -> None:
     """Raise if the index does not begin with the adopted vectors."""
     back = "restore the original index, or adopt it again in another folder"
-    if SIGNATURES_FILE not in segment.record.files:
-        raise XcompatError(
-            f"{segment.gallery} was made by an earlier version and cannot recognise the vectors of {path}; adopt it again"
-        )
     if index.dim != version.dim or index.rows < segment.record.rows:
         raise XcompatError(
             f"{path} holds {index.rows} vectors of {index.dim} dimensions, but the gallery knows {segment.record.rows} of "

@@ -21,12 +21,10 @@ _GENERATION = re.compile(r"\d{8}\.json")
 _SEGMENT = re.compile(r"[0-9a-f]{16}")
 _REMOVED = re.compile(r"[0-9a-f]{16}-\d{8}\.npy")
 _NAMED = re.compile(r'"([0-9a-f]{16}(?:-\d{8}\.npy)?)"')
-_OLD_TEMPORARY = re.compile(
-    r"\.(gallery\.json|upgrade-[0-9a-f]{16}\.json|\d{8}\.json|[0-9a-f]{16}-\d{8}\.npy|([0-9a-f]{16}))\.[a-z0-9_]{8}"
+_TEMPORARY = re.compile(
+    r"\.(gallery\.json|upgrade-[0-9a-f]{16}\.json|\d{8}\.json|[0-9a-f]{16}-\d{8}\.npy|[0-9a-f]{16})\.[a-z0-9_]{8}"
+    + re.escape(PARTIAL)
 )
-"""Temporary names of older versions; the second group is a segment name."""
-_EARLIER = ".partial"
-"""Suffix of temporary folders of older versions."""
 
 
 @contextmanager
@@ -103,8 +101,7 @@ def clear(folder: Path, backend: Backend) -> None:
     for journal in _ours(folder, _JOURNAL):
         if not _can_continue(folder, journal):
             journal.unlink()
-    begun = {match[2] for path in _list_folder(folder / SEGMENTS) if (match := _OLD_TEMPORARY.fullmatch(path.name)) and match[2]}
-    segments = begun | {path.name for path in _ours(folder / SEGMENTS, _SEGMENT)}
+    segments = {path.name for path in _ours(folder / SEGMENTS, _SEGMENT)}
     removed = {path.name for path in _ours(folder / REMOVED, _REMOVED)}
     for name in sorted(_find_unnamed(folder, segments | removed)):
         if name in removed:
@@ -139,13 +136,10 @@ def _find_unnamed(folder: Path, names: set[str]) -> set[str]:
 def _clear_temporaries(folder: Path) -> None:
     for place in (folder, folder / GENERATIONS, folder / SEGMENTS, folder / REMOVED):
         clear_leftovers(place)
-        for path in _list_folder(place):
-            if _OLD_TEMPORARY.fullmatch(path.name.removesuffix(_EARLIER)) and path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
 
 
 def _is_temporary(path: Path) -> bool:
-    return _OLD_TEMPORARY.fullmatch(path.name.removesuffix(PARTIAL).removesuffix(_EARLIER)) is not None
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def _ours(folder: Path, name: re.Pattern[str]) -> list[Path]:

@@ -86,7 +86,7 @@ class SegmentRecord(_Record):
         files: file name -> size and checksum.
         adopted: path of a faiss index outside the gallery.
         adopted_file: the index's size and checksum at adoption.
-        adopted_seen: facts to recognise it; None in old galleries.
+        adopted_seen: facts to recognise it.
         extends: XXH3-128 of the index's earlier states, whose rows come first.
         removed: name of the file to mark removed rows.
         removed_file: the removal file's size and checksum.
@@ -120,7 +120,7 @@ class Manifest(_Record):
         made: commit time in UTC.
         by: the operation, e.g. ``add``.
         schema_version: version of this format.
-        checksum: of all other fields; empty before the first write, and in old files.
+        checksum: of all other fields; empty before the first write.
     """
 
     generation: int = 0
@@ -184,13 +184,8 @@ def _read(path: Path) -> Manifest:
         raise _damage_error(path, " ".join(str(error).split())[:200]) from None
     if manifest is None:
         raise XcompatError(f"{path} has format {schema}, but this version of xcompat reads {SCHEMA}")
-    if manifest.checksum:
-        if manifest.checksum != json_checksum(found):
-            raise _damage_error(path, "it has changed since it was committed")
-    elif path.name == CURRENT:  # files of older versions have no checksum: compare with the copy
-        copy = _generation_path(path.parent, manifest.generation)
-        if not _same(copy, path) and copy.is_file() and path.read_bytes() == text:
-            raise _damage_error(path, f"it differs from {copy}, its copy")
+    if manifest.checksum != json_checksum(found):
+        raise _damage_error(path, "it has changed since it was committed")
     if path.name not in (CURRENT, _generation_path(path.parent, manifest.generation).name):
         raise _damage_error(path, f"it is generation {manifest.generation}")
     return manifest

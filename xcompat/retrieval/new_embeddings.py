@@ -19,7 +19,7 @@ from xcompat.core.files import make_folder
 from xcompat.core.fingerprint import Fingerprint
 
 FOLDER = "new_embeddings"
-SCHEMA = 2
+SCHEMA = 1
 LOCK_SECONDS, LOCK_POLL_SECONDS = 10.0, 0.01
 """Longest wait for another writing process, and time between attempts."""
 CACHED_KIB = 65_536
@@ -86,9 +86,8 @@ class NewEmbeddings:
             make_folder(self.path.parent)
             self._connection = _connect(self.path)
             with self._writing() as connection:
-                if (schema := connection.execute("PRAGMA user_version").fetchone()[0]) < SCHEMA:
-                    old = ("DROP TABLE items", "DROP TABLE about") if schema else ()  # it is a cache
-                    for statement in (*old, *_TABLES.split(";\n")):
+                if not connection.execute("PRAGMA user_version").fetchone()[0]:
+                    for statement in _TABLES.split(";\n"):
                         connection.execute(statement)
                     connection.execute("INSERT INTO about VALUES (?, ?)", (model.digest, dim))
             schema = self._connection.execute("PRAGMA user_version").fetchone()[0]
@@ -252,7 +251,7 @@ def _all_files(gallery: Path) -> Iterator[sqlite3.Connection]:
     for path in sorted((gallery / FOLDER).glob("*.sqlite")):
         try:
             with closing(_connect(path)) as connection, _transaction(connection):
-                if connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:  # others are emptied when they are opened
+                if connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:
                     yield connection
         except sqlite3.Error as error:
             raise XcompatError(f"{path} cannot be used ({error}); delete it: it is a cache") from None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import secrets
 import socket
 import webbrowser
@@ -41,8 +38,6 @@ T = TypeVar("T")
 WAITING = 256
 """Maximum searches in the queue."""
 WAIT_SECONDS, WORK_SECONDS = 60.0, 60.0
-OLD_PATH = "/gradio_api/call/search"
-"""Search path of earlier versions, for existing scripts."""
 
 
 def serve(site: Site, options: Options) -> None:
@@ -105,8 +100,6 @@ def make_app(site: Site, options: Options) -> Guard:
         _route("/api/gallery", handlers.gallery, "POST"),
         _route("/api/work", handlers.work, "POST"),
         _route("/api/job", handlers.job, "POST"),
-        _route(OLD_PATH, handlers.begin_old_search, "POST"),
-        _route(f"{OLD_PATH}/{{event}}", handlers.end_old_search),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={HTTPException: _answer_refusal}), access)
 
@@ -218,24 +211,5 @@ class _Handlers:
             raise HTTPException(404, "this job has expired")
         return JSONResponse(asdict(job))
 
-    async def begin_old_search(self, request: Request) -> Response:
-        query = (await queries.read_json(request, queries.OldCall)).query()
-        return JSONResponse({"event_id": base64.urlsafe_b64encode(query.model_dump_json().encode()).decode()})
-
-    async def end_old_search(self, request: Request) -> Response:
-        try:
-            query = queries.SearchQuery.model_validate_json(base64.b64decode(request.path_params["event"], b"-_", validate=True))
-        except (binascii.Error, ValueError):
-            raise HTTPException(404, "unknown search") from None
-        try:
-            shown = await self._run(self.models, request, lambda: answer(self.site, query))
-        except Exception as error:
-            return _event("error", bytes(answer_failure(error).body).decode())
-        return _event("complete", [shown])
-
     async def _run(self, lane: Lane, request: Request, work: Callable[[], T]) -> T:
         return await lane.run(request.state.client, work, request.is_disconnected)
-
-
-def _event(name: str, data: object) -> Response:
-    return Response(f"event: {name}\ndata: {json.dumps(data)}\n\n", media_type="text/event-stream")

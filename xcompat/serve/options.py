@@ -61,15 +61,3 @@ def read_password(file: Path | None) -> str | None:
     if given == "":
         raise XcompatError(f"the password of {place} is empty")
     return given
-
-
-def refuse_auth(given: str | None) -> None:
-    """Reject a password on the command line, as earlier versions took it.
-
-    Raises:
-        XcompatError: a password is given.
-    """
-    if given is not None:
-        raise XcompatError(
-            f"--auth shows the password in the list of processes; set it in {VARIABLE}, or in a file with --password-file"
-        )

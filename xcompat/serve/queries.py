@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -90,24 +90,6 @@ class PasswordQuery(_Strict):
     """Login."""
 
     password: Annotated[str, Field(max_length=1000)]
-
-
-class OldCall(_Strict):
-    """Search request in earlier versions: the form's values, in order."""
-
-    data: list[Any] = Field(min_length=7, max_length=7)
-
-    @model_validator(mode="after")
-    def _has_query(self) -> OldCall:
-        self.query()
-        return self
-
-    def query(self) -> SearchQuery:
-        """Return the search. Images have another address."""
-        kind, text, image, item, gallery, where, k = self.data
-        if image not in ("", None) or kind == "image":
-            raise ValueError("send the bytes of an image to /api/search/image")
-        return SearchQuery(kind=kind, text=text, item=item, gallery=gallery, where=where, k=k)
 
 
 M = TypeVar("M", bound=BaseModel)

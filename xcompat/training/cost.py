@@ -205,7 +205,7 @@ class SolvingCost:
 
 
 def cost_of(folder: Path) -> Cost | None:
-    """Return the cost of a stage; None if an older version made it.
+    """Return the cost of a stage; None if the stage recorded none.
 
     Args:
         folder: stage folder.

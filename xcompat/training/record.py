@@ -165,7 +165,7 @@ def read_started_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise XcompatError(f"{file} must contain keys and values; delete {folder} to start again")
     kept = {key: written.pop(key) for key in ADDED if key in written}
-    with suppress(ValidationError):  # an older version's recipe differs anyway
+    with suppress(ValidationError):  # an invalid recipe, e.g. one edited by hand, differs anyway
         written = StageRecipe.model_validate(written).resolve_training()
     return {**written, "seed": None, **kept}
 
