@@ -269,10 +269,12 @@ def test_a_command_does_not_say_what_it_prints(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(XcompatError, match="runs a command on this machine"):
         corpus("pipe:printf text")
     monkeypatch.setenv(ALLOW_PIPES, "1")
-    with pytest.raises(XcompatError, match=r"pipe:printf \.\.\. is a command; set format to its output"):
+    with pytest.raises(XcompatError, match=r"pipe:printf \.\.\. is a command; set format to the format of its output"):
         corpus("pipe:printf text")
     stage = StageRecipe(method="projection", data={"texts": [{"path": "pipe:printf text # x.txt"}]})
-    with pytest.raises(XcompatError, match=r"data\.texts\.0\.path: pipe:printf \.\.\. is a command; set format to its output"):
+    with pytest.raises(
+        XcompatError, match=r"data\.texts\.0\.path: pipe:printf \.\.\. is a command; set format to the format of its output"
+    ):
         check_paths(stage)
     with pytest.raises(XcompatError, match=r"pipe:printf \.\.\. cannot be read: the command ended with 3"):
         corpus("pipe:printf text; exit 3", format="text")

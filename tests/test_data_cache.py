@@ -82,6 +82,6 @@ def test_files_of_before_there_were_checksums(made: tuple[Path, str]) -> None:
     record.write_text(json.dumps({key: value for key, value in json.loads(record.read_text()).items() if key != "arrow_file"}))
     assert load_texts(source)["text"][:] == LINES
     change(file, b"no arrow")
-    with pytest.raises(XcompatError, match="cannot be read .*; delete it to rebuild it") as caught:
+    with pytest.raises(XcompatError, match="cannot be read .*; delete the file to rebuild it") as caught:
         load_texts(source)
     assert "\n" not in str(caught.value)

@@ -138,7 +138,7 @@ def test_numbers_behind_names_are_labels_only_if_all_are(tmp_path: Path) -> None
         ("cat/1.jpg 0\ncat/2.jpg 0\n", r"list\.txt lists 2 images, and 2 of them do not exist, first .cat/1"),
         ("a.jpg 0\nwhat is this\n", r"list\.txt line 2 is not an image path with a class \('what is this'\)"),
         ("a.jpg 0\na.jpg 1\n", "two samples have the id 'a.jpg'"),
-        ("a.jpg\n", "a.jpg has no class; write it after the path"),
+        ("a.jpg\n", "a.jpg has no class; write the class after the path"),
         ("a.jpg 4\n", "has label index 4, but the 2 classes go from 0 to 1"),
         ("a.jpg 0\n", "class 'dog' has no image; remove it from the class list"),
     ],

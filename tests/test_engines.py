@@ -313,7 +313,7 @@ def test_what_is_made_is_never_read_as_a_source(
     address = address.format(tmp_path=tmp_path)
     inside = f"{address}/deeper/out" if address.startswith("s3") else source / "deeper" / "out"
     code, _, error = run(address, "--model", model, "--out", inside)
-    assert code == 2 and f"deeper/out is inside {address}, so later runs would read it as input" in error
+    assert code == 2 and f"deeper/out is inside {address}, so later runs would read the output as input" in error
     assert not (source / "deeper" / "out").exists() and len(error.splitlines()) == 1
     assert run(source, "--model", model, "--out", tmp_path / "out")[0] == 0
     shutil.copytree(tmp_path / "out", source / "out")  # as earlier releases took it

@@ -135,7 +135,7 @@ def test_nothing_that_is_read_is_replaced(tmp_path: Path) -> None:
 def test_what_is_remembered_is_refused_with_what_to_do(tmp_path: Path) -> None:
     write_old_index(tmp_path / "old.faiss", "Flat")
     model = with_memory(build("ridge"), entries=3)
-    with pytest.raises(XcompatError, match=r"remove them with --memory transform, or in Python with model\.remember"):
+    with pytest.raises(XcompatError, match=r"remove the entries with --memory transform, or in Python with model\.remember"):
         to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")
     model.remember(model.memory.without_entries())
     to_faiss(model, tmp_path / "old.faiss", tmp_path / "new.faiss")

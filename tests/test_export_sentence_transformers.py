@@ -236,7 +236,7 @@ def test_what_embeds_otherwise_once_loaded_keeps_the_own_module(
 
 def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:
     for case in ("a map of galleries", "no old model"):
-        with pytest.raises(XcompatError, match="does not map queries into an old space; export it with space='own'"):
+        with pytest.raises(XcompatError, match="does not map queries into an old space; export the model with space='own'"):
             to_sentence_transformers(build(case, folder_of["clip"]), tmp_path / "out")
     config = METHODS["ridge"].config_class(old=OLD, embedding_dim=16)
     with pytest.raises(XcompatError, match="fitted on embeddings only"):

@@ -259,5 +259,5 @@ def test_other_stores_refuse_a_condition(tmp_path: Path) -> None:
     lancedb = pytest.importorskip("lancedb")
     rows = [{"id": row, "vector": vector.tolist()} for row, vector in enumerate(unit_vectors(3, 4))]
     lancedb.connect(tmp_path).create_table("items", rows)
-    with pytest.raises(XcompatError, match="items: --where works only with PostgreSQL tables; remove it"):
+    with pytest.raises(XcompatError, match="items: --where works only with PostgreSQL tables; remove --where"):
         xcompat.stores.open(f"lancedb://{tmp_path}?table=items", "id = 1")

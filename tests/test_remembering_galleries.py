@@ -149,7 +149,7 @@ def test_the_card_says_what_is_mapped_remembers() -> None:
 
 
 def test_no_graph_of_queries_is_made_of_what_maps_galleries(tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="does not map queries into an old space; export it with space='own'"):
+    with pytest.raises(XcompatError, match="does not map queries into an old space; export the model with space='own'"):
         to_onnx(mapping("procrustes").remember(memory("SQ8")), tmp_path / "out")
     with pytest.raises(XcompatError, match="maps galleries, not queries; upgrade the gallery instead"):
         linear_steps(mapping("procrustes").remember(memory()))

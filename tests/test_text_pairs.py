@@ -59,7 +59,7 @@ def test_pairs_are_read_with_their_negatives(pairs_file: str, capsys: pytest.Cap
 def test_a_pair_without_an_id_is_refused(pairs_file: str) -> None:
     with Path(pairs_file).open("a") as file:
         file.write(json.dumps(ROWS[0] | {"about": None}) + "\n")
-    with pytest.raises(XcompatError, match=r"line 25 has no about; fill it, or remove the row"):
+    with pytest.raises(XcompatError, match=r"line 25 has no about; fill the column, or remove the row"):
         load_text_pairs(TextPairSource(path=pairs_file, id_column="about"))
 
 

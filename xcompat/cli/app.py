@@ -332,7 +332,7 @@ def embed(
     given = [name for name, value in about_files.items() if value not in (None, "")]
     if source.endswith((".yaml", ".yml")):
         if given:
-            raise XcompatError(f"{given[0]} applies to tables, not to recipes; remove it")
+            raise XcompatError(f"{given[0]} applies to tables, not to recipes; remove {given[0]}")
         from xcompat.training.preflight import load_checked
 
         recipe = load_checked(source, overrides or [], every_stage=True)
@@ -352,7 +352,7 @@ def embed(
     if not has_images:
         require_source(source)
     elif others := [name for name in given if name not in ("--model", "--out")]:
-        raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of images; remove it")
+        raise XcompatError(f"{others[0]} works with tables, but {source} is a folder of images; remove {others[0]}")
     require_model(model)
     announce_loading(model)
     if has_images:

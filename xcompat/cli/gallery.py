@@ -393,7 +393,8 @@ def doctor(
     elif _is_address(gallery):
         if texts:
             raise XcompatError(
-                f"--{min(texts).replace('_', '-')} applies to texts in files, but --texts names a field of a store; remove it"
+                f"--{min(texts).replace('_', '-')} applies to texts in files, but --texts names a field of a store; remove "
+                "this option"
             )
         examine = partial(_examine_store, field=images, image_folder=image_folder, sample=sample)
     elif image_folder is not None:

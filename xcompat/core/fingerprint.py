@@ -101,8 +101,8 @@ class Fingerprint:
         """
         if self != other:
             raise FingerprintMismatchError(
-                f"{what} was made by {other}, not by {self}: embeddings of different models cannot be compared; "
-                "use its model, or re-embed"
+                f"{what} was made by {other}, not by {self}: embeddings of different models cannot be compared; use {other}, "
+                "or re-embed"
             )
 
     def __str__(self) -> str:

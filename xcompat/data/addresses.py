@@ -92,7 +92,7 @@ def _matching(address: str) -> list[str]:
 def _require_pipes(address: str) -> None:
     if os.environ.get(ALLOW_PIPES) != "1":
         raise XcompatError(
-            f"{redact_address(address)} runs a command on this machine; set {ALLOW_PIPES}=1 once you have read and trust it"
+            f"{redact_address(address)} runs a command on this machine; set {ALLOW_PIPES}=1 if you trust this command"
         )
 
 

@@ -91,7 +91,7 @@ def cached_dataset(
     try:
         dataset = datasets.Dataset.from_file(str(arrow_file))
     except (pa.ArrowException, OSError, ValueError) as error:  # a cache file without checksum
-        raise XcompatError(f"{arrow_file} cannot be read ({str(error)[:200]}); delete it to rebuild it") from error
+        raise XcompatError(f"{arrow_file} cannot be read ({str(error)[:200]}); delete the file to rebuild it") from error
     dataset._fingerprint = digest  # derived from the source, so that caches keyed by it outlive a rebuild
     return dataset, record
 

@@ -66,7 +66,7 @@ def read_captions(
     camera = pick_column(source.camera_column, (), columns, "camera_column", where) if source.camera_column else None
     lists = [value for value in table[image] if not isinstance(value, str | int)]
     if lists:
-        raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is not an image path; fix its row")
+        raise XcompatError(f"{file}: {str(lists[0])[:200]!r} is not an image path; fix the row of this path")
     table[image] = table[image].map(str)  # JSON may give a path as a number
     grouped = {name: table.groupby(image, sort=False)[name].agg(list) for name in (caption, label, sample_id, camera) if name}
     first = table.drop_duplicates(image)
@@ -116,7 +116,7 @@ def read_list_rows(file: Path, source: PairSource) -> Iterator[dict[str, Any]]:
     folder = _folder_of(file, [name for name, _ in listed])
     for name, label in listed:
         if source.with_labels and label is None:
-            raise XcompatError(f"{file}: {name} has no class; write it after the path")
+            raise XcompatError(f"{file}: {name} has no class; write the class after the path")
         row: dict[str, Any] = {IMAGE: {"bytes": None, "path": str((folder / name).resolve())}, ID: name}
         yield row | ({LABEL: label} if source.with_labels else {})
 

@@ -239,7 +239,7 @@ def require_readable(source: CorpusSource, found: Sequence[str]) -> None:
     command = next((each for each in found if each.startswith(PIPE)), None)
     if source.format == "auto" and command is not None:
         raise XcompatError(
-            f"{redact_address(command)} is a command; set format to its output: text, jsonl, parquet or webdataset"
+            f"{redact_address(command)} is a command; set format to the format of its output: text, jsonl, parquet or webdataset"
         )
 
 

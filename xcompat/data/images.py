@@ -125,7 +125,7 @@ def open_image(value: Any, max_pixels: int = MAX_PIXELS) -> Image.Image:  # noqa
     except UnidentifiedImageError as error:
         raise UnusableSampleError(_explain_unknown(value)) from error
     except Image.DecompressionBombError as error:  # Pillow's limit, far above ours
-        raise UnusableSampleError(f"more than the limit of {max_pixels:,} pixels; make it smaller") from error
+        raise UnusableSampleError(f"more than the limit of {max_pixels:,} pixels; make the image smaller") from error
     except Exception as error:  # decoders raise many types on damaged bytes
         raise UnusableSampleError(f"unreadable image ({type(error).__name__}: {error})") from error
 

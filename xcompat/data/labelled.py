@@ -160,7 +160,7 @@ def _add_captions(dataset: datasets.Dataset, file: Path, max_bad_share: float) -
     ids = dataset[ID][:]
     lacking = [name for name in ids if name not in known]
     if lacking:
-        raise XcompatError(f"{file} has no caption for {len(lacking)} of {len(ids)} images, e.g. {lacking[0]!r}; add them")
+        raise XcompatError(f"{file} has no caption for {len(lacking)} of {len(ids)} images, e.g. {lacking[0]!r}; add captions")
     bad = BadSamples(max_bad_share, len(ids))
     kept = [row for row, name in enumerate(ids) if known[name] is not None]
     for name in ids:

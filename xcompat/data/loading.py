@@ -80,7 +80,7 @@ def load_pairs(source: PairSource | str, dataset: AnyDataset | None = None, meta
         return _apply_limit(_load_shards(source, elsewhere), source)
     form, paths = locate(source)
     if isinstance(metadata, list) and form != "captions":
-        raise XcompatError(f"{source.path} has no captions table, so --metadata does not apply; remove it")
+        raise XcompatError(f"{source.path} has no captions table, so --metadata does not apply; remove --metadata")
     load: dict[str, Callable[[PairSource, list[Path]], AnyDataset]] = {
         "webdataset": _load_shard_files,
         "captions": partial(_load_captions, metadata=metadata),

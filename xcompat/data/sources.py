@@ -168,8 +168,8 @@ def local_files(path: str | list[str]) -> list[Path] | None:
     for pattern in [path] if isinstance(path, str) else path:
         if is_address(pattern):
             raise XcompatError(
-                f"{redact_address(pattern)} is remote: only data.texts and pairs with streaming: true read addresses; "
-                "download it first"
+                f"{redact_address(pattern)} is remote: only data.texts and pairs with streaming: true read addresses; download "
+                "the data first"
             )
         for text in _expand(pattern):
             if text.startswith(BUILTIN_PREFIX):

@@ -90,7 +90,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if row is None:
                 raise XcompatError(f"{file} line {number} is not valid JSON; fix or delete this line")
             if not isinstance(row, dict):
-                raise XcompatError(f'{file} line {number} is not a JSON object; write it as {{"text": ...}}')
+                raise XcompatError(f'{file} line {number} is not a JSON object; write the line as {{"text": ...}}')
             yield number, replaced.replace_in(row, f"{file} line {number}")
     finally:
         replaced.report()

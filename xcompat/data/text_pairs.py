@@ -86,7 +86,7 @@ def _pairs(
             continue
         if source.id_column is not None:
             if is_blank(value := row[pick_column(source.id_column, (), columns, "id_column", where)]):
-                raise XcompatError(f"{where} has no {source.id_column}; fill it, or remove the row")
+                raise XcompatError(f"{where} has no {source.id_column}; fill the column, or remove the row")
             pair[ID] = str(value)
         record["kept"] += 1
         yield pair

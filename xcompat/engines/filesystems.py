@@ -100,7 +100,9 @@ def require_outside(out: str, uri: str) -> None:
     """
     (system, path), (of_source, source) = resolve_filesystem(out), resolve_filesystem(uri)
     if system == of_source and PurePosixPath(source) in PurePosixPath(path).parents:
-        raise XcompatError(f"{out} is inside {uri}, so later runs would read it as input; choose another folder for --out")
+        raise XcompatError(
+            f"{out} is inside {uri}, so later runs would read the output as input; choose another folder for --out"
+        )
 
 
 def path_in(uri: str, name: str) -> str:

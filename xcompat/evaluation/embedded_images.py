@@ -195,7 +195,7 @@ class EmbeddedImages:
         searched = Items(gallery_GD, gallery.gallery_labels, gallery.gallery_ids, gallery.gallery_cameras)
         pairs = LabelledPairs(queries, searched, options.chunk_size, are_lifted=self.metric == "l2")
         if self.metric == "l2" and options.threshold is not None:
-            raise XcompatError("threshold needs cosines, but these embeddings are compared by L2 distance; remove it")
+            raise XcompatError("threshold needs cosines, but these embeddings are compared by L2 distance; remove threshold")
         if own is not None:
             if "l2" in (self.metric, own.metric):
                 raise XcompatError("re-ranking needs cosines, but these embeddings are compared by L2 distance; set rerank to 0")

@@ -250,7 +250,9 @@ class EmbeddedTemplates:
         self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None
     ) -> MatchedPairs:
         """Raise: TAR@FAR sets the thresholds of templates."""
-        raise XcompatError("evaluation.threshold does not apply to templates, whose thresholds come from TAR@FAR; remove it")
+        raise XcompatError(
+            "evaluation.threshold does not apply to templates, whose thresholds come from TAR@FAR; remove evaluation.threshold"
+        )
 
     def find(
         self, gallery: EmbeddedTemplates, direction: Direction, options: EvaluationOptions, own: EmbeddedTemplates | None = None

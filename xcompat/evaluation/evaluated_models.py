@@ -273,7 +273,9 @@ class EvaluatedModels(Generic[C]):
         if old_on_new and self.upgraded is not None:
             raise XcompatError("old_on_new does not apply: this method moves the gallery to the new space; set it to false")
         if rerank and self.new is None:
-            raise XcompatError("re-ranking needs the new model's own embeddings of queries and gallery; pass them (--new-own)")
+            raise XcompatError(
+                "re-ranking needs the new model's own embeddings of queries and gallery; pass these embeddings (--new-own)"
+            )
         cases: list[tuple[str, str, C | None, C | None]] = [
             ("old", "old", old, old),
             ("independent", "old", None if plain is None else _fit_dim(plain, old.dim), old),

@@ -99,7 +99,7 @@ def find_first_hits(pairs: LabelledPairs, queries_QE: Embeddings, gallery_GE: Em
     )
     if (len(own_queries), len(own_gallery)) != (pairs.n_queries, pairs.n_gallery) or own_queries.dim != own_gallery.dim:
         raise XcompatError(
-            "the new model's own embeddings differ in number or dimension; embed the same queries and items with it"
+            "the new model's own embeddings differ in number or dimension; embed the same queries and items with the new model"
         )
     k = min(candidates, pairs.n_gallery)
     columns_Qk = torch.zeros((pairs.n_queries, k), dtype=torch.int64, device=pairs.device)

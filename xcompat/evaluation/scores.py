@@ -117,7 +117,7 @@ def _norms(rows_BD: np.ndarray, what: str) -> np.ndarray:
     wide_BD = np.asarray(rows_BD, dtype=np.float64)
     peak_B1 = np.abs(wide_BD).max(axis=1, keepdims=True)
     if not np.isfinite(peak_B1).all():
-        raise XcompatError(f"NaN or infinite numbers in {what}: the model diverged or overflowed; fix it and re-embed")
+        raise XcompatError(f"NaN or infinite numbers in {what}: the model diverged or overflowed; fix the model and re-embed")
     peak_B1[peak_B1 == 0] = 1.0
     # accumulate adds from left to right; the order of a plain sum depends on the block's shape
     norms_B1 = peak_B1 * np.sqrt(np.add.accumulate(np.square(wide_BD / peak_B1), axis=1)[:, -1:])
@@ -176,7 +176,7 @@ def _require_no_outlier(queries_QD: np.ndarray, gallery_GD: np.ndarray) -> None:
         if usual > 0 and far_N[row] > _FARTHEST * usual:
             raise XcompatError(
                 f"{what} row {row} is {far_N[row] / usual:,.0f} times as far from the centre as usual (at most {_FARTHEST}), so "
-                "other rows cannot be ranked by L2 distance; remove it or compare by cosine"
+                "other rows cannot be ranked by L2 distance; remove this row or compare by cosine"
             )
 
 

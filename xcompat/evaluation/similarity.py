@@ -57,7 +57,9 @@ def _scale_and_mean(rows_ND: np.ndarray, what: str) -> tuple[float, np.ndarray]:
     """Return the largest absolute number, as a divisor against overflow, and the mean of the divided rows."""
     largest = [float(np.abs(rows_ND[rows]).max()) for rows in blocks(len(rows_ND), _ROWS)]
     if not np.isfinite(largest).all():
-        raise XcompatError(f"{what} contains NaN or infinite numbers: the model diverged or overflowed; fix it and re-embed")
+        raise XcompatError(
+            f"{what} contains NaN or infinite numbers: the model diverged or overflowed; fix the model and re-embed"
+        )
     scale = max(largest) or 1.0
     sums = [(np.asarray(rows_ND[rows], dtype=np.float64) / scale).sum(axis=0) for rows in blocks(len(rows_ND), _ROWS)]
     return scale, np.sum(sums, axis=0) / len(rows_ND)

@@ -36,7 +36,9 @@ class Tower(nn.Module):
     def __init__(self, model: CompatModel, space: Space) -> None:
         super().__init__()
         if space == "old" and (model.maps_galleries or not model.compatible_with):
-            raise XcompatError(f"{type(model).__name__} does not map queries into an old space; export it with space='own'")
+            raise XcompatError(
+                f"{type(model).__name__} does not map queries into an old space; export the model with space='own'"
+            )
         self.model, self.space = model, space
         self.encoder = model._get_encoder()  # maps do not register it, and its weights would be exported as constants
 

@@ -151,7 +151,8 @@ def linear_steps(model: CompatModel, version: Fingerprint | None = None) -> list
         )
     if memory is not None and memory.settings["entries"]:
         raise XcompatError(
-            "a faiss index cannot store the entries of a query memory; remove them with --memory transform, or in Python with "
+            "a faiss index cannot store the entries of a query memory; remove the entries with --memory transform, or in "
+            "Python with "
             "model.remember(model.memory.without_entries())"
         )
     weights = layers[0].state_dict()

@@ -203,7 +203,7 @@ def inspect_vectors(index: FaissIndex, path: Path, known: Known, ids: Sequence[s
     if bad.size:
         which = f"vector {bad[0]}" + (f" ({ids[bad[0]]!r})" if ids is not None else "")
         more = f", like {bad.size - 1} more" if bad.size > 1 else ""
-        raise XcompatError(f"{which} of {path} is not finite{more}; remove it from the index, or re-embed it")
+        raise XcompatError(f"{which} of {path} is not finite{more}; remove the vector from the index, or re-embed its item")
     some_N = lengths_N[lengths_N > 0]
     if not some_N.size:
         raise XcompatError(f"all {index.rows} vectors of {path} are zero; rebuild the index")

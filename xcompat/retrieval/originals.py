@@ -238,7 +238,7 @@ def load_originals(
         share = UNREADABLE if max_bad_share is None else max_bad_share
         return Images(load_images(path, share, metadata), share)
     if max_bad_share is not None:
-        raise XcompatError(f"--max-bad-share works with images only, but {path} contains texts; remove it")
+        raise XcompatError(f"--max-bad-share works with images only, but {path} contains texts; remove --max-bad-share")
     try:
         source = TextSource(path=str(path), metadata=metadata, **{"keep_text": True, **options})
     except ValidationError as error:

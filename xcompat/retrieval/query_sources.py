@@ -51,7 +51,9 @@ def load_embedded(
     if content != "embeddings":
         return None
     if conflict is not None:
-        raise XcompatError(f"{conflict} embeds queries, but {queries} holds embeddings; remove it, or give texts as queries")
+        raise XcompatError(
+            f"{conflict} embeds queries, but {queries} holds embeddings; remove {conflict}, or give texts as queries"
+        )
     embedded = EmbeddedQueries(queries, BAD_SHARE if max_bad_share is None else max_bad_share)
     owner = owner if owner is not None else load_owner(model, known)
     embedded.require_fit(owner)
@@ -85,7 +87,7 @@ def load_queries_and_model(
     if queries is not None and (found := load_embedded(queries, model, known, conflict, max_bad_share)) is not None:
         return found
     if max_bad_share is not None:
-        raise XcompatError("--max-bad-share works with embedded queries only; remove it")
+        raise XcompatError("--max-bad-share works with embedded queries only; remove --max-bad-share")
     argument_checks.require_models(model, fallback)
     typed = TypedQuery(query) if query is not None else load_queries(str(queries))
     silence_libraries()

@@ -145,7 +145,7 @@ class Store(ABC):
             XcompatError: the store does not support conditions, or the condition is invalid.
         """
         if condition is not None:
-            raise XcompatError(f"{self.uri}: --where works only with PostgreSQL tables; remove it to migrate all rows")
+            raise XcompatError(f"{self.uri}: --where works only with PostgreSQL tables; remove --where to migrate all rows")
 
     def restrict_to_part(self, condition: str) -> None:
         """Limit the store to a condition's rows, if their model is recorded apart. Else do nothing."""

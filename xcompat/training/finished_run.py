@@ -158,7 +158,9 @@ def _fill(folder: Path, old: FrozenModel, items: GalleryItems, embeds_Nd: np.nda
     if (folder / CURRENT).is_file():
         gallery = Gallery.open(folder)
         if gallery.manifest.versions[0].digest != version.digest or (len(gallery) and None in gallery.find(ids)):
-            raise XcompatError(f"{folder} was built from another old model or other test data; delete it to rebuild it")
+            raise XcompatError(
+                f"{folder} was built from another old model or other test data; delete the folder to rebuild the gallery"
+            )
         if len(gallery):
             return
     else:

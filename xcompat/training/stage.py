@@ -272,11 +272,13 @@ class Stage:
         embedder = frozen.require_model("contains image embeddings by id; set data.images to labelled images")
         if data.embeddings_of == "texts":
             if not data.texts:
-                raise XcompatError(f"{name}: empty corpus: data.texts is not set; set it, or set data.embeddings_of to images")
+                raise XcompatError(
+                    f"{name}: empty corpus: data.texts is not set; set data.texts, or set data.embeddings_of to images"
+                )
             texts = load_texts(data.texts, exclude=self.test_texts(), limit=data.texts_limit)
             return cached_texts(embedder, texts, self.cache_dir)
         if data.pairs is None:
-            raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs is not set; set it")
+            raise XcompatError(f"{name}: data.embeddings_of is images, but data.pairs is not set; set data.pairs")
         return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share, views)
 
     def with_query_prompt(self, new: Embedder) -> Embedder:

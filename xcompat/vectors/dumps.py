@@ -70,7 +70,9 @@ def _parse(line: bytes, file: Path, number: int) -> Any:  # noqa: ANN401 - JSON
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise XcompatError(f"{file} line {number} is not JSON ({str(error)[:100]}); fix it, or write it again") from error
+        raise XcompatError(
+            f"{file} line {number} is not JSON ({str(error)[:100]}); fix the line, or write the file again"
+        ) from error
 
 
 def _items(document: Any) -> list[Any] | None:  # noqa: ANN401 - JSON
