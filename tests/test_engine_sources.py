@@ -158,7 +158,7 @@ def test_the_files_of_one_version_of_an_iceberg_table_are_read(
 def test_the_folder_of_an_iceberg_table_is_not_read_as_parquet(embed: Run, model: str, table: Any, tmp_path: Path) -> None:
     code, _, error = embed(tmp_path / "shop" / "items", "--model", model, "--out", tmp_path / "out")
     newest = table.metadata_location.removeprefix("file://")
-    assert code == 2 and f"use the metadata of a version, e.g. {newest}" in error
+    assert code == 2 and f"use the metadata file of a single version, e.g. {newest}" in error
 
 
 @pytest.mark.parametrize(("log", "kind"), [("_delta_log", "Delta"), (".hoodie", "Hudi")])
