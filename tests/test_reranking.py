@@ -27,7 +27,8 @@ from xcompat.retrieval.ingestion import ingest
 from xcompat.retrieval.new_embeddings import NewEmbeddings
 from xcompat.retrieval.originals import load_originals
 from xcompat.retrieval.reranking import CANDIDATES, OLD_WEIGHT, Reranker
-from xcompat.stores.base import Store
+from xcompat.stores.base import Rows, Store
+from xcompat.stores.new_embeddings import StoreEmbeddings
 
 ITEMS, DEPTH = 24, 10
 
@@ -107,6 +108,7 @@ def test_originals_of_others_are_named(
     Reranker(newer, originals).notice_other_originals(old, gallery, hits)
     assert "2 of 8 compared originals differ from those that the gallery stores" in caplog.text
     assert first.name in caplog.text or second.name in caplog.text
+    assert f"delete {gallery.path / new_embeddings.FOLDER}" in caplog.text
 
 
 def test_weight_and_number_of_hits_chosen_with_a_model_are_used(newer: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +236,23 @@ def test_damaged_or_locked_cache_stops_no_search(
         beside.write_bytes(b"damaged" * 1000)
     assert gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH)) == expected
     assert "new embeddings are not cached" in caplog.text and str(file) in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_that_a_store_does_not_find_are_not_cached(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], fails: bool
+) -> None:
+    class DeletedRows:
+        def read_current(self, *_: object) -> tuple[dict[str, NDArray[np.float32]], Rows]:
+            if fails:
+                raise XcompatError("the store is unavailable")
+            return {}, Rows([], np.empty((0, 8), np.float32), [])
+
+    store: Any = DeletedRows()
+    hits = gallery.search(asked, newer.model, DEPTH)
+    rerank, plain = (Reranker(newer, load_originals(photos), DEPTH) for _ in range(2))
+    assert rerank.order(asked, hits, cache=StoreEmbeddings(store, "new")) == plain.order(asked, hits)
+    assert rerank.counts.embedded == plain.counts.embedded > 0
 
 
 def test_writers_of_several_processes_keep_all(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from xcompat.data.schema import ID, METADATA, TEXT
 from xcompat.embeddings.provider import ServedMap, query_model
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder
-from xcompat.retrieval.new_embeddings import NewEmbeddings
+from xcompat.retrieval.new_embeddings import FOLDER, NewEmbeddings
 from xcompat.retrieval.originals import Originals, Texts
 from xcompat.retrieval.searching import Hit, SearchedGallery
 from xcompat.retrieval.versions import as_float32
@@ -278,9 +278,10 @@ class Reranker:
                 kept = normalise_rows(np.stack([stored[name] for name in names]))
                 cosines |= dict(zip(names, (normalise_rows(embeds) * kept).sum(axis=1).tolist(), strict=True))
         if other := sorted((cosine, name) for name, cosine in cosines.items() if cosine < ALIKE):
+            cached = f", and delete {gallery.path / FOLDER}: it caches their embeddings" if self.keep else ""
             notice_once(
                 f"{len(other)} of {len(cosines)} compared originals differ from those that the gallery stores, e.g. "
-                f"{other[0][1]!r} (cosine {other[0][0]:.2f}); check --originals, or run `xcompat gallery doctor` for more"
+                f"{other[0][1]!r} (cosine {other[0][0]:.2f}); check --originals{cached}. `xcompat gallery doctor` shows more"
             )
 
     # ------------------------------------------------------------------------------------------------ new embeddings

@@ -66,13 +66,15 @@ class StoreEmbeddings:
         return found
 
     def put(self, embeds: Mapping[str, NDArray[np.float32]], generation: int) -> None:
-        """Write embeddings of rows that are unchanged since :meth:`get`.
+        """Write embeddings of rows that are unchanged since :meth:`get`; skip rows that it did not find.
 
         Args:
             embeds: id -> (D,).
             generation: ignored.
         """
-        rows = [self._missing.pop(item)._replace(vectors_ND=embed_D[None]) for item, embed_D in embeds.items()]
+        rows = [
+            self._missing[item]._replace(vectors_ND=embed_D[None]) for item, embed_D in embeds.items() if item in self._missing
+        ]
         self._missing.clear()
         if rows:
             self.store.write(self.space, rows[0].join(rows[1:]))
