@@ -26,6 +26,7 @@ import pytest
 import store_places
 import torch
 import typer.main
+import typer.testing
 from hub_server import Hub, served
 from hypothesis import settings
 from PIL import Image
@@ -120,6 +121,7 @@ def _build_command_line_once() -> Iterator[None]:
     """Keep the commands that Typer builds: it builds all of them anew in each call, which takes a tenth of a second."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        patched.setattr(typer.testing, "_get_command", typer.main.get_command)
         yield
 
 
