@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from schedule import mostly_nightly
 from transformers import AutoModel
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
@@ -31,7 +32,7 @@ from xcompat.mapping.agreement import HeldOutItems, choose_by_agreement, choose_
 from xcompat.mapping.candidates import LINES, CandidateParts, fit
 from xcompat.mapping.choice_report import as_json, choice_table, describe_choice
 from xcompat.mapping.commands import map_embeddings
-from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, folds
+from xcompat.mapping.folds import FEWEST, IN_WHOLE, PROTOCOLS, QUERIES, Searched, folds
 from xcompat.mapping.held_out import Trial
 from xcompat.mapping.item_memory import with_item_memory
 from xcompat.mapping.request import MapRequest
@@ -41,6 +42,7 @@ from xcompat.models.embedder import load_embedder
 from xcompat.retrieval import Gallery
 
 CLASSES, EACH, NEW, OLD = 24, 30, 24, 16
+CHOSEN: dict[tuple[object, ...], Choice] = {}
 
 
 def normalised(rows: np.ndarray) -> np.ndarray:
@@ -69,6 +71,25 @@ def write(folder: Path, embeds: np.ndarray, ids: list[str] | None = None, labels
     return folder
 
 
+def write_arrays(folder: Path, **sides: np.ndarray) -> list[Path]:
+    for name, embeds in sides.items():
+        np.save(folder / f"{name}.npy", embeds)
+    return [folder / f"{name}.npy" for name in sides]
+
+
+def run_map(old: Path, new: Path, out: Path, *more: object) -> tuple[Result, str]:
+    """Run ``xcompat map``; return its result, and its output or error in one line."""
+    done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(out), *map(str, more)])
+    error = str(done.exception) if isinstance(done.exception, XcompatError) else ""
+    return done, " ".join(f"{done.output} {error}".split())
+
+
+@cache
+def choice_of_made(searched: Searched = "unknown") -> Choice:
+    """Choose a map of :func:`made`: it takes seconds."""
+    return choose(made(), searched)
+
+
 @pytest.fixture
 def sides(tmp_path: Path) -> tuple[Path, Path]:
     pairs = made()
@@ -80,13 +101,13 @@ def sides(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose once for the same embeddings and settings: it takes seconds, and the commands around it are what is tested."""
-    choose_anew, known = commands.choose_by_labels_or_agreement, {}
+    choose_anew = commands.choose_by_labels_or_agreement
 
     def choose_or_recall(pairs: PairedEmbeddings, *settings: Any) -> Choice:
         key = np.asarray(pairs.old_Nd).tobytes(), np.asarray(pairs.new_ND).tobytes(), repr(pairs.labels_N), repr(settings)
-        if key not in known:
-            known[key] = choose_anew(pairs, *settings)
-        return known[key]
+        if key not in CHOSEN:
+            CHOSEN[key] = choose_anew(pairs, *settings)
+        return CHOSEN[key]
 
     monkeypatch.setattr(commands, "choose_by_labels_or_agreement", choose_or_recall)
 
@@ -205,7 +226,7 @@ def test_whole_classes_are_held_out_where_they_are_small() -> None:
 def test_gains_are_those_of_the_metrics_on_each_fold() -> None:
     pairs = made()
     assert pairs.labels_N is not None
-    choice = choose(pairs, "unknown")
+    choice = choice_of_made()
     trial = next(trial for trial in choice.trials if trial.candidate == Candidate("scaled rotation"))
     gains, floor = [], []
     for fold in folds(pairs.labels_N, "unknown"):
@@ -221,12 +242,12 @@ def test_gains_are_those_of_the_metrics_on_each_fold() -> None:
 
 
 def test_the_worst_gain_decides_and_then_the_mean() -> None:
-    choice = choose(made(), "unknown")
+    choice = choice_of_made()
     tenths = [round(1000 * trial.worst) for trial in choice.trials]
     assert round(1000 * choice.chosen.worst) == max(tenths) and choice.chosen.worst > 0
     best = [trial.mean for trial, worst in zip(choice.trials, tenths, strict=True) if worst == max(tenths)]
     assert choice.chosen.mean == max(best)
-    known = choose(made(), "known")
+    known = choice_of_made("known")
     assert set(known.floor) == {"known classes"} and known.chosen.mean >= choice.chosen.gains["known classes"]["cmc@1"].low
     assert choose(made(), "unknown").chosen == choice.chosen, "the same seed chooses the same"
 
@@ -279,17 +300,15 @@ def test_where_nothing_beats_old_queries_both_together_are_tried() -> None:
     said = " ".join(describe_choice(choice))
     assert f"Mixed half-way with old queries, the lowest gain is {100 * choice.mixed.worst:+.1f} points" in said
     assert as_json(choice)["mixed"]["worst"] == choice.mixed.worst
-    assert choose(pairs, "known").mixed is None
+    assert choice_of_made("known").mixed is None
 
 
 def test_a_map_of_other_items_is_no_better_than_chance() -> None:
     pairs = made()
     others = np.random.default_rng(3).permutation(len(pairs))
     choice = choose(replace(pairs, new_ND=pairs.new_ND[others]))
-    assert (
-        choice.by_chance
-        and "name the same items on both sides, and that classes or captions are right" in describe_choice(choice)[0]
-    )
+    wanted = "name the same items on both sides, and that classes or captions are right"
+    assert choice.by_chance and wanted in describe_choice(choice)[0]
     weak = choose(made(new_noise=3.0, old_noise=0.1))
     assert weak.chosen.worst < 0 and not weak.by_chance, "far below old queries, and far above chance"
 
@@ -325,7 +344,7 @@ def test_ridge_is_left_out_where_folds_learn_from_fewer_items_than_dimensions() 
     assert first_hits(Candidate("ridge")) < first_hits(None) - 0.05, "on classes that were not held out"
     assert first_hits(choice.chosen.candidate) > first_hits(None) - 0.01
     assert choose(pairs, lines={"ridge": LINES["ridge"]}).too_few_for_ridge is None, "there is no other"
-    many = choose(made())
+    many = choice_of_made()
     assert many.too_few_for_ridge is None and {trial.candidate.line for trial in many.trials} == set(LINES)
 
 
@@ -339,9 +358,8 @@ def test_one_line_alone_is_judged_beside_old_queries_unless_it_was_trained() -> 
 @pytest.mark.usefixtures("chosen_once")
 def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(out)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    done, said = run_map(*sides, out)
+    assert done.exit_code == 0, said
     report = json.loads((out / "report.json").read_text())
     assert report["verdict"] and report["classes"] == CLASSES and report["items"] == CLASSES * EACH
     settings = {key: report["model"][key] for key in ("line", "power", "damping", "sharpness", "share")}
@@ -351,11 +369,11 @@ def test_what_is_written_is_what_was_tried(sides: tuple[Path, Path], tmp_path: P
     assert model.compatible_with == [Fingerprint.from_string("old")]
     chosen = max(report["trials"], key=lambda trial: (round(1000 * trial["worst"]), trial["mean"]))
     assert chosen["name"] == report["model"]["name"] and report["without_new_model"]["mean"] < chosen["mean"]
-    assert CliRunner().invoke(app, command).exit_code == 0, "the same command replaces what it made"
+    assert run_map(*sides, out)[0].exit_code == 0, "the same command replaces what it made"
     (out / "notes.txt").write_text("mine")
-    assert "notes.txt was not made by" in str(CliRunner().invoke(app, command).exception)
+    assert "notes.txt was not made by" in run_map(*sides, out)[1]
     assert (out / "notes.txt").read_text() == "mine"
-    assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0 and not (out / "notes.txt").exists()
+    assert run_map(*sides, out, "--overwrite")[0].exit_code == 0 and not (out / "notes.txt").exists()
 
 
 @pytest.mark.usefixtures("chosen_once")
@@ -363,7 +381,7 @@ def test_a_map_of_other_inputs_is_left_alone(sides: tuple[Path, Path], tmp_path:
     out = tmp_path / "out"
 
     def run(*more: str, old: Path = sides[0]) -> BaseException | None:
-        return CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(sides[1]), "--out", str(out), *more]).exception
+        return run_map(old, sides[1], out, *more)[0].exception
 
     assert run() is None
     moved = shutil.copytree(sides[0], tmp_path / "elsewhere" / "old")
@@ -407,8 +425,8 @@ def test_captions_are_what_a_query_should_find(tmp_path: Path) -> None:
     there = np.delete(np.arange(80), [3, 10])
     np.testing.assert_array_equal(found.images.new_ND[:], images[there])
     np.testing.assert_array_equal(found.texts.new_ND[:], texts[np.repeat(2 * there, 2) + np.tile([0, 1], 78)])
-    done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
-    assert done.exit_code == 0, done.output
+    done, said = run_map(old, new, tmp_path / "out")
+    assert done.exit_code == 0, said
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(report["floor"]) == {"text-to-image", "image-to-text"} and report["verdict"]
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
@@ -427,9 +445,8 @@ def test_many_entries_are_kept_as_codes(codec: str | None, tmp_path: Path, monke
     old, new = ([normalised(draw.standard_normal((9, dim))) for _ in range(2)] for dim in (OLD, NEW))
     ids = [f"item {row}" for row in range(9)]
     sides = [captioned(tmp_path / name, *embeds, ids, ids) for name, embeds in {"old": old, "new": new}.items()]
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--allow-worse"]
-    done = CliRunner().invoke(app, [*command, "--memory-codec", codec] if codec else command)
-    assert done.exit_code == 0, done.output
+    done, said = run_map(*sides, tmp_path / "out", "--allow-worse", *(["--memory-codec", codec] if codec else []))
+    assert done.exit_code == 0, said
     memory = AutoModel.from_pretrained(tmp_path / "out" / "model").memory
     assert memory.entries == 18 and getattr(memory, "codec", "float32") == (codec or "SQ8")
     exact, asked = CandidateParts(load_paired(*sides), codec="float32").memory(guess), torch.from_numpy(new[0])
@@ -437,47 +454,37 @@ def test_many_entries_are_kept_as_codes(codec: str | None, tmp_path: Path, monke
 
 
 def test_what_a_choice_did_not_look_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = made()
-    assert choose(pairs).learned_at_most is None
+    assert choice_of_made().learned_at_most is None
     for module in (selection, folds_of):
         monkeypatch.setattr(module, "LEARNED", 200)
-    choice = choose(pairs)
+    choice = choose(made())
     assert choice.learned_at_most == 200 == as_json(choice)["learned_at_most"]
     assert "Candidates learned from at most 200 items" in describe_choice(choice)[0]
 
 
 def test_a_codec_of_nothing_is_refused(tmp_path: Path) -> None:
-    pairs = made()
-    for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items():
-        np.save(tmp_path / f"{name}.npy", embeds)
-    command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
-    for codec, said in {
-        "SQ8": "--memory-codec needs a memory; add classes or captions",
-        "SQ9": "unknown memory codec 'SQ9'",
-    }.items():
-        assert said in str(CliRunner().invoke(app, [*command, "--memory-codec", codec]).exception)
+    bare = write_arrays(tmp_path, old=made().old_Nd, new=made().new_ND)
+    needs_memory = "--memory-codec needs a memory; add classes or captions"
+    for codec, said in {"SQ8": needs_memory, "SQ9": "unknown memory codec 'SQ9'"}.items():
+        assert said in run_map(*bare, tmp_path / "out", "--memory-codec", codec)[1]
 
 
 def test_what_is_said_of_classes_is_refused_where_there_are_none(tmp_path: Path) -> None:
     pairs = made()
-    bare = [tmp_path / f"{name}.npy" for name in ("old", "new")]
-    for file, embeds in zip(bare, (pairs.old_Nd, pairs.new_ND), strict=True):
-        np.save(file, embeds)
+    bare = write_arrays(tmp_path, old=pairs.old_Nd, new=pairs.new_ND)
     ids = [str(row) for row in range(len(pairs))]
     both = [captioned(tmp_path / file.stem, np.load(file), np.load(file), ids, ids) for file in bare]
-    for (old, new), said in itertools.product((bare, both), ("known", "open")):
-        command = ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out"), "--searched-classes", said]
-        assert f"--searched-classes {said} needs classes; add labels.txt" in str(CliRunner().invoke(app, command).exception)
+    for files, said in itertools.product((bare, both), ("known", "open")):
+        line = run_map(*files, tmp_path / "out", "--searched-classes", said)[1]
+        assert f"--searched-classes {said} needs classes; add labels.txt" in line
 
 
 def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> None:
     """A query leans towards the old embeddings of items by the softmax of its cosines to their new ones."""
     pairs = made()
-    for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items():
-        np.save(tmp_path / f"{name}.npy", embeds)
-    command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, [*command, "--remember-items", "--allow-worse"])
-    assert done.exit_code == 0 and "the map uses the memory." in " ".join(done.output.split()), done.output
+    bare = write_arrays(tmp_path, old=pairs.old_Nd, new=pairs.new_ND)
+    done, said = run_map(*bare, tmp_path / "out", "--remember-items", "--allow-worse")
+    assert done.exit_code == 0 and "the map uses the memory." in said, said
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.memory.entries == len(pairs) and not model.is_confident
     queries = normalised(np.random.default_rng(5).standard_normal((7, NEW)))
@@ -488,11 +495,10 @@ def test_stored_items_are_remembered_where_that_is_asked_for(tmp_path: Path) -> 
         weights = np.exp(60 * (pairs.new_ND @ query))
         expected = line + 0.5 * (weights[:, None] * values).sum(0) / weights.sum()
         np.testing.assert_allclose(found, expected / np.linalg.norm(expected), atol=1e-5)
-    labelled = [write(tmp_path / f"{name}_items", embeds) for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND}.items()]
-    for folder in labelled:
-        (folder / "labels.txt").write_text("".join(f"class {label}\n" for label in pairs.labels_N))
-    named = ["map", "--old", str(labelled[0]), "--new", str(labelled[1]), "--out", str(tmp_path / "two"), "--remember-items"]
-    assert "--remember-items does not work with classes or captions" in str(CliRunner().invoke(app, named).exception)
+    labels = [f"class {label}" for label in pairs.labels_N]
+    labelled = [write(tmp_path / f"{file.stem}_items", np.load(file), labels=labels) for file in bare]
+    refused = run_map(*labelled, tmp_path / "two", "--remember-items")[1]
+    assert "--remember-items does not work with classes or captions" in refused
 
 
 def test_item_memory_needs_gain_and_half_of_the_gallery(tmp_path: Path) -> None:
@@ -506,11 +512,9 @@ def test_item_memory_needs_gain_and_half_of_the_gallery(tmp_path: Path) -> None:
         assert choice.is_safe == choose_by_agreement(part).is_safe, "the memory does not change the verdict"
     assert choice.item_memory.gain is None and "not tried: they are 50 % of the gallery" in describe_choice(choice)[-1]
     assert as_json(choice)["item_memory"]["chosen"] is False and choose_by_agreement(pairs).item_memory is None
-    for name, embeds in {"old": pairs.old_Nd, "new": pairs.new_ND, "gallery": np.tile(pairs.old_Nd, (3, 1))}.items():
-        np.save(tmp_path / f"{name}.npy", embeds)
-    sides = [f"--{name}={tmp_path / name}.npy" for name in ("old", "new", "gallery")]
-    done = CliRunner().invoke(app, ["map", *sides, f"--out={tmp_path / 'out'}", "--remember-items", "--allow-worse"])
-    assert "they are 33 % of the gallery" in " ".join(done.output.split()), done.output
+    old, new, gallery = write_arrays(tmp_path, old=pairs.old_Nd, new=pairs.new_ND, gallery=np.tile(pairs.old_Nd, (3, 1)))
+    said = run_map(old, new, tmp_path / "out", "--gallery", gallery, "--remember-items", "--allow-worse")[1]
+    assert "they are 33 % of the gallery" in said, said
     assert AutoModel.from_pretrained(tmp_path / "out" / "model").memory is None
 
 
@@ -550,7 +554,7 @@ def test_classes_beside_captions_are_refused(tmp_path: Path) -> None:
 
 def test_the_model_searches_the_old_gallery(tmp_path: Path) -> None:
     pairs = made()
-    model = fit(choose(pairs, "known").chosen.candidate, CandidateParts(pairs))
+    model = fit(choice_of_made("known").chosen.candidate, CandidateParts(pairs))
     gallery = Gallery.create(tmp_path / "gallery", Fingerprint.from_string("old"), dim=OLD)
     gallery.add(pairs.old_Nd, [str(row) for row in range(len(pairs))])
     gallery.commit()
@@ -561,12 +565,10 @@ def test_the_model_searches_the_old_gallery(tmp_path: Path) -> None:
 
 def test_without_classes_a_few_items_are_a_guess(tmp_path: Path) -> None:
     pairs = made().take(np.arange(39))
-    for name, embeds in (("old", pairs.old_Nd), ("new", pairs.new_ND)):
-        np.save(tmp_path / f"{name}.npy", embeds)
-    command = ["map", "--old", str(tmp_path / "old.npy"), "--new", str(tmp_path / "new.npy"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1 and "is a guess" in " ".join(done.output.split()) and not (tmp_path / "out").exists()
-    assert CliRunner().invoke(app, [*command, "--allow-worse"]).exit_code == 0
+    bare = write_arrays(tmp_path, old=pairs.old_Nd, new=pairs.new_ND)
+    done, said = run_map(*bare, tmp_path / "out")
+    assert done.exit_code == 1 and "is a guess" in said and not (tmp_path / "out").exists()
+    assert run_map(*bare, tmp_path / "out", "--allow-worse")[0].exit_code == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["model"]["name"] == "whitened" and not report["verdict"] and "trials" not in report
 
@@ -575,8 +577,7 @@ def test_too_few_items_to_hold_any_out_are_a_guess_too(tmp_path: Path) -> None:
     pairs = made()
     labels = [str(row) for row in range(len(pairs))]
     old, new = write(tmp_path / "old", pairs.old_Nd, labels=labels), write(tmp_path / "new", pairs.new_ND)
-    done = CliRunner().invoke(app, ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")])
-    said = " ".join(done.output.split())
+    done, said = run_map(old, new, tmp_path / "out")
     assert done.exit_code == 1 and "too few items for a validation split" in said and "is a guess" in said
 
 
@@ -587,9 +588,8 @@ def test_classes_of_which_nothing_can_be_held_out_are_a_guess(counts: list[int],
     labels = [str(label) for label, count in enumerate(counts) for _ in range(count)]
     old, new = (normalised(draw.standard_normal((len(labels), dim))) for dim in (OLD, NEW))
     sides = write(tmp_path / "old", old, labels=labels), write(tmp_path / "new", new)
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--allow-worse"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0 and "are needed, found" in " ".join(done.output.split()) and "is a guess" in done.output
+    done, said = run_map(*sides, tmp_path / "out", "--allow-worse")
+    assert done.exit_code == 0 and "are needed, found" in said and "is a guess" in said
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.to_space(torch.from_numpy(new)).isfinite().all() and model.memory is None
 
@@ -597,7 +597,7 @@ def test_classes_of_which_nothing_can_be_held_out_are_a_guess(counts: list[int],
 def test_of_one_item_nothing_is_learned(tmp_path: Path) -> None:
     old, new = (normalised(np.random.default_rng(0).standard_normal((1, dim))) for dim in (OLD, NEW))
     sides = write(tmp_path / "old", old, labels=["0"]), write(tmp_path / "new", new)
-    done = CliRunner().invoke(app, ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out")])
+    done, _ = run_map(*sides, tmp_path / "out")
     assert done.exit_code == 1 and not (tmp_path / "out").exists()
 
 
@@ -612,10 +612,9 @@ def test_what_cannot_be_solved_is_left_out_and_said(alike: set[str], tmp_path: P
         means = draw.standard_normal((24, dim))[labels]
         embeds = normalised(means if name in alike else means + 0.5 * draw.standard_normal(means.shape))
         sides.append(write(tmp_path / name, embeds, labels=[str(label) for label in labels]))
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out"), "--allow-worse"]
-    done = CliRunner().invoke(app, command)
+    done, output = run_map(*sides, tmp_path / "out", "--allow-worse")
     assert done.exit_code == 0, done.exception
-    report, output = json.loads((tmp_path / "out" / "report.json").read_text()), " ".join(done.output.split())
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
     said = {
         "old": "No learned transform is tried: old embeddings do not differ within their classes.",
         "new": "No memory is tried: new embeddings do not differ within their classes.",
@@ -627,23 +626,14 @@ def test_what_cannot_be_solved_is_left_out_and_said(alike: set[str], tmp_path: P
 
 
 def test_captions_that_all_read_alike_say_nothing(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    ids = [str(row) for row in range(40)]
-    sides = [
-        captioned(
-            tmp_path / name,
-            normalised(draw.standard_normal((40, dim))),
-            np.repeat(normalised(draw.standard_normal((1, dim))), 40, 0),
-            ids,
-            ids,
-        )
-        for name, dim in (("old", OLD), ("new", NEW))
-    ]
-    done = CliRunner().invoke(app, ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out")])
-    said = " ".join(done.output.split())
-    assert (
-        done.exit_code == 1 and "No better than chance" in said and said.endswith("write the best candidate with --allow-worse.")
-    )
+    draw, ids = np.random.default_rng(0), [str(row) for row in range(40)]
+    sides = []
+    for name, dim in (("old", OLD), ("new", NEW)):
+        images, text = (normalised(draw.standard_normal((rows, dim))) for rows in (40, 1))
+        sides.append(captioned(tmp_path / name, images, np.repeat(text, 40, 0), ids, ids))
+    done, said = run_map(*sides, tmp_path / "out")
+    assert done.exit_code == 1 and "No better than chance" in said
+    assert said.endswith("write the best candidate with --allow-worse.")
 
 
 @pytest.mark.usefixtures("chosen_once")
@@ -652,24 +642,22 @@ def test_where_nothing_beats_old_queries_it_says_so(tmp_path: Path) -> None:
     assert pairs.labels_N is not None
     old = write(tmp_path / "old", pairs.old_Nd, labels=list(map(str, pairs.labels_N)))
     new = write(tmp_path / "new", pairs.new_ND)
-    command = ["map", "--old", str(old), "--new", str(new), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1 and "No candidate is surely at or above old queries" in " ".join(done.output.split())
+    done, said = run_map(old, new, tmp_path / "out")
+    assert done.exit_code == 1 and "No candidate is surely at or above old queries" in said
     assert not (tmp_path / "out").exists()
-    assert CliRunner().invoke(app, [*command, "--allow-worse"]).exit_code == 0
+    assert run_map(old, new, tmp_path / "out", "--allow-worse")[0].exit_code == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     taken = next(trial for trial in report["trials"] if trial["name"] == report["model"]["name"])
     assert not report["verdict"] and taken["worst"] <= 0
     assert taken["worst"] >= next(trial["worst"] for trial in report["trials"] if trial["name"] == "rotation")
 
 
-def test_a_model_that_is_called_after_a_folder_is_said(
-    sides: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--searched-classes", "known", "--out"]
-    assert CliRunner().invoke(app, [*command, str(tmp_path / "named"), "--old-model", "clip-b32"]).exit_code == 0
+@pytest.mark.usefixtures("chosen_once")
+def test_a_model_named_after_a_folder_is_said(sides: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = ("--searched-classes", "known")
+    assert run_map(*sides, tmp_path / "named", *known, "--old-model", "clip-b32")[0].exit_code == 0
     assert "the old model is named" not in caplog.text
-    assert CliRunner().invoke(app, [*command, str(tmp_path / "unnamed")]).exit_code == 0
+    assert run_map(*sides, tmp_path / "unnamed", *known)[0].exit_code == 0
     assert f"the old model is named 'old' after {sides[0]}" in caplog.text and "--old-model" in caplog.text
 
 
@@ -683,7 +671,7 @@ def test_the_name_of_the_old_model_is_said_before_anything_is_read(tmp_path: Pat
 
 
 def test_a_table_that_is_piped_has_no_blank_lines() -> None:
-    choice = choose(made())
+    choice = choice_of_made()
     shown = [io.StringIO(), io.StringIO()]
     for spaced, file in enumerate(shown):
         Console(file=file, width=200).print(choice_table(choice, spaced=bool(spaced)))
@@ -693,9 +681,8 @@ def test_a_table_that_is_piped_has_no_blank_lines() -> None:
 
 
 def test_a_model_of_another_dimension_is_refused(sides: tuple[Path, Path], folder_of: dict[str, str], tmp_path: Path) -> None:
-    command = ["map", "--old", str(sides[0]), "--new", str(sides[1]), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, [*command, "--new-model", folder_of["clip"]])
-    assert "--new-model" in str(done.exception) and "dimensions" in str(done.exception) and not (tmp_path / "out").exists()
+    error = str(run_map(*sides, tmp_path / "out", "--new-model", folder_of["clip"])[0].exception)
+    assert "--new-model" in error and "dimensions" in error and not (tmp_path / "out").exists()
 
 
 @torch.no_grad()
@@ -706,9 +693,9 @@ def test_a_named_new_model_is_asked_texts_and_judged(folder_of: dict[str, str], 
     turn = np.linalg.qr(np.random.default_rng(0).standard_normal((embeds.shape[1], 8)))[0]
     old = write(tmp_path / "old", normalised(embeds @ turn), texts, [text.split()[1] for text in texts])
     new_side = write(tmp_path / "new", embeds, texts)
-    command = ["map", "--old", str(old), "--new", str(new_side), "--out", str(tmp_path / "out"), "--allow-worse"]
-    done = CliRunner().invoke(app, [*command, "--new-model", folder_of["clip"], "--old-model", "clip-b32"])
-    assert done.exit_code == 0, done.output
+    named = ("--new-model", folder_of["clip"], "--old-model", "clip-b32")
+    done, said = run_map(old, new_side, tmp_path / "out", "--allow-worse", *named)
+    assert done.exit_code == 0, said
     model = AutoModel.from_pretrained(tmp_path / "out" / "model")
     assert model.compatible_with == [Fingerprint.from_string("clip-b32")]
     own = model.embed_texts(**model.processor.texts(texts[:4]))
@@ -788,8 +775,8 @@ def test_a_captioned_map_of_galleries_gains_as_much_as_its_queries_do() -> None:
 
 
 def test_a_map_without_training_embeddings_is_chosen_among_its_kind(sides: tuple[Path, Path], tmp_path: Path) -> None:
-    pairs = made()
-    whole, transform, none = (choose(pairs, "known", memory=memory) for memory in ("all", "transform", "none"))
+    whole = choice_of_made("known")
+    transform, none = (choose(made(), "known", memory=memory) for memory in ("transform", "none"))
     assert any(trial.candidate.share for trial in whole.trials) and any(trial.candidate.power for trial in whole.trials)
     assert not any(trial.candidate.share for trial in transform.trials)
     assert any(trial.candidate.power for trial in transform.trials), "a learned transform holds no embeddings"
