@@ -59,6 +59,12 @@ OPTIONS = {"bt2": {"extra_dim": 4}, "oca": {"extra_dim": 4}, "mini_vec2vec": {"l
 EMBEDDED_BY = {"bt2": ["old", "independent"], "query_map": ["old", "new"]}
 SEEN = [name for name, model in METHODS.items() if model.compares_with_old and "labels" in model.columns]
 MAPS = [name for name, model in METHODS.items() if model.embeds_in_memory and name not in SEEN]
+MODALITY = {
+    "old_reads": "captions",
+    "images": {"path": "glyphs:fit", "limit": 200},
+    "queries": {"path": "glyphs:validation", "limit": 200},
+    "gallery": {"path": "glyphs:fit", "limit": 200},
+}
 
 
 def write_classes(folder: Path, per_class: int, seed: int) -> str:
@@ -123,7 +129,7 @@ def test_a_limit_that_leaves_both_models_the_same_images_is_said(
 
 
 @pytest.mark.parametrize("method", mostly_nightly(["bct", "oca", "query_map", "ridge"], ("oca", "ridge").__contains__))
-def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
     changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
     if METHODS[method].embeds_in_memory:
         changes["new"] = trained["independent"]
@@ -150,13 +156,7 @@ def test_queries_remember_classes(method: str, trained: dict[str, Any], tmp_path
     ),
 )
 def test_upgrades_of_galleries_remember_classes(
-    method: str,
-    guessed: bool,
-    trained: dict[str, Any],
-    folders: dict[str, str],
-    tmp_path: Path,
-    undrawn: None,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, guessed: bool, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if guessed:
         monkeypatch.setattr("xcompat.mapping.folds.FEWEST", 100)
@@ -206,7 +206,6 @@ def test_upgrades_of_galleries_remember_classes(
 
 
 def error(trial: dict[str, Any]) -> float:
-    """Return the standard error of the smallest gain."""
     gains = [gain for metrics in trial["gains"].values() for gain in metrics.values()]
     low, high = min(gains, key=lambda gain: gain["mean"])["ci95"]
     return (high - low) / 3.92
@@ -226,16 +225,14 @@ def carefully(trials: list[dict[str, Any]]) -> dict[str, Any]:
     return max((trial for trial in close if trial["share"] <= mildest), key=lambda trial: trial["mean"])
 
 
-def test_of_a_model_trained_for_the_classes_features_alone_are_tried(
-    trained: dict[str, Any], tmp_path: Path, undrawn: None
-) -> None:
+def test_of_a_model_trained_for_the_classes_features_alone_are_tried(trained: dict[str, Any], tmp_path: Path) -> None:
     run_recipe(recipe_of(trained, new=trained["independent"], output_dir=str(tmp_path / "run")))
     said = read_json(tmp_path / "run" / CHOICE)
     assert {trial["line"] for trial in said["trials"]} == {"procrustes of penultimate features"}
     assert said["chosen"] == carefully(said["trials"])["name"]
 
 
-def test_queries_of_new_classes_are_judged_by_themselves(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+def test_queries_of_new_classes_are_judged_by_themselves(trained: dict[str, Any], tmp_path: Path) -> None:
     data = trained["data"] | {"subset": {"scenario": "extended-class", "fraction": 0.5, "side": "old"}}
     changes = {"method": "ridge", "new": trained["independent"], "data": data, "output_dir": str(tmp_path / "run")}
     run_recipe(recipe_of(trained, **changes))
@@ -244,9 +241,7 @@ def test_queries_of_new_classes_are_judged_by_themselves(trained: dict[str, Any]
 
 
 @pytest.mark.parametrize("allowed", mostly_nightly([False, True], False.__eq__))
-def test_a_map_not_shown_to_be_better_fails_the_run(
-    allowed: bool, trained: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unproven_map_fails_run(allowed: bool, trained: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Choice, "is_safe", property(lambda _: False))
     raw = trained | {"new": trained["independent"], "output_dir": str(tmp_path / "run"), "allow_worse": allowed}
     (tmp_path / "demo.yaml").write_text(yaml.safe_dump(raw))
@@ -259,7 +254,7 @@ def test_a_map_not_shown_to_be_better_fails_the_run(
     assert read_verdict(tmp_path / "run") is False, "the card is marked with it"
 
 
-def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: Path) -> None:
     other = load_embedder(trained["independent"]).model
     other.config.classes = [f"another {name}" for name in other.config.classes]
     other.export(tmp_path / "other")
@@ -286,7 +281,7 @@ def test_without_a_method_the_map_is_chosen(trained: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.parametrize("method", mostly_nightly([*SEEN, *MAPS], (*METHOD_OF_EACH_KIND, "oca").__contains__))
-def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+def test_every_method_runs_and_is_judged(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
     changes: dict[str, Any] = {"method": method, "options": OPTIONS.get(method, {}), "output_dir": str(tmp_path / "run")}
     if METHODS[method].embeds_in_memory:
         changes["new"] = trained["independent"]
@@ -454,11 +449,10 @@ def test_penultimate_features_that_are_not_there_are_refused_before_training(
         ({"method": "bct", "options": {"extra_dim": -1}}, "options.extra_dim is -1"),
         ({"method": "l2", "options": {"dim": 0}}, "options.dim is 0; set 1 or more"),
         ({"method": "mixbct", "options": {"extra_dim": 4}}, "the new dimension 12 must equal the old, 8"),
+        ({"method": "bct", "data": MODALITY}, "an image encoder has no tokenizer"),
     ],
 )
-def test_what_cannot_work_is_refused_before_training(
-    changes: dict[str, Any], message: str, trained: dict[str, Any], tmp_path: Path
-) -> None:
+def test_impossible_stages_are_refused(changes: dict[str, Any], message: str, trained: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe_of(trained, output_dir=str(tmp_path / "run"), **changes))
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -551,18 +545,8 @@ def test_old_captions_are_embedded_row_by_row(old_folder: str, tmp_path: Path) -
     assert not np.allclose(stage.cache(stage.embedder("new"))[:], expected.numpy(), atol=0.1)
 
 
-MODALITY = {
-    "old_reads": "captions",
-    "images": {"path": "glyphs:fit", "limit": 200},
-    "queries": {"path": "glyphs:validation", "limit": 200},
-    "gallery": {"path": "glyphs:fit", "limit": 200},
-}
-
-
 @pytest.mark.parametrize("method", mostly_nightly(["bct", "oca", "query_map"], "query_map".__eq__))
-def test_an_old_text_encoder_is_searched_by_images_and_searches_them(
-    method: str, trained: dict[str, Any], old_folder: str, tmp_path: Path
-) -> None:
+def test_an_old_text_encoder_is_searched_by_images(method: str, trained: dict[str, Any], old_folder: str, tmp_path: Path) -> None:
     raw = {"method": method, "old": old_folder, "independent": trained["independent"], "output_dir": str(tmp_path / "run")}
     new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
     evaluation = {**trained["evaluation"], "old_on_new": True}
@@ -572,16 +556,8 @@ def test_an_old_text_encoder_is_searched_by_images_and_searches_them(
     assert {"new/old", "old/new", "new/new"} <= cases.keys()
 
 
-def test_an_image_encoder_cannot_be_an_old_text_encoder(trained: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(XcompatError, match="an image encoder has no tokenizer"):
-        run_recipe(recipe_of(trained, method="bct", data=MODALITY, output_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 @pytest.mark.parametrize("method", mostly_nightly(["bct", "l2", "query_map"], "bct".__eq__))
-def test_embeddings_stand_in_for_an_old_model_that_is_gone(
-    method: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_embeddings_replace_a_lost_model(method: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     stored = what_is_left(trained, folders, tmp_path / "left")
     new = {"new": trained["independent"]} if METHODS[method].embeds_in_memory else {}
     for name, old in (("gone", stored), ("here", trained["old"])):
@@ -591,9 +567,7 @@ def test_embeddings_stand_in_for_an_old_model_that_is_gone(
     assert gone["old/old"] == pytest.approx(here["old/old"]) and gone["new/old"] == pytest.approx(here["new/old"], abs=0.1)
 
 
-def test_an_index_or_a_gallery_stands_in_for_an_old_model(
-    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_index_or_a_gallery_replaces_an_old_model(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     folder = Path(what_is_left(trained, folders, tmp_path / "left"))
     embeds, ids = np.load(folder / "image_embeds.npy"), (folder / "image_ids.txt").read_text().split("\n")[:-1]
     unit = (embeds / np.linalg.norm(embeds, axis=1, keepdims=True)).astype(np.float32)
@@ -645,9 +619,7 @@ def test_prototypes_alone_train_what_learns_from_prototypes(trained: dict[str, A
         (np.ones((2, 8)), ["a", "b"], "has no embedding of 24 of 24 images"),
     ],
 )
-def test_stored_embeddings_that_do_not_fit_are_refused(
-    rows: np.ndarray, lines: list[str], message: str, trained: dict[str, Any], tmp_path: Path
-) -> None:
+def test_bad_rows_are_refused(rows: np.ndarray, lines: list[str], message: str, trained: dict[str, Any], tmp_path: Path) -> None:
     left = tmp_path / "left"
     left.mkdir()
     np.save(left / "image_embeds.npy", rows)
@@ -657,9 +629,7 @@ def test_stored_embeddings_that_do_not_fit_are_refused(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_side_information_may_be_all_that_is_left_of_its_model(
-    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_side_information_may_be_stored_embeddings(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     stored = what_is_left(trained, folders, tmp_path / "left")
     for name, side in (("gone", stored), ("here", trained["old"])):
         raw = {"method": "fct", "new": trained["independent"], "old": trained["old"], "side_info": side}
@@ -669,9 +639,7 @@ def test_side_information_may_be_all_that_is_left_of_its_model(
 
 
 @pytest.mark.parametrize("role", ["new", "independent"])
-def test_embeddings_do_not_stand_in_for_a_new_model(
-    role: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_embeddings_replace_no_new_model(role: str, trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     stored = what_is_left(trained, folders, tmp_path / "left")
     method, roles = "query_map", {"new": trained["independent"], role: stored}
     with pytest.raises(XcompatError, match=f"contains embeddings, not a model; set {role} to a model"):
@@ -696,9 +664,7 @@ def test_online_old_embeddings_are_of_the_view_that_the_new_model_sees(trained: 
         [("contrast", ["old_embeddings"]), ("bt2", ["old_embeddings", "new_embeddings"])], lambda method, _: method == "bt2"
     ),
 )
-def test_online_and_cached_agree_without_augmentation(
-    method: str, settings: list[str], trained: dict[str, Any], tmp_path: Path
-) -> None:
+def test_online_equals_cached_unaugmented(method: str, settings: list[str], trained: dict[str, Any], tmp_path: Path) -> None:
     for name in ("cached", "online"):
         data = {**trained["data"], **dict.fromkeys(settings, name)}
         run_recipe(
@@ -744,9 +710,7 @@ def test_a_sequence_of_updates_is_judged_on_every_earlier_gallery(trained: dict[
     assert report["new/old"] == table.query("query == 'third' and gallery == 'old' and metric == 'cmc@1'")["value"].item()
 
 
-def test_a_method_starts_from_a_run_and_is_an_ordinary_transformers_model(
-    trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_is_a_plain_transformers_model(trained: dict[str, Any], image_folder_of: dict[str, str], tmp_path: Path) -> None:
     old = str(Path(trained["old"]).parent)  # the run's folder: what it ended with is meant
     model = xcompat.OcaModel.from_encoder(image_folder_of["resnet"], old=old, extra_dim=4)
     assert model.config.classes == ["ant", "bee"] and model.config.embedding_dim == 12, "classes and dimension of the old model"
@@ -793,9 +757,7 @@ def test_what_could_not_be_embedded_is_not_trained_on(
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-def test_examples_show_the_images_they_name_where_one_cannot_be_read(
-    trained: dict[str, Any], folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_examples_show_images_beside_broken_ones(trained: dict[str, Any], folders: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folders["test"], broken)
     next(iter(sorted((broken / "ant").iterdir()))).write_bytes(b"no image")  # the first row of all
@@ -828,9 +790,7 @@ def test_examples_show_as_many_images_as_they_can_of_those_that_count(folders: d
     assert best_rows(unreadable, rows[0], lambda row: row in best[:4]) == [best[0], *best[2:4]], "fewer than are shown"
 
 
-def test_a_name_stands_for_one_image_in_queries_and_gallery(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_means_one_image(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a query is the query itself; what only has its name is another image, of the same size in bytes or not."""
     images = {"queries": {"copy": 1, "size": 2, "bytes": 3}, "all": {"copy": 1, "size": 44, "bytes": 5, "more": 6}}
     for side, named in images.items():

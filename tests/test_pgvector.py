@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import xcompat.stores
 from xcompat import Fingerprint, XcompatError
 from xcompat.cli import app
-from xcompat.core.errors import FingerprintMismatchError
 from xcompat.methods import RidgeModel
 from xcompat.models import describe_old
 from xcompat.models.embedder import load_embedder
@@ -43,7 +42,6 @@ def text(vector: np.ndarray) -> str:
 
 
 def filled(database: Any, vectors: np.ndarray, kind: str = f"vector({OLD_DIM})", key: str = "bigint") -> None:
-    """Make the table ``items`` with a row for each vector."""
     database.execute(f"CREATE TABLE items (id {key} PRIMARY KEY, price int, embedding {kind})")
     rows = [(str(row) if key == "bigint" else f"item-{row}", row % 10, text(vector)) for row, vector in enumerate(vectors)]
     database.cursor().executemany("INSERT INTO items VALUES (%s, %s, %s)", rows)
@@ -56,7 +54,6 @@ def opened(postgres: str, **options: str) -> Store:
 
 @pytest.fixture
 def store(postgres: str, database: Any, vectors: np.ndarray) -> Iterator[Store]:
-    """A table whose vectors the old model made."""
     filled(database, vectors)
     found = opened(postgres)
     found.name_model("embedding", OLD)
@@ -72,9 +69,6 @@ def stored(database: Any, *columns: str) -> list[np.ndarray]:
     """Return columns of all rows that have both, in the order of their ids."""
     rows = database.execute(f"SELECT {', '.join(f'{name}::text' for name in columns)} FROM items ORDER BY id").fetchall()
     return [np.array([json.loads(value) for value in column]) for column in zip(*rows, strict=True)]
-
-
-# ------------------------------------------------------------------------------------------------------- reading
 
 
 @pytest.mark.parametrize(
@@ -111,9 +105,6 @@ def test_an_index_gives_as_many_hits_as_are_asked_for(postgres: str, database: A
         assert shown == ["40", "off", "off"]
 
 
-# ----------------------------------------------------------------------------------------------------- migration
-
-
 class Disturbed(Mapping):
     """A map during which somebody else does something to the table."""
 
@@ -140,9 +131,7 @@ def following(mapping: Mapping, vectors: np.ndarray) -> Mapping:
     return Mapping(RidgeModel(config).fit([pair]).eval())
 
 
-def test_a_second_migration_builds_the_index_too(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_migrations_build_indexes(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """That of the first one is called by the name that the column has only while it is filled; what a kill left is built anew."""
     database.execute("CREATE INDEX ON items USING hnsw (embedding vector_cosine_ops)")
     mapping = Mapping(model)
@@ -166,9 +155,7 @@ def test_a_second_migration_builds_the_index_too(
 _APPROXIMATE = "SELECT indexdef FROM pg_indexes WHERE indexdef LIKE '%hnsw%' ORDER BY split_part(indexdef, ' ON ', 2)"
 
 
-def test_a_partitioned_table_gets_the_indexes_of_its_partitions(
-    postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_partitioned_tables_get_their_indexes(postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     database.execute(f"CREATE TABLE items (id bigint PRIMARY KEY, embedding vector({OLD_DIM})) PARTITION BY RANGE (id)")
     database.execute("CREATE TABLE low PARTITION OF items FOR VALUES FROM (0) TO (100)")
     database.execute("CREATE TABLE high PARTITION OF items DEFAULT PARTITION BY RANGE (id)")
@@ -194,9 +181,7 @@ def test_a_partitioned_table_gets_the_indexes_of_its_partitions(
     ]
 
 
-def test_two_tables_of_one_schema_are_migrated_at_overlapping_times(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_two_tables_migrate_at_once(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """Their columns have other names."""
     database.execute("CREATE TABLE others AS SELECT id, embedding AS vector FROM items")
     database.execute("ALTER TABLE others ADD PRIMARY KEY (id)")
@@ -218,9 +203,6 @@ def test_two_tables_of_one_schema_are_migrated_at_overlapping_times(
 
 _FOLLOWING = "SELECT tgname FROM pg_trigger UNION ALL SELECT proname FROM pg_proc WHERE proname LIKE 'xcompat%' ORDER BY 1"
 """Triggers, and functions of ours, which those of tables that are dropped leave behind."""
-
-
-# ----------------------------------------------------------------------------------------------------- bad input
 
 
 def test_what_cannot_be_opened_is_refused_in_one_line(postgres: str, database: Any, vectors: np.ndarray) -> None:
@@ -245,27 +227,12 @@ def test_what_cannot_be_opened_is_refused_in_one_line(postgres: str, database: A
         assert "\n" not in str(refusal.value) and "secret" not in str(refusal.value)
 
 
-def test_what_cannot_be_migrated_is_refused_and_left_as_it_was(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
-    config = RidgeModel.config_class(old=describe_old(Fingerprint.from_string("another"), OLD_DIM), embedding_dim=OLD_DIM)
-    stranger = RidgeModel(config).fit([(torch.from_numpy(vectors), torch.from_numpy(vectors))]).eval()
-    with pytest.raises(XcompatError, match="maps queries, so the store stays as it is"):
-        Mapping(stranger)
-    stranger.config.direction, stranger.maps_galleries = "old_to_new", True
-    said = "embedding in .* has vectors of the old model@.*, but the map is for another@"
-    with pytest.raises(FingerprintMismatchError, match=said):
-        migration.start(store, Mapping(stranger))
-    with pytest.raises(XcompatError, match="queries have 3 dimensions"):
-        store.search(np.ones((1, 3)))
+def test_a_filter_of_an_unknown_column_is_refused(store: Store, vectors: np.ndarray) -> None:
     with pytest.raises(XcompatError, match='column "prize" does not exist'):
         store.search(vectors[:1], filter="prize < 3")
-    assert stored(database, "embedding")[0].shape == (N, OLD_DIM)
 
 
-def test_whoever_may_only_read_searches_and_does_not_migrate(
-    store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_readers_search_only(store: Store, postgres: str, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     database.execute("DROP ROLE IF EXISTS reader")
     database.execute("CREATE ROLE reader LOGIN")
     database.execute("GRANT SELECT ON items, xcompat_records TO reader")
@@ -293,9 +260,7 @@ def test_the_command_line_searches(postgres: str, database: Any, folder_of: dict
         assert isinstance(CliRunner().invoke(app, ["gallery", "search", uri, "cat", *named, *given]).exception, XcompatError)
 
 
-def test_a_vector_that_another_trigger_computes_is_noticed(
-    store: Store, database: Any, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_vectors_of_another_trigger_are_noticed(store: Store, database: Any, model: RidgeModel, vectors: np.ndarray) -> None:
     """The statement names another column, and the trigger may be called anything."""
     computed = f"$$ BEGIN IF NEW.price <> OLD.price THEN NEW.embedding := '{text(vectors[9])}'; END IF; RETURN NEW; END $$"
     database.execute(f"CREATE OR REPLACE FUNCTION computed() RETURNS trigger LANGUAGE plpgsql AS {computed}")
@@ -308,9 +273,7 @@ def test_a_vector_that_another_trigger_computes_is_noticed(
     np.testing.assert_allclose(stored(database, "embedding")[0][:40], Mapping(model)(vectors[[9] * 40]), atol=1e-5)
 
 
-def test_rows_that_changed_after_the_switch_have_no_old_vector_after_a_rollback(
-    store: Store, database: Any, model: RidgeModel
-) -> None:
+def test_rows_changed_after_the_switch_have_no_old_vector(store: Store, database: Any, model: RidgeModel) -> None:
     """That of what the row was before would be found in its place."""
     migration.start(store, Mapping(model))
     migration.verify(store, Mapping(model))

@@ -88,9 +88,6 @@ def cut(database: Any) -> Callable[..., None]:
     return end
 
 
-# ------------------------------------------------------------------------------------------------ lost connections
-
-
 def test_lost_connections_are_made_anew(store: Store, database: Any, model: RidgeModel, cut: Callable[..., None]) -> None:
     mapping = disturbed(model, {2: cut, 3: cut, 7: cut})
     assert migration.start(store, mapping, batch=32).written == N and mapping.calls == -(-N // 32)
@@ -122,19 +119,13 @@ def test_a_server_that_stays_away_is_a_clear_stop_that_continues(
     assert migration.start(opened(server), Mapping(model)).written == N
 
 
-def test_a_lost_claim_that_another_process_has_is_not_taken(
-    store: Store, server: str, model: RidgeModel, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_claims_are_not_taken(store: Store, server: str, cut: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pgvector_client, "ATTEMPTS", 2)
     other = opened(server)
     with store.migration_lease():
         cut(other)
         with other.migration_lease(), pytest.raises(XcompatError, match="another process migrates it now"):
             store.count()
-
-
-def test_a_lost_claim_that_another_process_had_is_not_taken(store: Store, server: str, cut: Callable[..., None]) -> None:
-    other = opened(server)
     with store.migration_lease():
         cut(other)
         with other.migration_lease():
@@ -162,9 +153,6 @@ def test_only_blocks_that_can_be_written_again_do_not_wait_for_the_disk(store: S
     with store.exclusive():
         assert store.write("new", rows) == N
         assert store.connection.execute("SHOW synchronous_commit").fetchone()[0] == "on"  # type: ignore[attr-defined]
-
-
-# ---------------------------------------------------------------------------------------------------------- locks
 
 
 def test_a_long_reader_does_not_keep_the_service_out(
@@ -196,9 +184,6 @@ def test_a_long_reader_does_not_keep_the_service_out(
     assert f"in use by process {reader.info.backend_pid} (dump) since 2" in said
     reader.close()
     store.close()
-
-
-# ------------------------------------------------------------------------------------------------------- bad input
 
 
 def test_a_full_disk_is_a_clear_stop_that_continues(store: Store, server: str, database: Any, model: RidgeModel) -> None:

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 OF_EACH_KIND = list({file.parent: file for file in RECIPES}.values())
 """The last recipe of each folder, which is built on every change; all of them nightly."""
-OTHERWISE_SAME = ("clip", "continual", "fashion", "vision")
+OTHERWISE_SAME = ("clip", "continual", "fashion", "oca", "vision")
 """Folders whose recipes have the methods, encoders and data of others; they take longest and run nightly."""
 PAPERS = {file: header for file in RECIPES if (header := read_header(file)).first_value("paper")}
 """Recipes of the papers' tables, with their headers."""
@@ -222,9 +222,7 @@ def test_every_recipe_says_what_it_needs_and_whether_it_was_run(file: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "file",
-    mostly_nightly(RECIPES, lambda file: file in OF_EACH_KIND and file.parent.name not in OTHERWISE_SAME),
-    ids=named,
+    "file", mostly_nightly(RECIPES, lambda file: file in OF_EACH_KIND and file.parent.name not in OTHERWISE_SAME), ids=named
 )
 def test_every_recipe_runs_on_stand_ins(file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """Of each recipe at least one judged stage trains two steps, and of all recipes every kind of stage (:func:`planned`).
@@ -253,9 +251,7 @@ class TrainingReachedError(Exception):
 
 
 @pytest.mark.parametrize("file", mostly_nightly(RECIPES, OF_EACH_KIND.__contains__), ids=named)
-def test_every_stage_is_checked_on_its_own_data_and_built_with_its_own_options(
-    file: Path, layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_stage_is_checked_and_built(file: Path, layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a run does before its first stage trains, with the recipe's own sources, subsets, classes, limits and dimensions.
 
     Data are those of ``tests/data_layouts``, or what the benchmark's script makes. Then each stage's model is built with its own
@@ -294,7 +290,6 @@ def small_batches(stage: StageRecipe) -> StageRecipe:
 
 
 def build(run: StageRun, classes: list[str]) -> None:
-    """Build the model of a stage around a tiny encoder."""
     settings, method = run.settings, run.method
     if settings.method == AUTO_MAP:
         return
@@ -322,9 +317,7 @@ def test_every_kind_of_stage_runs_in_some_recipe() -> None:
 
 
 @pytest.mark.parametrize("file", PAPERS, ids=named)
-def test_a_papers_recipe_reads_its_data_as_they_are_distributed(
-    file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_papers_recipe_reads_distributed_data(file: Path, layouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(layouts)
     read: set[str] = set()
     for stage in loaded(file).stages:
@@ -398,9 +391,7 @@ def test_data_that_are_not_there_are_said_with_their_layout(tmp_path: Path, monk
         load_checked(recipe, [], every_stage=True)
 
 
-def test_a_test_folder_that_is_flat_is_said_with_the_layout_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flat_test_folder_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ImageNet's validation part is distributed: the stages before the one that is judged would train for days."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("xcompat.training.run.train_stage", lambda *_: pytest.fail("trained"))
@@ -422,9 +413,7 @@ def test_a_test_folder_that_is_flat_is_said_with_the_layout_before_anything_is_t
         load_checked(recipe, [])
 
 
-def test_a_class_file_of_another_length_than_the_labels_is_refused_before_training(
-    layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_files_of_another_length_are_refused(layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(layouts)
     (tmp_path / "short.txt").write_text("tench\ngoldfish\n")
     file = ROOT / "recipes" / "xbt" / "table_8_zero_shot.yaml"
@@ -436,16 +425,6 @@ def test_a_class_file_of_another_length_than_the_labels_is_refused_before_traini
     with pytest.raises(XcompatError, match=message):
         run_recipe(recipe)
     assert not (tmp_path / "run").exists(), "nothing was trained"
-
-
-def test_an_architecture_that_cannot_be_built_is_found(undrawn: None) -> None:
-    raw = {
-        "method": "independent",
-        "new": {"model": {"model_type": "timm_wrapper", "architecture": "vgg13_bm"}},
-        "data": {"images": {"path": "some/images"}},
-    }
-    with pytest.raises(XcompatError, match="cannot build timm_wrapper from scratch"):
-        dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
 
 
 def test_a_dry_run_keeps_zero_shot_and_the_limit_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
@@ -478,18 +457,23 @@ def test_a_dry_run_from_the_command_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+PAIR_DATA = {"pairs": {"path": "some/pairs"}}
+JUDGED_IMAGES = {"images": {"path": "some/images"}, "queries": {"path": "some/queries"}}
+UNKNOWN_VGG = {"model_type": "timm_wrapper", "architecture": "vgg13_bm"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"new": {"name": "some/model", "model_type": "flava"}}, "no stand-in for 'flava'"),
-        ({"method": "xbt", "projection": None, "data": {"pairs": {"path": "some/pairs"}}}, "starts from a pretrained φ"),
+        ({"method": "xbt", "projection": None, "data": PAIR_DATA}, "starts from a pretrained φ"),
         (
-            {
-                "method": "direct",
-                "options": {"adapters": {"lora": {"targets": ["c_fc"]}}},
-                "data": {"pairs": {"path": "some/pairs"}},
-            },
+            {"method": "direct", "options": {"adapters": {"lora": {"targets": ["c_fc"]}}}, "data": PAIR_DATA},
             "match no linear layer of the image tower",
+        ),
+        (
+            {"method": "independent", "new": {"model": UNKNOWN_VGG}, "old": None, "data": {"images": {"path": "some/images"}}},
+            "cannot build timm_wrapper from scratch",
         ),
     ],
 )
@@ -499,26 +483,20 @@ def test_a_dry_run_finds_what_would_stop_the_real_one(changes: dict[str, object]
         dry_run_recipe(parse_recipe({**raw, **changes}, "demo", "demo.yaml"))
 
 
-def test_a_projection_from_elsewhere_is_a_stand_in_too(undrawn: None) -> None:
-    raw = {
-        "method": "xbt",
-        "old": "some/old",
-        "new": "some/new",
-        "projection": "some/phi",
-        "data": {"pairs": {"path": "some/pairs"}},
-    }
-    dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+LAYERS = [{"name": name, "options": {"input": name}} for name in ("embedding", "penultimate")]
 
 
-def test_a_stand_in_has_the_last_layer_that_is_read(undrawn: None) -> None:
-    raw = {
-        "old": "some/old",
-        "new": "some/new",
-        "data": {"images": {"path": "some/images"}, "queries": {"path": "some/queries"}},
-        "method": "query_map",
-        "stages": [{"name": name, "options": {"input": name}} for name in ("embedding", "penultimate")],
-    }
-    dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "xbt", "projection": "some/phi", "data": PAIR_DATA},
+        {"method": "query_map", "stages": LAYERS, "data": JUDGED_IMAGES},
+        {"method": "bt2", "independent": "some/independent", "options": {"dim": 128}, "data": JUDGED_IMAGES},
+    ],
+    ids=["a projection from elsewhere", "the last layer that is read", "tied dimensions"],
+)
+def test_stand_ins_are_what_a_stage_reads(changes: dict[str, Any], undrawn: None) -> None:
+    dry_run_recipe(parse_recipe({"old": "some/old", "new": "some/new", **changes}, "demo", "demo.yaml"))
 
 
 def test_the_augmentation_of_the_paper() -> None:
@@ -530,9 +508,6 @@ def test_the_augmentation_of_the_paper() -> None:
     assert xbt.prompt_lr_factor == 100 and xbt.options["adapters"]["prompts"] == 10
 
 
-# ------------------------------------------------------------------------------------------------------ accelerate
-
-
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_accelerate_reads_every_configuration_without_a_key_left_over(file: Path) -> None:
     config = load_config_from_file(str(file))  # raises for unknown keys
@@ -542,17 +517,8 @@ def test_accelerate_reads_every_configuration_without_a_key_left_over(file: Path
 
 
 def test_configurations_say_what_accelerate_needs_to_be_told() -> None:
-    assert {file.stem for file in CONFIGS} == {
-        "single_gpu",
-        "multi_gpu",
-        "multi_node",
-        "fsdp2",
-        "deepspeed_zero2",
-        "tpu",
-        "cpu",
-        "cpu_2",
-    }
     config = {file.stem: load_config_from_file(str(file)) for file in CONFIGS}
+    assert config.keys() == {"single_gpu", "multi_gpu", "multi_node", "fsdp2", "deepspeed_zero2", "tpu", "cpu", "cpu_2"}
     cpu_2 = config["cpu_2"]
     assert (cpu_2.distributed_type, cpu_2.use_cpu, cpu_2.num_processes) == ("MULTI_GPU", True, 2), "MULTI_CPU starts one process"
     assert config["tpu"].distributed_type == "XLA"
@@ -576,26 +542,8 @@ def test_cpu_2_starts_two_processes(tmp_path: Path) -> None:
         f"Path({str(tmp_path)!r}, f'rank-{{state.process_index}}').write_text(text)\n"
         "end_processes()\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(ROOT / "accelerate_configs" / "cpu_2.yaml"),
-        str(script),
-    ]
+    config = str(ROOT / "accelerate_configs" / "cpu_2.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 gloo 1 cpu"] * 2
-
-
-def test_dimensions_that_are_tied_are_those_of_the_stand_ins(undrawn: None) -> None:
-    raw = {
-        "method": "bt2",
-        "old": "some/old",
-        "independent": "some/independent",
-        "new": {"name": "some/new"},
-        "options": {"dim": 128},
-        "data": {"images": {"path": "some/images"}, "queries": {"path": "some/queries"}},
-    }
-    dry_run_recipe(parse_recipe(raw, "demo", "demo.yaml"))

@@ -222,6 +222,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a stream": ({"data": {"pairs": {"path": "x", "streaming": True}}}, "without streaming"),
     "a codec of nothing": ({"memory": None, "memory_codec": "SQ8"}, "memory_codec needs a memory"),
     "a codec that is none": ({"memory_codec": "SQ9"}, "unknown memory codec 'SQ9'; use float32, SQ8, SQ4"),
+    "a chosen memory": ({"method": None, "memory": "pairs"}, "without a method, the memory is chosen with the map"),
+    "chosen texts beside pairs": ({"method": None, "memory": None}, "data.texts: without a method, the map learns from"),
+    "a chosen stream": (
+        {"method": None, "memory": None, "data": {"pairs": {"path": "x", "streaming": True}}},
+        "without a method, pairs are read more than once",
+    ),
+    "chosen options": ({"method": None, "options": {"shape": "linear"}}, "options shape need a method"),
 }
 
 
@@ -229,26 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_memory_of_nothing_is_refused(what: str, raw: dict[str, Any]) -> None:
     changes, said = REFUSED[what]
     with pytest.raises(XcompatError, match=said):
-        recipe_of(raw, **changes)
-
-
-CHOSEN: dict[str, tuple[dict[str, Any], str]] = {
-    "a memory": ({"memory": "pairs"}, "without a method, the memory is chosen with the map"),
-    "texts beside pairs": ({"memory": None}, "data.texts: without a method, the map learns from"),
-    "a stream": (
-        {"memory": None, "data": {"pairs": {"path": "x", "streaming": True}}},
-        "without a method, pairs are read more than once",
-    ),
-    "options": ({"options": {"shape": "linear"}}, "options shape need a method"),
-}
-
-
-@pytest.mark.parametrize("what", CHOSEN)
-def test_what_is_chosen_is_not_said_too(what: str, raw: dict[str, Any]) -> None:
-    changes, said = CHOSEN[what]
-    del raw["method"]
-    with pytest.raises(XcompatError, match=said):
-        recipe_of(raw, **changes)
+        recipe_of({name: value for name, value in (raw | changes).items() if name != "method" or value})
 
 
 def test_a_map_of_captioned_images_is_chosen(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -271,9 +259,7 @@ def test_what_is_embedded_before_is_not_embedded_again(method: str, raw: dict[st
     run_recipe(recipe)
 
 
-def test_of_texts_alone_lines_are_compared_by_what_the_new_model_finds(
-    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_lines_are_compared_by_the_new_models_hits(raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     del raw["method"], raw["memory"], raw["data"]["pairs"]
     run_recipe(recipe_of(raw))
     said = json.loads((tmp_path / "run" / CHOICE).read_text())

@@ -49,20 +49,23 @@ reading = pytest.mark.parametrize("place", READABLE, indirect=True)
 
 @pytest.fixture(params=mostly_nightly(PLACES, DAILY.__contains__))
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """An empty database."""
     with READABLE[request.param](request, tmp_path) as found:
         yield found
         found.close()
 
 
-@pytest.fixture
-def store(place: Place, vectors: np.ndarray) -> Store:
-    """Items whose vectors the old model made."""
+def filled(place: Place, vectors: np.ndarray) -> Store:
     place.fill(vectors)
     found = place.open()
     if found.spaces()[found.space].fingerprint is None:
         found.name_model(found.space, OLD)
     return found
+
+
+@pytest.fixture
+def store(place: Place, vectors: np.ndarray) -> Store:
+    """Items whose vectors the old model made."""
+    return filled(place, vectors)
 
 
 class Disturbed(Mapping):
@@ -93,9 +96,6 @@ def assert_mapped(place: Place, old: str, new: str, model: RidgeModel) -> None:
     np.testing.assert_allclose(
         np.stack([after[item] for item in before]), Mapping(model)(np.stack(list(before.values()))), atol=1e-5
     )
-
-
-# ------------------------------------------------------------------------------------------------------- reading
 
 
 @reading
@@ -180,13 +180,8 @@ def test_an_open_store_notices_that_another_has_switched(place: Place, vectors: 
     assert ids(store.find(vectors[:9], OLD, 5)) == before
 
 
-# ----------------------------------------------------------------------------------------------------- migration
-
-
 @every_store
-def test_a_migration_from_plan_to_finish(
-    store: Store, place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_migration(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "LONGEST", 60.0)  # as it is without few_searches
     mapping, space = Mapping(model), store.space
     assert migration.plan(store, mapping)[:4] == (N, N, NEW_DIM, 4 * N * NEW_DIM)
@@ -213,9 +208,7 @@ def test_a_migration_from_plan_to_finish(
         migration.status(store)
 
 
-def test_rows_that_others_change_meanwhile_are_caught_up(
-    store: Store, place: Place, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_rows_changed_meanwhile_are_caught_up(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     """Each block is changed, deleted and added to after it was read and before it is written."""
     steps, space = iter(range(10_000)), store.space
 
@@ -234,9 +227,7 @@ def test_rows_that_others_change_meanwhile_are_caught_up(
     assert len(place.vectors(space)) > N - 50
 
 
-def test_what_services_wrote_before_a_rollback_does_not_hide_what_they_write_after_it(
-    store: Store, place: Place, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_writes_after_a_rollback_beat_earlier_ones(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     """Neither rows that they changed or inserted in the new space, nor rows that they delete afterwards."""
     space, mapping, new = store.space, Mapping(model), np.full(NEW_DIM, NEW_DIM**-0.5, np.float32)
     migration.start(store, mapping, place.into)
@@ -290,9 +281,7 @@ def test_a_stopped_migration_continues(store: Store, place: Place, model: RidgeM
     assert_mapped(place, space, place.into, model)
 
 
-def test_switch_waits_for_start_and_verify(
-    store: Store, place: Place, model: RidgeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_switch_needs_start_and_verify(store: Store, place: Place, model: RidgeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that services write after the verification do not undo it, but one that fails does."""
     mapping, space = Mapping(model), store.space
     with monkeypatch.context() as patched:
@@ -332,9 +321,7 @@ def test_switch_verifies_what_nobody_has_verified(store: Store, place: Place, mo
         assert_mapped(place, space + "_before", space, model)
 
 
-def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_again(
-    place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_start_continues(place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every record that it writes is, in turn, the last one; rows that change afterwards are caught up all the same."""
     mapping = Mapping(model)
     for at in range(99):
@@ -363,11 +350,12 @@ def test_a_start_that_is_killed_while_it_adds_the_space_is_done_by_calling_it_ag
 
 @also_chroma
 @pytest.mark.parametrize("verb", ["switch", "rollback", "finish"])
-def test_a_verb_that_is_killed_between_any_two_writes_is_done_by_calling_it_again(
-    store: Store, place: Place, model: RidgeModel, monkeypatch: pytest.MonkeyPatch, verb: str
+def test_killed_verbs_continue(
+    place: Place, model: RidgeModel, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Every call that changes the store is, in turn, the last one."""
-    space, mapping = store.space, Mapping(model)
+    store, mapping = filled(place, vectors[:40]), Mapping(model)
+    space = store.space
     migration.start(store, mapping, place.into)
     migration.verify(store, mapping)
     calls = {"switch": lambda s: migration.switch(s, mapping), "rollback": migration.rollback, "finish": migration.finish}
@@ -483,9 +471,7 @@ def test_a_claim_ends_with_its_process_or_its_time(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", ["texts", "images"])
-def test_rows_are_embedded_anew_from_what_they_hold(
-    place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, kind: str
-) -> None:
+def test_rows_are_re_embedded(place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, kind: str) -> None:
     """One that cannot be read is named, and stops the switch until it is mended."""
     place.fill(vectors[:20])
     embedder, space = load_embedder(folder_of["clip"]), place.open().space
@@ -587,12 +573,7 @@ def test_a_store_that_caches_nothing_says_so(
     assert "does not cache new embeddings: only PostgreSQL and Qdrant do" in caplog.text
 
 
-# ----------------------------------------------------------------------------------------------------- bad input
-
-
-def test_rows_with_a_zero_vector_are_skipped_and_named(
-    place: Place, model: RidgeModel, vectors: np.ndarray, tmp_path: Path
-) -> None:
+def test_rows_with_a_zero_vector_are_skipped(place: Place, model: RidgeModel, vectors: np.ndarray, tmp_path: Path) -> None:
     """They are zeros in the new space, and mapped as soon as a service writes a vector."""
     zeros = np.isin(np.arange(N), (7, 70))[:, None]
     place.fill(np.where(zeros, np.float32(0), vectors))
@@ -620,9 +601,7 @@ def test_rows_with_a_zero_vector_are_skipped_and_named(
 
 
 @pytest.mark.parametrize("place", mostly_nightly(["postgresql", "lancedb", "qdrant"], DAILY.__contains__), indirect=True)
-def test_rows_without_a_vector_are_counted_and_named(
-    store: Store, place: Place, model: RidgeModel, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_without_vector_are_named(store: Store, place: Place, model: RidgeModel, capsys: pytest.CaptureFixture[str]) -> None:
     place.empty("5")
     assert store.ids_without_vector(3) == ["5"]
     with pytest.raises(XcompatError, match="1 of 300 rows of .* have no usable vector, more than the share 0: '5' has none"):
@@ -637,9 +616,7 @@ def test_rows_without_a_vector_are_counted_and_named(
 
 
 @pytest.mark.parametrize("width", [20, 32], ids=["narrower than the new vectors", "wider"])
-def test_padded_vectors_are_mapped_and_searched(
-    place: Place, vectors: np.ndarray, capsys: pytest.CaptureFixture[str], width: int
-) -> None:
+def test_padded_vectors_are_mapped(place: Place, vectors: np.ndarray, capsys: pytest.CaptureFixture[str], width: int) -> None:
     """Services pad to a fixed width: where the new vectors fit into it, they are padded too."""
     model = map_of_galleries(vectors, NEW_DIM)
     padded = np.pad(vectors, ((0, 0), (0, width - OLD_DIM)))
@@ -662,9 +639,7 @@ def test_padded_vectors_are_mapped_and_searched(
     migration.finish(store)
 
 
-def test_what_cannot_be_migrated_is_refused_and_left_as_it_was(
-    store: Store, place: Place, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_impossible_migrations_change_nothing(store: Store, place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     before = place.everything()
     config = RidgeModel.config_class(old=describe_old(Fingerprint.from_string("another"), OLD_DIM), embedding_dim=OLD_DIM)
     stranger = RidgeModel(config).fit([(torch.from_numpy(vectors), torch.from_numpy(vectors))]).eval()
@@ -680,9 +655,7 @@ def test_what_cannot_be_migrated_is_refused_and_left_as_it_was(
     assert place.everything() == before
 
 
-def test_inner_products_of_vectors_of_other_lengths_are_not_migrated(
-    place: Place, model: RidgeModel, vectors: np.ndarray
-) -> None:
+def test_inner_products_of_other_lengths_are_not_migrated(place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
     place.fill(np.concatenate([vectors[:3], 2 * vectors[3:4], vectors[4:]]), "ip")
     store = place.open(metric="ip")
     store.name_model(store.space, OLD)
@@ -723,9 +696,7 @@ def test_the_command_line_migrates(store: Store, place: Place, model: RidgeModel
     assert place.open().describe()["dim"] == NEW_DIM
 
 
-def test_the_command_line_searches_by_a_service(
-    store: Store, place: Place, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_service_search(store: Store, place: Place, vectors: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers, which the service embeds as the old model's vectors turned, find the rows of these numbers."""
     monkeypatch.chdir(tmp_path)
     turn = np.linalg.qr(np.random.default_rng(3).standard_normal((OLD_DIM, OLD_DIM)))[0].astype(np.float32)
@@ -775,9 +746,6 @@ def test_a_port_that_is_none_is_refused_in_one_line(place: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-# ------------------------------------------------------------------------------------------- who made the vectors
-
-
 @pytest.fixture
 def described(place: Place, folder_of: dict[str, str]) -> Place:
     """Texts with the vectors that a model made of them; one is another's, one has no text."""
@@ -802,9 +770,7 @@ def said(*arguments: str) -> tuple[int, str]:
     return found
 
 
-def test_the_doctor_says_whether_a_model_made_the_vectors_of_a_store(
-    described: Place, folder_of: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_doctor_finds_the_model_of_a_store(described: Place, folder_of: dict[str, str], tmp_path: Path) -> None:
     doctor = ("gallery", "doctor", described.uri(), "--texts", "about", "--model")
     code, found = said(*doctor, folder_of["clip"])
     assert code == 1 and "looked at │ 39" in found and "made by this model │ 38" in found and "of another origin: 5" in found
@@ -820,10 +786,7 @@ def test_a_store_is_adopted_after_a_look(described: Place, folder_of: dict[str, 
     dim = load_embedder(folder_of["clip"]).dim
     other, wide = (save_stand_in(tmp_path / str(width), "clip", width, seed=5) for width in (dim, 12))
     plan = ("migrate", "plan", described.uri(), "--model", folder_of["clip"], "--embed", "about", "--from")
-    for named, why in [
-        (other, f"{other} made 0 of 39 sampled vectors of"),
-        (wide, f"{wide} did not make"),
-    ]:
+    for named, why in [(other, f"{other} made 0 of 39 sampled vectors of"), (wide, f"{wide} did not make")]:
         code, line = said(*plan, named)
         assert code and why in line and described.open().describe()["fingerprint"] is None, line
         described.close()
