@@ -81,7 +81,7 @@ with redirected(sys.argv[1], Path(sys.argv[2])):
     import xcompat
     from transformers import AutoModel
     model = AutoModel.from_pretrained("me/model")
-print(model.fingerprint().digest, model.embed_texts(**model.processor.texts(["a shoe"])).tolist())
+    print(model.fingerprint().digest, model.embed_texts(**model.processor.texts(["a shoe"])).tolist())
 """
 
 
