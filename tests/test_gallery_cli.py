@@ -19,7 +19,7 @@ from conftest import store
 from PIL import Image
 
 from xcompat import FctModel, Fingerprint, XbtModel, cli
-from xcompat.core import distributed, failures
+from xcompat.core import failures
 from xcompat.core.errors import XcompatError
 from xcompat.mapping import fit_map
 from xcompat.models import embedder
@@ -174,7 +174,9 @@ def test_models_compute_on_the_accelerator_of_the_process(
     monkeypatch.chdir(tmp_path)
     Gallery.create("g", Fingerprint.from_string("m"), dim=2)
     monkeypatch.setattr(embedder, "load_embedder", load)
-    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr("xcompat.retrieval.query_sources.load_embedder", load)
+    for module in ("cli.gallery", "retrieval.query_sources"):
+        monkeypatch.setattr(f"xcompat.{module}.device", lambda: torch.device("cuda", 1))
     assert run(*verb, "--model", "m")[2] == "xcompat: m on cuda:1 in None\n"
 
 
@@ -510,7 +512,7 @@ def test_an_interrupted_build_keeps_what_is_embedded(
         patched.setattr(Gallery, "add", add_and_interrupt)
         for parts in (1, 2):
             code, _, err = run(*command)
-            assert code == 2 and err == "xcompat: interrupted; start again to continue\n" and len(added) == parts
+            assert code == 130 and err == "xcompat: interrupted; start again to continue\n" and len(added) == parts
             assert len(Gallery.open(gallery)) == sum(added) and Gallery.open(gallery).damage() == []
     code, out, _ = run(*command)
     assert code == 0 and f"{120 - sum(added)} images added" in out and f"{sum(added)} were there already" in out
