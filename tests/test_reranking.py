@@ -238,6 +238,29 @@ def test_damaged_or_locked_cache_stops_no_search(
     assert "new embeddings are not cached" in caplog.text and str(file) in caplog.text
 
 
+def test_full_disk_stops_no_search(
+    gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = gallery.search(asked, newer.model, 4, rerank=Reranker(newer, load_originals(photos), DEPTH, keep=False))
+    rerank = Reranker(newer, load_originals(photos), DEPTH, record_demand=True)
+    kept = rerank._cache(gallery)
+    assert kept is not None
+    kept._connection.execute("PRAGMA max_page_count = 1")  # SQLite raises it to the size of the file, which then cannot grow
+
+    def fill() -> None:
+        for row in range(1000):
+            kept.put({f"other {row}": asked[0]}, 0)
+
+    with pytest.raises(XcompatError, match="database or disk is full"):
+        fill()
+    before = len(kept)
+    assert gallery.search(asked, newer.model, 4, rerank=rerank) == expected
+    assert "database or disk is full" in caplog.text and "the search continues" in caplog.text and len(kept) == before
+    kept._connection.execute(f"PRAGMA max_page_count = {2**30}")
+    assert gallery.search(asked, newer.model, 4, rerank=rerank) == expected
+    assert len(kept) == before + rerank.counts.embedded // 2
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_rows_that_a_store_does_not_find_are_not_cached(
     gallery: Gallery, photos: Path, newer: Embedder, asked: NDArray[np.float32], fails: bool

@@ -292,7 +292,8 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # a full disk ends it
+            connection.execute("ROLLBACK")
         raise
     connection.execute("COMMIT")
 
