@@ -19,6 +19,9 @@ import xcompat.stores
 from xcompat import Fingerprint
 from xcompat.core.arrays import normalise_rows
 from xcompat.core.errors import XcompatError
+from xcompat.embeddings.provider import Provider, ServedMap
+from xcompat.methods import ProcrustesModel
+from xcompat.models import describe_old
 from xcompat.models.embedder import Embedder, load_embedder
 from xcompat.retrieval import Gallery, Hit, new_embeddings
 from xcompat.retrieval.backfilling import Backfill
@@ -109,6 +112,21 @@ def test_originals_of_others_are_named(
     assert "2 of 8 compared originals differ from those that the gallery stores" in caplog.text
     assert first.name in caplog.text or second.name in caplog.text
     assert f"delete {gallery.path / new_embeddings.FOLDER}" in caplog.text
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_originals_of_other_items_are_noticed_with_a_map(shift: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    draw, old, names = np.random.default_rng(0), Fingerprint.from_string("old"), [f"item {row}" for row in range(20)]
+    new_ND, weight_Dd = draw.normal(size=(20, 6)).astype(np.float32), draw.normal(size=(6, 4))
+    config = ProcrustesModel.config_class(old=describe_old(old, 4), embedding_dim=6)
+    model = ProcrustesModel(config).set_map(torch.from_numpy(weight_Dd), torch.zeros(4)).eval()
+    gallery = Gallery.create(tmp_path / "gallery", old, dim=4)
+    gallery.add(normalise_rows((new_ND @ weight_Dd + 0.5 * draw.normal(size=(20, 4))).astype(np.float32)), names)
+    gallery.commit()
+    wanted = {hit.id: hit for hit in gallery.search(np.ones((1, 4), np.float32), old, 20)[0]}
+    rerank = Reranker(ServedMap(model, Provider(refuse_to_embed, "new")))
+    rerank._notice_unrelated_originals(gallery, wanted, dict(zip(names, np.roll(new_ND, shift, axis=0), strict=True)))
+    assert ("the originals seem to be other items" in caplog.text) == bool(shift)
 
 
 def test_weight_and_number_of_hits_chosen_with_a_model_are_used(newer: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:

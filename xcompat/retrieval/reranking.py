@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 COMPARED, ALIKE = 8, 0.9
 """Originals to compare with stored embeddings, and the cosine of equal ones."""
+FEWEST, CLOSER = 16, 0.75
+"""Originals to check a map with, and the least share that must be closer to its own stored embedding than to others."""
 
 
 @dataclass
@@ -139,6 +141,7 @@ class Reranker:
         self.keep, self.record_demand = keep, record_demand
         self.counts = Counts()
         self._kept: dict[str, NewEmbeddings | None] = {}
+        self._has_checked = False
         if originals is not None:
             self._require_kind(originals)
 
@@ -226,6 +229,7 @@ class Reranker:
         embeds = self._new_embeddings(gallery, wanted, cache)
         if not embeds:
             return [list(hits) for hits in hits_Q]
+        self._notice_unrelated_originals(gallery, wanted, embeds)
         places = {name: place for place, name in enumerate(embeds)}
         unit = np.float32(1 if gallery is None else gallery.manifest.present()[0].length ** 2)
         new_ND, own_QD = self._own_view(np.stack([*embeds.values()])), self._own_view(queries)
@@ -282,6 +286,29 @@ class Reranker:
             notice_once(
                 f"{len(other)} of {len(cosines)} compared originals differ from those that the gallery stores, e.g. "
                 f"{other[0][1]!r} (cosine {other[0][0]:.2f}); check --originals{cached}. `xcompat gallery doctor` shows more"
+            )
+
+    @torch.inference_mode()
+    def _notice_unrelated_originals(
+        self, gallery: SearchedGallery | None, wanted: Mapping[str, Hit], embeds: Mapping[str, NDArray[np.float32]]
+    ) -> None:
+        """Print a notice if the map brings originals no closer to their own stored embeddings than to those of other items."""
+        model = query_model(self.source)
+        if gallery is None or self._has_checked or not isinstance(model, CompatModel) or model.maps_galleries:
+            return
+        names = [name for name in embeds if wanted[name].version in model.compatible_with[:1]]
+        if len(names) < FEWEST:
+            return
+        self._has_checked = True
+        mapped_nd = model.to_space(torch.from_numpy(np.stack([embeds[name] for name in names])).to(model.device)).float().cpu()
+        stored = gallery.vectors(names)
+        cosines_nn = normalise_rows(mapped_nd.numpy()) @ normalise_rows(np.stack([stored[name] for name in names])).T
+        closer = float((cosines_nn.diagonal() > np.median(cosines_nn, axis=1)).mean())
+        if closer < CLOSER:
+            cached = f", and delete {gallery.path / FOLDER}: it caches their embeddings" if self.keep else ""
+            notice_once(
+                f"the originals seem to be other items than those stored under the same ids: only {closer:.0%} of {len(names)} "
+                f"are closer to their stored embedding than to others (by chance 50%); check --originals{cached}"
             )
 
     # ------------------------------------------------------------------------------------------------ new embeddings
