@@ -209,7 +209,7 @@ def test_what_cannot_be_read_stops_neither_the_captions_nor_who_reads_them(
         load_labelled(source.model_copy(update={"max_bad_share": 0.01}), captions=True)
     rows = out.read_text().splitlines()
     out.write_text("\n".join(row for row in rows if "null" not in row))
-    with pytest.raises(XcompatError, match="has no caption for 1 of 11 images, e.g. 'cat/05.png'; add them"):
+    with pytest.raises(XcompatError, match="has no caption for 1 of 11 images, e.g. 'cat/05.png'; add captions"):
         load_labelled(source, captions=True)
     out.write_text("\n".join(json.dumps({"id": json.loads(row)["id"], "caption": None}) for row in rows))
     with pytest.raises(XcompatError, match="has no captions: none of 11 images could be read; fix the images"):

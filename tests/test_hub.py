@@ -417,9 +417,14 @@ def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: 
 @pytest.mark.parametrize(
     ("is_private", "wanted", "is_gated", "reason"),
     [
-        (False, True, False, "me/pair is public, but --private, or a base .* requires private; make it private .* --public"),
+        (
+            False,
+            True,
+            False,
+            "me/pair is public, but --private, or a base .* requires private; make the repository private .* --public",
+        ),
         (False, None, True, "me/pair is public, but --private, or a base that is gated or private, requires private"),
-        (True, False, False, "me/pair is private, but --public requires public; make it public .* --private"),
+        (True, False, False, "me/pair is private, but --public requires public; make the repository public .* --private"),
     ],
 )
 def test_a_repository_that_exists_is_as_private_as_asked_or_refused(
@@ -764,10 +769,6 @@ def test_a_folder_with_another_model_than_was_pushed_keeps_its_own_name(hub: Hub
     push(second, "me/v2")
     assert json.loads(hub.files("me/v2")["config.json"])["old"]["name"] == "v1"
     assert ModelCard(hub.files("me/v2")["README.md"].decode()).data.to_dict()["compatible_with"][0]["name"] == "v1"
-    record = tmp_path / "v1" / "model" / "pushed.json"
-    record.write_text(json.dumps({"name": "me/v1", "revision": None}))
-    push(second, "me/v2")
-    assert json.loads(hub.files("me/v2")["config.json"])["old"]["name"] == "me/v1", "as an earlier version recorded it"
 
 
 def test_a_push_from_a_folder_that_cannot_be_written_to_succeeds(

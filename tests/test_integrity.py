@@ -77,23 +77,6 @@ def test_a_manifest_that_still_parses_is_refused(old: str, gallery: Path) -> Non
         assert read_manifest(gallery, None if path.name == "gallery.json" else 2).generation == 2
 
 
-def without_checksums(gallery: Path) -> None:
-    """Make a gallery as it was written before manifests had checksums."""
-    for path in (gallery / "gallery.json", *gallery.glob("generations/*.json")):
-        fields = json.loads(path.read_text())
-        del fields["checksum"]
-        path.write_text(json.dumps(fields, indent=1) + "\n")
-
-
-def test_a_manifest_without_a_checksum_is_compared_with_its_copy(gallery: Path) -> None:
-    without_checksums(gallery)
-    use(gallery)
-    path = gallery / "gallery.json"
-    path.write_text(path.read_text().replace("cosine", "ip"))
-    with pytest.raises(XcompatError, match="it differs from .*00000002.json, its copy"):
-        Gallery.open(gallery)
-
-
 def test_a_generation_in_the_place_of_another_is_refused(gallery: Path) -> None:
     shutil.copy(gallery / "generations" / "00000001.json", gallery / "generations" / "00000002.json")
     with pytest.raises(XcompatError, match="it is generation 1"):

@@ -81,7 +81,7 @@ def test_modules_that_cannot_be_stored_are_refused() -> None:
 
     class ResNet(nn.Module): ...
 
-    with pytest.raises(XcompatError, match="Wide has no default for 'width'; add it"):
+    with pytest.raises(XcompatError, match="Wide has no default for 'width'; add a default"):
         register_encoder(Wide)
     with pytest.raises(XcompatError, match="ResNet: transformers.* also has a 'resnet'; rename the class"):
         register_encoder(ResNet)

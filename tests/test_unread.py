@@ -253,7 +253,7 @@ def test_a_map_has_no_adapters(folder_of: dict[str, str], method: str) -> None:
 )
 def test_a_model_of_captions_has_nothing_beside_its_encoder(folder_of: dict[str, str], name: str, value: object) -> None:
     recipe = {"method": "independent", "options": {name: value}}
-    refused = f"options.{name}: not for training on captions or texts; remove {name}, or train on classes"
+    refused = f"options.{name} does not apply to training on captions or texts; remove it, or train on classes"
     for data in (PAIRS, {"text_pairs": {"path": "pairs.jsonl"}}):
         with pytest.raises(XcompatError, match=refused):
             parse_recipe(recipe | {"data": data}, "demo", "demo.yaml")

@@ -232,20 +232,14 @@ TriedMemory = Annotated[
 @app.command("map")
 def map_(
     old: OldSide,
-    new: Annotated[
-        Path,
-        typer.Option(
-            help="New embeddings of the same items: file or folder. With --texts or --images: embeddings or the new model."
-        ),
-    ],
+    new: Annotated[Path, typer.Option(help="New embeddings (file or folder). With --texts or --images: or the new model.")],
     ids: OldIds = None,
     images: OriginalImages = None,
     texts: SideTexts = None,
     out: Annotated[Path, typer.Option(help="Output folder for the map and its report (report.json).")] = Path("runs/map"),
     old_model: NamedOldModel = None,
     new_model: Annotated[
-        str | None,
-        typer.Option(help="New model (folder or name). Without --new-model, the map takes only embeddings as queries."),
+        str | None, typer.Option(help="New model (folder or name). Needed to search with texts and images.")
     ] = None,
     searched_classes: SearchedClasses = "unknown",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the validation split and of --sample.")] = 0,
@@ -260,9 +254,7 @@ def map_(
     max_bad_share: BadVectorShare = None,
     allow_worse: AllowWorse = False,
     gallery: SearchedVectors = None,
-    id_column: Annotated[
-        str | None, typer.Option(help="Column with ids. Default: a column with a usual name, e.g. id or doc_id.")
-    ] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: a usual name, e.g. id or doc_id.")] = None,
     vector_name: VectorName = None,
     direction: MapDirection = "new_to_old",
     sample: SampleSize = None,
@@ -309,13 +301,10 @@ def embed(
     model: Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")] = "",
     out: Annotated[str, typer.Option(help="Output folder, or a URI if the source is a table.")] = "",
     column: Annotated[
-        str | None, typer.Option(help="Column to embed or map. Default: the only column of texts, images or vectors.")
+        str | None, typer.Option(help="Column to embed or map. Default: the only one with a suitable type.")
     ] = None,
     id_column: Annotated[str | None, typer.Option(help="Column with ids. Default: id.")] = None,
-    dtype: Annotated[
-        Literal["float32", "float16"] | None,
-        typer.Option(help="Number format for output vectors in tables. Default: float32."),
-    ] = None,
+    dtype: Annotated[Literal["float32", "float16"] | None, typer.Option(help="Dtype of table vectors. Default: float32.")] = None,
     engine: Engine = None,
     workers: WorkerCount = None,
     gpus_per_worker: GpusPerWorker = None,
@@ -379,10 +368,7 @@ def evaluate(
     ] = None,
     qrels: Annotated[Path | None, typer.Option(help="Relevance judgements for --old and --new, in TREC or BEIR format.")] = None,
     by_map: Annotated[
-        Path | None,
-        typer.Option(
-            "--map", help="Map to apply to --new. With --map, --new contains embeddings by the new model, before any map."
-        ),
+        Path | None, typer.Option("--map", help="Map to apply to --new, which then contains embeddings by the new model.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--out", "--output", help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,

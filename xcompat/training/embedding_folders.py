@@ -18,8 +18,8 @@ from xcompat.vectors.formats import is_table, stored_at
 
 NO_CHECKPOINT = "is not an xcompat checkpoint; choose the folder with its config.json, usually RUN/model"
 
-RUN_FILES = ("recipe.yaml", "report")
-"""Files that identify a run."""
+RUN_FILES = ("recipe.yaml", "report", "report.json")
+"""Files that identify a run; the last one is in the folder of `xcompat map`."""
 
 Kind = Literal["embeddings", "recipe", "run", "checkpoint"]
 APPLICABLE_OPTIONS: dict[Kind, tuple[str, ...]] = {
