@@ -25,7 +25,7 @@ quickstart-texts: $(STAMP) ## Search an index of scientific abstracts with a bet
 	$(VENV)/bin/python -m xcompat quickstart texts $(OVERRIDES)
 
 test: lint ## Lint, types, layers, every test and documented example, and a shortened quickstart.
-	$(if $(MEMORY),TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist worksteal
+	$(if $(MEMORY),TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 nightly: $(STAMP) ## Run the long forms and all of each kind: every recipe, every store under kills, every benchmark at toy size.
 	$(if $(MEMORY),TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m nightly
