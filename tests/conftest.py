@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
+os.environ["GRPC_VERBOSITY"] = "NONE"  # Milvus Lite complains of its client's pings, in the output of whichever test runs then
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
