@@ -134,7 +134,10 @@ def test_texts_become_queries_of_the_old_gallery(folder_of: dict[str, str], old_
 BAD: dict[str, tuple[Any, str]] = {
     "other counts": (lambda pairs: fit_map(pairs.old_Nd[1:], pairs.new_ND), "found 719 old, 720 new"),
     "other labels": (lambda pairs: fit_map(pairs.old_Nd, pairs.new_ND, [1]), "found 720 old, 720 new, 1 labels"),
-    "nothing usable": (lambda pairs: fit_map(0 * pairs.old_Nd, pairs.new_ND), "no row has usable embeddings"),
+    "nothing usable": (
+        lambda pairs: fit_map(0 * pairs.old_Nd, pairs.new_ND),
+        "in every row, the old or the new embedding is zero or not finite",
+    ),
     "a path that is not there": (lambda pairs: fit_map("old.npy", pairs.new_ND), "old.npy does not exist"),
     "an empty index": (lambda pairs: fit_map(faiss.IndexFlatIP(4), pairs.new_ND), "IndexFlatIP holds no vectors"),
 }

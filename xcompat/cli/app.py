@@ -498,7 +498,9 @@ def find(
 
 @app.command(rich_help_panel=SELDOM)
 def lineage(
-    name: Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="Checkpoint on the Hub, or a folder.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME_OR_FOLDER", help="Checkpoint on the Hub (user/name), or its local folder.")
+    ],
 ) -> None:
     """Show a checkpoint's chain of compatible older models."""
     from xcompat.hub.lineage import draw, require_whole, trace_lineage

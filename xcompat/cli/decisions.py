@@ -44,7 +44,8 @@ def shadow(
     ] = None,
     originals: Annotated[Path | None, typer.Option(help="Gallery images or texts, for --rerank.")] = None,
     rerank_with: Annotated[
-        str, typer.Option(metavar="MODEL", help="New model that re-ranks the hits. Needed when --model is the old model.")
+        str,
+        typer.Option(metavar="MODEL", help="New model to re-embed and reorder the hits. Required when --model is the old model."),
     ] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file for all queries and their hits.")] = None,
 ) -> None:
@@ -77,7 +78,9 @@ def plan(
     embeds_per_second: Annotated[
         float | None,
         typer.Option(
-            min=1e-9, metavar="R", help="Throughput of the new model, used to estimate hours and milliseconds per query."
+            min=1e-9,
+            metavar="R",
+            help="Embeddings per second of the new model, to estimate hours of re-embedding and the latency of a query.",
         ),
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, metavar="P", help="Price per 1,000 embeddings.")] = None,

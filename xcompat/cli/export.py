@@ -11,7 +11,7 @@ from xcompat.core.progress import announce_loading
 
 app = typer.Typer(help="Export models for other software.", no_args_is_help=True)
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a training run, or a checkpoint.")]
 Folder = Annotated[
     Path, typer.Option(help="Output folder. Earlier output by this command is replaced, anything else only with --overwrite.")
 ]

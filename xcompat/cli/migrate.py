@@ -40,7 +40,9 @@ Dtype = Annotated[Literal["float32", "float16"], typer.Option("--dtype", help="N
 From = Annotated[str | None, typer.Option("--from", help="Model of the stored vectors. Default: the recorded model.")]
 Texts = Annotated[
     str | None,
-    typer.Option("--texts", help="Field with the texts of the vectors. xcompat re-embeds a sample of texts to check --from."),
+    typer.Option(
+        "--texts", help="Field with the text of each vector. xcompat re-embeds a sample, to check that --from made the vectors."
+    ),
 ]
 Images = Annotated[
     str | None,

@@ -94,7 +94,7 @@ class TokenMeans(nn.Module):
         self.means = means
 
     def forward(self, features: Features) -> Features:
-        """Add ``sentence_embedding`` (B, W) to a batch."""
+        """Add ``sentence_embedding`` (B, W), with the encoder's width W, to the features of a batch."""
         holds_BL = features["attention_mask"].bool()
         lengths_B = holds_BL.sum(dim=1)
         flat = {"input_ids": features["input_ids"][holds_BL], "offsets": lengths_B.cumsum(dim=0) - lengths_B}

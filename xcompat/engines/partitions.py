@@ -51,12 +51,12 @@ class PartResult:
 
 
 class PartState(NamedTuple):
-    """Gaps in the file of a part.
+    """Rows that the file of a part (a slice of the source) lacks.
 
     Args:
-        unread: number of missing rows.
-        example: id of a missing row.
-        can_grow: whether a missing row is readable now.
+        unread: number of rows whose item could not be read.
+        example: id of one of them.
+        can_grow: whether one of them is readable now.
         damage: damage of the file, or None.
     """
 

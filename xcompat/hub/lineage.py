@@ -77,7 +77,7 @@ def require_whole(first: Ancestor) -> None:
     broken = [each.broken for each in first.walk() if each.broken]
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-        raise XcompatError(f"the lineage of {first.name} is broken: {broken[0]}{more}")
+        raise XcompatError(f"the lineage of {first.name} is broken: {broken[0]}{more}; restore this model, or train again")
 
 
 def draw(first: Ancestor) -> Tree:

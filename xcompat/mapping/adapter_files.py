@@ -140,7 +140,9 @@ def _lines(path: Path, arrays: Mapping[str, Tensor], old: Described, new_dim: in
     matrices = dict(whole)
     if not matrices:
         shapes = " and ".join(f"{name} of {tuple(named[name].shape)}" for name in ("W", "U", "V") if name in named)
-        raise XcompatError(f"{path} contains {shapes}, which cannot map {new_dim} to {old_dim} dimensions")
+        raise XcompatError(
+            f"{path} contains {shapes}, which cannot map {new_dim} to {old_dim} dimensions; use a map of these models"
+        )
     zero_d, one_d = torch.zeros(old_dim), torch.ones(old_dim)
     bias_d = _vector(path, "b", named.get("b", zero_d), old_dim)
     scale_d = _vector(path, "scale", named.get("scale", one_d), old_dim)
@@ -206,7 +208,9 @@ def _networks(
             found.append(Adapter(_network(old, new_dim, layers, activation), f"two layers {how} with {activation}"))
     if not found:
         shapes = " and ".join(str(tuple(each.shape)) for each in weights)
-        raise XcompatError(f"{path} contains layers of {shapes}, which cannot map {new_dim} to {old_dim} dimensions")
+        raise XcompatError(
+            f"{path} contains layers of {shapes}, which cannot map {new_dim} to {old_dim} dimensions; use a map of these models"
+        )
     yield from found
 
 

@@ -230,7 +230,9 @@ def _pairs(
     old_path, new_path = _path_of(old), _path_of(new)
     if old_path is not None and new_path is not None:
         if labels is not None or texts is not None:
-            raise XcompatError("fit_map: labels and texts work only with arrays; with paths, classes come from labels.txt")
+            raise XcompatError(
+                "fit_map: labels and texts work only with arrays; with paths, write classes to labels.txt beside them"
+            )
         return load_paired(old_path, new_path), None
     old_Nd, new_ND = _read_rows(old), _read_rows(new)
     given = {"old": old_Nd, "new": new_ND, "labels": labels, "texts": texts}
@@ -240,7 +242,7 @@ def _pairs(
         raise XcompatError(f"fit_map needs the same items row by row, found {unequal}")
     usable_N = np.logical_and(*(np.isfinite(side).all(1) & (side != 0).any(1) for side in (old_Nd, new_ND)))
     if not usable_N.any():
-        raise XcompatError("no row has usable embeddings on both sides: all are zero, or not finite")
+        raise XcompatError("in every row, the old or the new embedding is zero or not finite; embed the items again")
     labels_N = _numbers(labels)[usable_N] if labels is not None else None
     kept = [texts[row] for row in np.flatnonzero(usable_N).tolist()] if texts is not None else None
     return PairedEmbeddings(normalise_rows(new_ND[usable_N]), normalise_rows(old_Nd[usable_N]), labels_N), kept

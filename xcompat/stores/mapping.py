@@ -56,7 +56,7 @@ class Mapping(VectorSource[Block, Block]):
 
     @property
     def old(self) -> Fingerprint:
-        """Model of the mapped vectors."""
+        """Old model, whose vectors are mapped."""
         return self.model.compatible_with[0]
 
     @property

@@ -78,7 +78,7 @@ def _section(place: Any, where: list[str], key: str, name: str) -> Any:  # noqa:
 def _require_keys(place: Any, where: list[str], key: str) -> None:  # noqa: ANN401 - what YAML holds
     if not isinstance(place, dict):
         whole = ".".join(where)
-        raise XcompatError(f"{key}: {whole} has no keys; override all of {whole}")
+        raise XcompatError(f"{key}: {whole} is not a mapping; set {whole} as a whole")
 
 
 def _entry(entries: list[Any], which: str, key: str) -> Any:  # noqa: ANN401 - what YAML holds

@@ -282,7 +282,7 @@ class Stage:
         return cached_images(embedder, load_pairs(data.pairs), self.cache_dir, data.pairs.max_bad_share, views)
 
     def with_query_prompt(self, new: Embedder) -> Embedder:
-        """Return the new model with its query prompt, if the map is for queries."""
+        """Return the new model with its query prompt if the map is for queries, and unchanged otherwise."""
         settings = self.settings
         asks = settings.learns_from_texts and not self.method.maps_galleries_with(settings.options)
         return new.for_queries() if asks else new
