@@ -95,7 +95,7 @@ def test_a_tower_of_more_layers_than_any_has(tmp_path: Path) -> None:
 def test_a_saved_data_set_whose_texts_are_none(tmp_path: Path) -> None:
     texts = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xbe\xbe"))
     datasets.Dataset(pa.table({"image": pa.array([b"none"]), "caption": texts})).save_to_disk(tmp_path / "saved")
-    with pytest.raises(XcompatError, match="cannot be read .*run the command that wrote it again") as refused:
+    with pytest.raises(XcompatError, match="cannot be read .*recreate it with the command that wrote it") as refused:
         load_pairs(str(tmp_path / "saved"))
     one_line(refused, tmp_path / "saved")
 

@@ -232,7 +232,7 @@ TriedMemory = Annotated[
 @app.command("map")
 def map_(
     old: OldSide,
-    new: Annotated[Path, typer.Option(help="New embeddings (file or folder). With --texts or --images: or the new model.")],
+    new: Annotated[Path, typer.Option(help="New embeddings (file or folder), or the new model with --texts or --images.")],
     ids: OldIds = None,
     images: OriginalImages = None,
     texts: SideTexts = None,
@@ -373,7 +373,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option("--out", "--output", help="Output folder for the report.")] = None,
     rerank: RerankedHits = None,
     threshold: OldThreshold = None,
-    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 if the verdict on compatibility is no.")] = False,
+    require_compatible: Annotated[bool, typer.Option(help="Exit with code 1 unless the new model is compatible.")] = False,
     max_bad_share: BadVectorShare = None,
 ) -> None:
     """Evaluate a recipe, a checkpoint, or folders of embeddings, and write a report.

@@ -29,7 +29,7 @@ def map_array(path: Path) -> NDArray[Any]:
         raise
     except Exception as error:  # the header is a Python literal: Python's tokenizer and NumPy's types raise many kinds of errors
         raise XcompatError(
-            f"{path} is not a .npy array of numbers ({describe_error(error)}); run the command that wrote it again"
+            f"{path} is not a .npy array of numbers ({describe_error(error)}); recreate it with the command that wrote it"
         ) from None
     if kind not in "iuf":
         raise XcompatError(f"{path} contains no embeddings (shape {array.shape}, {array.dtype}); re-embed the items")

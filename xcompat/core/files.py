@@ -299,6 +299,4 @@ def read_json(path: str | Path) -> Any:  # noqa: ANN401 - any JSON value
     except FileNotFoundError:
         raise XcompatError(f"{path} does not exist") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, or too deep
-        raise XcompatError(
-            f"{path} is not valid JSON ({error}); delete the file, and run the command that wrote it again"
-        ) from None
+        raise XcompatError(f"{path} is not valid JSON ({error}); delete and recreate it with the command that wrote it") from None

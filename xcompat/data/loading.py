@@ -282,7 +282,7 @@ def _read_parquet(files: list[Path], streaming: bool, features: datasets.Feature
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise XcompatError(
-            f"{files[0]} (of {len(files)} Parquet files) cannot be read: {reason}; run the command that wrote it again"
+            f"{files[0]} (of {len(files)} Parquet files) cannot be read: {reason}; recreate it with the command that wrote it"
         ) from error
 
 
@@ -327,7 +327,9 @@ def _load_saved(source: DataSource, folder: Path) -> datasets.Dataset:
     except Exception as error:  # JSON, types and Arrow files raise different errors
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise XcompatError(f"{folder} cannot be read ({describe_error(error)}); run the command that wrote it again") from error
+        raise XcompatError(
+            f"{folder} cannot be read ({describe_error(error)}); recreate it with the command that wrote it"
+        ) from error
     if isinstance(saved, datasets.DatasetDict):
         return _one_split(dict(saved), source)
     refuse_hub_fields(source.path, split=source.split)

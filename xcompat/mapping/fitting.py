@@ -231,7 +231,7 @@ def _pairs(
     if old_path is not None and new_path is not None:
         if labels is not None or texts is not None:
             raise XcompatError(
-                "fit_map: labels and texts work only with arrays; with paths, write classes to labels.txt beside them"
+                "fit_map: labels and texts work only with arrays; with paths, write classes to labels.txt in their folder"
             )
         return load_paired(old_path, new_path), None
     old_Nd, new_ND = _read_rows(old), _read_rows(new)

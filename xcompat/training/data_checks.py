@@ -147,4 +147,6 @@ def _first_rows(file: Path) -> datasets.Dataset:
         batches = list(islice(table.iter_batches(batch_size=ROWS), 1))
         return datasets.Dataset(pa.Table.from_batches(batches, schema=table.schema_arrow))
     except (pa.ArrowException, OSError) as error:
-        raise XcompatError(f"{file} cannot be read: {str(error).splitlines()[0]}; run the command that wrote it again") from error
+        raise XcompatError(
+            f"{file} cannot be read: {str(error).splitlines()[0]}; recreate it with the command that wrote it"
+        ) from error

@@ -116,7 +116,7 @@ def _read_tensors(path: Path, columns: Columns) -> Vectors:
             listed = (tensors.metadata() or {}).get("ids")
         ids = json.loads(listed) if listed is not None else None
     except (SafetensorError, ValueError) as error:
-        raise XcompatError(f"cannot read {path} ({str(error)[:200]}); run the command that wrote it again") from error
+        raise XcompatError(f"cannot read {path} ({str(error)[:200]}); recreate it with the command that wrote it") from error
     if ids is not None and (not isinstance(ids, list) or len(ids) != len(rows_ND)):
         raise XcompatError(f"{path} has {len(rows_ND):,} rows, but 'ids' in its metadata is not a list of this length")
     return Vectors(rows_ND, None if ids is None else [str(each) for each in ids])
