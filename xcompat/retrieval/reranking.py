@@ -282,11 +282,17 @@ class Reranker:
                 kept = normalise_rows(np.stack([stored[name] for name in names]))
                 cosines |= dict(zip(names, (normalise_rows(embeds) * kept).sum(axis=1).tolist(), strict=True))
         if other := sorted((cosine, name) for name, cosine in cosines.items() if cosine < ALIKE):
-            cached = f", and delete {gallery.path / FOLDER}: it caches their embeddings" if self.keep else ""
             notice_once(
                 f"{len(other)} of {len(cosines)} compared originals differ from those that the gallery stores, e.g. "
-                f"{other[0][1]!r} (cosine {other[0][0]:.2f}); check --originals{cached}. `xcompat gallery doctor` shows more"
+                f"{other[0][1]!r} (cosine {other[0][0]:.2f}); {self._fix(gallery)}. `xcompat gallery doctor` shows more"
             )
+
+    def _fix(self, gallery: SearchedGallery) -> str:
+        return (
+            f"check --originals, and delete {gallery.path / FOLDER}: it caches their embeddings"
+            if self.keep
+            else "check --originals"
+        )
 
     @torch.inference_mode()
     def _notice_unrelated_originals(
@@ -305,10 +311,9 @@ class Reranker:
         cosines_nn = normalise_rows(mapped_nd.numpy()) @ normalise_rows(np.stack([stored[name] for name in names])).T
         closer = float((cosines_nn.diagonal() > np.median(cosines_nn, axis=1)).mean())
         if closer < CLOSER:
-            cached = f", and delete {gallery.path / FOLDER}: it caches their embeddings" if self.keep else ""
             notice_once(
                 f"the originals seem to be other items than those stored under the same ids: only {closer:.0%} of {len(names)} "
-                f"are closer to their stored embedding than to others (by chance 50%); check --originals{cached}"
+                f"are closer to their stored embedding than to others (by chance 50%); {self._fix(gallery)}"
             )
 
     # ------------------------------------------------------------------------------------------------ new embeddings
