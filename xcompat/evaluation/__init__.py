@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from xcompat.core.lazy import import_on_use
 
 if TYPE_CHECKING:
     from xcompat.evaluation.cases import Case, Criterion, Difference, Evaluation
@@ -88,9 +89,4 @@ __all__ = [
     "zero_shot_ranks",
 ]
 
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name; importing its module, and torch, waits for its first use
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_use(__name__, _PLACES)

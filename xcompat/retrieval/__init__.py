@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from xcompat.core.lazy import import_on_use
 
 if TYPE_CHECKING:
     from xcompat.retrieval.gallery import Gallery
@@ -11,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Gallery", "Hit"]
 
-_PLACES = {"Gallery": "gallery", "Hit": "searching"}
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - lazy import: loads faiss on first use
-    if name in _PLACES:
-        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_use(__name__, {"gallery": ["Gallery"], "searching": ["Hit"]})
