@@ -1,4 +1,4 @@
-"""Check the English of docs, docstrings, help texts and messages: plain words, short sentences.
+"""Check the English of docs, docstrings, help texts, messages and templates: plain words, short sentences.
 
 python docs/prose.py            # exit code 1 and one line per offender
 python docs/prose.py docs xcompat/mapping
@@ -48,13 +48,13 @@ def main(paths: list[str]) -> int:
 
 
 def files_of(path: Path) -> list[Path]:
-    """List the pages and modules below a path."""
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in (".md", ".py"))
+    """List the pages, modules and templates below a path."""
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in (".md", ".py", ".j2"))
 
 
 def check(file: Path) -> Iterator[str]:
     """Yield one line per offending sentence."""
-    read = strings_of if file.suffix == ".py" else paragraphs_of
+    read = {".py": strings_of, ".j2": texts_of}.get(file.suffix, paragraphs_of)
     for line, text in read(file.read_text(encoding="utf-8")):
         place = f"{file.relative_to(ROOT)}:{line}"
         for sentence in re.split(r"(?<=[.!?:;])\s+", text):
@@ -71,6 +71,16 @@ def strings_of(source: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and not SQL.search(node.value):
             text = re.sub(r":\w+:`[^`]*`|``[^`]*``|`[^`]*`|(?m:^\s*(>>>|\.\.\.).*$)", "x", node.value)
             yield from ((node.lineno, " ".join(part.split())) for part in re.split(r"\n\s*\n", text))
+
+
+def texts_of(template: str) -> Iterator[tuple[int, str]]:
+    """Yield the texts between the tags of a template, and the strings of several words within its statements."""
+
+    def keep_strings(statement: re.Match[str]) -> str:
+        return "|".join(re.findall(r"'([^']* [^']*)'", statement[0])) + "\n" * statement[0].count("\n") + "|"
+
+    template = re.sub(r"{%.*?%}", keep_strings, template, flags=re.DOTALL)
+    yield from paragraphs_of(re.sub(r"<[^>]*>", "|", re.sub(r"{{.*?}}", "x", template)))
 
 
 def paragraphs_of(page: str) -> Iterator[tuple[int, str]]:

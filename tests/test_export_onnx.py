@@ -148,7 +148,7 @@ def test_half_precision_is_made_whole_and_prompts_are_said(tmp_path: Path) -> No
     np.testing.assert_allclose(run_onnx(tmp_path / "out" / "text.onnx", batch), expected, atol=2e-3)
     assert model.dtype == torch.float16, "the model itself stays as it is"
     readme = " ".join((tmp_path / "out" / "README.md").read_text().split())
-    assert 'Before a query goes `"query: "`;' in readme, "the stand-in has no other prompt"
+    assert 'Put `"query: "` before a query, as in training.' in readme, "the stand-in has no other prompt"
 
 
 def test_what_cannot_be_exported_is_refused(folder_of: dict[str, str], tmp_path: Path) -> None:

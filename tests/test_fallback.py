@@ -272,7 +272,7 @@ def test_a_report_shows_what_falling_back_gives(tmp_path: Path) -> None:
     assert f"{hurt.mean():.1%} of the new queries find less" in told
     assert f"AUROC of {area_under_roc(sure[:, 0], ~hurt).value:.2f}" in told
     content = ReportContent(evaluation, kept, "x", tsne_pairs=0)
-    assert "How sure new queries are" in write_report(tmp_path, content).read_text()
+    assert "Confidence of new queries" in write_report(tmp_path, content).read_text()
     assert (tmp_path / "report" / "plots" / "confidence-image-to-image.png").exists()
     report = load_report(tmp_path)
     np.testing.assert_array_equal(report.confidence["image-to-image"], sure[:, 0].astype(np.float32))

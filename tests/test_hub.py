@@ -353,7 +353,7 @@ def test_the_card_says_what_the_report_says(compatible: bool, verdict: str, fini
         "Data, test: photos",
         "Data, texts: my/texts",
         "Training time: 1.5 minutes on A Processor, 2 cores",
-        "Licence: mit; of the base: not stated",
+        "License: mit; base model: unknown",
         "torch 2.15",
     ):
         assert wanted in text, wanted
@@ -392,7 +392,7 @@ def test_a_report_of_another_model_is_left_out(finished: Run, hub: Hub) -> None:
     (folder / "report.json").write_text(json.dumps(report))
     push(folder, "me/pair")
     text = hub.files("me/pair")["README.md"].decode()
-    assert "no report came with this model" in text and "Backward compatible" not in text
+    assert "No report was pushed with this model" in text and "Backward compatible" not in text
 
 
 def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_the_base_states_licence_and_privacy(finished: Run, hub: Hub, tmp_path: 
     base.commit(hub.files("base/clip") | {"README.md": b"---\nlicense: openrail\n---\n"})
     push(folder, "me/open")
     assert not hub.repos["me/open"].private
-    assert "Licence: not stated; of the base: openrail" in hub.files("me/open")["README.md"].decode()
+    assert "License: unknown; base model: openrail" in hub.files("me/open")["README.md"].decode()
     base.gated = "manual"
     push(folder, "me/gated")
     push(folder, "me/public", private=False)
@@ -461,7 +461,7 @@ def test_forms_of_one_run_share_a_place(finished: Run, hub: Hub, images: list[Im
     size = len(hub.files("me/pair")["model.safetensors"])
     push(folder, "me/pair", "adapters")
     assert len(hub.files("me/pair")["model.safetensors"]) < size / 4
-    assert "adapters, prompts and heads alone" in hub.files("me/pair")["README.md"].decode()
+    assert "only adapters, prompts and heads" in hub.files("me/pair")["README.md"].decode()
     assert AutoModel.from_pretrained("me/pair").fingerprint() == whole.fingerprint()
     push(folder, "me/pair", "merged", revision="merged")
     merged = AutoModel.from_pretrained("me/pair", revision="merged")
@@ -510,7 +510,7 @@ def test_what_a_map_of_galleries_remembers_may_stay_at_home(hub: Hub, on_hub: di
     push(tmp_path / "model", "me/whole")
     push(tmp_path / "model", "me/part", memory="none")
     said, kept = (hub.files(name)["README.md"].decode() for name in ("me/whole", "me/part"))
-    assert "this repository holds 3 means of their classes by the old model" in said and "means of their classes" not in kept
+    assert "Training data in this repository: 3 class means by the old model" in said and "class means" not in kept
     assert not [name for name in load_file_of(hub, "me/part", tmp_path) if "memory" in name]
     part, stored = AutoModel.from_pretrained("me/part"), torch.randn(5, model.config.old["dim"])
     torch.testing.assert_close(part.upgrade(stored), model.own_upgrade(stored))

@@ -81,7 +81,7 @@ def test_a_map_of_many_items_is_taken_where_few_are_at_hand(hub: Hub, tmp_path: 
     torch.testing.assert_close(model.to_space(new), theirs.to_space(new))
     assert model.config.started_from["revision"] == commit and model.compatible_with == theirs.compatible_with
     push(out, "me/mine")
-    assert f"Started from: `me/map` at `{commit}`" in hub.files("me/mine")["README.md"].decode()
+    assert f"Initial weights: `me/map` at `{commit}`" in hub.files("me/mine")["README.md"].decode()
     assert AutoModel.from_pretrained("me/mine").fingerprint() == model.fingerprint()
 
 
@@ -312,7 +312,7 @@ def test_an_adapter_is_judged_written_and_said(tmp_path: Path, hub: Hub) -> None
     assert model.config.started_from["name"] == str(path)
     assert report["start_from"]["taken"]
     push(out, "me/map")
-    assert "Started from: `adapter.npz`" in hub.files("me/map")["README.md"].decode()
+    assert "Initial weights: `adapter.npz`" in hub.files("me/map")["README.md"].decode()
     assert not [name for name, content in hub.files("me/map").items() if str(tmp_path).encode() in content]
 
 

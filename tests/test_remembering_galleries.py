@@ -141,10 +141,10 @@ def test_how_sure_queries_are_is_no_gallerys_matter() -> None:
 
 def test_the_card_says_what_is_mapped_remembers() -> None:
     unnamed = model_facts(mapping("fct").remember(memory()))
-    assert "into the space of a newer model, which is not named:" in str(model_card("me/map", unnamed, None))
+    assert "to the space of a newer model (name unknown)." in str(model_card("me/map", unnamed, None))
     facts = replace(unnamed, base={"name": "new", "revision": None, "library": "timm"})
     card = str(model_card("me/map", facts, None))
-    assert "What it maps leans on what the training data were: this repository holds 10 means of their classes by the old" in card
+    assert "Training data in this repository: 10 class means by the old model, and as many by the new model" in card
     assert "Queries wear" not in card
 
 

@@ -141,7 +141,7 @@ def test_page_is_self_contained_and_says_every_number(folder: Path, content: Rep
             assert percent(value) in page
     assert "find [me] &amp; &lt;you&gt;" in page
     assert "old&lt;b&gt;" in page
-    assert page.index("Backward compatible:") < page.index("Who finds what")
+    assert page.index("Backward compatible:") < page.index("Retrieval quality")
 
 
 def test_plots_are_images(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_users_folder_beside_an_earlier_versions_report_is_not_replaced(folder
 def test_without_the_data_file_tables_remain(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_bytes((folder / "report.json").read_bytes())
     page = render_report(tmp_path).read_text()
-    assert "Who finds what" in page
+    assert "Retrieval quality" in page
     assert "Recall at every depth" not in page
     assert sorted(path.name for path in (tmp_path / "report" / "plots").iterdir()) == [
         "cases-image-to-text.png",
@@ -571,8 +571,8 @@ def test_losses_are_data_and_a_curve(tmp_path: Path) -> None:
     assert axes.lines[0].get_xydata().tolist() == [[each.step, each.loss] for each in losses]
     assert axes.get_title("left") == "a $trained$ <stage>"
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "How training went" in page and "loss-0.png" in page
-    assert "How training went" not in render_html(replace(report, training={}), {})
+    assert "Training loss" in page and "loss-0.png" in page
+    assert "Training loss" not in render_html(replace(report, training={}), {})
 
 
 def test_the_page_says_what_each_stage_cost(tmp_path: Path) -> None:
@@ -586,4 +586,4 @@ def test_the_page_says_what_each_stage_cost(tmp_path: Path) -> None:
     page = render_html(report, {})
     for said in ("1,234 of 5,678,901", "12,345", "3.0 GB</td>", "0.123 on 2 × NVIDIA &lt;H100&gt;", "<td>unknown</td><td></td>"):
         assert said in page, said
-    assert page.count("2.0 GB, of the whole process so far</td>") == 1 and page.count("2.0 GB</td>") == 1
+    assert page.count("2.0 GB of the whole process</td>") == 1 and page.count("2.0 GB</td>") == 1

@@ -288,7 +288,7 @@ def choose_image(page: Page, file: Path) -> None:
 def test_a_image_is_searched_and_kept_nowhere(page: Page, gallery: Path, photos: Path, old: Embedder, new: Embedder) -> None:
     ask(page, "a link of before")
     choose_image(page, photos / "5.png")
-    page.get_by_alt_text("the image that was asked").wait_for()
+    page.get_by_alt_text("query image").wait_for()
     for side, embedder in ((OLD, old), (NEW, new)):
         assert ids(page, side) == found(gallery, embedder, Image.open(photos / "5.png"))
     assert "link to this search" not in page.inner_text("#results") and page.url.endswith("/")
@@ -298,7 +298,7 @@ def test_an_item_is_searched_by_a_click_or_by_its_id(page: Page, visit: Open, ga
     ask(page, "a red shoe")
     name = next(name for name in ids(page, NEW) if name != HOSTILE)
     page.get_by_role("region", name=NEW).locator(f'a[data-item="{name}"]').click()
-    page.get_by_alt_text("the image that was asked").wait_for()
+    page.get_by_alt_text("query image").wait_for()
     assert ids(page, NEW) == found(gallery, new, Image.open(photos / name))
     assert page.get_by_label("Id of an item").input_value() == name
     page.get_by_label("Id of an item").fill("no such item")
@@ -416,13 +416,13 @@ def test_queries_that_lost_or_gained_most_come_first(visit: Open, run_address: s
     def shown(number: int, order: str) -> list[str]:
         page.locator(f".flips[data-page='{number}'][data-order='{order}']").wait_for()
         questions = page.locator(".question").all_inner_texts()
-        said = re.compile(r"(.+)\s+first match: place (\d+) with the old query, (\d+) with the new one")
+        said = re.compile(r"(.+)\s+first match: rank (\d+) with the old query, (\d+) with the new query")
         return [f"{match[1]}: {match[2]}, {match[3]}" for text in questions if (match := said.fullmatch(text))]
 
     assert shown(1, "lost") == expected("lost", 1)
     page.get_by_role("button", name="Next").click()
     assert shown(2, "lost") == expected("lost", 2)
-    page.get_by_label("what it gained").check()
+    page.get_by_label("gained with the new query").check()
     assert shown(1, "gained") == expected("gained", 1)
     first = page.locator(".questions > li").first
     rank = int(judged.new_Q[sort_by_change(judged.old_Q, judged.new_Q, "gained").rows_q[0]])
@@ -436,7 +436,7 @@ def test_the_numbers_are_those_of_the_report(visit: Open, run_address: str, run_
     page = visit("", run_address)
     page.get_by_role("tab", name="The numbers").click()
     frame = page.frame_locator("iframe")
-    for heading in ("Who finds what", "Comparisons that failed"):
+    for heading in ("Retrieval quality", "Failed comparisons"):
         frame.get_by_role("heading", name=heading).wait_for()
     assert run_site.report is not None
     written = report_file(run_site.report).with_name("report.html").read_text(encoding="utf-8")
