@@ -20,6 +20,7 @@ from xcompat.evaluation import (
     labelled,
     mean_average_precision,
     negative_flip_rate,
+    ranking,
     ranking_per_query,
 )
 from xcompat.evaluation.scores import ExactRows, tie_margin
@@ -96,6 +97,15 @@ def test_ranking_equals_sorted_lists(n_classes: int) -> None:
     assert cmc(*problem, ks=(1, 4)) == {k: np.mean([row[0] < k for row in known]) for k in (1, 4)}
     for at, column in ((None, 1), ("R", 2), (3, 3)):
         assert mean_average_precision(*problem, at=at) == pytest.approx(np.mean([row[column] for row in known]))
+
+
+def test_other_queries_of_the_same_pairs_rank_as_if_prepared_alone() -> None:
+    queries, gallery, *labels = random_problem(7, 23, 67, 24, 7)
+    ids = range(23), range(20, 87)
+    pairs = labelled.LabelledPairs(labelled.Items(-queries, labels[0], ids[0]), labelled.Items(gallery, labels[1], ids[1]))
+    assert_identical(ranking.rank(pairs.with_queries(queries)), ranking_per_query(queries, gallery, *labels, *ids))
+    with pytest.raises(XcompatError, match="queries have 23 dimensions but the gallery has 24"):
+        pairs.with_queries(queries[:, :23])
 
 
 @given(st.lists(_ROW, min_size=1, max_size=8), st.lists(_ROW, min_size=1, max_size=40), st.data())

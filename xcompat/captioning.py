@@ -47,8 +47,8 @@ class Captioner:
         name: folder or Hub name, also ``NAME@REVISION``.
         revision: revision on the Hub. None to use the newest.
         max_tokens: maximum tokens of a caption. Decoding is greedy, so captions are reproducible.
-        prompt: question to a chat model (default :data:`PROMPT`). Other models continue it as a prefix outside the
-            caption (default none).
+        prompt: question to a chat model (default :data:`PROMPT`). Other models continue it, and the caption
+            does not contain it (default none).
 
     Raises:
         XcompatError: the model is not a captioner, or takes no prompt.

@@ -182,7 +182,10 @@ OriginalImages = Annotated[
 ]
 SearchedClasses = Annotated[
     Literal["known", "open", "unknown"],
-    typer.Option(help="Classes that users will search: known (all are in the training data), open (some are new), or unknown."),
+    typer.Option(
+        help="Classes that users will search: known (all are in the training data), open (some are new), or unknown (you "
+        "cannot tell)."
+    ),
 ]
 RememberItems = Annotated[
     bool,

@@ -101,13 +101,8 @@ class LabelledPairs:
         self.device = torch.device("cpu")
         if isinstance(queries.embeds_ND, torch.Tensor) and queries.embeds_ND.is_cuda:
             self.device = queries.embeds_ND.device
-        self.queries = ExactRows(queries.embeds_ND, "queries", self.device)
         self.gallery = ExactRows(gallery.embeds_ND, "gallery", self.device)
-        if self.queries.dim != self.gallery.dim:
-            raise XcompatError(
-                f"queries have {self.queries.dim} dimensions but the gallery has {self.gallery.dim}; "
-                "map the queries to the gallery's space first"
-            )
+        self.queries = self._exact_queries(queries.embeds_ND)
         self.n_queries, self.n_gallery, self.dim = len(self.queries), len(self.gallery), self.queries.dim
         self.chunk_size, self.copy_score = chunk_size, copy_score(self.queries.dim, are_lifted)
         usual = usual_distance(as_rows(gallery.embeds_ND, "gallery")) if are_lifted else 1.0
@@ -119,6 +114,28 @@ class LabelledPairs:
         self._place_G = np.argsort(self._by_class_G)
         self._first: tuple[torch.Tensor, torch.Tensor] | None = None
         self._read_left_out(queries, gallery)
+
+    def _exact_queries(self, embeds_QD: Embeddings) -> ExactRows:
+        queries = ExactRows(embeds_QD, "queries", self.device)
+        if queries.dim != self.gallery.dim:
+            raise XcompatError(
+                f"queries have {queries.dim} dimensions but the gallery has {self.gallery.dim}; "
+                "map the queries to the gallery's space first"
+            )
+        return queries
+
+    def with_queries(self, embeds_QD: Embeddings) -> LabelledPairs:
+        """Return the same pairs with other embeddings of the queries, without preparing the gallery again.
+
+        Args:
+            embeds_QD: (Q, D) embeddings on the same device.
+
+        Raises:
+            XcompatError: as for the class.
+        """
+        pairs = copy.copy(self)
+        pairs.queries = self._exact_queries(embeds_QD)
+        return pairs
 
     def _codes(self, of_queries: Ids, of_gallery: Ids, called: tuple[str, str]) -> _Codes:
         return id_codes(as_ids(of_queries, self.n_queries, called[0]), as_ids(of_gallery, self.n_gallery, called[1]))

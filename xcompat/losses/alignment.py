@@ -146,6 +146,6 @@ def _one_minus_cosine(a_BD: Tensor, b_BD: Tensor) -> Tensor:
 def _require_one_shape(new_BD: Tensor, old_BD: Tensor) -> None:
     if new_BD.shape != old_BD.shape:
         raise XcompatError(
-            f"aligned embeddings must have the same shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; pass only "
-            "the old dimensions of expanded features"
+            f"new and old embeddings must have the same shape, got {tuple(new_BD.shape)} and {tuple(old_BD.shape)}; if the new "
+            "model adds dimensions, pass only the first ones, up to the old number"
         )

@@ -280,19 +280,19 @@ class ValidationSplit(ABC):
 
     def evidence(self, candidate: Candidate) -> Evidence:
         """Measure for each query the length of its recalled embedding, and whether the candidate hurts it."""
-        leaning = list[NDArray[np.float64]]()
+        recall = list[NDArray[np.float64]]()
         queries = self.queries_of(candidate)
 
         def noted(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             recalled_Qd = self.known[fold].recall_embeddings(candidate, side.new_ND[rows_Q], protocol)
-            leaning.append(recalled_Qd.norm(dim=1).double().numpy())
+            recall.append(recalled_Qd.norm(dim=1).double().numpy())
             return queries(fold, protocol, rows_Q, side)
 
         new = self.measure(noted)
         hurt = [mine.quality_Q < floor.quality_Q for mine, floor in zip(new, self.old, strict=True)]
         folds = [np.full(len(each.quality_Q), each.fold) for each in new]
         about = [each.about_Q * len(self.known) + each.fold for each in new]
-        return Evidence(*(np.concatenate(parts) for parts in (leaning, hurt, folds, about)))
+        return Evidence(*(np.concatenate(parts) for parts in (recall, hurt, folds, about)))
 
     def try_candidate(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
@@ -364,6 +364,7 @@ class HeldOutClasses(RerankableSplit):
         self.pairs, self.labels_N, self.searched = pairs, pairs.labels_N, searched
         self.folds = list(folds(pairs.labels_N, searched, seed))
         self.learned_rows = [fold.fit_F for fold in self.folds]
+        self._in_stored: dict[tuple[int, str], LabelledPairs] = {}  # all candidates search the same stored embeddings
         super().__init__(lines, seed)
         new, old = (all(differ) for differ in zip(*(each.differ() for each in self.known), strict=True))
         if self.powers and not old:
@@ -385,11 +386,15 @@ class HeldOutClasses(RerankableSplit):
     def searches(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
         for number, fold in enumerate(self.folds):
             for protocol, rows_Q in fold.queries.items():
-                rows_G = fold.galleries[protocol]
-                labels_Q, labels_G = self.labels_N[rows_Q], self.labels_N[rows_G]
-                asked_Qd = asked(number, protocol, rows_Q, self.pairs)
-                searched_Gd = searched(number, protocol, rows_G, self.pairs)
-                pairs = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, labels_G, rows_G))
+                rows_G, asked_Qd = fold.galleries[protocol], asked(number, protocol, rows_Q, self.pairs)
+                labels_Q, is_stored = self.labels_N[rows_Q], searched is _stored_embeddings
+                if is_stored and (number, protocol) in self._in_stored:
+                    pairs = self._in_stored[number, protocol].with_queries(asked_Qd)
+                else:
+                    searched_Gd = searched(number, protocol, rows_G, self.pairs)
+                    pairs = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, self.labels_N[rows_G], rows_G))
+                if is_stored:
+                    self._in_stored[number, protocol] = pairs
                 yield FoldSearch(number, protocol, pairs, (self.pairs, self.pairs), (rows_Q, rows_G), rows_Q, labels_Q)
 
     @override

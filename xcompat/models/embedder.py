@@ -40,7 +40,7 @@ class Embedder:
         fingerprint: its identity in this space.
         dim: dimension of :meth:`embed`.
         logit_scale: the old model's training scale, if known.
-        compatible_with: versions with galleries in its space.
+        compatible_with: model versions whose galleries it can search.
         reads: whether it embeds the image or the caption of a captioned image (captions for text encoders, BT² §4.7).
         autocast: half precision for computing; None to use the weights' dtype.
         space: space of :meth:`embed`.

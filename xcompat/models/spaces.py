@@ -318,7 +318,7 @@ class SpacesModel(CheckpointModel):
 
     @property
     def stores_view(self) -> bool:
-        """Return whether galleries store the view of the old space, so that a chain of updates shares a space."""
+        """Return whether galleries store embeddings in the old space, so that a chain of updates shares it."""
         return bool(self.compatible_with) and not self.maps_galleries
 
     def to_gallery_space(self, embeds: Tensor) -> Tensor:

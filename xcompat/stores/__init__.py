@@ -54,7 +54,7 @@ def open(uri: str, where: str | None = None) -> Store:  # noqa: A001 - as shelve
             condition is invalid.
 
     Example:
-        ``xcompat.stores.open("postgresql://db/shop?table=products").search(view, top_k=5, filter="price < 50")``
+        ``xcompat.stores.open("postgresql://db/shop?table=products").search(queries, top_k=5, filter="price < 50")``
     """
     scheme = require_kind(uri)
     try:
