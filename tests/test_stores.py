@@ -308,6 +308,17 @@ def test_switch_needs_start_and_verify(store: Store, place: Place, model: RidgeM
     assert_mapped(place, space + "_before", space, model)
 
 
+def test_switch_fills_and_verifies_when_all_rows_changed(store: Store, place: Place, model: RidgeModel) -> None:
+    mapping, space = Mapping(model), store.space
+    migration.start(store, mapping, place.into)
+    for item, vector_D in enumerate(unit_vectors(N, OLD_DIM)[::-1]):
+        place.put(str(item), vector_D)
+    checked = migration.verify(store, mapping)
+    assert (checked.passed, checked.compared, checked.missing) == (False, 0, N)
+    migration.switch(place.open(), mapping)
+    assert_mapped(place, space + "_before", space, model)
+
+
 @pytest.mark.parametrize("is_spoiled", [False, True])
 def test_switch_verifies_what_nobody_has_verified(store: Store, place: Place, model: RidgeModel, is_spoiled: bool) -> None:
     mapping, space = Mapping(model), store.space

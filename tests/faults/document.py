@@ -11,8 +11,9 @@ from rows import Row
 WHAT = {
     "kills": "SIGKILL before calls that change a file (each call for Flat, else a sample) and at random moments. Each file then "
     "verifies, and the same command completes without loss or temporary files.",
-    "killed migrations": "SIGKILL at random moments of `xcompat migrate`, four times per verb: start, verify, switch, rollback, "
-    "switch, finish. A [service](stores.md#services-beside-a-migration) writes all the time. At the end the store contains "
+    "killed migrations": "SIGKILL at random moments, four times per verb of `xcompat migrate` (start, verify, switch, rollback, "
+    "switch, finish), and four times in re-ranked searches that cache new embeddings (PostgreSQL, Qdrant). A "
+    "[service](stores.md#services-beside-a-migration) writes all the time. At the end the store contains "
     "exactly its items. PostgreSQL, Chroma and Milvus Lite (one request at a time) run as servers, Qdrant as a stand-in "
     "(`tests/qdrant_server.py`), LanceDB as a folder.",
     "power cuts": "Each trial is a disk state after a file operation if only synced data is safe: lost files, names without "

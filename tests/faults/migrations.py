@@ -30,18 +30,22 @@ from store_servers import Connect
 
 from xcompat import XcompatError
 from xcompat.stores import migration
+from xcompat.stores.base import Store
 from xcompat.stores.mapping import Mapping
+from xcompat.stores.new_embeddings import StoreEmbeddings
 
 T = TypeVar("T")
 ITEMS, KINDS, OLD_DIM, NEW_DIM, BATCH = 300, 64, 16, 24, 25
 KILLS = 4
 """Of each verb of a migration."""
-VERBS = ("start", "verify", "switch", "rollback", "switch", "finish")
+VERBS = ("search", "start", "verify", "switch", "rollback", "switch", "finish")
 BUSY = "is being migrated by another process"
 PATIENCE = 60.0
 """Seconds after which a service that is always refused has failed."""
 PAUSE = 0.002
 """Seconds that a service leaves to the migration after each few of its writes."""
+CANDIDATES = 20
+"""Hits that a re-ranked search embeds together."""
 FORK = multiprocessing.get_context("fork")
 
 
@@ -234,7 +238,9 @@ class Trial:
         """Do one step, unless it is done."""
         store, mapping = self.connect().open(), self.models.mapping
         state = (store.record(migration.RECORD) or {"state": "none"})["state"]
-        if verb == "start" and state != "switched":
+        if verb == "search" and store.supports_cache and state in ("none", "filling"):
+            self.search(store)
+        elif verb == "start" and state != "switched":
             migration.start(store, mapping, batch=BATCH)
         elif verb == "verify":
             assert migration.verify(store, mapping, queries=20).wrong == 0
@@ -245,6 +251,18 @@ class Trial:
         elif verb == "finish":
             with contextlib.suppress(XcompatError) if state == "none" else contextlib.nullcontext():  # it is done
                 migration.finish(store)
+
+    def search(self, store: Store) -> None:
+        """Re-rank hits until half of the rows have new embeddings, which the migration then uses."""
+        migration.start(store, self.models.mapping, batch=BATCH, budget=0)
+        record, ids = store.record(migration.RECORD), [item for block, _ in store.stream() for item in block][::2]
+        assert record is not None
+        for start in range(0, len(ids), CANDIDATES):
+            cache, hits = StoreEmbeddings(store, record["into"]), ids[start : start + CANDIDATES]
+            known = cache.get(hits, 0)
+            originals, _ = store.read_current([item for item in hits if item not in known], store.space)
+            if originals:
+                cache.put(dict(zip(originals, self.models.mapping(np.stack([*originals.values()])), strict=True)), 0)
 
     def killed(self, verb: str, moments: list[float]) -> Iterator[str | None]:
         """Kill a step at moments, where it is not done before, and then do it; yield what is wrong for each kill."""

@@ -345,7 +345,7 @@ def verify(store: Store, mapping: AnyVectorSource, queries: int = QUERIES) -> Ve
         if migration.state != "filling":
             raise XcompatError(f"{store.uri} is already switched; run verify before switch")
         checked = _check(store, mapping, migration, queries)
-        migration.verified = checked.passed
+        migration.verified = checked.passed if checked.compared else None  # all rows changed: switch fills and checks them
         store.renew_lease()
         store.set_record(RECORD, migration.model_dump())
     return checked
@@ -396,8 +396,9 @@ def switch(store: Store, mapping: AnyVectorSource) -> Migration:
         migration = _require_migration(store, mapping)
         store.finish_switch()  # after a killed rollback
         if migration.state == "filling":
-            _require_ready(store, mapping, migration)
+            _require_filled(store, migration)
             _fill(store, mapping, migration, BATCH, None)
+            _require_verified(store, mapping, migration)
             with store.exclusive():
                 left = _catch_up(store, mapping, migration, migration.space, migration.into)
                 if store.supports_locking:
@@ -418,12 +419,15 @@ def switch(store: Store, mapping: AnyVectorSource) -> Migration:
     return migration
 
 
-def _require_ready(store: Store, mapping: AnyVectorSource, migration: Migration) -> None:
-    """Raise if an earlier step is unfinished or failed. Run a missing verification."""
+def _require_filled(store: Store, migration: Migration) -> None:
     if not migration.filled:
         raise XcompatError(f"start of {store.uri} is not finished; run `xcompat migrate start` again, then `verify`")
     if missing := store.missing_indexes(migration.into, migration.space):
         raise XcompatError(f"{migration.into} in {store.uri} has no {_list_indexes(missing)}; run `xcompat migrate start` again")
+
+
+def _require_verified(store: Store, mapping: AnyVectorSource, migration: Migration) -> None:
+    """Raise if the verification failed. Run a missing one."""
     if migration.verified is None:
         migration.verified = _check(store, mapping, migration, QUERIES).passed
         store.renew_lease()
