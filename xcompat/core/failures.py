@@ -18,7 +18,7 @@ INTERRUPTED = "interrupted; start again to continue"
 BROKEN_PIPE = "output pipe closed; run the command again to continue"
 PIPE_CLOSED = 141
 """Exit code that shells use for a program with a closed output pipe."""
-ONLY_PRINT = {"classes", "find", "lineage", "recipes"} | {
+ONLY_PRINT = {"classes", "find", "help", "lineage", "recipes"} | {
     *("gallery doctor", "gallery info", "gallery search", "gallery verify"),
     *("migrate plan", "migrate status", "migrate verify"),
 }
@@ -61,7 +61,7 @@ def only_prints(words: Sequence[str]) -> bool:
         >>> only_prints(["gallery", "info", "g"]), only_prints(["train", "--help"]), only_prints(["gallery", "compact", "g"])
         (True, True, False)
     """
-    is_help = not words or not {"--help", "--version"}.isdisjoint(words)
+    is_help = not words or not {"-h", "--help", "--version"}.isdisjoint(words)
     return is_help or not ONLY_PRINT.isdisjoint((words[0], " ".join(words[:2])))
 
 
