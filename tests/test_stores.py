@@ -122,6 +122,14 @@ def test_a_filter_is_the_stores_own_language(store: Store, place: Place, vectors
     assert {int(hit.id) for hit in hits} == {row for row in range(N) if row % 10 < 3}
 
 
+def test_fields_of_rows_are_read(store: Store, place: Place) -> None:
+    """Values that a row lacks, and rows that do not exist, are left out or empty."""
+    place.note("4", 'a "red" shoe\'s')
+    found = place.open().read_fields(["12", "4", "999"], ["about", "price"])
+    assert found.keys() == {"4", "12"} and found["4"]["about"] == 'a "red" shoe\'s'
+    assert found["12"]["price"] == 2 and not found["12"].get("about")
+
+
 @reading
 def test_a_stream_gives_every_row_once(store: Store, vectors: np.ndarray) -> None:
     blocks = list(store.stream(batch=77))
@@ -716,9 +724,10 @@ def test_service_search(store: Store, place: Place, vectors: np.ndarray, tmp_pat
     config = RidgeModel.config_class(old=describe_old(OLD, OLD_DIM), embedding_dim=OLD_DIM)
     RidgeModel(config).fit([(torch.from_numpy(vectors @ turn), torch.from_numpy(vectors))]).save_pretrained("map")
     place.close()
-    given = ["--model", "map", "--embed-with", "turned_rows:embed", "--top-k", "1"]
+    given = ["--model", "map", "--embed-with", "turned_rows:embed", "--top-k", "1", "--show", "price"]
     result = CliRunner().invoke(app, ["gallery", "search", place.uri(), "17", *given])
     assert result.exit_code == 0 and "│ 17 " in result.stdout.replace("┃", "│"), (result.stdout, result.exception)
+    assert "price: 7" in result.stdout
 
 
 def test_an_address_is_shown_without_what_is_secret() -> None:

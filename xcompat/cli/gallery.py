@@ -171,6 +171,10 @@ def search(
     queries: ManyQueries = None,
     max_bad_share: BadVectorShare = None,
     ids: IndexIds = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--show", metavar="COLUMN", help="Column or metadata key to show for each hit. Repeat it for several."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object per query, one per line.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header and a row per hit.")] = False,
 ) -> None:
@@ -199,8 +203,8 @@ def search(
             opened = _open_index(gallery, source, ids, originals)
         old = _old_model(typed, source, fallback, fallback_below)
         reranker = load_reranker(source, rerank, originals, rerank_with, rerank_budget, record_demand)
-        show = make_printer("json" if json else "csv" if csv else "table", group_by, several=queries is not None)
-        _show_hits(opened, (typed, source), top_k, where or [], show, old, group_by, reranker)
+        show = make_printer("json" if json else "csv" if csv else "table", group_by, queries is not None, fields or [])
+        _show_hits(opened, (typed, source), top_k, where or [], show, old, group_by, reranker, fields or [])
 
 
 def _show_hits(
@@ -212,6 +216,7 @@ def _show_hits(
     old: Fallback | None,
     group_by: str | None,
     reranker: Reranker | None,
+    fields: list[str],
 ) -> None:
     from xcompat.retrieval import Gallery
 
@@ -222,7 +227,7 @@ def _show_hits(
     else:
         from xcompat.stores.commands import search as search_store
 
-        search_store(opened, *asking, top_k, where[0] if where else None, show, old, reranker)
+        search_store(opened, *asking, top_k, where[0] if where else None, show, old, reranker, fields)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -48,21 +48,32 @@ class QueryResult(NamedTuple):
         return self.hits[0].confidence if self.hits else None
 
 
-def make_printer(form: Form, group_by: str | None = None, several: bool = False) -> Callable[[QueryResult], None]:
+def make_printer(
+    form: Form, group_by: str | None = None, several: bool = False, fields: Sequence[str] = ()
+) -> Callable[[QueryResult], None]:
     """Return a function that shows a query; JSON lines and CSV go to stdout.
 
     Args:
         form: output format.
         group_by: metadata key to use for grouping.
         several: whether to print the query above its table.
+        fields: metadata keys to show, default all.
     """
+    if fields:
+        show = make_printer(form, group_by, several)
+        return lambda found: show(found._replace(hits=[_keep_fields(hit, fields) for hit in found.hits]))
     if form == "json":
-        return lambda found: _write(json.dumps(_as_json(found), ensure_ascii=True) + "\n")
+        return lambda found: _write(json.dumps(_as_json(found), ensure_ascii=True, default=str) + "\n")
     if form == "csv":
         rows = csv.writer(sys.stdout, lineterminator="\n")
         rows.writerow(COLUMNS)
         return lambda found: rows.writerows(_as_rows(found))
     return lambda found: _print(found, group_by, several)
+
+
+def _keep_fields(hit: Hit, fields: Sequence[str]) -> Hit:
+    known = hit.metadata or {}
+    return hit._replace(metadata={name: known[name] for name in fields if name in known})
 
 
 def _write(text: str) -> None:
@@ -81,7 +92,7 @@ def _as_json(found: QueryResult) -> dict[str, Any]:
 def _as_rows(found: QueryResult) -> list[list[Any]]:
     rows = []
     for rank, hit in enumerate(found.hits, 1):
-        about = "" if hit.metadata is None else json.dumps(hit.metadata, ensure_ascii=False)
+        about = "" if hit.metadata is None else json.dumps(hit.metadata, ensure_ascii=False, default=str)
         group = hit.group if hit.group is None or isinstance(hit.group, str) else json.dumps(hit.group, ensure_ascii=False)
         own = [rank, hit.id, hit.score, hit.standing, str(hit.version), group, found.confidence, found.fallback, about]
         rows.append([found.query, found.text, *own])

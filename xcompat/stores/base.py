@@ -248,6 +248,21 @@ class Store(ABC):
         """
         raise XcompatError(f"{self.uri} does not read rows by id")
 
+    def read_fields(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Read fields of rows, e.g. to show them beside hits.
+
+        Args:
+            ids: row ids. Unknown ids are skipped.
+            fields: column, payload or metadata keys.
+
+        Returns:
+            Id -> field -> value. Keys that a row lacks are skipped.
+
+        Raises:
+            XcompatError: the store has no such column.
+        """
+        raise XcompatError(f"{self.uri} does not read fields by id")
+
     def count_demand(self, ids: Iterable[str]) -> None:
         """Count rows as candidates of a search, so that a migration can embed frequent ones first.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -144,6 +144,13 @@ class ChromaStore(Store):
         contents = None if content is None else [value for rows in picked for value in rows.contents or []]
         own_ND = np.concatenate([rows.vectors_ND for rows in picked if rows.ids])
         return Rows(both, own_ND, [""] * len(both), contents), np.stack([others[item] for item in both])
+
+    @override
+    def read_fields(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        found = self._read(self._collection(self.space), ids=[*ids], include=["metadatas", "documents"])
+        each = zip(found["ids"], found["metadatas"], found["documents"], strict=True)
+        known = {item: {**(metadata or {}), DOCUMENT: document} for item, metadata, document in each}
+        return {item: {name: row[name] for name in fields if name in row} for item, row in known.items()}
 
     @override
     def rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
@@ -35,10 +35,12 @@ def search(
     show: Callable[[QueryResult], None],
     old: Fallback | None = None,
     rerank: Reranker | None = None,
+    fields: Sequence[str] = (),
 ) -> None:
-    """Show each query's nearest items. Nothing is written."""
+    """Show each query's nearest items with fields of their rows. Nothing is written."""
     for found in answers(store, queries, embedder, top_k, where, old, rerank):
-        show(found)
+        known = store.read_fields([hit.id for hit in found.hits], fields) if fields and found.hits else {}
+        show(found._replace(hits=[hit._replace(metadata=known.get(hit.id, hit.metadata)) for hit in found.hits]))
     if rerank is not None:
         console.print(f"candidates: {rerank.counts}")
 

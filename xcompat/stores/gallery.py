@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
@@ -115,6 +115,11 @@ class GalleryStore(Store):
                 known = [json.loads(text or "{}") for text in items.metadata]
                 contents = [metadata.get(content) for metadata in known] if content is not None else None
                 yield Rows(items.ids, items.embeds[0], [""] * len(items), contents)
+
+    @override
+    def read_fields(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return nothing: hits of a gallery have their metadata."""
+        return {}
 
     @override
     def sample(self, count: int, other: str, content: str | None = None) -> tuple[Rows, NDArray[np.float32]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
@@ -190,6 +190,15 @@ class LanceStore(Store):
         contents = found["content"].to_pylist() if content is not None else None
         rows = Rows(_ids(found["key"]), _array(found["vector"]), [""] * len(found), contents)
         return rows, _array(found["other"])
+
+    @override
+    def read_fields(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        with plain_errors(self.uri):
+            is_text = self.key != POSITION and _is_text(self.table.schema.field(self.key).type)
+            listed = ", ".join("'" + item.replace("'", "''") + "'" if is_text else item for item in ids) or "NULL"
+            asked = self.table.search().where(f"{_quote(self.key)} IN ({listed})").limit(len(ids))
+            found = asked.select([*dict.fromkeys([self.key, *fields])]).to_arrow()
+        return dict(zip(_ids(found[self.key]), found.select([*fields]).to_pylist(), strict=True))
 
     @override
     def rows(

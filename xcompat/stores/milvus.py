@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from typing import Any
@@ -163,6 +163,11 @@ class MilvusStore(Store):
         others = {str(item): row[self.field] for item, row in found.items() if str(item) not in stale}
         rows = rows.pick([at for at, item in enumerate(rows.ids) if item in others])
         return rows, np.array([others[item] for item in rows.ids], np.float32)
+
+    @override
+    def read_fields(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        found = self._get(self.space, [int(item) for item in ids] if self.numeric else [*ids], [self.key, *fields])
+        return {str(item): {name: row[name] for name in fields if name in row} for item, row in found.items()}
 
     @override
     def rows(

@@ -219,6 +219,19 @@ class PgVectorStore(Store):
         return dict(zip([row[0] for row in made], current_ND, strict=True)), rows
 
     @override
+    def read_fields(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        asked = sql.SQL(
+            "SELECT {key}, jsonb_build_object({pairs}) FROM {table} AS t "
+            "WHERE EXISTS (SELECT FROM unnest(%s::text[]) AS r (id) WHERE {is_same})"
+        ).format(
+            key=self.key.text,
+            pairs=sql.SQL(", ").join(sql.SQL("{}, t.{}").format(sql.Literal(name), sql.Identifier(name)) for name in fields),
+            table=self.table,
+            is_same=self.key.is_same,
+        )
+        return dict(self.client.ask(asked, [*ids]))
+
+    @override
     def count_demand(self, ids: Iterable[str]) -> None:
         self.records.count_demand(ids)
 

@@ -266,6 +266,13 @@ class QdrantStore(Store):
         current = {str(each.id): vector_D for each in stored if (vector_D := self._point(each).vector_D) is not None}
         return current, self._rows(lacking, content) if lacking else Rows([], np.empty((0, 0), np.float32), [])
 
+    @override
+    def read_fields(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+        names = [name for item in ids if (name := point_id(item)) is not None]
+        with plain_errors(self.uri):
+            found = self.client.retrieve(self.space, names, with_payload=[*fields], with_vectors=False)
+        return {str(each.id): each.payload or {} for each in found}
+
     # ------------------------------------------------------------------------------------------------- writing
 
     @override
