@@ -270,6 +270,20 @@ def advance_bar(bar: Progress, task: TaskID, done: float, unit: str, waiting: Wa
     bar.update(task, advance=done, rate=f"{(state.completed + done) / elapsed:,.0f} {unit}/s{waited}")
 
 
+def describe_duration(seconds: float) -> str:
+    """Return an estimated duration in its largest unit.
+
+    Example:
+        >>> describe_duration(0.02), describe_duration(61), describe_duration(600), describe_duration(20_000)
+        ('less than a second', 'about 61 seconds', 'about 10 minutes', 'about 5.6 hours')
+    """
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 120:
+        return f"about {seconds:.0f} second{'s' if round(seconds) > 1 else ''}"
+    return f"about {seconds / 60:.0f} minutes" if seconds < 7_200 else f"about {seconds / 3_600:,.1f} hours"
+
+
 @contextmanager
 def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]:
     """Print a stage's title at the start, and again with its duration at the end.

@@ -16,7 +16,7 @@ from xcompat.core.distributed import barrier, is_main_process
 from xcompat.core.errors import GenerationGoneError, XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.parallel import Executor, run_across_ranks
-from xcompat.core.progress import announce_loading, console, literal, silence_libraries
+from xcompat.core.progress import announce_loading, console, describe_duration, literal, silence_libraries
 from xcompat.retrieval.adoption import adopt_faiss, require_index
 from xcompat.retrieval.backend import milvus_uri
 from xcompat.retrieval.faiss_building import EXACT
@@ -220,7 +220,7 @@ def upgrade(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Executo
 def _map_stored(gallery: Gallery, model: CompatModel, dry_run: bool, spread: Executor) -> None:
     plan = plan_upgrade(gallery, model)
     size = f"{decimal(plan.nbytes)} in addition to the existing {decimal(_size(gallery))}"
-    cost = f"about {_duration(plan.seconds)} plus time to load the model, {size}"
+    cost = f"{describe_duration(plan.seconds)} plus time to load the model, {size}"
     console.print(f"{plan.items:,} embeddings to map: {cost}")
     if not dry_run:
         done = gallery.upgrade(model, spread=spread)
@@ -245,7 +245,7 @@ def backfill(
     require_joinable(query_model(embedder), gallery.manifest, gallery.path)
     plan = Backfill(gallery, originals, embedder, budget)
     remaining = len(plan.remaining)
-    time = f"about {_duration(plan.seconds())} plus time to load the model"
+    time = f"{describe_duration(plan.seconds())} plus time to load the model"
     console.print(f"{plan.items:,} of {remaining:,} {originals.kind} to embed: {time}")
     if len(plan.cached):
         console.print(f"{len(plan.cached):,} more were embedded by re-ranked searches")
@@ -424,7 +424,3 @@ def _size(gallery: Gallery) -> int:
 
 def _segments(gallery: Gallery) -> str:
     return f"{len(gallery.segments)} segment{'' if len(gallery.segments) == 1 else 's'}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

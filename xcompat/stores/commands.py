@@ -11,7 +11,7 @@ from rich.table import Table
 import xcompat.stores
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
-from xcompat.core.progress import console, literal
+from xcompat.core.progress import console, describe_duration, literal
 from xcompat.retrieval.hit_output import QueryResult
 from xcompat.stores import migration
 from xcompat.stores.base import Store
@@ -165,20 +165,6 @@ def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: floa
     for note in found.notes:
         _warn(note)
     return {"uri": str(store.uri), "space": own.name, **found._asdict(), "dtype": dtype, "where": store.condition, "cost": cost}
-
-
-def describe_duration(seconds: float) -> str:
-    """Return an estimated duration in its largest unit.
-
-    Example:
-        >>> describe_duration(0.02), describe_duration(61), describe_duration(600), describe_duration(20_000)
-        ('less than a second', 'about 61 seconds', 'about 10 minutes', 'about 5.6 hours')
-    """
-    if seconds < 1:
-        return "less than a second"
-    if seconds < 120:
-        return f"about {seconds:.0f} second{'s' if round(seconds) > 1 else ''}"
-    return f"about {seconds / 60:.0f} minutes" if seconds < 7_200 else f"about {seconds / 3_600:,.1f} hours"
 
 
 def _warn(line: str) -> None:
