@@ -816,6 +816,14 @@ def test_a_store_is_adopted_after_a_look(described: Place, folder_of: dict[str, 
     assert code == 0 and f"{folder_of['clip']} made 38 of 39 sampled vectors of" in line
     assert "see `xcompat gallery doctor`" in line
     store = described.open()
+    assert store.describe()["fingerprint"] is None, "plan writes nothing"
+    described.close()
+    doctor = ("gallery", "doctor", described.uri(), "--texts", "about", "--record", "--model")
+    code, line = said(*doctor, other)
+    assert code and f"{other} made 0 of 39 sampled vectors of" in line
+    code, line = said(*doctor, folder_of["clip"])
+    assert code == 0 and f"has vectors of {folder_of['clip']}" in line
+    store = described.open()
     assert store.describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest
 
 
@@ -823,7 +831,6 @@ def test_what_cannot_be_looked_at_is_adopted_with_a_line(place: Place, folder_of
     place.fill(unit_vectors(30, load_embedder(folder_of["clip"]).dim))
     place.note("3", None)
     place.close()
-    plan = ("migrate", "plan", place.uri(), "--model", folder_of["clip"], "--embed", "about", "--from", folder_of["clip"])
-    code, line = said(*plan)
+    code, line = said("gallery", "doctor", place.uri(), "--model", folder_of["clip"], "--texts", "about", "--record")
     assert code == 0 and "cannot verify that" in line and "no sampled row has texts in about" in line
     assert place.open().describe()["fingerprint"] == load_embedder(folder_of["clip"]).fingerprint.digest

@@ -232,7 +232,7 @@ def test_texts_move_while_a_service_writes(postgres: str, database: Any, tmp_pat
 
     said = run("plan", "--from", OLD_MODEL, "--model", model)
     assert "switch recreates view readable" in said and "embedding is the last column, after body" in said
-    run("start", "--model", model, "--batch", "100")
+    run("start", "--from", OLD_MODEL, "--model", model, "--batch", "100")
     assert texts.recall(address, OLD_MODEL) >= quality - 0.01
     run("verify", "--model", model)
     run("switch", "--model", model)

@@ -382,6 +382,9 @@ def doctor(
             help="Store ten test embeddings of the model, or compare the model with the stored ones.",
         ),
     ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record the model in the store, unless it made at most half of a sample.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Re-embed a sample to find items embedded by another model.
@@ -389,11 +392,13 @@ def doctor(
     Exit code 1 if such items are found, or the canary differs (see --canary).
     """
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap)
+    if record and not _is_address(gallery):
+        raise XcompatError("--record applies to stores; a gallery records its models itself, so remove it")
     if canary:
         if images is not None or image_folder is not None or texts or _is_address(gallery):
             raise XcompatError("--canary needs only a gallery's folder and --model; remove the other options")
         examine = _check_canary
-    elif images is None:
+    elif images is None and not record:
         raise XcompatError("name the images or texts of the gallery with --images or --texts: a sample is re-embedded")
     elif _is_address(gallery):
         if texts:
@@ -401,11 +406,11 @@ def doctor(
                 f"--{min(texts).replace('_', '-')} applies to texts in files, but --texts names a field of a store; remove "
                 "this option"
             )
-        examine = partial(_examine_store, field=images, image_folder=image_folder, sample=sample)
+        examine = partial(_examine_store, field=images, image_folder=image_folder, sample=sample, is_recorded=record)
     elif image_folder is not None:
         raise XcompatError("--image-folder applies to image paths in a store; for a gallery, use --images instead")
     else:
-        examine = partial(_examine_gallery, images=images, texts=texts, sample=sample)
+        examine = partial(_examine_gallery, images=images or "", texts=texts, sample=sample)
     with _printing_results(json):
         found = examine(gallery, model)
     print_json(found, json)
@@ -419,16 +424,23 @@ def _check_canary(gallery: str, model: str) -> dict[str, Any]:
     return commands.check_canary(_open(Path(gallery)), _load(model))
 
 
-def _examine_store(gallery: str, model: str, field: str, image_folder: str | None, sample: int) -> dict[str, Any]:
+def _examine_store(
+    gallery: str, model: str, field: str | None, image_folder: str | None, sample: int, is_recorded: bool
+) -> dict[str, Any]:
     from xcompat.retrieval import argument_checks
     from xcompat.stores import require_kind
 
     require_kind(gallery)
-    argument_checks.require_models(model)
-    from xcompat.stores.commands import doctor as examine_store
+    argument_checks.require_named(model)
+    from xcompat.stores import commands
     from xcompat.stores.doctor import SourceField
 
-    return examine_store(gallery, _load(model), SourceField(field, None if image_folder is None else Path(image_folder)), sample)
+    held = SourceField(field, None if image_folder is None else Path(image_folder)) if field is not None else None
+    if is_recorded:
+        return commands.record_model(gallery, model, held)
+    assert held is not None, "checked above"
+    argument_checks.require_models(model)
+    return commands.doctor(gallery, _load(model), held, sample)
 
 
 def _examine_gallery(gallery: str, model: str, images: str, texts: dict[str, Any], sample: int) -> dict[str, Any]:

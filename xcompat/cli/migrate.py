@@ -96,8 +96,8 @@ def plan(
     _require(uri, model, embed, image_folder if embed else None, service)
     with _messages_on_stderr(json):
         source, store = _vector_source(model, embed, image_folder if embed else None, service), _open(uri, where)
-        commands.name_model(store, from_, held)
-        found = commands.plan(store, source, dtype, max_bad_share)
+        old = commands.check_model(store, from_, held)
+        found = commands.plan(store, source, dtype, max_bad_share, old)
         print_quality(model, console, mapped=embed is None)
     print_json(found, json)
 

@@ -526,4 +526,4 @@ class Store(ABC):
         """Close the connection."""
 
 
-_ADOPT = "set it with `xcompat migrate plan … --from MODEL` or store.name_model(space, fingerprint)"
+_ADOPT = "set it with `xcompat gallery doctor URI --model MODEL --record` or store.name_model(space, fingerprint)"

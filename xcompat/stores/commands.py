@@ -11,6 +11,7 @@ from rich.table import Table
 import xcompat.stores
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.progress import console, describe_duration, literal
 from xcompat.retrieval.hit_output import QueryResult
 from xcompat.stores import migration
@@ -97,8 +98,24 @@ def name_model(store: Store, name: str | None, held: SourceField | None = None) 
     Raises:
         XcompatError: another model is recorded, or the sample does not match.
     """
+    model = check_model(store, name, held)
+    if model is not None and store.spaces()[store.space].fingerprint is None:
+        store.name_model(store.space, model)
+
+
+def record_model(uri: str, name: str, held: SourceField | None) -> dict[str, Any]:
+    """Check a sample, record the model, and return it."""
+    store = xcompat.stores.open(uri)
+    name_model(store, name, held)
+    found = store.spaces()[store.space].fingerprint
+    console.print(f"[green]✓[/] {literal(store.space)} in {literal(store.uri)} has vectors of {literal(found)}", soft_wrap=True)
+    return {"uri": str(store.uri), "space": store.space, "model": str(found), "passed": True}
+
+
+def check_model(store: Store, name: str | None, held: SourceField | None = None) -> Fingerprint | None:
+    """Check a sample, and return the model. Nothing is written. Use the arguments of :func:`name_model`."""
     if name is None:
-        return
+        return None
     from xcompat.models.embedder import load_embedder, named_fingerprint
 
     migration.resume(store)  # its rows have their own model
@@ -109,11 +126,10 @@ def name_model(store: Store, name: str | None, held: SourceField | None = None) 
         console.print(f"[yellow]![/] {literal(name)} cannot embed here: only maps for exactly this model work with the store")
     model = embedder.fingerprint if embedder is not None else named_fingerprint(name)
     if known not in (None, model):
-        raise XcompatError(f"{store.space} in {store.uri} has vectors of {known}, not {name}; remove --from")
-    if known is None:
-        if embedder is not None:
-            _look(store, embedder, held)
-        store.name_model(store.space, model)
+        raise XcompatError(f"{store.space} in {store.uri} has vectors of {known}, not {name}; use the recorded model")
+    if known is None and embedder is not None:
+        _look(store, embedder, held)
+    return model
 
 
 def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
@@ -141,9 +157,11 @@ def _look(store: Store, embedder: Embedder, held: SourceField | None) -> None:
     console.print(f"{mark} {literal(embedder.name)} made {literal(said)} (cosine {found.cosine:.4f}){rest}", soft_wrap=True)
 
 
-def plan(store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: float | None = None) -> dict[str, Any]:
-    """Print a migration's size and duration, and return them."""
-    found = migration.plan(store, mapping, dtype, max_bad_share)
+def plan(
+    store: Store, mapping: AnyVectorSource, dtype: str, max_bad_share: float | None = None, old: Fingerprint | None = None
+) -> dict[str, Any]:
+    """Print a migration's size and duration, and return them. Use the arguments of :func:`xcompat.stores.migration.plan`."""
+    found = migration.plan(store, mapping, dtype, max_bad_share, old)
     own = store.spaces()[store.space]
     table = Table("", "rows", "vectors", "dimensions", "numbers", "bytes", show_header=True)
     table.add_row(literal(own.name), f"{found.rows:,}", f"{found.vectors:,}", str(own.dim), own.dtype, "")

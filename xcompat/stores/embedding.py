@@ -41,7 +41,7 @@ class FieldSource(VectorSource[Contents, EmbeddedContents]):
         digest: str = self.model.fingerprint.digest
         return digest
 
-    def require_fit(self, store: Store, dtype: str) -> None:
+    def require_fit(self, store: Store, dtype: str, old: Fingerprint | None = None) -> None:
         """Raise if the store cannot hold the new vectors."""
         store.check_space(self.target[1], dtype)
 

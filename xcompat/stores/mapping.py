@@ -64,15 +64,13 @@ class Mapping(VectorSource[Block, Block]):
         """The model's digest."""
         return identity(self.model).digest
 
-    def require_fit(self, store: Store, dtype: str) -> None:
+    def require_fit(self, store: Store, dtype: str, old: Fingerprint | None = None) -> None:
         """Raise if the stored vectors have another or unknown model, or the store cannot hold the new ones."""
         own = store.spaces()[store.space]
-        if own.fingerprint is None:
+        if (known := own.fingerprint or old) is None:
             raise XcompatError(f"the model of {store.space} in {store.uri} is unknown; set it with --from MODEL")
-        if own.fingerprint != self.old and self.old.digest not in store.aliases():
-            raise FingerprintMismatchError(
-                f"{store.space} in {store.uri} has vectors of {own.fingerprint}, but the map is for {self.old}"
-            )
+        if known != self.old and self.old.digest not in store.aliases():
+            raise FingerprintMismatchError(f"{store.space} in {store.uri} has vectors of {known}, but the map is for {self.old}")
         width, dim = self._width(store), self.old_dim
         if width not in (None, dim) and not is_padded(store, dim):
             padding = "" if width < dim else f" (numbers {dim + 1} to {width} are not padding: some are not zero)"

@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from xcompat.core.errors import FingerprintMismatchError, XcompatError
+from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.parallel import Executor, run_locally
 from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.stores import vector_source
@@ -136,7 +137,13 @@ class Verification(NamedTuple):
         return self.filled and not self.unmade and not self.unindexed and not self.wrong and self.compared > 0
 
 
-def plan(store: Store, mapping: AnyVectorSource, dtype: str = "float32", max_bad_share: float | None = None) -> Plan:
+def plan(
+    store: Store,
+    mapping: AnyVectorSource,
+    dtype: str = "float32",
+    max_bad_share: float | None = None,
+    old: Fingerprint | None = None,
+) -> Plan:
     """Estimate a migration from a few rows. Nothing is written.
 
     Args:
@@ -144,13 +151,14 @@ def plan(store: Store, mapping: AnyVectorSource, dtype: str = "float32", max_bad
         mapping: map or embedding model.
         dtype: the new vectors' dtype.
         max_bad_share: maximum share of rows without a usable vector, default :data:`MAX_BAD_SHARE`.
+        old: model of the stored vectors if the store records none.
 
     Raises:
         FingerprintMismatchError: the map is for another model.
         XcompatError: the old model is unknown, the new vectors cannot be indexed, or too many rows are unusable.
     """
     store.record(RECORD)  # galleries raise here
-    mapping.require_fit(store, dtype)
+    mapping.require_fit(store, dtype, old)
     share = MAX_BAD_SHARE if max_bad_share is None else max_bad_share
     _require_vectors(store, mapping, share)
     started, seen, unusable, width = time.perf_counter(), 0, dict[str, str](), store.spaces()[store.space].dim

@@ -46,8 +46,14 @@ class VectorSource(ABC, Generic[ModelInput, ModelOutput]):
         """The model's digest."""
 
     @abstractmethod
-    def require_fit(self, store: Store, dtype: str) -> None:
-        """Raise if the store does not fit the model or the new vectors."""
+    def require_fit(self, store: Store, dtype: str, old: Fingerprint | None = None) -> None:
+        """Raise if the store does not fit the model or the new vectors.
+
+        Args:
+            store: the store.
+            dtype: the new vectors' dtype.
+            old: model of the stored vectors if the store records none.
+        """
 
     @property
     def old_dim(self) -> int | None:
