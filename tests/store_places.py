@@ -54,6 +54,8 @@ class Readable(ABC):
     """
 
     cheap: Any
+    metrics: tuple[str, ...] = ("cosine", "ip", "l2")
+    """By which it can compare."""
     shared = True
     """Whether several clients may open it at once."""
 
@@ -621,6 +623,96 @@ def qdrant_server_place(request: pytest.FixtureRequest, folder: Path) -> Iterato
         yield QdrantPlace(f"qdrant://127.0.0.1:{server.port}", server.client)
 
 
+class SqlitePlace(Place):
+    """A table of sqlite-vec in a file."""
+
+    into = "items_new"
+    cheap = "price < 3"
+    metrics = ("cosine", "l2")
+
+    def __init__(self, file: Path) -> None:
+        import apsw
+        import sqlite_vec
+
+        super().__init__()
+        self.file, self.connection = file, apsw.Connection(str(file))
+        self.connection.set_busy_timeout(30_000)
+        self.connection.transaction_mode = "IMMEDIATE"  # a read that becomes a write may not wait
+        self.connection.enable_load_extension(True)
+        self.connection.load_extension(sqlite_vec.loadable_path())
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        import apsw
+
+        return (apsw.SQLError,)
+
+    def clear(self) -> None:
+        for table in ("items", "items_new", "items_before", "items_xcompat", "xcompat_records"):
+            self.connection.execute(f"DROP TABLE IF EXISTS {table}")
+
+    def uri(self, **options: str) -> str:
+        """Return the address of the table, which says its metric itself."""
+        return f"sqlite://{self.file}?table=items"
+
+    def fill(self, vectors_ND: NDArray[np.float32], metric: str = "cosine", prices: dict[int, int] | None = None) -> None:
+        embedding = f"embedding float[{vectors_ND.shape[1]}] distance_metric={metric}"
+        self.connection.execute(
+            f"CREATE VIRTUAL TABLE items USING vec0(id integer primary key, price integer, +about text, {embedding})"
+        )
+        rows = zip(priced(len(vectors_ND), prices).items(), vectors_ND, strict=True)
+        with self.connection:
+            asked = "INSERT INTO items (id, price, embedding) VALUES (?, ?, ?)"
+            self.connection.executemany(asked, ((*row, vector.tobytes()) for row, vector in rows))
+
+    def put(self, item: str, vector_D: NDArray[np.float32], price: int = 1) -> None:
+        vector = vector_D.astype(np.float32).tobytes()
+        with self.connection:
+            if list(self.connection.execute("SELECT id FROM items WHERE id = ?", (int(item),))):
+                asked = "UPDATE items SET price = ?, embedding = ? WHERE id = ?"
+            else:
+                asked = "INSERT INTO items (price, embedding, id) VALUES (?, ?, ?)"
+            self.connection.execute(asked, (price, vector, int(item)))
+
+    def note(self, item: str, value: str | None) -> None:
+        self.connection.execute("UPDATE items SET about = ? WHERE id = ?", (value, int(item)))
+
+    def delete(self, item: str) -> None:
+        self.connection.execute("DELETE FROM items WHERE id = ?", (int(item),))
+
+    def dim(self) -> int:
+        made = next(iter(self.connection.execute("SELECT sql FROM sqlite_schema WHERE name = 'items'")))[0]
+        return int(made.partition("float[")[2].partition("]")[0])
+
+    def names(self) -> list[str]:
+        return sorted(name for (name,) in self.connection.execute("SELECT name FROM sqlite_schema"))
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        found = self.connection.execute("SELECT id, price, about FROM items")
+        return {str(item): {"price": price, "about": about} for item, price, about in found}
+
+    def vectors(self, space: str) -> dict[str, NDArray[np.float32]]:
+        found = self.connection.execute(f"SELECT id, embedding FROM {space}")
+        return {str(item): np.frombuffer(vector, np.float32) for item, vector in found}
+
+    def spoil(self, space: str, item: str, vector_D: NDArray[np.float32]) -> None:
+        self.connection.execute(f"UPDATE {space} SET embedding = ? WHERE id = ?", (vector_D.tobytes(), int(item)))
+
+    def everything(self) -> Any:
+        """Return all tables but xcompat's own, and the rows of the one that is searched."""
+        asked = "SELECT name, sql FROM sqlite_schema WHERE tbl_name <> 'xcompat_records' ORDER BY name"
+        return list(self.connection.execute(asked)), list(self.connection.execute("SELECT * FROM items ORDER BY id"))
+
+
+@contextmanager
+def sqlite_place(_: pytest.FixtureRequest, folder: Path) -> Iterator[Place]:
+    """Make a file."""
+    pytest.importorskip("apsw")
+    place = SqlitePlace(folder / "items.db")
+    yield place
+    place.connection.close()
+
+
 PLACES = {
     "postgresql": postgres_place,
     "chroma": chroma_place,
@@ -628,6 +720,7 @@ PLACES = {
     "milvus": milvus_place,
     "qdrant": qdrant_place,
     "qdrant-server": qdrant_server_place,
+    "sqlite": sqlite_place,
 }
 """Name of a test -> what makes an empty database in a folder, or on a server that tests share."""
 READABLE = {**PLACES, "file": gallery_place}

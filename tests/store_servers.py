@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import postgres
-from store_places import ChromaPlace, LancePlace, MilvusPlace, Place, PostgresPlace, QdrantPlace
+from store_places import ChromaPlace, LancePlace, MilvusPlace, Place, PostgresPlace, QdrantPlace, SqlitePlace
 
 Connect: TypeAlias = Callable[[], Place]
 """Opens a client of its own, and makes nothing."""
@@ -60,6 +60,12 @@ def lance_folder(folder: Path) -> Iterator[Connect]:
     """Give a folder, which every process opens."""
     warnings.filterwarnings("ignore", "lancedb fork support is experimental", RuntimeWarning)
     yield lambda: LancePlace(folder)
+
+
+@contextmanager
+def sqlite_file(folder: Path) -> Iterator[Connect]:
+    """Give a file, which every process opens."""
+    yield lambda: SqlitePlace(folder / "items.db")
 
 
 @contextmanager

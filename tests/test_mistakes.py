@@ -25,7 +25,7 @@ from xcompat.training.static_options import is_solved, method_names, trackers, t
 
 HEAVY = (
     *("torch", "transformers", "faiss", "datasets", "starlette", "ray", "daft"),
-    *("chromadb", "lancedb", "pymilvus", "qdrant_client", "psycopg"),
+    *("chromadb", "lancedb", "pymilvus", "qdrant_client", "psycopg", "apsw", "sqlite_vec"),
 )
 NO_GALLERY = "nowhere is not a gallery: it has no gallery.json; make one with `xcompat gallery build`"
 NO_MODEL = "the model folder ./nowhere does not exist; there is no nowhere in"

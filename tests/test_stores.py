@@ -101,6 +101,8 @@ def assert_mapped(place: Place, old: str, new: str, model: RidgeModel) -> None:
 @reading
 @pytest.mark.parametrize("metric", ["cosine", "ip", "l2"])
 def test_a_search_finds_what_comparing_all_vectors_finds(place: Place, vectors: np.ndarray, metric: str) -> None:
+    if metric not in place.metrics:
+        pytest.skip("it has no such metric")
     lengths = np.random.default_rng(2).uniform(0.5, 2, (N, 1)).astype(np.float32)
     place.fill(vectors * lengths, metric)
     queries = vectors[:5] + 0.1
@@ -520,7 +522,7 @@ def test_rows_are_re_embedded(place: Place, vectors: np.ndarray, folder_of: dict
     assert place.open().describe()["fingerprint"] == embedder.fingerprint.digest
 
 
-@pytest.mark.parametrize("place", DAILY, indirect=True)
+@pytest.mark.parametrize("place", mostly_nightly([*DAILY, "sqlite"], DAILY.__contains__), indirect=True)
 def test_re_ranked_searches_fill_the_new_space_and_a_migration_fills_the_rest(
     place: Place, vectors: np.ndarray, folder_of: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,7 +591,7 @@ def test_a_store_that_caches_nothing_says_so(
     rerank = Reranker(new, load_originals(tmp_path / "texts.jsonl"), candidates=2, record_demand=True)
     asked = new.embed(new.processor.texts(["a thing"])).numpy()
     assert len(store.find(vectors[:1], OLD, 2, rerank=rerank, rerank_queries=asked)[0]) == 2
-    assert "does not cache new embeddings: only PostgreSQL and Qdrant do" in caplog.text
+    assert "does not cache new embeddings: only PostgreSQL, Qdrant and SQLite do" in caplog.text
 
 
 def test_rows_with_a_zero_vector_are_skipped(place: Place, model: RidgeModel, vectors: np.ndarray, tmp_path: Path) -> None:
@@ -675,6 +677,8 @@ def test_impossible_migrations_change_nothing(store: Store, place: Place, model:
 
 
 def test_inner_products_of_other_lengths_are_not_migrated(place: Place, model: RidgeModel, vectors: np.ndarray) -> None:
+    if "ip" not in place.metrics:
+        pytest.skip("it has no such metric")
     place.fill(np.concatenate([vectors[:3], 2 * vectors[3:4], vectors[4:]]), "ip")
     store = place.open(metric="ip")
     store.name_model(store.space, OLD)

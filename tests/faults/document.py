@@ -15,7 +15,7 @@ WHAT = {
     "switch, finish), and four times in re-ranked searches that cache new embeddings (PostgreSQL, Qdrant). A "
     "[service](stores.md#services-beside-a-migration) writes all the time. At the end the store contains "
     "exactly its items. PostgreSQL, Chroma and Milvus Lite (one request at a time) run as servers, Qdrant as a stand-in "
-    "(`tests/qdrant_server.py`), LanceDB as a folder.",
+    "(`tests/qdrant_server.py`), LanceDB as a folder, SQLite as a file.",
     "power cuts": "Each trial is a disk state after a file operation if only synced data is safe: lost files, names without "
     "data, zeros, partial data, or a folder lost or kept. A sample is also continued.",
     "injected errors": "ENOSPC, EIO, EACCES, EROFS or EDQUOT at file operations that change a file or first read it. ENOSPC and "

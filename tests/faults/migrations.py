@@ -68,6 +68,7 @@ SCENES = {
     "LanceDB": Scene(store_servers.lance_folder, "lancedb"),
     "Milvus Lite": Scene(store_servers.milvus_server, "milvus"),
     "Chroma": Scene(store_servers.chroma_server, "chroma"),
+    "SQLite": Scene(store_servers.sqlite_file, "sqlite"),
 }
 """By the names of the stores."""
 

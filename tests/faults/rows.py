@@ -12,7 +12,7 @@ from pathlib import Path
 
 LIBRARIES = (
     *("numpy", "torch", "transformers", "datasets", "faiss-cpu", "pyarrow", "safetensors", "hypothesis"),
-    *("milvus-lite", "pymilvus", "qdrant-client", "lancedb", "chromadb", "psycopg"),
+    *("milvus-lite", "pymilvus", "qdrant-client", "lancedb", "chromadb", "psycopg", "apsw"),
 )
 
 

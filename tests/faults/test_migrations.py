@@ -23,6 +23,7 @@ PACKAGES = {
     "LanceDB": ("lancedb",),
     "Milvus Lite": ("pymilvus", "milvus_lite"),
     "Chroma": ("chromadb",),
+    "SQLite": ("apsw", "sqlite_vec"),
 }
 
 

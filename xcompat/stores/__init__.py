@@ -18,6 +18,7 @@ KINDS = {
     "milvus": "milvus",
     "qdrant": "qdrant",
     "qdrants": "qdrant",
+    "sqlite": "sqlite",
 }
 """Scheme of a URI, up to ``+`` -> module of this package with ``open_store``. It is also the name of the extra."""
 
@@ -43,7 +44,8 @@ def open(uri: str, where: str | None = None) -> Store:  # noqa: A001 - as shelve
     Args:
         uri: ``postgresql://user@host/db?table=items&column=embedding&id=id``: a table with a vector column;
             ``qdrant://host:6333/items``, ``milvus://host/db?collection=items``, ``chroma:///folder?collection=items``: a
-            collection; ``lancedb:///folder?table=items``: a table; ``file:///folder``: a gallery. See docs/stores.md.
+            collection; ``lancedb:///folder?table=items``, ``sqlite:///file.db?table=items``: a table; ``file:///folder``: a
+            gallery. See docs/stores.md.
         where: SQL condition for a PostgreSQL table. The store then reads, searches and migrates only these rows.
 
     Returns:

@@ -94,7 +94,7 @@ def find_cache(store: CachingStore, rerank: Reranker) -> StoreEmbeddings | None:
     if not rerank.keep:
         return None
     if not store.supports_cache:
-        notice_once(f"{store.uri} does not cache new embeddings: only PostgreSQL and Qdrant do")
+        notice_once(f"{store.uri} does not cache new embeddings: only PostgreSQL, Qdrant and SQLite do")
         return None
     known, spaces = store.record("migration") or {}, store.spaces()
     is_same = (known.get("state"), known.get("model")) == ("filling", rerank.fingerprint.digest)

@@ -110,7 +110,7 @@ class StoreUri:
         return cast("Metric", given)
 
 
-_PATHS = ("file", "lancedb", "chroma")
+_PATHS = ("file", "lancedb", "chroma", "sqlite")
 """Schemes with paths that can contain an @."""
 
 
