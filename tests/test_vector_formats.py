@@ -130,6 +130,33 @@ FORMATS: dict[str, Write] = {
         here, {"vectors": [{"id": name, "values": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)]}
     ),
     "Weaviate": lambda here: _json(here, {"objects": OBJECTS}),
+    "Weaviate GraphQL": lambda here: _json(
+        here,
+        {
+            "data": {
+                "Get": {
+                    "Things": [{"_additional": {"id": name, "vector": row.tolist()}} for name, row in zip(IDS, ROWS, strict=True)]
+                }
+            }
+        },
+    ),
+    "elasticdump": lambda here: _lines(here, list(HITS)).rename(here / "a.json"),
+    "mongoexport": lambda here: _lines(
+        here, [{"_id": {"$oid": name}, "embedding": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)]
+    ),
+    "Solr": lambda here: _json(
+        here,
+        {
+            "responseHeader": {},
+            "response": {"docs": [{"id": name, "vector": row.tolist()} for name, row in zip(IDS, ROWS, strict=True)]},
+        },
+    ),
+    "Bedrock batch": lambda here: _lines(
+        here, [{"recordId": name, "modelOutput": {"embedding": row.tolist()}} for name, row in zip(IDS, ROWS, strict=True)]
+    ),
+    "Gemini batch": lambda here: _lines(
+        here, [{"key": name, "response": {"embedding": {"values": row.tolist()}}} for name, row in zip(IDS, ROWS, strict=True)]
+    ),
     "Chroma get": lambda here: _json(here, {"ids": IDS, "embeddings": ROWS.tolist(), "documents": None}),
     "id to vector": lambda here: _json(here, dict(zip(IDS, ROWS.tolist(), strict=True))),
     "OpenAI batch": lambda here: _lines(here, _batch(lambda row: row.tolist())),

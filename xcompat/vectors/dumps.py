@@ -20,10 +20,10 @@ Row = tuple[str | int | None, NDArray[np.float32] | None]
 """The id and the embedding of an item; either can be missing."""
 _LISTS = (
     *(("result", "points"), ("hits", "hits"), ("points",), ("objects",), ("data",), ("vectors",), ("matches",)),
-    *(("documents",), ("rows",), ("records",), ("items",)),
+    *(("documents",), ("rows",), ("records",), ("items",), ("value",), ("response", "docs")),
 )
 """Where a document holds its items: Qdrant, Elasticsearch, Weaviate, OpenAI, Pinecone, and others."""
-_NESTED = ("_source", "properties", "payload", "metadata")
+_NESTED = ("_source", "properties", "payload", "metadata", "_additional", "fields", "response", "modelOutput")
 """Fields of an item in which its vector can be."""
 
 
@@ -39,8 +39,12 @@ def read_dump(file: Path, columns: Columns) -> Iterator[Row]:
     """
     if file.name.endswith(DOCUMENTS):
         with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as opened:
-            document = _parse(opened.read(), file, 1)
-        items: Iterable[Any] = _items(document) or []
+            text = opened.read()
+        lines = text.split(b"\n", 2)
+        if len(lines) > 1 and lines[0].endswith(b"}") and lines[1].startswith(b"{"):  # as elasticdump and mongoexport write
+            items: Iterable[Any] = (_parse(line, file, n) for n, line in enumerate(text.splitlines(), 1) if line)
+        else:
+            items = _items(_parse(text, file, 1)) or []
     else:
         items = (_parse(line, file, number) for number, line in enumerate(filled_lines(file), 1))
     for number, item in enumerate(items):
@@ -85,9 +89,10 @@ def _items(document: Any) -> list[Any] | None:  # noqa: ANN401 - JSON
         return [{"id": each, "embedding": vector} for each, vector in zip(ids, vectors, strict=True)]
     if (listed := next(filter(None, (_list_at(document, path) for path in _LISTS)), None)) is not None:
         return listed
-    if document and all(isinstance(each, list) for each in document.values()):  # id -> vector
+    values = list(document.values())
+    if values and all(isinstance(each, list) and each and isinstance(each[0], int | float) for each in values):  # id -> vector
         return [{"id": name, "embedding": vector} for name, vector in document.items()]
-    return None
+    return _items(values[0]) if len(values) == 1 else None  # e.g. an answer of GraphQL
 
 
 def _list_at(document: Mapping[str, Any], path: tuple[str, ...]) -> list[Any] | None:
@@ -96,7 +101,9 @@ def _list_at(document: Mapping[str, Any], path: tuple[str, ...]) -> list[Any] | 
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
     if isinstance(found, Mapping) and found and all(isinstance(each, Mapping) for each in found.values()):
-        return [{"id": name, **each} for name, each in found.items()]
+        inner = next(iter(found.values()))
+        if len(found) > 1 or Columns().find_vector(list(inner)) or _items(inner) is None:  # else one more level
+            return [{"id": name, **each} for name, each in found.items()]
     return found if isinstance(found, list) else None
 
 
@@ -106,16 +113,17 @@ def _rows(item: Any, where: str, columns: Columns) -> Iterator[Row]:  # noqa: AN
     if "custom_id" in item and ("response" in item or "error" in item):
         yield from _answers(item, where)
         return
-    names = list(item)
     nested = [field for field in _NESTED if isinstance(item.get(field), Mapping)]
     source = next((each for each in (item, *(item[field] for field in nested)) if columns.find_vector(list(each))), None)
     if source is None and (page := _items(item)) is not None:  # a page of a scroll
         for number, each in enumerate(page):
             yield from _rows(each, f"{where}, item {number}", columns)
         return
-    name = columns.find_id(names) or ("index" if "index" in item else None)
+    holder = next((each for each in (item, source) if each is not None and columns.find_id(list(each))), item)
+    name = columns.find_id(list(holder)) or "index"
     value = source[columns.find_vector(list(source))] if source is not None else None
-    yield item[name] if name is not None else None, _vector(value, where, columns)
+    found = holder.get(name)
+    yield found.get("$oid") if isinstance(found, Mapping) else found, _vector(value, where, columns)
 
 
 def _answers(item: Mapping[str, Any], where: str) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from xcompat.vectors.spool import BLOCK
 ID, SCALE, OFFSET = "id", "scale", "offset"
 ID_COLUMNS = (
     *(ID, "_id", "doc_id", "docid", "document_id", "passage_id", "pid", "query_id", "qid", "item_id", "uid", "uuid", "key"),
-    *("custom_id", "image_path", "filename", "url"),
+    *("custom_id", "recordId", "image_path", "filename", "url"),
 )
 EMBEDDING_COLUMNS = ("embedding", "values", "vector", "embeddings", "vectors", "emb")
 """Columns that are read without an option, in this order."""

@@ -251,7 +251,8 @@ def _is_nested(first: dict[str, Any], columns: Columns) -> bool:
     vector = columns.find_vector(list(first))
     if vector is None:
         return any(isinstance(each, dict) for each in first.values())
-    return isinstance(first[vector], str | dict) or columns.find_id(list(first)) is None
+    name = columns.find_id(list(first))
+    return isinstance(first[vector], str | dict) or name is None or isinstance(first[name], dict)
 
 
 def _as_batches(rows: Iterable[Row], file: Path) -> Iterator[pa.RecordBatch]:
