@@ -82,6 +82,7 @@ def test_triggers_and_views_follow_the_switch(place: SqlitePlace, vectors: np.nd
         asked(place, "INSERT INTO docs VALUES (?, ?, ?)", row, f"text {row}", vector.tobytes())
     store = place.open()
     assert next(store.rows(3, content="docs.body")).contents == ["text 0", "text 1", "text 2"]
+    assert store.read_fields(["7"], ["docs.body"]) == {"7": {"docs.body": "text 7"}}
     store = migrated(place, model)
     new = Mapping(model)(vectors[:1])
     asked(place, "INSERT INTO docs VALUES (?, ?, ?)", 99, "text 99", new.tobytes())
