@@ -50,7 +50,8 @@ from xcompat.report.comparison.tables import summary, tables
 from xcompat.report.content import Cost
 from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
-from xcompat.training.compare import compare_recipe, outside_parameters
+from xcompat.training.compare import compare_recipe, describe_few_steps, outside_parameters
+from xcompat.training.plain_map import plain_map_recipe
 from xcompat.training.preflight import load_to_compare
 from xcompat.training.recipe import parse_recipe
 
@@ -619,6 +620,48 @@ def test_a_study_runs_once_per_seed_and_goes_on_where_it_stopped(
     compare_recipe(recipe)
     assert (weights.stat().st_mtime_ns, page.read_bytes()) == before
     assert "is done, reused" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_trained_methods_stand_beside_a_plain_map(
+    tmp_path: Path, folder_of: dict[str, str], old_folder: str, pairs_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its new queries and its half-way queries are rows, and too few steps are a note."""
+    raw: dict[str, Any] = {"output_dir": str(tmp_path / "study"), "cache_dir": str(tmp_path / "cache"), "method": "query_map"}
+    raw["data"] = {"pairs": {"path": pairs_folder}, "test": {"path": pairs_folder}, "embeddings_of": "images"}
+    raw |= {"old": old_folder, "new": folder_of["clip"], "evaluation": {"resamples": 100, "ks": [1], "examples": 0}}
+    raw["training"] = {"max_steps": 2, "warmup_steps": 5, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    recipe = parse_recipe(raw, "tiny", "tiny.yaml")
+    page = compare_recipe(recipe)
+    rows = json.loads(page.with_suffix(".json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["old", "independent", "query_map", "plain map", "half-way"]
+    report = load_report(tmp_path / "study" / "seed-0" / "whitened")
+    for row, label in zip(rows[3:], ("new/old", "slerp/old"), strict=True):
+        mean = row["old_gallery"]["text-to-image"]["recall@1"]["mean"]
+        assert metric_of(report, label, ("text-to-image", "recall@1")) == pytest.approx(mean)
+    assert "few training steps (query_map 2 steps, warm-up not over)" in " ".join(capsys.readouterr().out.split())
+    assert plain_map_recipe(parse_recipe(raw | {"plain_map": False}, "tiny", "tiny.yaml")) is None
+    solved = raw | {"method": "ridge", "training": {}}
+    assert plain_map_recipe(parse_recipe(solved, "tiny", "tiny.yaml")) is None, "a closed form is compared already"
+
+
+@pytest.mark.parametrize(
+    ("log", "warmup", "said"),
+    [
+        ([{"step": 100, "epoch": 0.5, "loss": 1.0}, {"step": 120, "epoch": 0.6, "train_runtime": 3.0}], 20, "0.6 passes over"),
+        ([{"step": 120, "epoch": 2.0, "loss": 1.0}], 120, "120 steps, warm-up not over"),
+        ([{"step": 120, "epoch": 2.0, "loss": 1.0}], 0.1, ""),
+        ([{"step": 120, "epoch": 0.995, "loss": 1.0}], 20, ""),
+        (None, 20, ""),
+    ],
+)
+def test_few_steps_are_less_than_a_pass_or_the_warm_up(log: Any, warmup: float, said: str, tmp_path: Path) -> None:
+    training = {"max_steps": 120, "warmup_steps": warmup}
+    raw = {"output_dir": str(tmp_path), "old": "a", "new": "b", "method": "query_map", "training": training}
+    recipe = parse_recipe(raw, "tiny", "tiny.yaml", is_quick=True)
+    if log is not None:
+        (tmp_path / "log_history.json").write_text(json.dumps(log))
+    assert said in (line := describe_few_steps(recipe, recipe.stages)) and bool(line) == bool(said)
 
 
 def test_all_recipes_of_a_folder_are_compared_with_one_more_stage(tmp_path: Path) -> None:

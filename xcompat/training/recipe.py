@@ -38,6 +38,7 @@ class Recipe(Section):
         seed: random seed for weights, data, noise and bootstrap.
         seeds: seeds of ``compare``, a run each; ``train`` uses ``seed``.
         stages: stages in order.
+        plain_map: whether ``compare`` adds a closed-form map if all compared stages are trained.
         layout: data layout in the header, for errors; not a recipe key.
     """
 
@@ -47,6 +48,7 @@ class Recipe(Section):
     seed: Seed = 0
     seeds: list[Seed] = Field(default_factory=list)
     stages: list[StageRecipe]
+    plain_map: bool = True
     layout: str = ""
 
     @model_validator(mode="after")
@@ -186,7 +188,9 @@ def parse_recipe(raw: dict[str, Any], default_name: str, where: str, is_quick: b
 
 
 def _examine(raw: dict[str, Any], default_name: str, where: str, is_quick: bool) -> tuple[Recipe | None, list[str]]:
-    top: dict[str, Any] = {key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds") if key in raw}
+    top: dict[str, Any] = {
+        key: raw[key] for key in ("name", "output_dir", "cache_dir", "seed", "seeds", "plain_map") if key in raw
+    }
     shared = {key: value for key, value in raw.items() if key not in {*top, "stages"}}
     name = str(top.get("name", default_name))
     defaults = {"name": name, "output_dir": f"runs/{name}", "cache_dir": "runs/cache"}

@@ -136,6 +136,17 @@ def logged_losses(folder: Path) -> list[LossPoint]:
     return points if every <= 1 else points[-1::-every][::-1]
 
 
+def trained_length(folder: Path) -> tuple[int, float] | None:
+    """Return a stage's training steps and passes over its data, or None if it was solved."""
+    file = folder / LOG
+    if not file.exists():
+        return None
+    with explain_damage(file, "a curve"):
+        entries = _LOG.validate_python(read_json(file))
+    last = max(entries, key=lambda entry: entry.get("step", 0), default={})
+    return (int(last["step"]), float(last["epoch"])) if {"step", "epoch"} <= last.keys() else None
+
+
 def dump_settings(settings: StageRecipe, seed: int) -> dict[str, Any]:
     """Return a stage's settings, seed and checksums of own Python files as JSON, for :func:`write_recipe`."""
     own = {name: file_record(class_file(name)).xxh3 for name in settings.own_classes()}

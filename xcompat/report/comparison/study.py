@@ -48,6 +48,7 @@ class EvaluatedMethod:
         parameters: number of parameters in the finished model outside its encoder.
         maps_galleries: whether gallery items pass through those parameters, not queries.
         seconds: training time per seed.
+        query: query side of the cases to compare, e.g. ``slerp`` for half-way queries.
     """
 
     name: str
@@ -56,6 +57,7 @@ class EvaluatedMethod:
     parameters: int
     maps_galleries: bool
     seconds: Sequence[float]
+    query: str = "new"
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Comparison:
         return next(iter(self.old.old_gallery))
 
 
-def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int = 1000) -> Comparison:
+def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int = 1000, notes: Sequence[str] = ()) -> Comparison:
     """Compare the reports of several methods and seeds.
 
     Differences are between values per query, averaged over seeds. Their 95 % intervals come from a paired bootstrap over queries,
@@ -163,6 +165,7 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
         name: study name.
         contenders: a contender per method, all with the same test set and old model.
         n_resamples: bootstrap draws.
+        notes: more notes for the reader.
 
     Returns:
         The comparison.
@@ -176,15 +179,15 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
     ceiling_case = "independent/independent"
     plain = next((each for each in contenders if all(_metrics(report, ceiling_case) for report in each.reports.values())), None)
     key = next(iter(old.old_gallery))
-    best = max(contenders, key=lambda each: _spreads(each, "new/old")[key].mean)
-    values = {each.name: _values_per_query(each, "new") for each in contenders}
+    best = max(contenders, key=lambda each: _spreads(each, f"{each.query}/old")[key].mean)
+    values = {each.name: _values_per_query(each, each.query) for each in contenders}
     floor = _values_per_query(contenders[0], "old")
     differences = partial(_differences, clusters=first.clusters, n_resamples=n_resamples)
     rows = [
         MethodRow(
             each.name,
-            _spreads(each, "new/old"),
-            _spreads(each, "new/new"),
+            _spreads(each, f"{each.query}/old"),
+            _spreads(each, f"{each.query}/new"),
             each.method,
             *_verdicts(each),
             gains=differences(values[each.name], floor),
@@ -207,7 +210,7 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
         ceiling = Row("independent", _spreads(plain, "independent/old"), _spreads(plain, ceiling_case))
     overall = [case for case in reversed(first.cases) if case.population == ALL]  # zero-shot cases come last
     sizes = {case.direction: (case.n_queries, case.n_gallery) for case in overall}
-    notes = list(dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes))
+    notes = [*notes, *dict.fromkeys(note for each in contenders for report in each.reports.values() for note in report.notes)]
     notes += [said for each in contenders if (said := _memory_note(each))]
     silent = [each.name for each in contenders if not values[each.name]]
     if silent:
@@ -304,6 +307,9 @@ def _peak_memory(contender: EvaluatedMethod) -> int | None:
 
 
 def _verdicts(contender: EvaluatedMethod) -> tuple[int, int | None]:
+    if contender.query != "new":  # reports judge new queries
+        sides = [(_metrics(each, f"{contender.query}/old"), _metrics(each, "old/old")) for each in contender.reports.values()]
+        return sum(all(value > old[key] for key, value in mine.items() if key in old) for mine, old in sides), None
     criteria = [report.criterion for report in contender.reports.values()]
     unhurt = [each.new_model_not_hurt for each in criteria if each.new_model_not_hurt is not None]
     return sum(each.backward_compatible for each in criteria), sum(unhurt) if len(unhurt) == len(criteria) else None
