@@ -1,4 +1,4 @@
-"""Real embeddings in Chroma, LanceDB, Qdrant and Milvus Lite: migrated by a new process per verb, with kills in between."""
+"""Real embeddings in Chroma, LanceDB, Qdrant, Milvus Lite and SQLite, migrated by a process per verb, with kills in between."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ STORES = {
     "lancedb": ("lancedb", "LanceStore", "lancedb"),
     "qdrant": ("qdrant", "QdrantStore", "qdrant_client"),
     "milvus": ("milvus", "MilvusStore", "pymilvus"),
+    "sqlite": ("sqlite", "SqliteStore", "apsw"),
 }
 """Place -> module and class of the store, and the package of its client."""
 KILL_AFTER = """
@@ -149,7 +150,7 @@ def test_a_migration_by_a_process_per_verb_survives_kills(collection: Collection
     assert before == pytest.approx(0.32, abs=0.02)
     said = run("plan", "--from", OLD)
     assert "1,400" in said and f"2 of the first rows have no usable vector: '{ZEROS[0]}' is zero" in said
-    kill("write", 2, "start", "--into", into, "--batch", 400)
+    kill("write", 2, "start", "--from", OLD, "--into", into, "--batch", 400)
     assert "filling, " in run("status")
     assert collection.quality(OLD) == before
     assert f"filled {into} in" in run("start", "--batch", 400)
