@@ -12,7 +12,7 @@ WHAT = {
     "kills": "SIGKILL before calls that change a file (each call for Flat, else a sample) and at random moments. Each file then "
     "verifies, and the same command completes without loss or temporary files.",
     "killed migrations": "SIGKILL at random moments, four times per verb of `xcompat migrate` (start, verify, switch, rollback, "
-    "switch, finish), and four times in re-ranked searches that cache new embeddings (PostgreSQL, Qdrant). A "
+    "switch, finish), and four times in re-ranked searches that cache new embeddings (PostgreSQL, Qdrant, SQLite). A "
     "[service](stores.md#services-beside-a-migration) writes all the time. At the end the store contains "
     "exactly its items. PostgreSQL, Chroma and Milvus Lite (one request at a time) run as servers, Qdrant as a stand-in "
     "(`tests/qdrant_server.py`), LanceDB as a folder, SQLite as a file.",
