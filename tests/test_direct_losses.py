@@ -171,6 +171,17 @@ def test_the_matrix_of_oca_starts_at_the_identity_or_at_random(transform: str, f
         )
 
 
+def test_the_bases_of_bt2_start_at_the_identity_or_at_random(folder_of: dict[str, str]) -> None:
+    def start(random_start: bool) -> list[torch.Tensor]:
+        given = {"dim": 9, "extra_dim": 4, "random_start": random_start}
+        model = METHODS["bt2"].from_encoder(folder_of["clip"], classes=CLASSES, old=describe_old(OLD, dim=OLD_DIM), **given)
+        return [basis.weight.detach() for basis in (model.new_basis, model.old_basis)]
+
+    for identity, turned in zip(start(False), start(True), strict=True):
+        assert torch.equal(identity, torch.eye(len(identity))) and not torch.allclose(turned, identity, atol=0.1)
+        assert torch.allclose(turned @ turned.T, identity, atol=1e-5)
+
+
 @pytest.mark.parametrize("classified", ["new_part", "whole"])
 @pytest.mark.parametrize(("new_dim", "extra"), [(6, 4), (9, 4), (6, 6)])
 def test_bt2(new_dim: int, extra: int, classified: str, folder_of: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class Bt2Config(PrototypedConfig):
         norm_ratio: C, length of the transformed new part.
         classified: the new classifier's input: ``new_part``, φ3, or ``whole``, φ_new, which the paper finds better for
             transformers.
+        random_start: whether B1 and B2 start at random, or at the identity.
     """
 
     model_type = "xcompat-bt2"
@@ -46,6 +47,7 @@ class Bt2Config(PrototypedConfig):
     old_weight: Annotated[float, Field(ge=0)] = 5.0
     norm_ratio: Annotated[float, Field(gt=0)] = 2.0
     classified: Literal["new_part", "whole"] = "new_part"
+    random_start: bool = False
 
 
 @dataclass
@@ -97,8 +99,8 @@ class Bt2Model(PrototypedModel):
         old_dim, extra, new_dim = config.old["dim"], config.extra_dim, config.embedding_dim - config.extra_dim
         self.neck = nn.Linear(self.encoder.embedding_dim, new_dim + old_dim)
         self.extra = nn.Linear(new_dim + old_dim, extra)
-        self.new_basis = OrthogonalTransform(new_dim)
-        self.old_basis = OrthogonalTransform(old_dim)
+        self.new_basis = OrthogonalTransform(new_dim, config.random_start)
+        self.old_basis = OrthogonalTransform(old_dim, config.random_start)
         self.post_init()
 
     def build_for_training(self) -> None:
