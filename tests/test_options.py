@@ -58,6 +58,7 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {
     "metric": ("l2", {}),
     "mixed_share": (0.6, {}),
     "mixer_width": (8, {}),
+    "norm": ("layer", {}),
     "old_weights": ("both", {}),
     "refresh_at": ([0.5], {}),
     "sample": (32, {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations
 
 from xcompat.core.errors import XcompatError
 
+LayerNorms = Literal["batch", "layer"]
+"""Normalisation between two layers."""
 OPPOSITE = 1e-6
 """Minimum angle from opposite, in radians. Below it, float32 rounding would choose the direction of an arc."""
 
@@ -86,6 +88,7 @@ class ForwardTransform(nn.Module):
         mixer: layer width behind the branches. Table 11 has 512 to 4096.
         unit: whether the output has length 1.
         unit_side: whether to normalise side-information first.
+        norm: ``batch``, or ``layer``, which has no batch statistics (Appendix D.5).
 
     Example:
         >>> sum(p.numel() for p in ForwardTransform(128, 128, 128).parameters())
@@ -93,13 +96,21 @@ class ForwardTransform(nn.Module):
     """
 
     def __init__(
-        self, old_dim: int, side_dim: int | None, new_dim: int, mixer: int = 2048, *, unit: bool = True, unit_side: bool = True
+        self,
+        old_dim: int,
+        side_dim: int | None,
+        new_dim: int,
+        mixer: int = 2048,
+        *,
+        unit: bool = True,
+        unit_side: bool = True,
+        norm: LayerNorms = "batch",
     ) -> None:
         super().__init__()
         self.unit, self.unit_side = unit, unit_side
-        self.old_branch = _normed_layers(old_dim, 256)
-        self.side_branch = _normed_layers(side_dim, 256) if side_dim is not None else None
-        self.mixer = nn.Sequential(_normed_layers(256 if side_dim is None else 512, mixer), nn.Linear(mixer, new_dim))
+        self.old_branch = _normed_layers(old_dim, 256, norm)
+        self.side_branch = _normed_layers(side_dim, 256, norm) if side_dim is not None else None
+        self.mixer = nn.Sequential(_normed_layers(256 if side_dim is None else 512, mixer, norm), nn.Linear(mixer, new_dim))
 
     def forward(self, old_Bd: Tensor, side_BS: Tensor | None = None) -> Tensor:
         """Map and, with ``unit``, normalise.
@@ -129,9 +140,10 @@ class ForwardTransform(nn.Module):
         return F.normalize(mapped_BD, dim=-1) if self.unit else mapped_BD
 
 
-def _normed_layers(width: int, hidden: int) -> nn.Sequential:
+def _normed_layers(width: int, hidden: int, norm: LayerNorms) -> nn.Sequential:
     first, second = nn.Linear(width, hidden), nn.Linear(hidden, hidden)
-    return nn.Sequential(first, nn.BatchNorm1d(hidden), nn.ReLU(), second, nn.BatchNorm1d(hidden), nn.ReLU())
+    made = nn.BatchNorm1d if norm == "batch" else nn.LayerNorm
+    return nn.Sequential(first, made(hidden), nn.ReLU(), second, made(hidden), nn.ReLU())
 
 
 class ResidualBottleneck(nn.Module):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
 from xcompat.encoders.base import Encoder
-from xcompat.heads import ForwardTransform
+from xcompat.heads import ForwardTransform, LayerNorms
 from xcompat.models.base import CompatModel
 from xcompat.models.config import CompatConfig, Metric
 from xcompat.outputs import Batch, CompatOutput
@@ -26,11 +26,13 @@ class ForwardMapConfig(CompatConfig):
         side_info: model of the side-information ψ, described like ``old``; None for no side-information.
         new_side_info: model of the new side-information, to map ψ to it for the next update; None for no such map.
         mixer_width: width of the layers that join φ_old and ψ; Table 11 has 512 to 4096.
+        norm: normalisation between layers, ``batch``, or ``layer`` (Appendix D.5).
     """
 
     side_info: dict | None = None
     new_side_info: dict | None = None
     mixer_width: int = 2048
+    norm: LayerNorms = "batch"
 
 
 class ForwardMapModel(CompatModel):
@@ -69,8 +71,8 @@ class ForwardMapModel(CompatModel):
     def _transform(self, dim: int, metric: str | None) -> ForwardTransform:
         """Return h or g, with an output (B, ``dim``) for a metric."""
         config, side = self.config, self.config.side_info or {}
-        raw = {"unit": metric != "l2", "unit_side": side.get("metric") != "l2"}
-        return ForwardTransform(config.old["dim"], side.get("dim"), dim, config.mixer_width, **raw)
+        given: Any = {"unit": metric != "l2", "unit_side": side.get("metric") != "l2", "norm": config.norm}
+        return ForwardTransform(config.old["dim"], side.get("dim"), dim, config.mixer_width, **given)
 
     @property
     @override
@@ -119,7 +121,7 @@ class ForwardMapModel(CompatModel):
         """Raise if a batch lacks an input for h, and freeze statistics in the second half of training."""
         self.require_columns(batch, (name for name in self.columns if name in ("old_embeds", "side_info")))
         if self.training and self.progress >= FREEZE_AT:
-            for norm in (module for module in self.modules() if isinstance(module, nn.BatchNorm1d)):
+            for norm in (module for module in self.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)):
                 norm.eval()  # in every step, because the Trainer calls train() before each
 
     @override
