@@ -352,6 +352,14 @@ def test_a_papers_recipe_cites_its_rows(file: Path) -> None:
         assert set(re.findall(r"\d+\.\d+", published)) <= known, f"{row}: a number that is not in the paper"
 
 
+def test_avg_of_mixbct_is_the_mean_of_four_numbers() -> None:
+    published = [said for header in PAPERS.values() for _, said in header.rows() if "AVG" in said]
+    assert len(published) > 80
+    for said in published:
+        *four, average = map(float, re.findall(r"\d+\.\d\d", said))
+        assert average == pytest.approx(sum(four) / 4, abs=0.011), said
+
+
 @pytest.mark.parametrize("file", PAPERS, ids=named)
 def test_a_papers_recipe_clips_no_gradient(file: Path) -> None:
     trained = [stage for stage in loaded(file).stages if not method_class(stage.method).is_solved]
