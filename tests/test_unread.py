@@ -64,6 +64,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, Any]]] = {
         {"method": "bct", "data": JUDGED},
     ),
     "weight_decay_on": ("all", {"method": "xbt"}, "weight_decay is 0", {"method": "xbt", "training": {"weight_decay": 0.1}}),
+    "sync_batch_norm": (True, {"method": "ridge"}, "is solved, not trained", {"method": "simclr", "data": IMAGES}),
     "allow_worse": (True, MAP, "only recipes without a method use it", {"method": "map"}),
     "searched_classes": ("known", MAP, "there is no memory", {"method": "map"}),
     "projection": ("phi", {"method": "direct"}, "does not start from one", {"method": "xbt"}),

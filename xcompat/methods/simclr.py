@@ -56,6 +56,7 @@ class SimClrModel(UnlabelledModel):
     columns = ("pixel_values", "second_pixel_values")
     columns_if_known = ("crop_pixel_values",)
     ends_linearly = False  # a batch norm follows
+    syncs_batch_norm = True  # as in the paper: statistics of a process's own part would tell its views from others
     citation = "Chen et al., A simple framework for contrastive learning of visual representations, ICML 2020"
 
     def __init__(self, config: SimClrConfig, encoder: Encoder | None = None) -> None:

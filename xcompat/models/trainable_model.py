@@ -41,6 +41,8 @@ class LearningModel(SpacesModel):
     """Batch columns to embed; the others are targets."""
     loss_of_embeddings: ClassVar[bool] = False
     """Whether the loss reads only embeddings of images and texts, so that ``mini_batch_size`` works."""
+    syncs_batch_norm: ClassVar[bool] = False
+    """Default of ``sync_batch_norm``: whether batch norms of all GPUs share their statistics."""
     starts_from_projection: ClassVar[bool] = False
     """Whether φ must come from a pretrained :class:`~xcompat.methods.ProjectionModel`."""
     is_solved: ClassVar[bool] = False

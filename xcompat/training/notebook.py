@@ -52,8 +52,8 @@ class CompatTrainer(StageTrainer):
         cache_dir: cache folder; default: ``cache`` in the output folder.
         callbacks: Trainer callbacks.
         stage: other settings of a stage: ``mini_batch_size``, ``prompt_lr_factor``, ``encoder_lr_factor``, ``weight_decay_on``,
-            and ``data`` with ``augmentation``, ``one_per_id``, ``samples_per_class``, ``old_embeddings`` (pairs), and column
-            names under ``pairs`` or ``images``.
+            ``sync_batch_norm``, and ``data`` with ``augmentation``, ``one_per_id``, ``samples_per_class``, ``old_embeddings``
+            (pairs), and column names under ``pairs`` or ``images``.
 
     Raises:
         XcompatError: the model is solved, the old model is missing or wrong, or data and settings do not fit.

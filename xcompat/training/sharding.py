@@ -1,4 +1,4 @@
-"""Models for FSDP and DDP."""
+"""Models for several processes: FSDP, DDP and batch norms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,43 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModel
 
+from xcompat.core.errors import XcompatError
 from xcompat.models import CompatModel
+
+
+def syncs_batch_norms(method: type[CompatModel], wanted: bool | None, processes: int, device: torch.device) -> bool:
+    """Return whether the batch norms of all processes share their statistics in training.
+
+    Args:
+        method: class of the model.
+        wanted: ``sync_batch_norm`` of the stage; None for the method's default on GPUs.
+        processes: number of processes.
+        device: training device.
+
+    Raises:
+        XcompatError: several processes without GPUs cannot share statistics, but should.
+    """
+    if processes == 1:
+        return False
+    if device.type != "cuda":
+        if wanted:
+            raise XcompatError(
+                f"sync_batch_norm: PyTorch shares statistics between GPUs, not between {processes} processes on {device.type}; "
+                "set it to false, or use one process"
+            )
+        return False
+    return method.syncs_batch_norm if wanted is None else wanted
+
+
+def sync_batch_norms(model: CompatModel) -> CompatModel:
+    """Replace a model's batch norms in place by those that share statistics; weights and their names stay.
+
+    timm's converter extends PyTorch's ``SyncBatchNorm.convert_sync_batchnorm``, which would drop activations of timm's layers.
+    """
+    from timm.layers.norm_act import convert_sync_batchnorm
+
+    synced: CompatModel = convert_sync_batchnorm(model)
+    return synced
 
 
 def shardable(model: CompatModel) -> CompatModel:

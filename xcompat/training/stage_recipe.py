@@ -63,6 +63,7 @@ class StageRecipe(Section):
         encoder_lr_factor: learning rate of the encoder's weights over the learning rate of heads and adapters. Below 1, it
             protects pretrained weights from untrained heads.
         weight_decay_on: decayed weights: ``matrices`` (no biases, norms, prompts), or ``all``, as in most papers with SGD.
+        sync_batch_norm: whether batch norms of all GPUs share their statistics. Default: only for simclr, as in its paper.
         memory: training data to remember, chosen on a validation split: ``classes`` of ``data.images``, or for queries ``pairs``
             of ``data.remembered`` or ``data.pairs``.
         memory_codec: storage of memory entries: ``float32``, ``SQ8``, ``SQ4``, ``SQfp16`` or e.g. ``PQ64``; compressed ones are
@@ -90,6 +91,7 @@ class StageRecipe(Section):
     prompt_lr_factor: float = Field(100.0, gt=0)
     encoder_lr_factor: float = Field(1.0, gt=0)
     weight_decay_on: Decayed = "matrices"
+    sync_batch_norm: bool | None = None
     memory: Literal["classes", "pairs"] | None = None
     memory_codec: str | None = None
     searched_classes: Searched = "unknown"

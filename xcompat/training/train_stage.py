@@ -17,6 +17,7 @@ from xcompat.training.from_embeddings import fill_map_caches, map_and_data, solv
 from xcompat.training.from_labels import fill_labelled_caches, labelled_model_and_data
 from xcompat.training.from_pairs import fill_pair_caches, pair_model_and_data
 from xcompat.training.overlap import warn_of_shared_images
+from xcompat.training.sharding import syncs_batch_norms
 from xcompat.training.stage import STORED_ROLES, Stage
 from xcompat.training.stored_models import is_stored, load_stored
 from xcompat.training.trainer import check_services, check_size, train, training_arguments
@@ -47,6 +48,7 @@ def check_inputs(stage: Stage, checkpoints: Path) -> None:
     if not stage.method.is_solved:
         arguments = training_arguments(stage.settings, stage.seed, checkpoints)
         check_services(stage.settings, arguments)
+        syncs_batch_norms(stage.method, stage.settings.sync_batch_norm, arguments.world_size, arguments.device)
         if stage.settings.is_trained:
             _check_size(stage, arguments)
     if (dim := stage.old_dim()) is not None:

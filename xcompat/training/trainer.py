@@ -31,7 +31,14 @@ from xcompat.training.optimiser import ADAM, USUAL, OptimiserFactory, check_opti
 from xcompat.training.preflight import not_installed
 from xcompat.training.record import LOG
 from xcompat.training.refreshing import RefreshCallback
-from xcompat.training.sharding import autocast_inside, gather_weights, send_constants_once, shardable
+from xcompat.training.sharding import (
+    autocast_inside,
+    gather_weights,
+    send_constants_once,
+    shardable,
+    sync_batch_norms,
+    syncs_batch_norms,
+)
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.training_sets import Data
 
@@ -86,6 +93,8 @@ class StageTrainer(Trainer):
             keep_freed_memory()
         drawn = self.sampler if self.sampler is not None else dataset
         check_size(len(drawn) if isinstance(drawn, Sized) else None, args)
+        if syncs_batch_norms(type(model), settings.sync_batch_norm, args.world_size, args.device):
+            model = sync_batch_norms(model)
         if parse_flag_from_env("ACCELERATE_USE_FSDP"):
             model = shardable(model)
         else:

@@ -132,6 +132,7 @@ def _stage_settings(stage: StageRecipe) -> Iterator[Setting]:
     frozen = f"{what} trains a map, not an encoder" if maps else "the encoder's own weights are frozen"
     yield "encoder_lr_factor", method.trains_encoder(stage.options), frozen
     yield "weight_decay_on", stage.is_trained and bool(stage.training.get("weight_decay")), "training.weight_decay is 0"
+    yield "sync_batch_norm", stage.is_trained, f"{what} is solved, not trained"
     yield "searched_classes", stage.memory is not None or chosen, "there is no memory"
     yield "allow_worse", chosen, "only recipes without a method use it"
     yield "projection", method.starts_from_projection, f"{what} does not start from one"
