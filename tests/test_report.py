@@ -549,6 +549,28 @@ def test_bars_and_curves_are_the_metrics(labelled_folder: Path) -> None:
             assert lines[case.label][k] == pytest.approx(case.metrics[f"cmc@{k}"] * 100)
 
 
+def test_ranges_of_classes_are_in_label_order_and_average_to_the_metric() -> None:
+    order = [f"class {number}" for number in range(30)]
+    labels = [order[7 * row % 30] for row in range(120)]  # four images of a class, in another order
+
+    def model(name: str, noise_C: np.ndarray) -> EmbeddedImages:
+        places = [order.index(label) for label in labels]
+        truth = np.random.default_rng(0).normal(size=(30, 8))[places]
+        embeds = truth + noise_C[places, None] * np.random.default_rng(1).normal(size=truth.shape)
+        images = (embeds, embeds, range(120), range(120), labels, labels)
+        return EmbeddedImages(name, Fingerprint.from_string(name), *images, class_order=order)
+
+    old, new = (model(name, np.where(np.arange(30) < 15, 0.1, noise)) for name, noise in (("old", 9.0), ("new", 0.1)))
+    contestants = EvaluatedModels(old, new, new)
+    report = build_report(ReportContent(evaluate(contestants, EvaluationOptions(n_resamples=30)), contestants, "bct"))
+    (axes,) = draw_plots(report)["classes-image-to-image.png"].axes
+    assert [label.get_text() for label in axes.get_xticklabels()][::9] == ["1–3", "28–30"]
+    lines = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert lines["old/old"][:5].min() == 100 and lines["old/old"][5:].max() < 60
+    for case in report.cases:
+        assert lines[case.label].mean() == pytest.approx(100 * case.metrics["cmc@1"])
+
+
 def test_a_mapped_gallery_has_no_map_of_the_old_space(tmp_path: Path) -> None:
     page = write_report(tmp_path, labelled_content(upgraded=True)).read_text()
     assert "mapped towards the new model" in page

@@ -57,6 +57,7 @@ class EmbeddedImages:
         gallery_cameras: G hashables, or None like ``query_cameras``.
         metric: ``cosine``, or ``l2`` for L2 distances.
         learned: training images; None if unknown. Then no query counts as a new class.
+        class_order: classes in label order, for results by class; classes not in it follow.
     """
 
     name: str
@@ -71,6 +72,7 @@ class EmbeddedImages:
     gallery_cameras: Ids | None = None
     metric: Literal["cosine", "l2"] = "cosine"
     learned: LearnedItems | None = None
+    class_order: Sequence[str] = ()
 
     @property
     def dim(self) -> int:
@@ -137,9 +139,9 @@ class EmbeddedImages:
         return directions
 
     def _clusters(self) -> np.ndarray | None:
-        """Bootstrap clusters: the class of each query; None for a single class."""
-        codes_Q, _ = id_codes(as_ids(self.query_labels, len(self.query_embeds_QD), "query labels"), ())
-        return codes_Q if codes_Q.max(initial=0) > 0 else None
+        """Bootstrap clusters: the number of each query's class; None for a single class."""
+        _, codes_Q = id_codes(self.class_order, as_ids(self.query_labels, len(self.query_embeds_QD), "query labels"))
+        return codes_Q if len(np.unique(codes_Q)) > 1 else None
 
     def _of_new_classes(self) -> np.ndarray:
         assert self.learned is not None

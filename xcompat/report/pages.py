@@ -40,7 +40,7 @@ def render_html(report: Report, plots: Mapping[str, bytes]) -> str:
     """
     groups = {
         prefix: {name: png_uri(png) for name, png in plots.items() if name.startswith(prefix)}
-        for prefix in ("cases", "recall", "cmc", "success", "confidence", "tsne", "loss")
+        for prefix in ("cases", "recall", "cmc", "success", "classes", "confidence", "tsne", "loss")
     }
     return page_template("template.html.j2").render(
         report=report, plots=groups, colours=case_colours(report), **_sentences(report)

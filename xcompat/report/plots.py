@@ -9,7 +9,7 @@ import numpy as np
 
 from xcompat.core.metric_names import metric_name
 from xcompat.evaluation import Case
-from xcompat.evaluation.cases import ALL
+from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE
 from xcompat.evaluation.selective import query_quality, risk_coverage
 from xcompat.report.content import LossPoint, Panel, Report, retrieval_metrics
 
@@ -30,6 +30,8 @@ _CLOUD_COLOURS = ("#7a828e", "#b8a07a", "#0072b2", "#e69f00")
 _MARKED_PAIRS = 5
 _FEW_POINTS = 20
 """Most points that get markers; a line of one or two points is invisible without."""
+_CLASS_RANGES = 10
+"""Ranges of classes in a plot, of at least two classes each."""
 _LEAST_COVERAGE = 5
 """Smallest percentage of queries for which risk is shown; fewer queries are too noisy."""
 
@@ -39,7 +41,7 @@ def draw_plots(report: Report) -> dict[str, Figure]:
 
     Returns:
         file name -> figure: ``cases-DIRECTION.png``, ``recall-``, ``cmc-`` or ``success-DIRECTION.png``,
-        ``confidence-DIRECTION.png``, ``tsne-N.png``, ``loss-N.png``.
+        ``classes-DIRECTION.png``, ``confidence-DIRECTION.png``, ``tsne-N.png``, ``loss-N.png``.
     """
     figures = {}
     colours = case_colours(report)
@@ -52,6 +54,8 @@ def draw_plots(report: Report) -> dict[str, Figure]:
             if any(key[2] == direction for key in report.ranks):
                 kind = "cmc" if report.is_labelled else "success" if report.is_judged else "recall"
                 figures[f"{kind}-{direction}.png"] = _draw_depths(report, kind, direction, cases, colours)
+            if direction == IMAGE_TO_IMAGE and (ranges := _class_ranges(report.clusters.get(direction))):
+                figures[f"classes-{direction}.png"] = _draw_classes(report, direction, ranges, colours)
     for direction in report.confidence:
         figures[f"confidence-{direction}.png"] = _draw_risk(report, direction)
     for number, panel in enumerate(report.panels):
@@ -135,6 +139,35 @@ def _draw_depths(report: Report, kind: str, direction: str, cases: list[Case], c
     axes.set_xlabel("number of items k", fontsize=9, color="#4a5563")
     axes.set_ylabel(f"{metric_name(f'{kind}@k')}, %", fontsize=9, color="#4a5563")
     axes.set_ylim(0, 101)
+    set_title(axes, direction.replace("-", " "))
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _class_ranges(classes_Q: np.ndarray | None) -> list[np.ndarray]:
+    """Return the class numbers of each range, in label order; nothing for few classes."""
+    present_C = np.unique(classes_Q) if classes_Q is not None else np.empty(0)
+    return np.array_split(present_C, _CLASS_RANGES) if len(present_C) >= 2 * _CLASS_RANGES else []
+
+
+def _draw_classes(report: Report, direction: str, ranges: list[np.ndarray], colours: dict[str, str]) -> Figure:
+    """Draw CMC@1 by ranges of classes (FCT Figure 7)."""
+    figure, axes = new_figure(4.0)
+    ends = np.cumsum([len(classes_C) for classes_C in ranges])
+    for (query, gallery, found_direction), ranks_Q in report.ranks.items():
+        if found_direction != direction:
+            continue
+        inside = [np.isin(report.clusters[direction], classes_C) & (ranks_Q >= 0) for classes_C in ranges]
+        share = [100 * np.mean(ranks_Q[in_Q] == 0) if in_Q.any() else np.nan for in_Q in inside]
+        label = f"{query}/{gallery}"
+        axes.plot(
+            share, color=colours[label], label=label, marker="o", markersize=4, linewidth=2.6 if label == "new/old" else 1.6
+        )
+    axes.set_xticks(range(len(ranges)), [f"{end - len(each) + 1}–{end}" for end, each in zip(ends, ranges, strict=True)])
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel("classes, in label order", fontsize=9, color="#4a5563")
+    axes.set_ylabel(f"{metric_name('cmc@1')}, %", fontsize=9, color="#4a5563")
+    axes.set_ylim(bottom=0)
     set_title(axes, direction.replace("-", " "))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     return figure

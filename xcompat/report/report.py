@@ -27,7 +27,7 @@ from xcompat.report.wording import NOT_SHOWN
 
 HTML_NAME = "report.html"
 PLOTS_NAME = "plots"
-_DRAWN = re.compile(rf"(cases|recall|cmc|success|confidence)-({'|'.join(DIRECTIONS)})\.png|(tsne|loss)-\d+\.png")
+_DRAWN = re.compile(rf"(cases|recall|cmc|success|classes|confidence)-({'|'.join(DIRECTIONS)})\.png|(tsne|loss)-\d+\.png")
 """Names of plots; those of an earlier report are replaced."""
 
 

@@ -187,6 +187,7 @@ class LabelledTestSet(EvaluationSet):
             self.queries.cameras(),
             self.gallery.cameras(),
             embedder.metric,
+            class_order=self.queries.classes,
         )
 
     @override
