@@ -34,23 +34,26 @@ from xcompat.evaluation import (
 )
 from xcompat.evaluation.cases import OLD_WITH_MEMORY, WITHOUT_MEMORY
 from xcompat.methods import METHODS
+from xcompat.models import describe_old
 from xcompat.report import Report, ReportContent, load_report, wording
 from xcompat.report.comparison import (
     Comparison,
     EvaluatedMethod,
+    ItemCost,
     Spread,
     compare,
     comparison_file,
     print_comparison,
     write_comparison,
 )
-from xcompat.report.comparison.plots import draw_comparison
+from xcompat.report.comparison.plots import draw_comparison, draw_item_costs
 from xcompat.report.comparison.study import values_per_query
 from xcompat.report.comparison.tables import summary, tables
 from xcompat.report.content import Cost
 from xcompat.report.report import build_report
 from xcompat.report.storage import save_report
 from xcompat.training.compare import compare_recipe, describe_few_steps, outside_parameters
+from xcompat.training.item_cost import measure_item_cost
 from xcompat.training.plain_map import plain_map_recipe
 from xcompat.training.preflight import load_to_compare
 from xcompat.training.recipe import parse_recipe
@@ -553,6 +556,40 @@ def test_floor_and_ceiling_are_lines(comparison: Comparison) -> None:
     points = {tuple(np.ravel(line.get_xydata())) for line in axes.lines if len(line.get_xydata()) == 1}
     for row in comparison.rows[1:]:
         assert (row.own_gallery[MAP].mean * 100, row.old_gallery[MAP].mean * 100) in points
+
+
+def test_costs_per_item_are_drawn_and_written_where_a_method_maps_galleries(
+    contenders: list[EvaluatedMethod], tmp_path: Path
+) -> None:
+    plain = [replace(each, item_cost=ItemCost(0, 32, 4_000_000, 3072)) for each in contenders]
+    assert draw_item_costs(compare("study", contenders, RESAMPLES)) == {} == draw_item_costs(compare("study", plain, RESAMPLES))
+    found = compare("study", [*plain[:2], replace(plain[2], item_cost=ItemCost(5000, 64))], RESAMPLES)
+    assert found.independent is not None
+    key, ceiling = found.first_metric, found.independent.own_gallery[found.first_metric].mean
+    figures = draw_item_costs(found)
+    for unit, costs in {"MACs": (0, 0, 5000, 0, 4_000_000), "bytes": (32, 32, 64, 32, 3072)}.items():
+        (axes,) = figures[unit].axes
+        points = {tuple(np.ravel(line.get_xydata())) for line in axes.lines}
+        means = [*(row.old_gallery[key].mean for row in found.methods), found.old.old_gallery[key].mean, ceiling]
+        assert points == {(cost, 100 * mean) for cost, mean in zip(costs, means, strict=True)}
+    page = write_comparison(tmp_path, found).read_text()
+    assert "Cost per gallery item" in page and "<td>5,000</td><td>64</td>" in page
+    rows = json.loads((tmp_path / "comparison" / "compare.json").read_text())["rows"]
+    assert rows[-1]["item_cost"] == {"map_macs": 5000, "stored_bytes": 64, "embed_macs": None, "image_bytes": None}
+
+
+def test_costs_per_item_are_counted(folder_of: dict[str, str]) -> None:
+    old, side = (describe_old(Fingerprint.from_string(name), dim) for name, dim in (("old", 128), ("side", 64)))
+    fct = METHODS["fct"](METHODS["fct"].config_class(old=old, side_info=side, embedding_dim=128)).eval()
+    layers = [module for module in fct.modules() if isinstance(module, torch.nn.Linear)]
+    macs = sum(layer.in_features * layer.out_features for layer in layers)
+    assert measure_item_cost(fct) == ItemCost(macs, 4 * (128 + 64))
+    direct = METHODS["bct"].from_encoder(
+        folder_of["clip"], old=describe_old(Fingerprint.from_string("old"), 8), classes=["a", "b"]
+    )
+    cost, (height, width) = measure_item_cost(direct), direct.processor.image_size
+    assert cost.map_macs == 0 and cost.stored_bytes == 32 and cost.image_bytes == 3 * height * width
+    assert cost.embed_macs is not None and cost.embed_macs > 10_000
 
 
 def test_a_study_without_evaluated_stages_is_refused_before_it_is_run(

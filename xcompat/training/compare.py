@@ -21,6 +21,7 @@ from xcompat.report.comparison import (
     require_comparison_place,
     write_comparison,
 )
+from xcompat.training.item_cost import measure_item_cost
 from xcompat.training.output_checks import require_places
 from xcompat.training.plain_map import run_plain_map
 from xcompat.training.recipe import Recipe
@@ -138,6 +139,7 @@ def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mappi
         outside_parameters(model),
         model.maps_galleries,
         [read_record(run.stage_dir(settings.name) / DONE, Done).seconds for run in runs.values()],
+        measure_item_cost(model),
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from xcompat.report.comparison.files import comparison_file, require_comparison_place, write_comparison
-from xcompat.report.comparison.study import Comparison, EvaluatedMethod, MethodRow, Row, Spread, compare
+from xcompat.report.comparison.study import Comparison, EvaluatedMethod, ItemCost, MethodRow, Row, Spread, compare
 from xcompat.report.comparison.tables import print_comparison
 
 __all__ = [
     "Comparison",
     "EvaluatedMethod",
+    "ItemCost",
     "MethodRow",
     "Row",
     "Spread",

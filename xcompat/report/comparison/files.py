@@ -11,7 +11,7 @@ from xcompat.core.files import write_json
 from xcompat.core.ownership import owned_path, require_replaceable
 from xcompat.evaluation import PairedDifference
 from xcompat.evaluation.cases import overall_outcome
-from xcompat.report.comparison.plots import draw_comparison
+from xcompat.report.comparison.plots import draw_comparison, draw_item_costs
 from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row, Spread
 from xcompat.report.comparison.tables import summary, tables
 from xcompat.report.pages import page_template, png_uri
@@ -45,12 +45,13 @@ def write_comparison(directory: str | Path, comparison: Comparison) -> Path:
     # reversed twice, so that the methods, which have the most columns, set their order
     table = pd.json_normalize(document["rows"][::-1], sep="/")[::-1].convert_dtypes()
     shown = {"comparison": comparison, "tables": tables(comparison), "summary": summary(comparison)}
-    plots = {name: png_uri(figure_png(figure)) for name, figure in draw_comparison(comparison).items()}
+    drawn = {"plots": draw_comparison(comparison), "item_costs": draw_item_costs(comparison)}
+    plots = {kind: {name: png_uri(figure_png(figure)) for name, figure in figures.items()} for kind, figures in drawn.items()}
     meanings = metric_meanings(metric for _, metric in {**comparison.methods[0].old_gallery, **comparison.old.old_gallery})
     pages = {
         CSV_NAME: table.to_csv(index=False),
         MARKDOWN_NAME: page_template("comparison/table.md.j2").render(shown),
-        HTML_NAME: page_template("comparison/page.html.j2").render(shown, plots=plots, meanings=meanings),
+        HTML_NAME: page_template("comparison/page.html.j2").render(shown, **plots, meanings=meanings),
     }
     with owned_path(directory / FOLDER_NAME, MADE_BY, overwrite=None) as folder:
         folder.mkdir()
@@ -104,6 +105,7 @@ def _row(row: Row) -> dict[str, Any]:
         "parameters_per": "gallery item" if row.maps_galleries else "query",
         "seconds": row.seconds,
         "peak_memory": row.peak_memory,
+        **({"item_cost": row.item_cost._asdict()} if row.item_cost is not None else {}),
     }
 
 

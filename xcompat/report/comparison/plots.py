@@ -1,13 +1,14 @@
-"""Plots of each method's result on the old gallery against its result on its own gallery."""
+"""Plots of each method's result on the old gallery against its result on its own gallery, and against costs per item."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xcompat.core.metric_names import metric_name
-from xcompat.report.comparison.study import Comparison, Key, MethodRow, Row
+from xcompat.report.comparison.study import Comparison, ItemCost, Key, MethodRow, Row
 from xcompat.report.content import retrieval_metrics
 from xcompat.report.plots import new_figure, set_title
 
@@ -34,6 +35,44 @@ def draw_comparison(comparison: Comparison) -> dict[str, Figure]:
         for key in [key for key in keys if key[1] in _DRAWN] or keys[:1]:
             figures[" ".join(key)] = _draw(comparison, key)
     return figures
+
+
+def draw_item_costs(comparison: Comparison) -> dict[str, Figure]:
+    """Draw the first metric against MACs and against bytes per gallery item (FCT Figure 3).
+
+    Returns:
+        ``MACs`` and ``bytes`` -> figure; empty if no method maps galleries.
+    """
+    key, costs = comparison.first_metric, {row.name: row.item_cost for row in comparison.methods if row.item_cost is not None}
+    if not any(cost.map_macs for cost in costs.values()):
+        return {}
+    found = {row.name: (costs[row.name], row.old_gallery[key].mean) for row in comparison.methods if row.name in costs}
+    found["old"] = ItemCost(0, min(cost.stored_bytes for cost in costs.values())), comparison.old.old_gallery[key].mean
+    for row in comparison.methods:
+        cost, own = costs.get(row.name), (comparison.independent or row).own_gallery.get(key)
+        if cost is not None and cost.embed_macs is not None and cost.image_bytes is not None and own is not None:
+            found.setdefault("re-embed", (ItemCost(cost.embed_macs, cost.image_bytes), own.mean))
+    macs = {name: (cost.map_macs, quality) for name, (cost, quality) in found.items()}
+    stored = {name: (cost.stored_bytes, quality) for name, (cost, quality) in found.items()}
+    return {"MACs": _draw_item_cost(key, "MACs", macs), "bytes": _draw_item_cost(key, "bytes", stored)}
+
+
+def _draw_item_cost(key: Key, unit: str, points: Mapping[str, tuple[int, float]]) -> Figure:
+    from matplotlib.ticker import EngFormatter
+
+    figure, axes = new_figure(4.2)
+    shown = {name: (cost, 100 * quality) for name, (cost, quality) in points.items()}
+    for name, point in shown.items():
+        colour = _COLOURS.get({"re-embed": "independent"}.get(name, name), _COLOURS["method"])
+        axes.plot(*point, marker="s" if name in ("old", "re-embed") else "D", color=colour, linestyle="none")
+    axes.set_xscale("symlog", linthresh=1000)  # most methods need no operation
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.set_xlabel(f"{unit} per gallery item", fontsize=9, color="#4a5563")
+    axes.set_ylabel(f"new queries, {metric_name(key[1])}, %", fontsize=9, color="#4a5563")
+    axes.margins(0.2, 0.12)
+    set_title(axes, f"{key[0].replace('-', ' ')}: {unit} per item")
+    _write_names(figure, axes, shown)
+    return figure
 
 
 def _draw(comparison: Comparison, key: Key) -> Figure:
@@ -77,7 +116,7 @@ def _mark(axes: Axes, row: Row, key: Key) -> None:
     )
 
 
-def _write_names(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
+def _write_names(figure: Figure, axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
     """Write each name near its point without covering points, lines or other names."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text

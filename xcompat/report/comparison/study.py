@@ -37,6 +37,22 @@ class Spread(NamedTuple):
     std: float | None
 
 
+class ItemCost(NamedTuple):
+    """Cost of a gallery item for a new model (FCT Figure 3).
+
+    Args:
+        map_macs: multiply-accumulate operations (MACs) to map its stored vector; 0 if the method does not map galleries.
+        stored_bytes: bytes of its vectors in float32, with side-information.
+        embed_macs: MACs to embed its image with the new model instead; None if unknown.
+        image_bytes: bytes of the model's input pixels; None if unknown.
+    """
+
+    map_macs: int
+    stored_bytes: int
+    embed_macs: int | None = None
+    image_bytes: int | None = None
+
+
 @dataclass(frozen=True)
 class EvaluatedMethod:
     """Method that was trained and evaluated with every seed.
@@ -49,6 +65,7 @@ class EvaluatedMethod:
         maps_galleries: whether gallery items pass through those parameters, not queries.
         seconds: training time per seed.
         query: query side of the cases to compare, e.g. ``slerp`` for half-way queries.
+        item_cost: cost of a gallery item; None if unknown.
     """
 
     name: str
@@ -58,6 +75,7 @@ class EvaluatedMethod:
     maps_galleries: bool
     seconds: Sequence[float]
     query: str = "new"
+    item_cost: ItemCost | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +114,7 @@ class MethodRow(Row):
         maps_galleries: see :class:`EvaluatedMethod`.
         seconds: training time, mean over seeds.
         peak_memory: most bytes of any seed during training or solving; None if unknown for a seed.
+        item_cost: see :class:`EvaluatedMethod`.
     """
 
     method: str
@@ -113,6 +132,7 @@ class MethodRow(Row):
     maps_galleries: bool
     seconds: float
     peak_memory: int | None
+    item_cost: ItemCost | None
 
     @property
     def differences(self) -> list[Difference]:
@@ -202,6 +222,7 @@ def compare(name: str, contenders: Sequence[EvaluatedMethod], n_resamples: int =
             maps_galleries=each.maps_galleries,
             seconds=float(np.mean(each.seconds)),
             peak_memory=_peak_memory(each),
+            item_cost=each.item_cost,
         )
         for each in contenders
     ]

@@ -180,6 +180,7 @@ def _memories(comparison: Comparison, direction: str) -> Table:
 def _costs(comparison: Comparison) -> Table:
     every = len(comparison.seeds)
     remembered = any(row.peak_memory is not None for row in comparison.methods)
+    counted = any(row.item_cost is not None for row in comparison.methods)
 
     def cells(row: MethodRow) -> list[str]:
         return [
@@ -190,6 +191,7 @@ def _costs(comparison: Comparison) -> Table:
             f"{row.parameters:,} per {'gallery item' if row.maps_galleries else 'query'}" if row.parameters else "0",
             f"{row.seconds:,.0f}",
             *([decimal(row.peak_memory) if row.peak_memory is not None else NOTHING] if remembered else []),
+            *(([f"{row.item_cost.map_macs:,}", f"{row.item_cost.stored_bytes:,}"] if row.item_cost else [NOTHING] * 2) * counted),
         ]
 
     explanation = (
@@ -205,6 +207,12 @@ def _costs(comparison: Comparison) -> Table:
         explanation += (
             " Peak memory: maximum over seeds during training or solving, on the accelerator or, without one, of the whole "
             "process."
+        )
+    if counted:
+        columns += ["MACs\nper item", "bytes\nper item"]
+        explanation += (
+            " MACs per item: multiply-accumulate operations to map a stored vector. Bytes per item: stored vector and "
+            "side-information, in float32."
         )
     rows = [TableRow(row.name, cells(row), row.name == comparison.best) for row in comparison.methods]
     return Table("Verdicts and costs", explanation, columns, rows)
