@@ -20,9 +20,10 @@ from schedule import METHOD_OF_EACH_KIND, mostly_nightly
 from test_models import TRAINED, batch_for, build
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState
 
 from xcompat import Fingerprint
+from xcompat.core.precision import default_autocast, resolve_autocast
 from xcompat.data import load_pairs
 from xcompat.embeddings.embed import decoding_options, embed_images, embed_texts
 from xcompat.evaluation import EmbeddedImages, EmbeddedPairs, EvaluatedModels, first_hit_ranks, ranking_per_query
@@ -94,6 +95,34 @@ def test_embeddings_are_computed_where_the_model_is(kind: str, folder_of: dict[s
         for batch in batches:
             embeds = embedder.embed({name: on_gpu(column) for name, column in batch.items()})
             assert embeds.device == GPU and embeds.dtype == torch.float32
+
+
+def test_frozen_models_compute_in_bfloat16_on_cards_that_can(fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu, there, half = torch.ones(1), torch.ones(1, device=GPU), torch.ones(1, device=GPU, dtype=torch.float16)
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, able=supported: able)
+        assert resolve_autocast("auto", there) == (torch.bfloat16 if supported else None)
+        assert resolve_autocast("auto", on_cpu) is resolve_autocast("auto", half) is resolve_autocast(None, there) is None
+        assert resolve_autocast(torch.float16, on_cpu) == torch.float16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    with default_autocast(None):
+        assert resolve_autocast("auto", there) is None
+    with default_autocast(torch.float16):
+        assert resolve_autocast("auto", there) == torch.float16
+
+
+@pytest.mark.parametrize(("tf32", "expected"), [(None, "tf32"), (True, "tf32"), (False, "none")])
+def test_training_multiplies_in_tf32_on_cuda_alone(
+    tf32: bool | None, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def precisions() -> tuple[str, str]:
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+    monkeypatch.setattr(Trainer, "train", lambda _: precisions())
+    training = object.__new__(trainer.StageTrainer)
+    training.args = SimpleNamespace(seed=0, tf32=tf32)
+    before = precisions()
+    assert training.train() == (expected, before[1]) and precisions() == before
 
 
 def test_siglip2_reads_sizes_where_no_gpu_is_waited_for(folder_of: dict[str, str]) -> None:

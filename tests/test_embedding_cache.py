@@ -6,11 +6,13 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from xcompat.core import checksums, files
 from xcompat.core.errors import XcompatError
@@ -18,6 +20,7 @@ from xcompat.data import load_pairs
 from xcompat.embeddings.cache import StackedCaches
 from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_texts
 from xcompat.models.embedder import Embedder, load_embedder
+from xcompat.training.caches import cached_captions
 
 TEXTS = [f"{'word ' * (n % 9)}number {n}" for n in range(23)]
 
@@ -191,6 +194,19 @@ def test_a_damaged_description_is_one_line(
     else:
         with pytest.raises(XcompatError, match="embeddings of another fingerprint"):
             embed_texts(embedder, TEXTS, cache, "digest", shard_rows=5)
+
+
+def test_caches_of_two_precisions_stay_apart(embedder: Embedder, tmp_path: Path) -> None:
+    half = replace(embedder, autocast=torch.bfloat16)
+    exact, rounded = (cached_captions(model, TEXTS, tmp_path) for model in (embedder, half))
+    assert exact.path != rounded.path and not np.array_equal(exact[:], rounded[:])
+    assert (exact.info.precision, rounded.info.precision) == ("float32", "bfloat16")
+    for model, cache in ((embedder, exact), (half, rounded)):
+        assert np.array_equal(cached_captions(model, TEXTS, tmp_path)[:], cache[:])
+        other = half if model is embedder else embedder
+        with pytest.raises(XcompatError, match=r"embeddings of another precision \('.*', now '.*'\); choose another folder"):
+            embed_texts(other, TEXTS, cache.path, cache.info.data)
+    assert "precision" not in json.loads((exact.path / "cache.json").read_text()), "as caches of before"
 
 
 def test_shards_of_nobody_knows_what_are_not_taken_over(embedder: Embedder, cache: Path) -> None:

@@ -21,6 +21,7 @@ from PIL import Image
 from xcompat import FctModel, Fingerprint, XbtModel, cli
 from xcompat.core import failures
 from xcompat.core.errors import XcompatError
+from xcompat.core.precision import Autocast
 from xcompat.mapping import fit_map
 from xcompat.models import embedder
 from xcompat.models.embedder import load_checkpoint, load_embedder
@@ -168,7 +169,7 @@ def test_images_are_embedded_in_the_precision_asked_for(run: Run, photos: Path, 
 def test_models_compute_on_the_accelerator_of_the_process(
     verb: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def load(name: str, device: torch.device, autocast: torch.dtype | None) -> None:
+    def load(name: str, device: torch.device, autocast: Autocast = "auto") -> None:
         raise XcompatError(f"{name} on {device} in {autocast}")
 
     monkeypatch.chdir(tmp_path)
@@ -177,7 +178,7 @@ def test_models_compute_on_the_accelerator_of_the_process(
     monkeypatch.setattr("xcompat.retrieval.query_sources.load_embedder", load)
     for module in ("cli.gallery", "retrieval.query_sources"):
         monkeypatch.setattr(f"xcompat.{module}.device", lambda: torch.device("cuda", 1))
-    assert run(*verb, "--model", "m")[2] == "xcompat: m on cuda:1 in None\n"
+    assert run(*verb, "--model", "m")[2] == "xcompat: m on cuda:1 in auto\n"
 
 
 def test_side_information_is_stored_and_an_upgrade_needs_no_images(

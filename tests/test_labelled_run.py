@@ -371,6 +371,9 @@ def test_frozen_models_embed_in_the_precision_of_the_recipe(key: str, dtype: tor
         Stage(recipe := recipe_of(trained, **changes, training=training), recipe.stages[0]) for training in ({}, {key: True})
     )
     assert exact.embedder("new").autocast is None
+    for training, expected in (({}, "auto"), ({key: False}, None), ({key: True}, dtype)):
+        changed = recipe_of(trained, **changes, training=training)
+        assert Stage(changed, changed.stages[0]).autocast == expected
     assert half.embedder("old").autocast == half.as_input(half.embedder("new")).autocast == dtype
 
 

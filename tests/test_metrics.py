@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.precision import ieee_products
 from xcompat.evaluation import (
     class_embeddings,
     first_hit_ranks,
@@ -17,7 +18,7 @@ from xcompat.evaluation import (
     zero_shot_accuracy,
     zero_shot_ranks,
 )
-from xcompat.evaluation.scores import UNIT, ExactRows, ieee_products, rounding_error, tie_margin, to_float32
+from xcompat.evaluation.scores import UNIT, ExactRows, rounding_error, tie_margin, to_float32
 
 # One or four entries of +-1: norms are 1 and 2, so normalised vectors and their products are exact in any arithmetic; many tie.
 _SPARSE = st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 1.0])).map(lambda pick: np.eye(4)[pick[0]] * pick[1])

@@ -59,8 +59,8 @@ app = typer.Typer(help="Build, search and upgrade a folder of embeddings.", no_a
 
 Folder = Annotated[Path, typer.Argument(metavar="GALLERY", help="Gallery folder.")]
 ModelName = Annotated[str, typer.Option(help="Model: run folder, checkpoint, or name on the Hub.")]
-Dtype = Literal["float32", "bfloat16", "float16"]
-EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model.")]
+Dtype = Literal["float32", "bfloat16", "float16"] | None
+EmbedIn = Annotated[Dtype, typer.Option("--dtype", help="Precision of the model. Default: bfloat16 on CUDA, else float32.")]
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="Image folder, shards, table, or text file.")]
 
 
@@ -76,7 +76,7 @@ def build(
         Path | None,
         typer.Option(help="Text file with ids for --from-faiss, one per line, in index order. Default: the ids in the index."),
     ] = None,
-    dtype: EmbedIn = "float32",
+    dtype: EmbedIn = None,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
     words: Words = None,
@@ -94,7 +94,7 @@ def build(
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
     if from_faiss is not None:
-        of_vectors = index is not None or milvus is not None or dtype != "float32"
+        of_vectors = index is not None or milvus is not None or dtype is not None
         if source is not None or of_vectors or texts or kept is not True or max_bad_share is not None or side_info is not None:
             raise XcompatError(
                 "--from-faiss adopts an index as it is: remove images, texts, --index, --milvus, --dtype and the options of "
@@ -238,7 +238,7 @@ def add(
     replace: Annotated[
         bool, typer.Option("--replace", help="Re-embed items with changed content, and items embedded by another model.")
     ] = False,
-    dtype: EmbedIn = "float32",
+    dtype: EmbedIn = None,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
     words: Words = None,
@@ -271,7 +271,7 @@ def upgrade(
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Maximum number of items to re-embed now.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost, and change nothing.")] = False,
-    dtype: EmbedIn = "float32",
+    dtype: EmbedIn = None,
     text_column: TextColumns = None,
     id_column: IdColumn = None,
     words: Words = None,
@@ -290,10 +290,10 @@ def upgrade(
 
     texts = _set_options(text_column=text_column, id_column=id_column, words=words, overlap=overlap, keep_text=keep_text)
     kept = _kept_columns(metadata, no_metadata)
-    if backfill is None and (budget is not None or dtype != "float32" or texts or max_bad_share is not None or kept is not True):
+    if backfill is None and (budget is not None or dtype is not None or texts or max_bad_share is not None or kept is not True):
         columns = {"no_metadata": True} if kept is False else {"metadata": metadata}
         others = min(_set_options(max_bad_share=max_bad_share, **columns, **texts), default="").replace("_", "-")
-        given = "--budget" if budget is not None else "--dtype" if dtype != "float32" else f"--{others}"
+        given = "--budget" if budget is not None else "--dtype" if dtype is not None else f"--{others}"
         of = "texts" if texts else "images"
         raise XcompatError(f"{given} applies to re-embedded {of}: add --backfill, or remove {given} to map all items")
     where, opened = Workers(engine, workers, gpus_per_worker), _open(gallery)
@@ -581,7 +581,7 @@ def load_reranker(
     return Reranker(embedder, read, None if candidates is True else candidates, budget=budget, record_demand=record_demand)
 
 
-def _load(model: str, dtype: Dtype = "float32", side_info: str | None = None) -> Embedder:
+def _load(model: str, dtype: Dtype = None, side_info: str | None = None) -> Embedder:
     """Load a model. The announcement includes the model that is loaded next, for side-information."""
     from xcompat.retrieval import argument_checks
 
@@ -592,7 +592,8 @@ def _load(model: str, dtype: Dtype = "float32", side_info: str | None = None) ->
     from xcompat.models.embedder import load_embedder
 
     silence_libraries()
-    return load_embedder(model, device(), None if dtype == "float32" else getattr(torch, dtype))
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return load_embedder(model, device(), "auto" if dtype is None else dtypes.get(dtype))
 
 
 def _load_map(model: str) -> CompatModel:

@@ -18,6 +18,8 @@ from xcompat.core.files import atomic_path, read_json, write_array, write_json
 from xcompat.core.fingerprint import Fingerprint
 
 SCHEMA = 1
+FULL = "float32"
+"""Precision of caches that name none."""
 
 
 class DamagedShardError(XcompatError):
@@ -41,6 +43,7 @@ class CacheInfo:
         dim: their dimension.
         shard_rows: rows of every shard but the last.
         dtype: NumPy name of the stored type.
+        precision: dtype the model computed in.
         schema: version of this format.
     """
 
@@ -53,11 +56,17 @@ class CacheInfo:
     shard_rows: Annotated[int, Field(ge=1)]
     dtype: str = "float16"
     schema: int = SCHEMA
+    precision: str = FULL
 
     @property
     def shards(self) -> int:
         """Number of shards."""
         return -(-self.rows // self.shard_rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for a file. Like older caches, caches of float32 name no precision."""
+        fields = asdict(self)
+        return fields if self.precision != FULL else {key: value for key, value in fields.items() if key != "precision"}
 
 
 class EmbeddingCache:
@@ -186,7 +195,7 @@ def read_info(folder: Path) -> CacheInfo:
     except ValidationError as error:
         first = error.errors()[0]
         raise XcompatError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete {folder} and re-embed") from None
-    if plan.exists() and _drop_name(read_json(plan)) != _drop_name(asdict(info)):
+    if plan.exists() and _drop_name(read_json(plan)) != _drop_name(info.to_json()):
         raise XcompatError(f"{file} and plan.json differ; run the command that wrote the cache again")
     return info
 

@@ -19,6 +19,7 @@ from xcompat.core.files import clear_leftovers, list_entries, read_json, write_j
 from xcompat.core.progress import Waiting, advance_bar, notice, progress_bar
 from xcompat.data import BadSamples
 from xcompat.embeddings.cache import (
+    FULL,
     CacheInfo,
     DamagedShardError,
     EmbeddingCache,
@@ -56,7 +57,7 @@ def fill_cache(
         _embed_shards(path, info, mine, embed_shards)
     bad.merge_processes()  # waits until all ranks have written
     if is_main_process() and not _is_finished(path, info):
-        write_json(path / "cache.json", asdict(info))
+        write_json(path / "cache.json", info.to_json())
     barrier()
     return EmbeddingCache(path)
 
@@ -131,6 +132,7 @@ def _check_plan(path: Path, info: CacheInfo) -> None:
         wanted = asdict(info)
         if not isinstance(begun, dict):
             raise XcompatError(f"{written[0]} does not describe a cache; delete {path} and re-embed")
+        begun = {"precision": FULL} | begun
         different = [key for key in wanted if key != "name" and begun.get(key) != wanted[key]]
         if different:
             key = different[0]
@@ -141,5 +143,5 @@ def _check_plan(path: Path, info: CacheInfo) -> None:
     elif list_entries(path, "shard-*.npy"):
         raise XcompatError(f"{path} contains shards but no plan.json; delete it or choose another folder")
     elif is_main_process():
-        write_json(path / "plan.json", asdict(info))
+        write_json(path / "plan.json", info.to_json())
     barrier()

@@ -18,10 +18,7 @@ from xcompat.core.progress import Waiting, notice
 from xcompat.core.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 from xcompat.data import BadSamples, View, iterate_images
 from xcompat.data.schema import ID, IMAGE, PIXEL_VALUES
-from xcompat.embeddings.cache import (
-    CacheInfo,
-    EmbeddingCache,
-)
+from xcompat.embeddings.cache import FULL, CacheInfo, EmbeddingCache
 from xcompat.embeddings.cache_writer import Batches, fill_cache
 from xcompat.encoders.base import Encoder
 from xcompat.encoders.onednn import packed_linears
@@ -42,6 +39,7 @@ __all__ = [
     "Contents",
     "EmbeddedContents",
     "EmbeddingCache",
+    "cache_name",
     "decoding_options",
     "embed_blocks",
     "embed_contents",
@@ -311,6 +309,18 @@ def decoding_options(device: torch.device) -> dict[str, Any]:
     return {"threads": max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), "ahead": True}
 
 
+def cache_name(kind: str, embedder: FrozenModel, data_digest: str) -> str:
+    """Return the folder name of a cache, different for each model, precision and data.
+
+    Args:
+        kind: kind of items, e.g. ``images``.
+        embedder: the frozen model.
+        data_digest: identifies the items and their order.
+    """
+    name = f"{kind}-{embedder.fingerprint.digest[:16]}-{data_digest[:16]}"
+    return name if embedder.precision == FULL else f"{name}-{embedder.precision}"
+
+
 def _pin_batch(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Pin a batch for a GPU, so that copies run asynchronously."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
@@ -339,7 +349,8 @@ def _embed(
     embed_shards: Callable[[Sequence[slice], Waiting], Iterator[Batches]],
     bad: BadSamples,
 ) -> EmbeddingCache:
-    info = CacheInfo(embedder.fingerprint.digest, embedder.name, data_digest, kind, rows, embedder.dim, shard_rows)
+    model = embedder.fingerprint.digest, embedder.name
+    info = CacheInfo(*model, data_digest, kind, rows, embedder.dim, shard_rows, precision=embedder.precision)
     return fill_cache(info, path, embed_shards, bad)
 
 

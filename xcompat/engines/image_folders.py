@@ -13,7 +13,7 @@ from xcompat.core.files import write_array
 from xcompat.core.ownership import owned_path, require_replaceable
 from xcompat.core.progress import console, literal, silence_libraries
 from xcompat.data.sources import files_digest
-from xcompat.embeddings.embed import embed_images
+from xcompat.embeddings.embed import cache_name, embed_images
 from xcompat.models.embedder import load_embedder
 from xcompat.retrieval.originals import UNREADABLE, Images, load_images
 
@@ -41,7 +41,7 @@ def embed_image_folder(source: Path, model: str, out: Path) -> None:
     images.require(embedder)
     digest = hashlib.sha256("\0".join([files_digest(str(source)) or "", *images.ids]).encode()).hexdigest()
     caches = out.with_name(f"{out.name}.cache")
-    cache = caches / f"images-{embedder.fingerprint.digest[:16]}-{digest[:16]}"
+    cache = caches / cache_name("images", embedder, digest)
     cached = embed_images(embedder, images.dataset, cache, digest, max_bad_share=UNREADABLE)
     if is_main_process():
         blocks = range(0, len(images.ids), BLOCK)

@@ -12,6 +12,7 @@ import torch
 from xcompat.core.distributed import device
 from xcompat.core.errors import FingerprintMismatchError
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.precision import Autocast
 from xcompat.encoders import EncoderSource
 from xcompat.models.base import CompatModel
 from xcompat.models.embedder import Embedder, load_checkpoint, load_embedder
@@ -72,15 +73,13 @@ def describe_output(model: CompatModel | Embedder) -> tuple[Fingerprint, int]:
     return version.fingerprint, version.dim
 
 
-def loaded_by_name(
-    source: EncoderSource, maps: bool, place: str = "cpu", autocast: torch.dtype | None = None
-) -> CompatModel | Embedder:
+def loaded_by_name(source: EncoderSource, maps: bool, place: str = "cpu", autocast: Autocast = "auto") -> CompatModel | Embedder:
     """Load a model once per process, to map or to embed."""
     return _load(source.model_dump_json(), maps, place, autocast)
 
 
 @functools.lru_cache(maxsize=1)  # the GPU copy replaces the CPU copy
-def _load(source: str, maps: bool, place: str, autocast: torch.dtype | None) -> CompatModel | Embedder:
+def _load(source: str, maps: bool, place: str, autocast: Autocast) -> CompatModel | Embedder:
     found = EncoderSource.model_validate_json(source)
     if maps:
         return torch.nn.Module.to(load_checkpoint(found), place)

@@ -10,6 +10,7 @@ import torch
 from xcompat.core.arrays import row_lengths
 from xcompat.core.distributed import gather_objects
 from xcompat.core.errors import XcompatError
+from xcompat.core.precision import ieee_products
 from xcompat.core.threads import cores, map_over_cores
 from xcompat.evaluation.identities import Ids
 from xcompat.evaluation.labelled import MATED_ROWS, Items, LabelledPairs
@@ -18,7 +19,6 @@ from xcompat.evaluation.scores import (
     Embeddings,
     as_rows,
     blocks,
-    ieee_products,
     pair_scores,
     rounding_error,
     to_float32,
@@ -148,7 +148,7 @@ def _count_positives(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torc
 def _count_at_least(pairs: LabelledPairs, rows_B: np.ndarray, threshold_B: torch.Tensor) -> torch.Tensor:
     """Count each query's gallery items at or above its threshold.
 
-    A fast float32 product (:func:`ieee_products`) decides most pairs. Only those within its rounding error are scored exactly.
+    A fast float32 product (not TF32) decides most pairs. Only those within its rounding error are scored exactly.
     """
     block_BD, margin = pairs.queries.block(rows_B), rounding_error(pairs.dim)
     narrow_BD = to_float32(block_BD)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -297,17 +295,3 @@ def rounding_error(dim: int) -> float:
     """
     n_u = (dim + 3) * 2.0**-24
     return 1.001 * n_u / (1 - n_u)
-
-
-@contextmanager
-def ieee_products() -> Iterator[None]:
-    """Compute float32 products in full precision inside the block."""
-    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision

@@ -16,6 +16,7 @@ from transformers import AutoModel, PreTrainedConfig
 from xcompat.core.errors import XcompatError
 from xcompat.core.fingerprint import Fingerprint
 from xcompat.core.paths import model_folder, split_revision
+from xcompat.core.precision import Autocast, resolve_autocast
 from xcompat.encoders import NOT_XCOMPAT, EncoderSource, load_encoder, reading_model, require_model, require_xcompat_model
 from xcompat.encoders.base import Encoder, Space
 from xcompat.encoders.model_files import is_xcompat_model
@@ -63,14 +64,15 @@ class Embedder:
         torch.nn.Module.to(self.model, memory_format=torch.channels_last)
 
     @classmethod
-    def from_model(cls, model: CompatModel, space: Space, autocast: torch.dtype | None = None) -> Embedder:
+    def from_model(cls, model: CompatModel, space: Space, autocast: Autocast = "auto") -> Embedder:
         """Return a compatible model's embedder.
 
         Args:
             model: frozen, in evaluation mode.
             space: ``own`` for the model's embeddings, ``stored`` for its gallery's.
-            autocast: half precision for computing; None to use the weights' dtype.
+            autocast: half precision for computing; None to use the weights' dtype, ``auto`` for bfloat16 on GPUs only.
         """
+        autocast = resolve_autocast(autocast, next(model.parameters()))
         if space == "own":
             return cls(model, model.processor, model.embeds_fingerprint(), model.config.embedding_dim, autocast=autocast)
         # a model that maps galleries embeds queries and new items like the plain new model
@@ -97,6 +99,11 @@ class Embedder:
     def device(self) -> torch.device:
         """Return the model's device."""
         return next(self.model.parameters()).device
+
+    @property
+    def precision(self) -> str:
+        """Return the dtype it computes in, e.g. ``bfloat16``."""
+        return str(self.autocast or next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @property
     def classes(self) -> list[str]:
@@ -173,15 +180,13 @@ class Embedder:
         return known | {"role": QUERIES} if self.passages is not None else known
 
 
-def load_embedder(
-    source: EncoderSource | str, device: torch.device | str = "cpu", autocast: torch.dtype | None = None
-) -> Embedder:
+def load_embedder(source: EncoderSource | str, device: torch.device | str = "cpu", autocast: Autocast = "auto") -> Embedder:
     """Load a frozen model that embeds: a supported library's encoder, or an xcompat checkpoint.
 
     Args:
         source: name, folder of a model or run, or source with revision.
         device: the model's device.
-        autocast: half precision for computing; None to use the weights' dtype.
+        autocast: half precision for computing; None to use the weights' dtype, ``auto`` for bfloat16 on GPUs only.
     """
     source = require_model(source)
     if is_checkpoint(source.name, source.revision):
@@ -189,6 +194,7 @@ def load_embedder(
     encoder, processor = load_encoder(source)
     fingerprint = encoder.fingerprint(processor)
     encoder = encoder.requires_grad_(False).eval().to(device)
+    autocast = resolve_autocast(autocast, next(encoder.parameters()))
     return Embedder(encoder, processor, fingerprint, encoder.embedding_dim, encoder.logit_scale, autocast=autocast)
 
 

@@ -38,6 +38,10 @@ class FrozenModel(Protocol):
         """Return the model's display name."""
 
     @property
+    def precision(self) -> str:
+        """Return the dtype the model computes in, e.g. ``bfloat16``; ``float32`` for stored embeddings."""
+
+    @property
     def classes(self) -> list[str]:
         """Return the class names in the model's order; empty without classes."""
 

@@ -38,6 +38,7 @@ class StoredModel:
     """
 
     metric: Metric = "cosine"
+    precision = "float32"
     digest: str
     """Hash of ids and embeddings."""
 

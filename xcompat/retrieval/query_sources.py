@@ -91,7 +91,7 @@ def load_queries_and_model(
     argument_checks.require_models(model, fallback)
     typed = TypedQuery(query) if query is not None else load_queries(str(queries))
     silence_libraries()
-    return typed, load_embedder(model, device(), None) if embed_with is None else ServedMap.load(model, embed_with)
+    return typed, load_embedder(model, device()) if embed_with is None else ServedMap.load(model, embed_with)
 
 
 def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel | Embedder | Fingerprint:
@@ -102,7 +102,7 @@ def load_owner(model: str, known: Sequence[Fingerprint | None]) -> CompatModel |
 
     silence_libraries()
     if not is_checkpoint(model_folder(model)):
-        return load_embedder(model, device(), None)
+        return load_embedder(model, device())
     return torch.nn.Module.to(load_checkpoint(model), device())
 
 

@@ -14,7 +14,7 @@ from xcompat.data import View
 from xcompat.data.cache import file_stamps
 from xcompat.data.schema import CAPTION, ID, IMAGE, TEXT, captions_of
 from xcompat.embeddings.cache import StackedCaches
-from xcompat.embeddings.embed import EmbeddingCache, embed_images, embed_texts
+from xcompat.embeddings.embed import EmbeddingCache, cache_name, embed_images, embed_texts
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
 from xcompat.models.stored import StoredModel
@@ -41,13 +41,13 @@ def cached_texts(embedder: Embedder, texts: datasets.Dataset, cache_dir: Path, s
         A row per text.
     """
     digest = texts._fingerprint
-    return embed_texts(embedder, texts[TEXT], _folder(cache_dir, "texts", embedder, digest), digest, shard_rows=shard_rows)
+    return embed_texts(embedder, texts[TEXT], cache_dir / cache_name("texts", embedder, digest), digest, shard_rows=shard_rows)
 
 
 def cached_captions(embedder: Embedder, captions: list[str], cache_dir: Path) -> EmbeddingCache:
     """Embed captions, a row each."""
     digest = hashlib.sha256("\0".join(captions).encode()).hexdigest()
-    return embed_texts(embedder, captions, _folder(cache_dir, "captions", embedder, digest), digest)
+    return embed_texts(embedder, captions, cache_dir / cache_name("captions", embedder, digest), digest)
 
 
 def cached_images(
@@ -76,7 +76,7 @@ def _open_cache(
     digest = images_digest(pairs) if view is None else view.digest(images_digest(pairs))
     if isinstance(embedder, StoredModel):  # stored embeddings can be other than those of the model, e.g. compressed
         digest = hashlib.sha256(f"{digest} {embedder.digest}".encode()).hexdigest()
-    folder = _folder(cache_dir, "images", embedder, digest)
+    folder = cache_dir / cache_name("images", embedder, digest)
     return embed_images(embedder, pairs, folder, digest, max_bad_share=max_bad_share, view=view)
 
 
@@ -106,7 +106,3 @@ def images_digest(pairs: datasets.Dataset) -> str:
     outside = pc.filter(pc.struct_field(images, "path"), pc.is_null(pc.struct_field(images, "bytes")))
     stamps = file_stamps(path for path in outside.to_pylist() if path and Path(path).exists())
     return hashlib.sha256(json.dumps([pairs._fingerprint, stamps, ORIENTATION]).encode()).hexdigest()
-
-
-def _folder(cache_dir: Path, kind: str, embedder: FrozenModel, digest: str) -> Path:
-    return cache_dir / f"{kind}-{embedder.fingerprint.digest[:16]}-{digest[:16]}"

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
+from xcompat.core.precision import default_autocast
 from xcompat.core.progress import console, literal
 from xcompat.encoders import EncoderSource
 from xcompat.evaluation import EvaluatedModel
@@ -25,6 +26,7 @@ from xcompat.training.evaluation_models import EvaluationSet
 from xcompat.training.evaluation_sets import load_test_set
 from xcompat.training.model_evaluation import side_info_of
 from xcompat.training.record import ADDED, EVALUATED, RECIPE, EvaluationRecord, read_record, read_started_settings, require_ended
+from xcompat.training.stage import embedding_autocast
 from xcompat.training.stage_recipe import STAGE_PREFIX, StageRecipe
 from xcompat.training.stored_models import load_frozen
 from xcompat.training.test_items import GalleryItems
@@ -98,7 +100,8 @@ class FinishedRun:
         source = self.settings.old
         if source is None:
             raise XcompatError(f"{self.stage} was trained without an old model; serve a gallery, or a stage with an old model")
-        frozen = load_frozen(source.model_copy(update={"name": self._resolve(source)}), device())
+        with default_autocast(embedding_autocast(self.settings.training)):  # as in its caches
+            frozen = load_frozen(source.model_copy(update={"name": self._resolve(source)}), device())
         return replace(frozen, reads=self.settings.data.old_reads) if isinstance(frozen, Embedder) else frozen
 
     def _resolve(self, source: EncoderSource) -> str:

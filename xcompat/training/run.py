@@ -15,6 +15,7 @@ from xcompat.core.distributed import barrier, device, from_main_process, is_main
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, clear_leftovers, write_json
 from xcompat.core.fingerprint import Fingerprint
+from xcompat.core.precision import default_autocast
 from xcompat.core.progress import console, literal, notice, silence_libraries
 from xcompat.core.progress import stage as stage_line
 from xcompat.core.provenance import provenance
@@ -107,7 +108,7 @@ def run_recipe(recipe: Recipe) -> dict[str, Path]:
     with lock_run(recipe.output_dir) if writes else nullcontext():
         _require_own_folders(recipe, runs)  # again, now under the lock
         for run in runs:
-            with stage_line(f"{recipe.name}: {run.settings.name}"):
+            with stage_line(f"{recipe.name}: {run.settings.name}"), default_autocast(run.autocast):
                 run.train_unless_done()
                 if run.settings.is_judged:
                     reports[run.settings.name] = run.evaluate_unless_done()
@@ -139,9 +140,9 @@ def embed_recipe(recipe: Recipe) -> None:
         for settings in recipe.stages:
             check_paths(settings)
         check_test_sets(recipe.stages)
-    for settings in recipe.stages:
-        with stage_line(f"{recipe.name}: embeddings for {settings.name}"):
-            StageRun(recipe, settings).fill_caches()
+    for run in (StageRun(recipe, settings) for settings in recipe.stages):
+        with stage_line(f"{recipe.name}: embeddings for {run.settings.name}"), default_autocast(run.autocast):
+            run.fill_caches()
 
 
 class StageRun(Stage):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ from xcompat.core.checksums import digest_of_files
 from xcompat.core.distributed import device
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import list_entries
+from xcompat.core.precision import Autocast
 from xcompat.core.progress import notice_once
 from xcompat.data import (
     LabelledImages,
@@ -60,7 +61,7 @@ STORED_ROLES = ("old", *SIDES)
 """Roles that accept stored embeddings instead of a model."""
 
 
-_kept: ContextVar[dict[tuple[str, torch.dtype | None], Embedder] | None] = ContextVar("kept", default=None)
+_kept: ContextVar[dict[tuple[str, Autocast], Embedder] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
@@ -91,8 +92,13 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------------ models
 
+    @property
+    def autocast(self) -> Autocast:
+        """Precision of frozen models: ``*16_full_eval``, or the default of the device if the recipe sets neither."""
+        return embedding_autocast(self.settings.training)
+
     def embedder(self, role: str) -> Embedder:
-        """Load a frozen model, in half precision with ``*16_full_eval``.
+        """Load a frozen model, in the precision of :attr:`autocast`.
 
         Args:
             role: a name in :data:`~xcompat.training.stage_recipe.ROLES`.
@@ -105,14 +111,12 @@ class Stage:
             raise XcompatError(f"{settings.name}: method {settings.method} needs a trained {role} model; set {role}")
         if is_stored(source.name):
             raise XcompatError(f"{settings.name}: {source.name} contains embeddings, not a model; set {role} to a model")
-        halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
-        chosen = next((dtype for key, dtype in halves.items() if settings.training.get(key)), None)
         resolved, kept = self._resolve(source), _kept.get()
         if kept is None:
-            return load_embedder(resolved, device(), chosen)
-        key = (resolved.model_dump_json(), chosen)
+            return load_embedder(resolved, device(), self.autocast)
+        key = (resolved.model_dump_json(), self.autocast)
         if key not in kept:
-            kept[key] = load_embedder(resolved, device(), chosen)
+            kept[key] = load_embedder(resolved, device(), self.autocast)
         return kept[key]
 
     def frozen(self, role: str) -> FrozenModel:
@@ -320,6 +324,21 @@ class Stage:
         images = cached_images(embedder, self.remembered_images, self.cache_dir, self.settings.remembered_pairs.max_bad_share)
         distinct = sorted(set(flatten_captions(self.remembered_images)[0]))
         return images, cached_captions(embedder, distinct, self.cache_dir)
+
+
+def embedding_autocast(training: Mapping[str, Any]) -> Autocast:
+    """Return the precision of frozen models that a training section sets.
+
+    Args:
+        training: a stage's training section.
+
+    Example:
+        >>> embedding_autocast({}), embedding_autocast({"bf16_full_eval": False}), embedding_autocast({"fp16_full_eval": True})
+        ('auto', None, torch.float16)
+    """
+    halves = {"bf16_full_eval": torch.bfloat16, "fp16_full_eval": torch.float16}
+    chosen = next((dtype for key, dtype in halves.items() if training.get(key)), None)
+    return "auto" if chosen is None and not halves.keys() & training.keys() else chosen
 
 
 def weights_digest(folder: Path) -> str:

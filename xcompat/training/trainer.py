@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from transformers.training_args import OptimizerNames
 
 from xcompat.core.distributed import process_state, rank
 from xcompat.core.errors import InterruptedRunError, XcompatError, nearest
+from xcompat.core.precision import tf32_products
 from xcompat.core.progress import console, literal, notice
 from xcompat.core.threads import keep_freed_memory
 from xcompat.hub.endpoint import hub_errors
@@ -119,9 +121,10 @@ class StageTrainer(Trainer):
             check_mini_batches(model, self.accelerator)
 
     def train(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
-        """Train, with different noise in each process."""
+        """Train, with different noise in each process, and TF32 products on CUDA devices unless ``args.tf32`` is False."""
         torch.manual_seed(self.args.seed + rank())
-        return super().train(*arguments, **named)
+        with nullcontext() if self.args.tf32 is False else tf32_products():
+            return super().train(*arguments, **named)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Backpropagate a batch, in mini-batches if set."""

@@ -96,7 +96,8 @@ def _reads_pairs(stage: StageRecipe) -> bool:
 def _sections(stage: StageRecipe) -> Iterator[Setting]:
     method, what, data = method_class(stage.method), f"method {stage.method}", stage.data
     yield "old", method.compares_with_old, f"{what} is trained without an old model"
-    yield "training", stage.is_trained, f"{what} is solved, not trained"
+    embeds_only = stage.training.keys() <= {"bf16_full_eval", "fp16_full_eval"}  # read by frozen models
+    yield "training", stage.is_trained or embeds_only, f"{what} is solved, not trained"
     yield "data.texts", stage.learns_from_texts, f"{what} does not learn from texts"
     yield "data.pairs", _reads_pairs(stage), f"{what} does not learn from images with captions"
     yield "data.text_pairs", stage.trains_on_captions, f"{what} does not learn from text pairs"
