@@ -36,6 +36,7 @@ from xcompat.retrieval.queries import query_embeddings
 from xcompat.stores.base import Space, Store
 from xcompat.training import callbacks, trainer
 from xcompat.training.callbacks import InterruptCallback
+from xcompat.training.online import FROZEN, VIEW, OnlineEmbedder
 from xcompat.training.stage_recipe import StageRecipe
 from xcompat.training.trainer import training_arguments
 
@@ -95,6 +96,15 @@ def test_embeddings_are_computed_where_the_model_is(kind: str, folder_of: dict[s
         for batch in batches:
             embeds = embedder.embed({name: on_gpu(column) for name, column in batch.items()})
             assert embeds.device == GPU and embeds.dtype == torch.float32
+
+
+def test_views_of_a_batch_are_embedded_where_the_model_is(folder_of: dict[str, str]) -> None:
+    old = load_embedder(folder_of["clip"])
+    view = torch.zeros(2, 3, 40, 40, dtype=torch.uint8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        move(old.model)
+        columns = OnlineEmbedder({"old_embeds": old}).embed({VIEW: on_gpu(view), FROZEN: {}})
+        assert columns.keys() == {"old_embeds"} and columns["old_embeds"].device == GPU
 
 
 def test_frozen_models_compute_in_bfloat16_on_cards_that_can(fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:

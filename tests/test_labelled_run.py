@@ -45,7 +45,7 @@ from xcompat.training.evaluate_command import evaluate_checkpoint
 from xcompat.training.evaluation_models import best_rows
 from xcompat.training.evaluation_sets import LabelledTestSet, load_test_set
 from xcompat.training.model_evaluation import embed_new, make_report
-from xcompat.training.online import OnlineCollator
+from xcompat.training.online import OnlineCollator, OnlineEmbedder
 from xcompat.training.recipe import Recipe, parse_recipe
 from xcompat.training.record import CHOICE
 from xcompat.training.run import embed_recipe, run_recipe
@@ -652,9 +652,14 @@ def test_embeddings_replace_no_new_model(role: str, trained: dict[str, Any], fol
 def test_online_old_embeddings_are_of_the_view_that_the_new_model_sees(trained: dict[str, Any], tmp_path: Path) -> None:
     old = load_embedder(trained["old"])
     items = [{"image": Image.effect_noise((16, 16), 90).convert("RGB"), "seed": 3, "label": 0, "index": 0}]
-    plain = OnlineCollator(old.processor, None, False, {"old_embeds": old})(items)
+
+    def embed(augmentation: Augmentation | None, *columns: str) -> dict[str, torch.Tensor]:
+        collator = OnlineCollator(old.processor, augmentation, None, dict.fromkeys(columns, old.processor))
+        return OnlineEmbedder(dict.fromkeys(columns, old)).embed(collator(items))
+
+    plain = embed(None, "old_embeds")
     assert torch.equal(plain["old_embeds"], old.embed({"pixel_values": old.processor.images([items[0]["image"]])}))
-    augmented = OnlineCollator(old.processor, Augmentation(min_scale=0.5), False, {"old_embeds": old, "new_embeds": old})(items)
+    augmented = embed(Augmentation(min_scale=0.5), "old_embeds", "new_embeds")
     seen = old.embed({"pixel_values": augmented["pixel_values"]})  # both models take 16 pixels here: one view, one embedding
     torch.testing.assert_close(augmented["old_embeds"], seen, atol=1e-6, rtol=0)
     assert torch.equal(augmented["new_embeds"], augmented["old_embeds"])

@@ -87,13 +87,18 @@ class PairCollator:
     def _images(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if self.transform is None:
             return {PIXEL_VALUES: self.processor.images([item[IMAGE] for item in items])}
-        batch = {PIXEL_VALUES: self._augment(items, self.transform)}
+        view = self._augment_images(items, self.transform)
+        batch = {PIXEL_VALUES: self.processor.to_pixels(view), **self._share_view(view)}
         if self.views.second:
             batch[SECOND_PIXEL_VALUES] = self._augment(items, self.transform, view=1)
         if self.crop is not None:
             crops = [self._augment(items, self.crop, view=2 + crop) for crop in range(self.views.crops)]
             batch[CROP_PIXEL_VALUES] = torch.stack(crops, dim=1)
         return batch
+
+    def _share_view(self, view_BCHW: Tensor) -> dict[str, Tensor]:
+        """Return columns that keep the augmented uint8 images for other models."""
+        return {}
 
     def _augment(self, items: Sequence[Mapping[str, Any]], transform: Callable[[Image], Tensor], view: int = 0) -> Tensor:
         """Augment each image with its own seed, (B, C, H, W) float32. The generator of dropout and noise does not change."""

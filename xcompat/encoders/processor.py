@@ -116,8 +116,7 @@ class Processor(ABC):
 
     def to_pixels(self, pixels_BCHW: Tensor) -> Tensor:
         """Normalise augmented uint8 RGB images in the right size."""
-        mean = torch.tensor(self.mean).view(-1, 1, 1)
-        std = torch.tensor(self.std).view(-1, 1, 1)
+        mean, std = (torch.tensor(each, device=pixels_BCHW.device).view(-1, 1, 1) for each in (self.mean, self.std))
         return pixels_BCHW.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def pad(self, token_ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -278,7 +278,7 @@ class StageRecipe(Section):
     def _method_fits(self, info: ValidationInfo) -> StageRecipe:
         if not is_quick(info):
             memory = self._auto_map_problems() if self.method == AUTO_MAP else self._memory_problems()
-            require_no_problems((*memory, *self._data_problems(), *self._online_problems(), *self._batch_problems()))
+            require_no_problems((*memory, *self._data_problems(), *self._stream_problems(), *self._batch_problems()))
         return self
 
     def _auto_map_problems(self) -> Iterator[str]:
@@ -327,15 +327,8 @@ class StageRecipe(Section):
         if (self.options.get("adapters") or {}).get("prompts"):
             yield "options.adapters.prompts need images, but data.text_pairs has none; remove prompts"
 
-    def _online_problems(self) -> Iterator[str]:
+    def _stream_problems(self) -> Iterator[str]:
         pairs = self.data.pairs
-        if self.online_roles and self.training.get("dataloader_num_workers"):
-            role = self.online_roles[0]
-            setting = "old_embeddings" if role == "old" else "new_embeddings"
-            yield (
-                f"data.{setting}: online needs the {role} model for each batch; remove training.dataloader_num_workers "
-                "(0 in this stage, if another one sets it for all)"
-            )
         if self.compares_pairs_with_old and not self.embeds_pairs_online and pairs is not None and pairs.streaming:
             yield (
                 f"data.pairs: method {self.method} reads old embeddings, which are cached by row, but a stream has no rows; set "

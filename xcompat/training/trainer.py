@@ -70,7 +70,7 @@ class StageTrainer(Trainer):
     Args:
         model: untrained model.
         args: transformers' arguments with :data:`NEEDED`.
-        data: training set, collator and optional sampler for all processes.
+        data: training set and collator, and optionally a sampler for all processes and frozen models.
         settings: the stage.
         callbacks: extra callbacks.
         cost: records the cost, if set.
@@ -88,7 +88,7 @@ class StageTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
         cost: CostCallback | None = None,
     ) -> None:
-        dataset, collator, self.sampler = data
+        dataset, collator, self.sampler, self.online = data
         self.cost = cost
         self.mini_batch_size = settings.mini_batch_size
         if args.device.type == "cpu":
@@ -139,6 +139,11 @@ class StageTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - its own
         """Request the loss, so a missing column raises by name."""
         return super().compute_loss(model, {**inputs, "return_loss": True}, *arguments, **named)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a batch to the device, and embed it with the frozen models."""
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        return prepared if self.online is None else self.online.embed(prepared)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         return self.sampler if self.sampler is not None else super()._get_train_sampler(train_dataset)

@@ -23,7 +23,7 @@ from xcompat.embeddings.embed import EmbeddingCache
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
 from xcompat.outputs import Views
-from xcompat.training.online import OnlineCollator
+from xcompat.training.online import OnlineCollator, OnlineEmbedder
 from xcompat.training.sections import DataSettings
 from xcompat.training.stage_recipe import StageRecipe
 
@@ -40,11 +40,13 @@ class Data(NamedTuple):
         dataset: training set.
         collator: makes batches.
         sampler: for all processes; None for shuffled samples.
+        online: frozen models that embed each batch of the collator in the training step; None without.
     """
 
     dataset: Dataset[Any] | datasets.IterableDataset
     collator: Callable[[Any], Any]
     sampler: Sampler[int] | None = None
+    online: OnlineEmbedder | None = None
 
 
 def pair_data(
@@ -67,16 +69,17 @@ def pair_data(
         views: extra views per image.
         frozen_images: the new model's embeddings of the images, if its image tower is not trained.
     """
-    collator = PairCollator(processor, data.augmentation, views)
+    both = dict.fromkeys((OLD_EMBEDS, OLD_TEXT_EMBEDS), old) if isinstance(old, Embedder) else {}
+    collator, online = _collator(processor, data, views, both)
     if isinstance(old, Embedder):
-        collator = OnlineCollator(processor, data.augmentation, views, dict.fromkeys((OLD_EMBEDS, OLD_TEXT_EMBEDS), old))
         old = None
     if data.pairs is not None and data.pairs.streaming:
         assert old is None, "a stream has no rows of a cache: the stage is refused"
         # Shards of ranks differ in length, and the Trainer does not drop a stream's last batch. To keep batches of equal size,
         # which gathering needs, the stream repeats until max_steps.
         unusable = BadSamples(data.pairs.max_bad_share)
-        return Data(stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, passes=None, seed=seed, bad=unusable), collator)
+        stream = stream_pairs(pairs, shuffle_buffer=data.shuffle_buffer, passes=None, seed=seed, bad=unusable)
+        return Data(stream, collator, online=online)
     extra: dict[str, Any] = (
         {} if old is None else {"image_extra": {OLD_EMBEDS: old[0]}, "caption_extra": {OLD_TEXT_EMBEDS: old[1]}}
     )
@@ -86,7 +89,17 @@ def pair_data(
     bad = BadSamples(data.pairs.max_bad_share, len(pairs)) if data.pairs is not None else None
     embedded = embedded_rows(extra.get("image_extra", {}).values())
     drawn: dict[str, Any] = {"seed": seed, "one_per_id": data.one_per_id, "reads_images": reads_images}
-    return Data(PairDataset(pairs, bad=bad, embedded=embedded, **drawn, **extra), collator)
+    return Data(PairDataset(pairs, bad=bad, embedded=embedded, **drawn, **extra), collator, online=online)
+
+
+def _collator(
+    processor: Processor, data: DataSettings, views: Views | None, models: Mapping[str, Embedder]
+) -> tuple[PairCollator, OnlineEmbedder | None]:
+    """Return the collator, and the frozen models that embed its batches."""
+    if not models:
+        return PairCollator(processor, data.augmentation, views), None
+    processors = {column: model.processor for column, model in models.items()}
+    return OnlineCollator(processor, data.augmentation, views, processors), OnlineEmbedder(models)
 
 
 def labelled_data(
@@ -113,13 +126,11 @@ def labelled_data(
         XcompatError: too few images or classes for triplets.
     """
     bad = BadSamples(images.max_bad_share, len(images.dataset))
-    collator = PairCollator(processor, settings.data.augmentation, views)
-    if online:
-        collator = OnlineCollator(processor, settings.data.augmentation, views, online)
+    collator, embedder = _collator(processor, settings.data, views, online or {})
     unread = {CAPTION} & set(images.dataset.column_names)  # only the old model reads captions
     rows = images.dataset.remove_columns(list(unread))
     dataset = PairDataset(rows, seed=seed, image_extra=extra, embedded=embedded_rows(extra.values()), bad=bad)
-    return Data(dataset, collator, triplet_sampler(settings, images, seed))
+    return Data(dataset, collator, triplet_sampler(settings, images, seed), embedder)
 
 
 def triplet_sampler(settings: StageRecipe, images: LabelledImages, seed: int) -> ClassBalancedSampler | None:
