@@ -7,6 +7,8 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from xcompat.core.lazy import dist, faiss
+
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=6)
 """Maximum wait for another process, which may be evaluating or embedding larger shards."""
@@ -44,7 +46,7 @@ def device() -> torch.device:
     return process_state().device
 
 
-def copy_to_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+def copy_to_gpus(index: faiss.Index) -> faiss.Index:
     """Copy a faiss index to all GPUs.
 
     Args:
@@ -53,8 +55,6 @@ def copy_to_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
     Returns:
         The copy. The index itself if there is no GPU, no GPU build of faiss, no kernel for this index, or too little memory.
     """
-    import faiss
-
     if not faiss.get_num_gpus():
         return index
     try:
@@ -66,23 +66,17 @@ def copy_to_gpus(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
 def end_processes() -> None:
     """Leave the process group. A process that exits during communication is aborted."""
     if "RANK" in os.environ and is_distributed():  # the environment first: torch takes seconds to import
-        import torch.distributed as dist
-
         dist.destroy_process_group()
 
 
 def is_distributed() -> bool:
     """Return whether ``torch.distributed`` is running."""
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized()
 
 
 def world_size() -> int:
     """Return the number of processes (1 without ``torch.distributed``)."""
     if is_distributed():
-        import torch.distributed as dist
-
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -90,8 +84,6 @@ def world_size() -> int:
 def rank() -> int:
     """Return this process's global rank, also before ``torch.distributed`` starts."""
     if is_distributed():
-        import torch.distributed as dist
-
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
@@ -104,8 +96,6 @@ def is_main_process() -> bool:
 def barrier() -> None:
     """Wait for all processes. A single process continues immediately."""
     if is_distributed():
-        import torch.distributed as dist
-
         dist.barrier()
 
 
@@ -127,7 +117,6 @@ def gather_with_grad(embeds_BD: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _gather_function() -> Any:  # noqa: ANN401 - an autograd function, made late so that importing this module stays cheap
     import torch
-    import torch.distributed as dist
 
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -168,8 +157,6 @@ def gather_objects(mine: T, shared: bool) -> list[T]:
     """
     if not (shared and is_distributed()):
         return [mine]
-    import torch.distributed as dist
-
     gathered: list[Any] = [None] * dist.get_world_size()  # accelerate's gather_object refuses TPUs
     dist.all_gather_object(gathered, mine)
     return gathered
@@ -184,8 +171,6 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Sum a detached scalar over the processes."""
     if not is_distributed():
         return value
-    import torch.distributed as dist
-
     total = value.detach().clone()
     dist.all_reduce(total)
     return total

@@ -1,13 +1,16 @@
-"""Public names of packages whose modules load on first use."""
+"""Public names of packages, and large libraries, that load on first use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+__all__ = ["datasets", "dist", "faiss", "import_on_use"]
 
 
-def import_on_use(package: str, places: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
+def import_on_use(package: str, places: Mapping[str, Collection[str]]) -> Callable[[str], object]:
     """Return a package's ``__getattr__``, which imports a public name's module, and e.g. torch, on first use.
 
     Args:
@@ -16,9 +19,24 @@ def import_on_use(package: str, places: Mapping[str, Collection[str]]) -> Callab
     """
     modules = {name: module for module, names in places.items() for name in names}
 
-    def find(name: str) -> Any:  # noqa: ANN401 - a class or function
+    def find(name: str) -> object:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{modules[name]}"), name)
 
     return find
+
+
+class _LazyModule(ModuleType):
+    """A module that is imported when an attribute is read."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(import_module(self.__name__), name)
+
+
+if TYPE_CHECKING:
+    import datasets
+    import faiss
+    import torch.distributed as dist
+else:
+    datasets, dist, faiss = (_LazyModule(name) for name in ("datasets", "torch.distributed", "faiss"))

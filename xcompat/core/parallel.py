@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from xcompat.core.distributed import is_main_process, process_state, world_size
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import dist
 
 Kept = TypeVar("Kept")
 Model = TypeVar("Model")
@@ -104,16 +105,12 @@ def _follow(model: object) -> None:
 
 
 def _scatter_from_main(each: list[Any]) -> Any:  # noqa: ANN401
-    import torch.distributed as dist
-
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, each if is_main_process() else None, src=0)
     return mine[0]
 
 
 def _gather_to_main(mine: Any) -> list[Any]:  # noqa: ANN401
-    import torch.distributed as dist
-
     gathered: list[Any] | None = [None] * dist.get_world_size() if is_main_process() else None
     dist.gather_object(mine, gathered, dst=0)
     return gathered or []

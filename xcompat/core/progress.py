@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from xcompat.core.distributed import is_main_process
 from xcompat.core.errors import visible, visible_line
+from xcompat.core.lazy import datasets
 
 T = TypeVar("T")
 WIDE = 10_000
@@ -304,7 +305,6 @@ def stage(title: str, seconds: dict[str, float] | None = None) -> Iterator[None]
 
 def silence_libraries() -> None:
     """Silence the progress bars of datasets and transformers."""
-    import datasets
     import transformers
 
     datasets.disable_progress_bars()

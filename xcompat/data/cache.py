@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from xcompat.core.checksums import FileRecord, difference, file_record, json_digest
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, read_json, write_json
+from xcompat.core.lazy import datasets
 from xcompat.core.progress import notice
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow as pa
 
 _FILE = "arrow_file"  # record key for the state of the Arrow file
@@ -25,8 +25,6 @@ ROWS = 256  # per batch: a column of large images must stay below Arrow's 2 GB
 
 def cache_folder() -> Path:
     """Return xcompat's folder in the cache of ``datasets``; create it if missing."""
-    import datasets
-
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "xcompat"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -68,7 +66,6 @@ def cached_dataset(
     Returns:
         The data set, and its record.
     """
-    import datasets
     import pyarrow as pa
     from filelock import FileLock
 

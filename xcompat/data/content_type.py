@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import datasets
 from xcompat.data.image_files import IMAGE_SUFFIXES
 from xcompat.data.loading import EXTRA_IMAGE_COLUMNS, load_raw
 from xcompat.data.sources import (
@@ -60,8 +61,6 @@ def contains_images(path: str) -> bool:
 
 
 def _data_set_has_images(source: PairSource, paths: list[Path]) -> bool:
-    import datasets
-
     found: Any = load_raw(source, paths)
     if any(isinstance(feature, datasets.Image) for feature in found.features.values()):
         return True

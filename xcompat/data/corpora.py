@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import datasets
 from xcompat.core.progress import advance_bar, console, notice, progress_bar
 from xcompat.data.addresses import PIPE, download_address, is_address, list_addresses, redact_address
 from xcompat.data.bad_samples import Problems
@@ -37,7 +38,6 @@ from xcompat.data.sources import (
 from xcompat.data.text_files import json_lines, text_lines
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow as pa
 
 TEXT_COLUMNS = (TEXT, *CAPTION_COLUMNS)
@@ -94,7 +94,6 @@ def load_texts(
     Raises:
         XcompatError: a file is missing, damaged or lacks the column, or no text remains.
     """
-    import datasets
     import pyarrow as pa
 
     listed = [sources] if isinstance(sources, (str, CorpusSource, PairSource)) else list(sources)

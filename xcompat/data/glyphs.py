@@ -15,6 +15,7 @@ import numpy as np
 
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.files import atomic_path
+from xcompat.core.lazy import datasets
 from xcompat.data.schema import CAPTION, ID, IMAGE, LABEL
 
 if TYPE_CHECKING:
@@ -294,7 +295,6 @@ def glyph_classes(part: str) -> Path:
     Raises:
         XcompatError: the part is unknown.
     """
-    import datasets
     import matplotlib
 
     parts = [*CLASS_FACES, "fit"]

@@ -6,22 +6,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import datasets
 from xcompat.data.bad_samples import BadSamples
 from xcompat.data.classes import load_classes, nearest_class
 from xcompat.data.loading import load_pairs
 from xcompat.data.schema import CAMERA, CAPTION, ID, LABEL
 from xcompat.data.sources import ImageSource, PairSource, local_files
 from xcompat.data.text_files import json_lines
-
-if TYPE_CHECKING:
-    import datasets
 
 CLASS_FILES = ("classes.tsv", "classes.csv", "classes.txt")
 MAX_INDEX = 1_000_000  # larger labels are not class indices
@@ -120,8 +118,6 @@ def load_labelled(
     Raises:
         XcompatError: a label is missing, unknown or out of range, a given class has no image, or two images share an id.
     """
-    import datasets
-
     source = LabelledSource(path=source) if isinstance(source, str) else source
     described = source.model_dump(exclude={"classes", "class_column", "caption_file"})
     in_column = captions and source.caption_file is None
@@ -202,8 +198,6 @@ def _infer_class_order(
     dataset: datasets.Dataset, values: list[int] | list[str], source: LabelledSource, beside: list[str] | None
 ) -> list[str]:
     """Return the class order stated by the data, or the sorted names."""
-    import datasets
-
     feature = dataset.features[LABEL]
     if isinstance(feature, datasets.ClassLabel):
         return list(feature.names)
@@ -241,8 +235,6 @@ def _require_distinct_classes(classes: list[str], source: LabelledSource) -> lis
 def _class_indices(
     dataset: datasets.Dataset, values: list[int] | list[str], order: list[str], source: LabelledSource
 ) -> NDArray[np.int64]:
-    import datasets
-
     feature, place = dataset.features[LABEL], {name: index for index, name in enumerate(order)}
     distinct: dict[Any, Any] = dict.fromkeys(values)
     if isinstance(feature, datasets.ClassLabel):
@@ -264,8 +256,6 @@ def _class_indices(
 
 def _with_labels(dataset: datasets.Dataset, labels_N: NDArray[np.int64]) -> datasets.Dataset:
     """Replace labels without copying images, as ``add_column`` does on selected rows."""
-    import datasets
-
     rows = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
     whole = datasets.Dataset(dataset.data, info=dataset.info, split=dataset.split, fingerprint=dataset._fingerprint)
     column = np.full(len(whole), -1, dtype=np.int64)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xcompat.core.errors import XcompatError, describe_error, nearest
+from xcompat.core.lazy import datasets
 from xcompat.core.progress import notice
 from xcompat.data.addresses import list_addresses
 from xcompat.data.bad_samples import Problems
@@ -44,7 +45,6 @@ from xcompat.data.sources import (
 )
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow as pa
 
 AnyDataset: TypeAlias = "datasets.Dataset | datasets.IterableDataset"
@@ -107,8 +107,6 @@ def _named_files(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _load_shards(source: PairSource, shards: Sequence[str | Path]) -> AnyDataset:
-    import datasets
-
     label = source.label_column or (CLASS_MEMBER if source.labels else None)
     columns = ShardColumns(
         source.image_column, source.caption_column, source.id_column, label, source.camera_column, with_caption=source.captions
@@ -168,8 +166,6 @@ def _load_list(source: PairSource, paths: list[Path]) -> AnyDataset:
 
 
 def _load_cifar(source: PairSource, paths: list[Path]) -> AnyDataset:
-    import datasets
-
     if source.captions:
         raise XcompatError(f"{paths[0]}: CIFAR has no captions; set captions: false")
     files = files_with(paths, (SUFFIX,))
@@ -204,8 +200,6 @@ def _load_files(
 
 
 def _features(source: PairSource, label_type: str, metadata: bool = False) -> datasets.Features:
-    import datasets
-
     columns: dict[str, Any] = {IMAGE: datasets.Image(decode=False), ID: datasets.Value("string")}
     if source.captions:
         columns[CAPTION] = datasets.List(datasets.Value("string"))
@@ -253,8 +247,6 @@ def _require_distinct_ids(rows: Iterable[dict[str, Any]], source: PairSource) ->
 
 
 def _load_parquet(source: PairSource, paths: list[Path]) -> AnyDataset:
-    import datasets
-
     files = _named_files(paths, (".parquet",))
     dataset = _read_parquet(files, source.streaming)
     column = source.image_column or next((name for name in EXTRA_IMAGE_COLUMNS if name in (dataset.column_names or [])), "")
@@ -274,8 +266,6 @@ def _load_parquet(source: PairSource, paths: list[Path]) -> AnyDataset:
 
 def _read_parquet(files: list[Path], streaming: bool, features: datasets.Features | None = None) -> AnyDataset:
     """Read Parquet files in order, with the types of the first by default."""
-    import datasets
-
     try:
         names = [str(file) for file in files]
         return datasets.load_dataset("parquet", data_files=names, split="train", streaming=streaming, features=features)
@@ -315,8 +305,6 @@ def load_raw(source: DataSource, paths: list[Path], streaming: bool = False) -> 
 
 
 def _load_saved(source: DataSource, folder: Path) -> datasets.Dataset:
-    import datasets
-
     refuse_hub_fields(source.path, name=source.name, revision=source.revision)
     if not is_saved_dataset(folder):
         raise XcompatError(f"{folder} was not written by datasets.save_to_disk; check the path or the format")
@@ -337,8 +325,6 @@ def _load_saved(source: DataSource, folder: Path) -> datasets.Dataset:
 
 
 def _from_hub(source: DataSource, streaming: bool) -> AnyDataset:
-    import datasets
-
     try:
         loaded = datasets.load_dataset(
             str(source.path), source.name, split=source.split, revision=source.revision, streaming=streaming
@@ -359,8 +345,6 @@ def _one_split(splits: dict[str, AnyDataset], source: DataSource) -> AnyDataset:
 
 
 def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
-    import datasets
-
     from xcompat.data.ids import require_ids
 
     if isinstance(dataset, datasets.IterableDataset) and dataset.features is None:
@@ -389,8 +373,6 @@ def _standardise(dataset: AnyDataset, source: PairSource) -> AnyDataset:
 
 def _map_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
     """Return wanted column -> its name in the data set."""
-    import datasets
-
     columns, where = list(dataset.column_names), str(source.path)
     typed = tuple(name for name, feature in (dataset.features or {}).items() if isinstance(feature, datasets.Image))
     picked = {IMAGE: pick_column(source.image_column, (*typed, *EXTRA_IMAGE_COLUMNS), columns, "image_column", where)}
@@ -408,8 +390,6 @@ def _map_columns(dataset: AnyDataset, source: PairSource) -> dict[str, str]:
 
 
 def _apply_limit(dataset: AnyDataset, source: PairSource) -> AnyDataset:
-    import datasets
-
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.take(source.limit) if source.limit else dataset
     if not len(dataset):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import datasets
 from xcompat.core.progress import notice
 from xcompat.data.cache import cached_dataset, file_stamps, rows_to_batches
 from xcompat.data.pairs import DrawnDataset, RowArray
@@ -19,8 +20,6 @@ from xcompat.data.sources import TextPairSource
 from xcompat.data.texts import iterate_rows, open_rows
 
 if TYPE_CHECKING:
-    import datasets
-
     from xcompat.encoders.processor import Processor
 
 QUERY_COLUMNS = (QUERY, "question", "anchor", "claim", "sentence1")
@@ -42,8 +41,6 @@ def load_text_pairs(source: TextPairSource) -> datasets.Dataset:
     Raises:
         XcompatError: data or a column is missing, or data is empty or damaged.
     """
-    import datasets
-
     raw, files = open_rows(source)
     text = datasets.Value("string")
     features = datasets.Features({QUERY: text, PASSAGE: text, NEGATIVES: datasets.List(text)})

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from xcompat.core.errors import XcompatError, nearest
 from xcompat.core.json_values import JsonColumns
+from xcompat.core.lazy import datasets
 from xcompat.core.progress import notice
 from xcompat.data.cache import cached_dataset, file_stamps
 from xcompat.data.corpora import HashSet
@@ -24,7 +25,6 @@ from xcompat.data.sources import DataSource, expand_folders, has_suffix, is_save
 from xcompat.data.table_rows import LINE, ROW_SUFFIXES, Row, read_rows
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow as pa
 
 TEXT_COLUMNS = (TEXT, "passage", "content", "contents", "body", "document", "sentence", "question", "query", "caption", LINE)
@@ -81,7 +81,6 @@ def load_text_items(source: TextSource | str | Path) -> datasets.Dataset:
     Raises:
         XcompatError: data or a column is missing, data is empty or damaged, or an id repeats.
     """
-    import datasets
     import pyarrow as pa
 
     source = source if isinstance(source, TextSource) else TextSource(path=str(source))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor
 
+from xcompat.core.lazy import datasets
 from xcompat.core.progress import Waiting, notice
 from xcompat.core.threads import cores, keep_freed_memory, map_in_threads, usable_cores
 from xcompat.data import BadSamples, View, iterate_images
@@ -26,9 +27,6 @@ from xcompat.encoders.prefixes import length_sorted_batches, prefix_batches, sha
 from xcompat.encoders.processor import Processor
 from xcompat.models.embedder import Embedder
 from xcompat.models.frozen import FrozenModel
-
-if TYPE_CHECKING:
-    import datasets
 
 TOKENS_PER_BATCH = 512  # on a CPU, so that activations fit into its caches
 MANY_TOKENS = 65536  # on a GPU
@@ -278,7 +276,6 @@ def embed_contents(embedder: Embedder, contents: Contents) -> EmbeddedContents:
 
 def _embedded_images(embedder: Embedder, images: Contents, bad: BadSamples) -> Batches:
     """Embed images in the batches of a single data set, in steps small enough for Arrow arrays."""
-    import datasets
     import pyarrow as pa
 
     size = images_per_batch(embedder.processor, embedder.device)

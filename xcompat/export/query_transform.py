@@ -71,7 +71,7 @@ def to_faiss(model: CompatModel, index: str | Path, out: str | Path, overwrite: 
         write_faiss(chained, temporary)
 
 
-def _linear(weight_dD: Tensor, bias_d: Tensor) -> Any:  # noqa: ANN401 - faiss has no types
+def _linear(weight_dD: Tensor, bias_d: Tensor) -> faiss.LinearTransform:
     """Return the transform x ↦ W·x + b."""
     linear = faiss.LinearTransform(weight_dD.shape[1], weight_dD.shape[0], True)
     faiss.copy_array_to_vector(weight_dD.numpy().ravel(), linear.A)

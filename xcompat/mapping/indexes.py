@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from xcompat.core.arrays import read_lines
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import faiss
 from xcompat.vectors import Columns, Vectors
 from xcompat.vectors.formats import SUFFIXES
 from xcompat.vectors.spool import BLOCK, Spool
@@ -117,7 +118,7 @@ def read_index(path: Path, ids: Path | None) -> Vectors:
     return Vectors(rows_ND, match_names(names, own, index.rows, path))
 
 
-def read_vectors_of_index(index: Any) -> NDArray[np.float32]:  # noqa: ANN401 - faiss has no types
+def read_vectors_of_index(index: faiss.Index) -> NDArray[np.float32]:
     """Reconstruct a faiss index's vectors in memory, in the order of its ids or rows.
 
     Raises:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import faiss
 import numpy as np
 import torch
@@ -69,14 +67,14 @@ class Codec:
         return self.index.sa_decode(codes_NB) if self.dim else np.empty((len(codes_NB), 0), np.float32)
 
 
-def learned_of(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+def learned_of(index: faiss.Index) -> faiss.Float32Vector:
     """Return faiss's vector of learned codec parameters."""
     return index.sq.trained if hasattr(index, "sq") else index.pq.centroids
 
 
 def open_lists(
     name: str, centroids_LD: NDArray[np.float32], learned_F: NDArray[np.float32], codes_KB: NDArray[np.uint8], sizes_L: list[int]
-) -> Any:  # noqa: ANN401 - faiss has no types
+) -> faiss.IndexIVF:
     """Build an inverted file around existing codes, without training, encoding or copying.
 
     Args:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import faiss
 import numpy as np
 import torch
-from faiss import Kmeans
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -137,7 +137,7 @@ class IndexedMemory(QueryMemory):
             return np.ascontiguousarray(turned_ND[:, : memory.first]), turned_ND[:, memory.first :]
 
         first_SH, rest_SR = parts(keys_SD)
-        coarse = Kmeans(memory.first, lists, niter=_ROUNDS, spherical=True, seed=1, min_points_per_centroid=1)
+        coarse = faiss.Kmeans(memory.first, lists, niter=_ROUNDS, spherical=True, seed=1, min_points_per_centroid=1)
         coarse.cp.max_points_per_centroid = _PER_LIST
         coarse.index = copy_to_gpus(coarse.index)
         coarse.train(first_SH)
@@ -234,7 +234,7 @@ class IndexedMemory(QueryMemory):
 class _OpenIndex:
     """Searchable index, with each part's codec and codes (``first``, ``rest``, ``value``)."""
 
-    index: Any  # a faiss inverted file, which reads the first codes in place
+    index: faiss.Index  # a faiss inverted file, which reads the first codes in place
     codecs: dict[str, Codec]
     codes: dict[str, NDArray[np.uint8]]
 

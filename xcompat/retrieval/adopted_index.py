@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from xcompat.core.checksums import FileRecord, file_record
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import faiss
 from xcompat.retrieval.faiss_index import FaissIndex, map_faiss
 from xcompat.retrieval.filtered_search import Found
 from xcompat.retrieval.integrity import require_whole
@@ -43,7 +43,7 @@ class AdoptedIndex(FaissIndex):
 
     def __init__(
         self,
-        index: Any,  # noqa: ANN401 - faiss has no types
+        index: faiss.Index,
         metric: Metric,
         record: SegmentRecord,
         stamp: Stamp,

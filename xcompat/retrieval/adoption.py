@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from xcompat.core.checksums import FileRecord, file_record
 from xcompat.core.errors import XcompatError
 from xcompat.core.files import atomic_path, write_array
+from xcompat.core.lazy import faiss
 from xcompat.core.progress import advance_bar, progress_bar
 from xcompat.retrieval.adopted_index import inspect_file, read_labels, stamp_of
 from xcompat.retrieval.backend import open_backend
@@ -216,16 +217,14 @@ def inspect_vectors(index: FaissIndex, path: Path, known: Known, ids: Sequence[s
     return IndexFacts(type(index.index).__name__, index.dim, metric, (least, median, most), unit, zeros, signatures_N)
 
 
-def wrap_index(raw: Any, labels_N: NDArray[np.int64] | None, path: Path) -> FaissIndex:  # noqa: ANN401 - faiss has no types
+def wrap_index(raw: faiss.Index, labels_N: NDArray[np.int64] | None, path: Path) -> FaissIndex:
     """Wrap a faiss index with its metric; raise if it is empty."""
-    import faiss
-
     if not raw.ntotal:
         raise XcompatError(f"{path} holds no vectors; there is nothing to read")
     return FaissIndex(raw, "l2" if strip_id_map(raw).metric_type == faiss.METRIC_L2 else "ip", labels_N=labels_N)
 
 
-def _follow_ids(raw: Any, segment: Segment, path: Path) -> tuple[OwnIds, NDArray[np.int64] | None]:  # noqa: ANN401
+def _follow_ids(raw: faiss.Index, segment: Segment, path: Path) -> tuple[OwnIds, NDArray[np.int64] | None]:
     """Sort the ids inside an index like the gallery's rows, then new ones.
 
     Returns:
@@ -258,10 +257,8 @@ def _vectors(index: FaissIndex, rows_n: NDArray[np.int64], path: Path) -> NDArra
         ) from None
 
 
-def _exact(index: Any) -> bool:  # noqa: ANN401 - faiss has no types
+def _exact(index: faiss.Index) -> bool:
     """Return whether an index stores vectors unquantised."""
-    import faiss
-
     index = faiss.downcast_index(index)
     kind = type(index).__name__
     return kind.startswith("IndexFlat") or (kind.endswith("Flat") and "Refine" not in kind)

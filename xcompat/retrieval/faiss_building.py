@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.distributed import copy_to_gpus
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import faiss
 from xcompat.retrieval.faiss_index import FaissIndex, reason_of
 from xcompat.retrieval.manifest import Metric
 
@@ -59,10 +59,8 @@ def build_faiss(
     return FaissIndex(index, metric), used
 
 
-def _train(index: Any, vectors_nd: NDArray[np.float32]) -> None:  # noqa: ANN401 - faiss has no types
+def _train(index: faiss.Index, vectors_nd: NDArray[np.float32]) -> None:
     """Train an index; GPUs find an inverted file's centroids."""
-    import faiss
-
     ivf = faiss.try_extract_index_ivf(index) if faiss.get_num_gpus() else None
     if ivf is None:
         index.train(vectors_nd)
@@ -73,13 +71,11 @@ def _train(index: Any, vectors_nd: NDArray[np.float32]) -> None:  # noqa: ANN401
     ivf.clustering_index = None
 
 
-def _adding(index: Any) -> Callable[[NDArray[np.float32]], None]:  # noqa: ANN401
+def _adding(index: faiss.Index) -> Callable[[NDArray[np.float32]], None]:
     """Return a function that adds vectors; GPUs, if any, assign them to lists.
 
     The CPU encodes, because a GPU copy would need memory and a copy back.
     """
-    import faiss
-
     # other kinds pack their lists differently, and faiss does not check it
     if not faiss.get_num_gpus() or type(index) not in (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer, faiss.IndexIVFPQ):
         return index.add
@@ -94,14 +90,12 @@ def _adding(index: Any) -> Callable[[NDArray[np.float32]], None]:  # noqa: ANN40
     return add
 
 
-def make_index(factory: str, dim: int, metric: Metric) -> Any:  # noqa: ANN401 - faiss has no types
+def make_index(factory: str, dim: int, metric: Metric) -> faiss.Index:
     """Create an empty faiss index from a factory string.
 
     Raises:
         XcompatError: faiss does not know the string for this dimension.
     """
-    import faiss
-
     try:
         return faiss.index_factory(dim, factory, faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -119,10 +113,8 @@ def is_lossless(factory: str) -> bool:
     return factory == EXACT or (factory.startswith("HNSW") and ("," not in factory or factory.endswith(",Flat")))
 
 
-def fewest_vectors(index: Any) -> int:  # noqa: ANN401
+def fewest_vectors(index: faiss.Index) -> int:
     """Return an empty index's minimum number of training vectors."""
-    import faiss
-
     if index.is_trained:
         return 0
     ivf = faiss.try_extract_index_ivf(index)

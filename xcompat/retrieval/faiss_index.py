@@ -8,15 +8,14 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.distributed import copy_to_gpus
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import faiss
 from xcompat.core.progress import notice
-from xcompat.retrieval.faiss_probe import read_mapped
 from xcompat.retrieval.filtered_search import Found, ReadRows, complete_results, find_incomplete, search_kept
 from xcompat.retrieval.list_vectors import find_places, packs_codes, read_packed, use_places
 from xcompat.retrieval.manifest import Metric
@@ -39,13 +38,11 @@ class FaissIndex:
 
     def __init__(
         self,
-        index: Any,  # noqa: ANN401 - faiss has no types
+        index: faiss.Index,
         metric: Metric,
         as_added: ReadRows | None = None,
         labels_N: NDArray[np.int64] | None = None,
     ) -> None:
-        import faiss
-
         _say_if_overwritten()
         self._alone = Lock()  # one thread at a time may search on a GPU or prepare the index
         self._owner = index  # keep a reference: faiss frees the inner index together with its IndexIDMap
@@ -75,8 +72,6 @@ class FaissIndex:
     @property
     def is_exact(self) -> bool:
         """Whether every vector is compared."""
-        import faiss
-
         return isinstance(faiss.downcast_index(self.index), faiss.IndexFlat)
 
     def set_parameters(self, parameters: str) -> None:
@@ -88,8 +83,6 @@ class FaissIndex:
         Raises:
             XcompatError: faiss does not know them for this index.
         """
-        import faiss
-
         try:
             faiss.ParameterSpace().set_index_parameters(self.index, parameters)
         except RuntimeError as error:
@@ -110,8 +103,6 @@ class FaissIndex:
         Raises:
             XcompatError: the index is damaged.
         """
-        import faiss
-
         queries_Qd = np.ascontiguousarray(queries_Qd)
         if isinstance(faiss.downcast_index(self.index), faiss.IndexRefine):  # its results depend on k
             return self._score(queries_Qd, k, kept_N)[:2]
@@ -135,8 +126,6 @@ class FaissIndex:
     @cached_property
     def _reads_exactly(self) -> bool:
         """Whether vectors can be read unchanged, without scanning lists."""
-        import faiss
-
         index = faiss.downcast_index(self.index)
         is_plain = type(index) in (faiss.IndexFlat, faiss.IndexFlatIP, faiss.IndexFlatL2, faiss.IndexHNSWFlat)
         return is_plain or (type(index) is faiss.IndexIVFFlat and self._as_added is not None)
@@ -169,7 +158,7 @@ class FaissIndex:
         return self.vectors
 
     @cached_property
-    def _gpu_index(self) -> Any:  # noqa: ANN401 - faiss has no types
+    def _gpu_index(self) -> faiss.Index:
         return copy_to_gpus(self.index)
 
     def vectors(self, rows_n: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -181,8 +170,6 @@ class FaissIndex:
     @cached_property
     def _places(self) -> NDArray[np.int64] | None:
         """Prepare row lookup in an inverted file; return places if faiss cannot do it."""
-        import faiss
-
         ivf = faiss.try_extract_index_ivf(self.index)
         if ivf is None:
             return None
@@ -199,12 +186,10 @@ class FaissIndex:
 
     def _reconstruct(
         self,
-        index: Any,  # noqa: ANN401 - faiss has no types
+        index: faiss.Index,
         rows_n: NDArray[np.int64],
         places_N: NDArray[np.int64] | None,
     ) -> NDArray[np.float32]:
-        import faiss
-
         index = faiss.downcast_index(index)
         if places_N is None or isinstance(index, faiss.IndexRefine):
             return index.reconstruct_batch(rows_n)
@@ -219,8 +204,6 @@ class FaissIndex:
 
     def as_stored(self, vectors_nd: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return vectors (n, d) as the index would store them."""
-        import faiss
-
         index = faiss.downcast_index(self.index.storage) if isinstance(self.index, faiss.IndexHNSW) else self.index
         try:
             return index.sa_decode(index.sa_encode(np.ascontiguousarray(vectors_nd)))
@@ -239,12 +222,14 @@ def open_faiss(path: Path, metric: Metric, as_added: ReadRows | None = None) -> 
     return FaissIndex(map_faiss(path), metric, as_added)
 
 
-def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
+def map_faiss(path: Path) -> faiss.Index:
     """Map an index file into memory.
 
     Raises:
         XcompatError: the file is missing or damaged.
     """
+    from xcompat.retrieval.faiss_probe import read_mapped
+
     if not path.is_file():
         raise XcompatError(f"the faiss index {path} does not exist")
     try:
@@ -253,14 +238,12 @@ def map_faiss(path: Path) -> Any:  # noqa: ANN401 - faiss has no types
         raise XcompatError(f"{path} is not a readable faiss index: {reason_of(error)}") from None
 
 
-def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no types
+def write_faiss(index: faiss.Index, path: Path) -> None:
     """Write an index through a Python file, because faiss's own writer hides errors on closing.
 
     Raises:
         OSError: the file cannot be written, e.g. on a full disk.
     """
-    import faiss
-
     with path.open("wb") as file:
         faiss.write_index(index, faiss.PyCallbackIOWriter(file.write, WRITTEN_AT_ONCE))
 
@@ -268,8 +251,6 @@ def write_faiss(index: Any, path: Path) -> None:  # noqa: ANN401 - faiss has no 
 @cache
 def _say_if_overwritten() -> None:
     """Print a notice about unused GPUs if faiss-cpu has overwritten faiss-gpu."""
-    import faiss
-
     if find_spec("faiss._gpu_build") is not None and not hasattr(faiss, "StandardGpuResources"):
         notice(
             "faiss-cpu has overwritten files of faiss-gpu, so no GPU is used: "

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Any
+
+import faiss
+import numpy as np
 
 SAMPLED, QUERIES = 10_000, 4
 FOUND = 3
 """Exit code of the script for an unusable index."""
 
 
-def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
+def read_mapped(path: str) -> faiss.Index:
     """Map an index into memory. A separate file with its lists may have moved with it.
 
     Args:
@@ -20,8 +22,6 @@ def read_mapped(path: str) -> Any:  # noqa: ANN401 - faiss has no types
     Raises:
         RuntimeError: faiss cannot read it.
     """
-    import faiss
-
     beside = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR
     try:
         return faiss.read_index(path, beside | faiss.IO_FLAG_MMAP_IFC)
@@ -46,9 +46,6 @@ def check_index(path: str, vectors: bool) -> str:
     Returns:
         The problem found; empty if none.
     """
-    import faiss
-    import numpy as np
-
     try:
         index = read_mapped(path)
     except (RuntimeError, MemoryError) as error:
@@ -69,11 +66,8 @@ def check_index(path: str, vectors: bool) -> str:
     return _take_out(inner) if vectors else ""
 
 
-def _take_out(index: Any) -> str:  # noqa: ANN401
+def _take_out(index: faiss.Index) -> str:
     """Reconstruct some vectors; return the problem, if any."""
-    import faiss
-    import numpy as np
-
     ivf = faiss.try_extract_index_ivf(index)
     if ivf is not None and isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFlatDedup):
         return ""  # it returns no vectors; callers report that
@@ -93,11 +87,8 @@ def _take_out(index: Any) -> str:  # noqa: ANN401
     return ""
 
 
-def _take_out_of_lists(ivf: Any) -> str:  # noqa: ANN401
+def _take_out_of_lists(ivf: faiss.IndexIVF) -> str:
     """Reconstruct each list's first and last vector."""
-    import faiss
-    import numpy as np
-
     vector_d = np.empty(ivf.d, np.float32)
     with suppress(RuntimeError):
         for number in range(ivf.nlist):
@@ -111,17 +102,13 @@ def _short_message(error: Exception) -> str:
     return " ".join(str(error).split(": ", 1)[-1].split())[:200]
 
 
-def _inner(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
-    import faiss
-
+def _inner(index: faiss.Index) -> faiss.Index:
     index = faiss.downcast_index(index)
     return faiss.downcast_index(index.index) if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2) else index
 
 
-def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
+def _contradiction(index: faiss.Index) -> str:
     """Return inconsistent parts, including nested indexes."""
-    import faiss
-
     index = faiss.downcast_index(index)
     if index.metric_type not in (faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2):
         return f"it uses faiss metric {index.metric_type}, but only inner product and L2 are supported"
@@ -133,14 +120,14 @@ def _contradiction(index: Any) -> str:  # noqa: ANN401 - faiss has no types
     return ""
 
 
-def _check_inner_index(index: Any) -> str:  # noqa: ANN401
+def _check_inner_index(index: faiss.Index) -> str:
     inner = index.index
     if inner.ntotal != index.ntotal:
         return f"it claims {index.ntotal} vectors, but its inner index has {inner.ntotal}"
     return _contradiction(inner)
 
 
-def _ids(index: Any) -> str:  # noqa: ANN401
+def _ids(index: faiss.Index) -> str:
     if index.id_map.size() != index.ntotal:
         return f"it has {index.id_map.size()} ids, but {index.ntotal} vectors"
     if index.index.d != index.d:
@@ -148,7 +135,7 @@ def _ids(index: Any) -> str:  # noqa: ANN401
     return _check_inner_index(index)
 
 
-def _transforms(index: Any) -> str:  # noqa: ANN401
+def _transforms(index: faiss.Index) -> str:
     dim = index.d
     for place in range(index.chain.size()):
         step = index.chain.at(place)
@@ -160,17 +147,14 @@ def _transforms(index: Any) -> str:  # noqa: ANN401
     return _check_inner_index(index)
 
 
-def _graph(index: Any) -> str:  # noqa: ANN401
+def _graph(index: faiss.Index) -> str:
     if index.storage is None or index.storage.ntotal != index.ntotal or not _is_graph(index.hnsw, index.ntotal):
         return "the links of its graph do not match its vectors"
     return _contradiction(index.storage)
 
 
-def _is_graph(hnsw: Any, rows: int) -> bool:  # noqa: ANN401
+def _is_graph(hnsw: faiss.HNSW, rows: int) -> bool:
     """Return whether levels, offsets and links are consistent."""
-    import faiss
-    import numpy as np
-
     levels_N, offsets = faiss.vector_to_array(hnsw.levels), faiss.vector_to_array(hnsw.offsets).astype(np.int64)
     links, steps = faiss.vector_to_array(hnsw.neighbors), faiss.vector_to_array(hnsw.cum_nneighbor_per_level)
     if not rows:
@@ -183,9 +167,7 @@ def _is_graph(hnsw: Any, rows: int) -> bool:  # noqa: ANN401
     return bool(fits and links.min(initial=-1) >= -1 and links.max(initial=-1) < rows)
 
 
-def _lists(index: Any) -> str:  # noqa: ANN401
-    import faiss
-
+def _lists(index: faiss.Index) -> str:
     lists, rows = index.invlists, index.ntotal
     if index.quantizer is None or index.quantizer.ntotal != index.nlist or lists is None or lists.nlist != index.nlist:
         return "its numbers of lists and centroids differ"
@@ -199,7 +181,7 @@ def _lists(index: Any) -> str:  # noqa: ANN401
     return _contradiction(index.quantizer)
 
 
-def _codes(index: Any) -> str:  # noqa: ANN401
+def _codes(index: faiss.Index) -> str:
     wanted = index.ntotal * index.code_size
     held = index.codes.size()
     return f"it holds {held} bytes, but {index.ntotal} vectors take {wanted}" if held != wanted else ""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.lazy import faiss
 from xcompat.retrieval.own_ids import RowLabels, select_bits
 
 ReadRows: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.float32]]
@@ -23,7 +24,7 @@ READ_AT_ONCE, HITS_AT_ONCE = 2**25, 2**22
 
 
 def search_kept(
-    index: Any,  # noqa: ANN401 - faiss has no types
+    index: faiss.Index,
     queries_Qd: NDArray[np.float32],
     k: int,
     kept_N: NDArray[np.bool_],
@@ -67,7 +68,7 @@ def find_incomplete(rows_Qk: NDArray[np.int64], kept: int) -> NDArray[np.bool_]:
 
 
 def complete_results(
-    index: Any,  # noqa: ANN401 - faiss has no types
+    index: faiss.Index,
     queries_Qd: NDArray[np.float32],
     found: Found,
     rows_n: NDArray[np.int64],
@@ -82,10 +83,8 @@ def complete_results(
     return distances_Qk, rows_Qk
 
 
-def _comparisons_per_search(index: Any, k: int, kept: int) -> float:  # noqa: ANN401
+def _comparisons_per_search(index: faiss.Index, k: int, kept: int) -> float:
     """Estimate the number of one-by-one comparisons that take as long as a filtered search."""
-    import faiss
-
     outer, index = index, _searching(index)
     if isinstance(index, faiss.IndexIVF):  # a filtered search may visit every list, and read as many bytes
         return index.ntotal * index.nprobe / index.nlist * index.code_size / (4 * outer.d)
@@ -95,10 +94,8 @@ def _comparisons_per_search(index: Any, k: int, kept: int) -> float:  # noqa: AN
     return 0  # it always compares every row
 
 
-def _searching(index: Any) -> Any:  # noqa: ANN401
+def _searching(index: faiss.Index) -> faiss.Index:
     """Return the inner index, without transforms and refinements."""
-    import faiss
-
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexPreTransform):
         return _searching(index.index)
@@ -106,14 +103,12 @@ def _searching(index: Any) -> Any:  # noqa: ANN401
 
 
 def _compare_rows(
-    index: Any,  # noqa: ANN401
+    index: faiss.Index,
     queries_Qd: NDArray[np.float32],
     k: int,
     rows_n: NDArray[np.int64],
     vectors: ReadRows,
 ) -> Found:
-    import faiss
-
     best = faiss.ResultHeap(len(queries_Qd), k, keep_max=index.metric_type == faiss.METRIC_INNER_PRODUCT)
     size = max(1, READ_AT_ONCE // (4 * index.d))
     for start in range(0, len(rows_n), size):
@@ -125,7 +120,7 @@ def _compare_rows(
 
 
 def _search_and_drop(
-    index: Any,  # noqa: ANN401
+    index: faiss.Index,
     queries_Qd: NDArray[np.float32],
     k: int,
     kept_N: NDArray[np.bool_],
@@ -145,15 +140,13 @@ def _search_and_drop(
     return distances_Qk, rows_Qk
 
 
-def _selecting(index: Any, k: int, kept_N: NDArray[np.bool_], labels: RowLabels | None) -> Any:  # noqa: ANN401
+def _selecting(index: faiss.Index, k: int, kept_N: NDArray[np.bool_], labels: RowLabels | None) -> faiss.SearchParameters:
     """Return search parameters to filter rows, with a higher effort."""
     selector = select_bits(kept_N) if labels is None else labels.select(kept_N)
     return _parameters(index, selector, k, len(kept_N) / max(int(kept_N.sum()), 1))
 
 
-def _parameters(index: Any, selector: Any, k: int, more: float) -> Any:  # noqa: ANN401
-    import faiss
-
+def _parameters(index: faiss.Index, selector: faiss.IDSelector, k: int, more: float) -> faiss.SearchParameters:
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexPreTransform):
         inner = _parameters(index.index, selector, k, more)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from xcompat.core.lazy import faiss
 from xcompat.retrieval.own_ids import RowLabels, list_ids
 
 OFFSET_BITS = 32
 """A place packs list number and offset in one integer, as in faiss."""
 
 
-def packs_codes(ivf: Any) -> bool:  # noqa: ANN401 - faiss has no types
+def packs_codes(ivf: faiss.IndexIVF) -> bool:
     """Return whether an inverted file has fast-scan codes, which crash faiss's `reconstruct`."""
-    import faiss
-
     return isinstance(faiss.downcast_index(ivf), faiss.IndexIVFPQFastScan | faiss.IndexIVFAdditiveQuantizerFastScan)
 
 
-def find_places(ivf: Any, labels: RowLabels) -> NDArray[np.int64]:  # noqa: ANN401
+def find_places(ivf: faiss.IndexIVF, labels: RowLabels) -> NDArray[np.int64]:
     """Return each row's place in an inverted file."""
     places_N = np.full(len(labels.labels_N), -1, np.int64)
     for number in range(ivf.nlist):
@@ -30,18 +27,14 @@ def find_places(ivf: Any, labels: RowLabels) -> NDArray[np.int64]:  # noqa: ANN4
     return places_N
 
 
-def use_places(ivf: Any, places_N: NDArray[np.int64]) -> None:  # noqa: ANN401
+def use_places(ivf: faiss.IndexIVF, places_N: NDArray[np.int64]) -> None:
     """Make an inverted file look up vectors by row instead of by id."""
-    import faiss
-
     faiss.copy_array_to_vector(places_N, ivf.direct_map.array)
     ivf.direct_map.type = faiss.DirectMap.Array
 
 
-def read_packed(ivf: Any, places_n: NDArray[np.int64]) -> NDArray[np.float32]:  # noqa: ANN401
+def read_packed(ivf: faiss.IndexIVF, places_n: NDArray[np.int64]) -> NDArray[np.float32]:
     """Decode vectors (n, d) from an inverted file with fast-scan codes."""
-    import faiss
-
     packer = ivf.get_CodePacker()
     lists_n, offsets_n = places_n >> OFFSET_BITS, places_n & ((1 << OFFSET_BITS) - 1)
     blocks_2B, which_n = np.unique(np.stack([lists_n, offsets_n // packer.nvec]), axis=1, return_inverse=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import faiss
 from xcompat.data.ids import match_file_names
 
 LABELS_FILE = "labels.npy"
@@ -40,10 +41,8 @@ class RowLabels:
         places = np.minimum(np.searchsorted(self._sorted_N, labels), len(self._sorted_N) - 1)
         return np.where(self._sorted_N[places] == labels, self._order_N[places], -1)
 
-    def select(self, kept_N: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - faiss has no types
+    def select(self, kept_N: NDArray[np.bool_]) -> faiss.IDSelector:
         """Return a faiss selector for the kept rows."""
-        import faiss
-
         labels_n = self.labels_N[: len(kept_N)][kept_N]
         if len(labels_n) and labels_n.min() >= 0 and labels_n.max() < BITS_PER_ID * len(labels_n):
             bits = np.zeros(int(labels_n.max()) + 1, bool)
@@ -52,10 +51,8 @@ class RowLabels:
         return faiss.IDSelectorBatch(labels_n)
 
 
-def select_bits(bits: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - faiss has no types
+def select_bits(bits: NDArray[np.bool_]) -> faiss.IDSelector:
     """Return a faiss selector for the ids whose bit is set."""
-    import faiss
-
     packed = np.packbits(bits, bitorder="little")
     selector = faiss.IDSelectorBitmap(len(packed), faiss.swig_ptr(packed))
     selector.packed = packed  # keep a reference: faiss stores only a pointer
@@ -78,10 +75,8 @@ class OwnIds(NamedTuple):
     is_ordered: bool = True
 
 
-def strip_id_map(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
+def strip_id_map(index: faiss.Index) -> faiss.Index:
     """Return an index without its id map; the caller keeps a reference to the original."""
-    import faiss
-
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
         return strip_id_map(index.index)
@@ -93,7 +88,7 @@ def strip_id_map(index: Any) -> Any:  # noqa: ANN401 - faiss has no types
     return stripped
 
 
-def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has no types
+def read_own_ids(index: faiss.Index, path: Path) -> OwnIds:
     """Read the ids inside an index.
 
     Args:
@@ -103,8 +98,6 @@ def read_own_ids(index: Any, path: Path) -> OwnIds:  # noqa: ANN401 - faiss has 
     Raises:
         XcompatError: an inverted file repeats an id or contains -1, or the index stores equal vectors only once.
     """
-    import faiss
-
     names_N, ivf = _id_map(index), faiss.try_extract_index_ivf(strip_id_map(index))
     if ivf is None:
         return OwnIds(names_N, has_map=names_N is not None)
@@ -206,25 +199,21 @@ def _require_count(ids: Sequence[str], rows: int, path: Path) -> list[str]:
     return list(ids)
 
 
-def _id_map(index: Any) -> NDArray[np.int64] | None:  # noqa: ANN401
+def _id_map(index: faiss.Index) -> NDArray[np.int64] | None:
     """Return the ids in an id map around an index or below its transforms."""
-    import faiss
-
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
         return np.asarray(faiss.vector_to_array(index.id_map), np.int64)
     return _id_map(index.index) if isinstance(index, faiss.IndexPreTransform) else None
 
 
-def list_ids(ivf: Any, number: int) -> NDArray[np.int64]:  # noqa: ANN401
+def list_ids(ivf: faiss.IndexIVF, number: int) -> NDArray[np.int64]:
     """Copy the ids in an inverted list."""
-    import faiss
-
     size = ivf.invlists.list_size(number)
     return faiss.rev_swig_ptr(ivf.invlists.get_ids(number), size).copy() if size else np.empty(0, np.int64)
 
 
-def _listed_ids(ivf: Any) -> tuple[NDArray[np.int64], int]:  # noqa: ANN401
+def _listed_ids(ivf: faiss.IndexIVF) -> tuple[NDArray[np.int64], int]:
     """Return the ids in all lists, and how often an id is smaller than its predecessor."""
     lists = [list_ids(ivf, number) for number in range(ivf.nlist)]
     return np.concatenate(lists), sum(int((ids[1:] < ids[:-1]).sum()) for ids in lists if len(ids))

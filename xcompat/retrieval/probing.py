@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from xcompat.core.errors import XcompatError
-from xcompat.retrieval.faiss_probe import FOUND
 
 SECONDS, BYTES_PER_SECOND = 60.0, 20e6
 """Time limit, fixed and per byte. A slow disk reads a hundred megabytes per second."""
@@ -38,6 +37,8 @@ def require_readable(path: Path, vectors: bool = True) -> None:
     Raises:
         XcompatError: the file is unreadable or inconsistent, or the process crashed or timed out.
     """
+    from xcompat.retrieval.faiss_probe import FOUND
+
     _require_floats(path)
     limit = SECONDS + path.stat().st_size / BYTES_PER_SECOND
     try:

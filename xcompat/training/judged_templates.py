@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from xcompat.core.errors import XcompatError
+from xcompat.core.lazy import datasets
 from xcompat.data import PairSource, load_pairs
 from xcompat.data.schema import ID
 from xcompat.data.templates import Members, TemplateLists, read_members, read_template_lists, require_images
@@ -20,9 +21,6 @@ from xcompat.training.caches import cached_images
 from xcompat.training.evaluation_models import EvaluationSet, display_name, require_cosine
 from xcompat.training.sections import JudgedTemplates
 from xcompat.training.test_items import GalleryItems, QuerySet
-
-if TYPE_CHECKING:
-    import datasets
 
 _NO_ITEMS = "the run was evaluated on templates of several images, which cannot be shown singly; choose a run on single images"
 
@@ -93,8 +91,6 @@ def require_images_of_templates(settings: JudgedTemplates) -> None:
 
 
 def _images(settings: JudgedTemplates, members: Members) -> datasets.Dataset:
-    import datasets
-
     images = load_pairs(PairSource(**settings.images.model_dump(), captions=False))
     assert isinstance(images, datasets.Dataset)
     require_images(images[ID][:], members, str(settings.images.path), settings.members)
