@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xcompat.core.checksums import HashedFile
+from xcompat.core.checksums import FileRecord, HashedFile, stream_record
 from xcompat.core.errors import XcompatError, describe_error, nearest
 from xcompat.data.images import UnusableSampleError, open_image
 from xcompat.data.schema import ID
 from xcompat.engines.filesystems import open_file, path_in, write_to
-from xcompat.engines.part_checksums import find_damage, write_checksum
 from xcompat.engines.sources import Part, Reader
 from xcompat.engines.tables import EMBEDDING, ROWS, TableModel
 from xcompat.vectors.formats import SCALE
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 ABOUT = b"xcompat"
 """Metadata key for plan, part and model."""
@@ -107,7 +103,7 @@ class Job:
         if about.get(ABOUT) != json.dumps(self.describe_part(part), sort_keys=True).encode():
             return None
         unread = part.rows - footer.num_rows
-        if (damage := find_damage(self.out, part.name)) is not None:
+        if (damage := _find_damage(self.out, part.name)) is not None:
             return PartState(unread, None, can_grow=True, damage=damage)
         left_out = json.loads(about.get(UNREAD, b"[]"))
         can_grow = any(path is not None and _is_readable(path) for _, path in left_out)
@@ -135,7 +131,8 @@ class Job:
             if unread:
                 writer.add_key_value_metadata({UNREAD: json.dumps(unread)})
             writer.close()
-            write_checksum(self.out, part.name, sink.record)  # before the part: without a checksum it is made again
+            with write_to(self.out, _checksum_name(part.name)) as checksum:  # before the part: without it the part is made again
+                checksum.write(sink.record.model_dump_json().encode() + b"\n")
         example = unread[0][0] if unread else None
         return PartResult(part.number, part.rows, len(unread), example, cut + self.model.texts_cut)
 
@@ -155,7 +152,25 @@ class Job:
         return wanted
 
 
-def _path_of(image: Any) -> str | None:  # noqa: ANN401 - a path, bytes, or both
+def _find_damage(out: str, name: str) -> str | None:
+    """Compare a part with its checksum. Return the damage as the end of a sentence, or None."""
+    try:
+        with open_file(out, path_in(out, _checksum_name(name))) as file:
+            record = FileRecord(**json.loads(file.read()))
+    except FileNotFoundError:
+        return "has no checksum"
+    except (ValueError, TypeError):
+        return "has a damaged checksum"
+    with open_file(out, path_in(out, name)) as file:
+        return None if stream_record(file) == record else "has changed since it was written"
+
+
+def _checksum_name(part: str) -> str:
+    """Return a name with an underscore, which readers of Parquet folders skip."""
+    return f"_{part}.json"
+
+
+def _path_of(image: object) -> str | None:
     """Return an image path, or None if the table stores bytes."""
     if isinstance(image, dict):
         image = image.get("path") if image.get("bytes") is None else None
