@@ -139,7 +139,7 @@ def _contender(settings: StageRecipe, runs: Mapping[int, Recipe], folders: Mappi
         outside_parameters(model),
         model.maps_galleries,
         [read_record(run.stage_dir(settings.name) / DONE, Done).seconds for run in runs.values()],
-        measure_item_cost(model),
+        item_cost=measure_item_cost(model),
     )
 
 
