@@ -248,7 +248,11 @@ def test_the_worst_gain_decides_and_then_the_mean() -> None:
     assert choice.chosen.mean == max(best)
     known = choice_of_made("known")
     assert set(known.floor) == {"known classes"} and known.chosen.mean >= choice.chosen.gains["known classes"]["cmc@1"].low
-    assert choose(made(), "unknown").chosen == choice.chosen, "the same seed chooses the same"
+    torch.set_num_threads(3)
+    try:
+        assert choose(made(), "unknown").trials == choice.trials, "the same seed measures the same, with folds on several cores"
+    finally:
+        torch.set_num_threads(1)
 
 
 def tried(share: float, worst: float, mean: float, line: str = "procrustes", half: float = 0.0196) -> Trial:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from xcompat.core.arrays import copy_rows, normalise_rows
+from xcompat.core.threads import map_over_cores
 from xcompat.evaluation import PairedDifference, bootstrap_interval, paired_bootstrap
 from xcompat.evaluation.cases import ALL, IMAGE_TO_IMAGE, IMAGE_TO_TEXT, TEXT_TO_IMAGE, TEXT_TO_TEXT, BackfillLoss, Case
 from xcompat.evaluation.labelled import Items, LabelledPairs
@@ -26,6 +28,7 @@ from xcompat.mapping.folds import POPULATIONS, QUERIES, Searched, caption_folds,
 from xcompat.mapping.paired import CaptionedEmbeddings, PairedEmbeddings, SwappedEmbeddings
 from xcompat.vectors.codecs import AS_THEY_ARE
 
+CPU = torch.device("cpu")
 RESAMPLES = 1000
 CHANCE_LEVEL = 0.99
 """Level of the interval that compares a candidate with chance: one in 200 chance maps goes unnoticed."""
@@ -280,19 +283,20 @@ class ValidationSplit(ABC):
 
     def evidence(self, candidate: Candidate) -> Evidence:
         """Measure for each query the length of its recalled embedding, and whether the candidate hurts it."""
-        recall = list[NDArray[np.float64]]()
+        recall: dict[tuple[int, str], NDArray[np.float64]] = {}
         queries = self.queries_of(candidate)
 
         def noted(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
             recalled_Qd = self.known[fold].recall_embeddings(candidate, side.new_ND[rows_Q], protocol)
-            recall.append(recalled_Qd.norm(dim=1).double().numpy())
+            recall[fold, protocol] = recalled_Qd.norm(dim=1).double().numpy()
             return queries(fold, protocol, rows_Q, side)
 
         new = self.measure(noted)
         hurt = [mine.quality_Q < floor.quality_Q for mine, floor in zip(new, self.old, strict=True)]
         folds = [np.full(len(each.quality_Q), each.fold) for each in new]
         about = [each.about_Q * len(self.known) + each.fold for each in new]
-        return Evidence(*(np.concatenate(parts) for parts in (recall, hurt, folds, about)))
+        lengths = [recall[each.fold, each.protocol] for each in new]
+        return Evidence(*(np.concatenate(parts) for parts in (lengths, hurt, folds, about)))
 
     def try_candidate(self, candidate: Candidate) -> Trial:
         """Measure a candidate."""
@@ -317,9 +321,10 @@ class ValidationSplit(ABC):
         Swapped queries find items by chance, depending on class sizes and on entries near to everything. All metrics are
         averaged, because a single metric can reach its maximum on few items.
         """
-        queries, draw = self.queries_of(candidate), np.random.default_rng(self.seed)
+        queries, protocols = self.queries_of(candidate), list(self.floor)
 
         def dealt(fold: int, protocol: str, rows_Q: NDArray[np.int64], side: PairedEmbeddings) -> NDArray[np.float32]:
+            draw = np.random.default_rng((self.seed, fold, protocols.index(protocol)))  # folds are measured in any order
             return queries(fold, protocol, rows_Q, side)[draw.permutation(len(rows_Q))]
 
         own_Q, dealt_Q = (
@@ -336,16 +341,22 @@ class RerankableSplit(ValidationSplit):
 
     @override
     def prepare_reranking(self, queries: Queries, most: int) -> Reranking | None:
-        hits = [(each, each.find_first_hits(most)) for each in self.searches(queries, _stored_embeddings)]
+        folds = range(len(self.learned_rows))
+        searches = chain.from_iterable(self.searches_of(fold, queries, _stored_embeddings) for fold in folds)
+        hits = [(each, each.find_first_hits(most)) for each in searches]
         return lambda old_weight, k: [self.measure_pairs(each, first.rerank(k, old_weight)) for each, first in hits]
 
     @override
     def measure_search(self, asked: Queries, searched: Queries) -> list[FoldResult]:
-        return [self.measure_pairs(each, each.pairs) for each in self.searches(asked, searched)]
+        def measure_fold(fold: int) -> list[FoldResult]:
+            return [self.measure_pairs(each, each.pairs) for each in self.searches_of(fold, asked, searched)]
+
+        # each core maps and ranks the queries of a fold, and only it uses the fold's parts
+        return [*chain.from_iterable(map_over_cores(measure_fold, range(len(self.learned_rows)), CPU))]
 
     @abstractmethod
-    def searches(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
-        """Yield the searches of all folds; arguments as in :meth:`measure_search`."""
+    def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
+        """Yield the searches of a fold; further arguments as in :meth:`measure_search`."""
 
     @abstractmethod
     def measure_pairs(self, search: FoldSearch, pairs: LabelledPairs) -> FoldResult:
@@ -383,19 +394,18 @@ class HeldOutClasses(RerankableSplit):
         return self.measure_search(queries, _stored_embeddings)
 
     @override
-    def searches(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
-        for number, fold in enumerate(self.folds):
-            for protocol, rows_Q in fold.queries.items():
-                rows_G, asked_Qd = fold.galleries[protocol], asked(number, protocol, rows_Q, self.pairs)
-                labels_Q, is_stored = self.labels_N[rows_Q], searched is _stored_embeddings
-                if is_stored and (number, protocol) in self._in_stored:
-                    pairs = self._in_stored[number, protocol].with_queries(asked_Qd)
-                else:
-                    searched_Gd = searched(number, protocol, rows_G, self.pairs)
-                    pairs = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, self.labels_N[rows_G], rows_G))
-                if is_stored:
-                    self._in_stored[number, protocol] = pairs
-                yield FoldSearch(number, protocol, pairs, (self.pairs, self.pairs), (rows_Q, rows_G), rows_Q, labels_Q)
+    def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
+        for protocol, rows_Q in self.folds[fold].queries.items():
+            rows_G, asked_Qd = self.folds[fold].galleries[protocol], asked(fold, protocol, rows_Q, self.pairs)
+            labels_Q, is_stored = self.labels_N[rows_Q], searched is _stored_embeddings
+            if is_stored and (fold, protocol) in self._in_stored:
+                pairs = self._in_stored[fold, protocol].with_queries(asked_Qd)
+            else:
+                searched_Gd = searched(fold, protocol, rows_G, self.pairs)
+                pairs = LabelledPairs(Items(asked_Qd, labels_Q, rows_Q), Items(searched_Gd, self.labels_N[rows_G], rows_G))
+            if is_stored:
+                self._in_stored[fold, protocol] = pairs
+            yield FoldSearch(fold, protocol, pairs, (self.pairs, self.pairs), (rows_Q, rows_G), rows_Q, labels_Q)
 
     @override
     def measure_pairs(self, search: FoldSearch, pairs: LabelledPairs) -> FoldResult:
@@ -495,18 +505,18 @@ class HeldOutCaptions(RerankableSplit):
         return self.measure_search(self.queries_of(alone), self.stored_by(alone))
 
     @override
-    def searches(self, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
-        for number, pairs in enumerate(self.searched):
-            sides, groups = (pairs.images, pairs.texts), pairs.groups
-            for protocol, asking, found in zip(self.protocols, (1, 0), (0, 1), strict=True):
-                rows_Q, entries_G = self.asked[number][asking], np.arange(len(sides[found]))
-                groups_Q = groups[asking][rows_Q]
-                compared = LabelledPairs(
-                    Items(asked(number, protocol, rows_Q, sides[asking]), groups_Q),
-                    Items(searched(number, protocol, entries_G, sides[found]), groups[found]),
-                )
-                both, clusters_Q = (sides[asking], sides[found]), groups_Q * len(self.searched) + number
-                yield FoldSearch(number, protocol, compared, both, (rows_Q, entries_G), groups_Q, clusters_Q)
+    def searches_of(self, fold: int, asked: Queries, searched: Queries) -> Iterator[FoldSearch]:
+        pairs = self.searched[fold]
+        sides, groups = (pairs.images, pairs.texts), pairs.groups
+        for protocol, asking, found in zip(self.protocols, (1, 0), (0, 1), strict=True):
+            rows_Q, entries_G = self.asked[fold][asking], np.arange(len(sides[found]))
+            groups_Q = groups[asking][rows_Q]
+            compared = LabelledPairs(
+                Items(asked(fold, protocol, rows_Q, sides[asking]), groups_Q),
+                Items(searched(fold, protocol, entries_G, sides[found]), groups[found]),
+            )
+            both, clusters_Q = (sides[asking], sides[found]), groups_Q * len(self.searched) + fold
+            yield FoldSearch(fold, protocol, compared, both, (rows_Q, entries_G), groups_Q, clusters_Q)
 
     @override
     def measure_pairs(self, search: FoldSearch, pairs: LabelledPairs) -> FoldResult:
