@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 import threading
 import time
@@ -136,9 +137,8 @@ class NewEmbeddings:
         with self._reading() as connection:
             for start in range(0, len(keys), PER_STATEMENT):
                 part = keys[start : start + PER_STATEMENT]
-                condition = f"id IN ({', '.join('?' * len(part))}) AND {_VALID}"
-                asked = f"SELECT id, rest, {columns} FROM items WHERE {condition}"
-                for key, rest, *values in connection.execute(asked, (*part, generation, self._oldest)):
+                found = connection.execute(_statement(columns, len(part)), (*part, generation, self._oldest))
+                for key, rest, *values in found.fetchall():  # at once: each row alone costs a call
                     known, name = names[key]
                     if rest == known:
                         yield name, *values
@@ -255,6 +255,12 @@ def _all_files(gallery: Path) -> Iterator[sqlite3.Connection]:
                     yield connection
         except sqlite3.Error as error:
             raise XcompatError(f"{path} cannot be used ({error}); delete it: it is a cache") from None
+
+
+@functools.cache
+def _statement(columns: str, count: int) -> str:
+    """Return the SQL that selects columns of valid items."""
+    return f"SELECT id, rest, {columns} FROM items WHERE id IN ({', '.join('?' * count)}) AND {_VALID}"
 
 
 def _connect(path: Path) -> sqlite3.Connection:
